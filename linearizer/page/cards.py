@@ -12,7 +12,16 @@ from linearizer.amounts import ago, duration, size
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page.chat import DOCUMENT_FACTS
 from linearizer.progress import Progress
-from linearizer.publish.markup import announcement, folded, message_box, table, table_html, values_list, without_folders
+from linearizer.publish.markup import (
+    announcement,
+    folded,
+    message_box,
+    sentence_html,
+    table,
+    table_html,
+    values_list,
+    without_folders,
+)
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.prediction import candidates_table, read_corrections
 from linearizer.publish.training_charts import ERRORS
@@ -168,8 +177,12 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
 
 
 def verdict_card(verdict: Verdict | None) -> str:
-    """Lead a result with its verdict."""
-    return "" if verdict is None else f'<div class="lz-verdict">{message_box(verdict.sentence, verdict.kind)}</div>'
+    """Lead a result with its verdict: the first sentence in a box, what it was judged by below."""
+    if verdict is None:
+        return ""
+    first, _, rest = verdict.sentence.partition(". ")
+    below = f'<p class="lz-note-below">{sentence_html(rest)}</p>' if rest else ""
+    return f'<div class="lz-verdict">{message_box(first + "." * bool(rest), verdict.kind)}{below}</div>'
 
 
 def candidates_card(run: Run) -> str:

@@ -133,6 +133,8 @@ CSS = """
 .lz-card pre { overflow-x: auto; font-size: .85rem; } .lz-card code { overflow-wrap: anywhere; }
 .lz-verdict .lz-message { font-size: 1.15rem; font-weight: 600; padding: .9rem 1.1rem; border-left-width: 5px;
   border-radius: 10px; }
+.lz-verdict .lz-note-below { color: var(--body-text-color-subdued); font-size: .95rem; margin: .5rem 0 0;
+  max-width: 44rem; }
 .lz-verdict .lz-note { border-color: #b8860b; }
 .lz-fold { margin: .75rem 0; } .lz-fold > summary { cursor: pointer; color: var(--body-text-color-subdued);
   font-size: .95rem; font-weight: 500; padding: .25rem 0; }

@@ -16,7 +16,7 @@ from tests import conftest  # noqa: F401  (the stand-in Hub, before huggingface_
 
 FOLDER = Path(__file__).parents[2] / "assets" / "example-run"
 RUN = "run demo --budget 64 --seed 0".split()
-EVALUATE = "--texts 4 --seconds 2".split()
+EVALUATE = "--seconds 2".split()
 PRODUCTS = (
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "candidates.json", "allocation.json",
     "evaluation.json", "events.jsonl",

@@ -151,7 +151,8 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
     run = Run(local.runs / done)
     verdict = judge_run(run)
     with looking(browser, f"{local.url}?run={done}") as page:
-        shown(page, "#verdict", verdict.sentence)
+        for part in verdict.sentence.split(". ", 1):
+            shown(page, "#verdict", part)
         page.wait_for_selector("#awaited", state="hidden")
         assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
         page.wait_for_selector("#part-recall .js-plotly-plot")
