@@ -267,7 +267,7 @@ def delete_run(visitor: Visitor, name: str) -> None:
 
 
 def choose_start(run: Run) -> Callable[..., None]:
-    """Choose what works on a run: a process of its own, or slices of time where ZeroGPU lends the device."""
+    """Choose what works on a run: a process of its own, or a call for each step where ZeroGPU lends the device."""
     return (zerogpu_runs if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
 
 
