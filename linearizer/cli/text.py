@@ -74,17 +74,25 @@ class Interrupts(AbstractContextManager["Interrupts"]):
         self.seen, self.before = False, signal.getsignal(signal.SIGINT)
         main = threading.current_thread() is threading.main_thread()  # only there signals are handled
         self.kept = main and self.before is signal.default_int_handler
+        self.report = sys.unraisablehook
         if self.kept:
             signal.signal(signal.SIGINT, self.interrupt)
+            sys.unraisablehook = self.report_others
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.kept:
             signal.signal(signal.SIGINT, self.before)
+            sys.unraisablehook = self.report
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
         raise KeyboardInterrupt
+
+    def report_others(self, dropped: sys.UnraisableHookArgs) -> None:
+        """Report what Python drops, but no interrupt."""
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            self.report(dropped)
 
     def check(self) -> None:
         """Raise again an interrupt that was dropped."""

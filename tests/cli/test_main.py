@@ -174,8 +174,7 @@ def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, said):
     assert weights_of(folder / "checkpoint")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_that_python_drops_in_a_destructor_ends_the_work_still():
+def test_ctrl_c_that_python_drops_in_a_destructor_ends_the_work_still(capsys):
     class Freed:
         def __del__(self):
             signal.raise_signal(signal.SIGINT)
@@ -191,6 +190,7 @@ def test_ctrl_c_that_python_drops_in_a_destructor_ends_the_work_still():
     with pytest.raises(KeyboardInterrupt):
         show_progress(steps())
     assert seen == [0] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, said):
