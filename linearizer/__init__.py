@@ -14,13 +14,13 @@ from linearizer.version import __version__
 
 if TYPE_CHECKING:
     from linearizer.errors import LinearizerError
-    from linearizer.jobs.hub_start import run_in_job
-    from linearizer.model.checkpoint import load
-    from linearizer.model.kept_state import ask, read
+    from linearizer.method.checkpoint import load
     from linearizer.pipeline import begin, inspect, linearize
+    from linearizer.plan.plan import Plan
     from linearizer.progress import finish
     from linearizer.run.folder import Run
-    from linearizer.run.plan import Plan
+    from linearizer.serve.kept_state import ask, read
+    from linearizer.workers.hub_start import run_in_job
 
 __all__ = [
     "LinearizerError",
@@ -39,16 +39,16 @@ __all__ = [
 
 HOMES = {
     "LinearizerError": "errors",
-    "Plan": "run.plan",
+    "Plan": "plan.plan",
     "Run": "run.folder",
-    "ask": "model.kept_state",
+    "ask": "serve.kept_state",
     "begin": "pipeline",
     "finish": "progress",
     "inspect": "pipeline",
     "linearize": "pipeline",
-    "load": "model.checkpoint",
-    "read": "model.kept_state",
-    "run_in_job": "jobs.hub_start",
+    "load": "method.checkpoint",
+    "read": "serve.kept_state",
+    "run_in_job": "workers.hub_start",
 }
 
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearizer.allocate.decide import check_dials
 from linearizer.errors import RequestError
-from linearizer.measure.profile import fit_to_text, min_texts, profile_settings
-from linearizer.model.devices import choose_dtype
-from linearizer.model.hub import Source, cache_folder, download_bytes
-from linearizer.model.streaming import OFFLOADED, place_weights
-from linearizer.model.teacher import computing_dtype, load_tokenizer, stored_dtype
-from linearizer.model.text import check_source, count_tokens, too_little_text
+from linearizer.hub.models import Source, cache_folder, download_bytes
+from linearizer.method.decide import check_dials
+from linearizer.method.measure_run import fit_to_text, min_texts, profile_settings
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.plan import FITTED, Plan
 from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
 from linearizer.run.files import check_free_disk
-from linearizer.run.inspection import Inspection
 from linearizer.run.names import absolute_path, absolute_source
-from linearizer.run.plan import FITTED, Plan
+from linearizer.teacher.devices import choose_dtype
+from linearizer.teacher.load import computing_dtype, load_tokenizer, stored_dtype
+from linearizer.teacher.streaming import OFFLOADED, place_weights
+from linearizer.teacher.text import check_source, count_tokens, too_little_text
 from linearizer.train.lora import check_peft
 from linearizer.train.settings import LAYERWISE, training_settings
 

@@ -16,39 +16,39 @@ from typing import Any
 import torch
 
 from linearizer import checks
-from linearizer.allocate.allocate_run import DearPrice, allocate, help_pricing
-from linearizer.allocate.choose import choose_student
-from linearizer.allocate.decide import decide
 from linearizer.errors import LinearizerError
 from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
 from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
-from linearizer.measure.profile import measure_teacher, min_texts
-from linearizer.model import checkpoint
-from linearizer.model.blockwise_pass import is_chain
-from linearizer.model.hub import find_model, local_weight_files
-from linearizer.model.inspect import inspect_model
-from linearizer.model.kept_texts import texts_of_run
-from linearizer.model.quiet import quiet
-from linearizer.model.streaming import spreads, streams
-from linearizer.model.teacher import Teacher, load_config, load_teacher_of
+from linearizer.hub.models import find_model, local_weight_files
+from linearizer.method import checkpoint
+from linearizer.method.allocate_run import DearPrice, allocate, help_pricing
+from linearizer.method.blockwise_pass import is_chain
+from linearizer.method.choose import choose_student
+from linearizer.method.decide import decide
+from linearizer.method.measure_run import measure_teacher, min_texts
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.plan import YIELDING, Plan
+from linearizer.plan.profile import Profile
+from linearizer.plan.state_size import StateSize
 from linearizer.progress import Progress, Steps, finish
 from linearizer.publish.card import add_card
-from linearizer.run.allocation import Allocation
+from linearizer.quiet import quiet
 from linearizer.run.candidates import CANDIDATES
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
-from linearizer.run.inspection import Inspection
-from linearizer.run.plan import YIELDING, Plan
-from linearizer.run.profile import Profile
 from linearizer.run.results import Comparison, Part
 from linearizer.run.sharing import ALONE, Helpers, Share
-from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.inspect_model import inspect_model
+from linearizer.teacher.kept_texts import texts_of_run
+from linearizer.teacher.load import Teacher, load_config, load_teacher_of
+from linearizer.teacher.streaming import spreads, streams
 from linearizer.train.train_run import plan_with_steps, train
 
 

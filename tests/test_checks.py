@@ -7,8 +7,8 @@ from transformers import AutoConfig
 
 from linearizer.checks import check_chain
 from linearizer.errors import RequestError
-from linearizer.model.blockwise_pass import is_chain
-from linearizer.run.plan import Plan
+from linearizer.method.blockwise_pass import is_chain
+from linearizer.plan.plan import Plan
 from tests.support.families import FAMILIES
 from tests.support.models import tiny_config
 from tests.support.runs import inspection_of

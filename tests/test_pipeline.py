@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from linearizer import pipeline
-from linearizer.allocate import allocate_run
 from linearizer.cli.text import describe_run
 from linearizer.errors import FolderError, RequestError, Stopped
-from linearizer.jobs import control
-from linearizer.measure.head_prices import options_to_price
-from linearizer.model.devices import choose_dtype
-from linearizer.model.hub import find_model
+from linearizer.hub.models import find_model
+from linearizer.method import allocate_run
+from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import linearize, profile, reallocate
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.progress import Progress, finish
 from linearizer.run.files import remove
 from linearizer.run.folder import Trained, read_training
-from linearizer.run.head_bytes import Layer
-from linearizer.run.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.run.stopping import LogPace
 from linearizer.run.weight_digests import DIGESTS, read_digests
+from linearizer.teacher.devices import choose_dtype
 from linearizer.train.training_state import NEWEST
+from linearizer.workers import control
 from tests.support import runs
 from tests.support.hub import Handler
 from tests.support.runs import inspection_of, weights_of

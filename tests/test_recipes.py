@@ -9,24 +9,23 @@ import torch
 from safetensors.torch import load_file
 
 from linearizer import pipeline
-from linearizer.allocate import allocate_run
-from linearizer.allocate.decide import allocate_by_gates
 from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
 from linearizer.errors import BudgetError, RequestError, TextError
-from linearizer.measure import head_prices_by_gradient
-from linearizer.measure.gates import learn_gates
-from linearizer.measure.head_prices import options_to_price
-from linearizer.measure.profile import measure_teacher
-from linearizer.model import teacher as teacher_module
+from linearizer.method import allocate_run, head_prices_by_gradient
+from linearizer.method.decide import allocate_by_gates
+from linearizer.method.gates import learn_gates
+from linearizer.method.head_prices import options_to_price
+from linearizer.method.measure_run import measure_teacher
 from linearizer.page import actions
 from linearizer.page.run_state import RunState
+from linearizer.plan.head_bytes import Head, Layer, cache_bytes
+from linearizer.plan.plan import Plan
+from linearizer.plan.recipes import RECIPES
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import Head, Layer, cache_bytes
-from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
-from linearizer.run.recipes import RECIPES
+from linearizer.teacher import load as teacher_module
 from linearizer.train.settings import training_settings
 from tests.benchmarks.ablation import (
     READOUTS,

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from linearizer.plan.options import Option, options_of
+from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
+from linearizer.plan.recipes import NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
+from linearizer.plan.update_rules import MEMORIES, beginning
 from linearizer.run.evaluation_request import Request
-from linearizer.run.options import Option, options_of
-from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.run.recipes import NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
-from linearizer.run.update_rules import MEMORIES, beginning
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
 AddCommand = Callable[..., Any]  # adds a command: its name, what serves it, what it is, its operand, its description

@@ -28,13 +28,13 @@ from linearizer.cli.text import (
     verdict_lines,
 )
 from linearizer.errors import RequestError, Stopped
-from linearizer.jobs import control
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import DEFAULT_BUDGET, Plan
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from linearizer.run.folder import read_plan
 from linearizer.run.names import find_run, fresh_folder
-from linearizer.run.options import options_of
-from linearizer.run.plan import DEFAULT_BUDGET, Plan
+from linearizer.workers import control
 
 if TYPE_CHECKING:
     from linearizer.progress import Steps
@@ -87,7 +87,7 @@ def work_until_stopped(steps: Steps[Product], how: str) -> Product:
 
 def work_here(run: Run, steps: Steps[Product]) -> Product:
     """Work on a run in this process, when its device is free."""
-    from linearizer.jobs.worker import work_in_foreground
+    from linearizer.workers.worker import work_in_foreground
 
     return work_until_stopped(work_in_foreground(run, steps), f"the command with --resume --out {run.folder}")
 
@@ -111,9 +111,9 @@ def serve_run(arguments: argparse.Namespace) -> None:
         start_in_background(arguments, run, lambda: control.start(run))
         return
     from linearizer import pipeline
-    from linearizer.jobs.helpers import HelperProcesses
     from linearizer.progress import finish
-    from linearizer.publish.verdict import judge_run
+    from linearizer.report.verdict import judge_run
+    from linearizer.workers.helpers import HelperProcesses
 
     run = begin_run(arguments)
     steps = pipeline.linearize(run, held=not run.done, helpers=HelperProcesses(run))
@@ -130,8 +130,8 @@ def serve_run(arguments: argparse.Namespace) -> None:
 
 def serve_job(arguments: argparse.Namespace) -> None:
     """Begin a run in a job of the Hub, or list what jobs can run on."""
-    from linearizer.jobs.hub_api import list_hardware
-    from linearizer.jobs.hub_start import run_in_job
+    from linearizer.hub.jobs_api import list_hardware
+    from linearizer.workers.hub_start import run_in_job
 
     if arguments.job == ListRecipes.WORD:
         offered = list_hardware()
@@ -172,7 +172,7 @@ def serve_profile(arguments: argparse.Namespace) -> None:
 
 def serve_allocate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.publish.prediction import predict_kl
+    from linearizer.report.prediction import predict_kl
 
     run = find_run(arguments.run)
     plan = replace(run.plan, **plan_changes(arguments))
@@ -183,9 +183,9 @@ def serve_allocate(arguments: argparse.Namespace) -> None:
 
 
 def serve_evaluate(arguments: argparse.Namespace) -> None:
-    from linearizer.jobs.worker import work_in_foreground
     from linearizer.pipeline import evaluate
-    from linearizer.publish.parts import evaluation_report
+    from linearizer.report.parts import evaluation_report
+    from linearizer.workers.worker import work_in_foreground
 
     run = find_run(arguments.run)
     request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
@@ -200,7 +200,7 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     results = run.results
     parts = {name: results[name] for name in request.chosen if name in results}
     if arguments.charts:
-        from linearizer.publish.markup import write_page
+        from linearizer.report.markup import write_page
 
         write_whole(arguments.charts, write_page(run, parts))
     report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])

@@ -15,14 +15,14 @@ from linearizer.amounts import columns, duration, size
 from linearizer.cli.options import AddCommand
 from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product
 from linearizer.errors import FaultError, RequestError, Stopped
-from linearizer.jobs import control
-from linearizer.jobs.control import Status
-from linearizer.jobs.runs import delete_run, resume_run
+from linearizer.plan.plan import Plan
 from linearizer.progress import Progress
 from linearizer.run import folder
 from linearizer.run.folder import Run
 from linearizer.run.names import find_run, runs_root
-from linearizer.run.plan import Plan
+from linearizer.workers import control
+from linearizer.workers.control import Status
+from linearizer.workers.runs import delete_run, resume_run
 
 ACTIONS = {
     "list": "all runs under the root (the default)",
@@ -109,7 +109,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
 
 def describe_evaluation(run: Run) -> str:
     """Describe the parts of the evaluation that was requested last."""
-    from linearizer.publish.parts import evaluation_report
+    from linearizer.report.parts import evaluation_report
     from linearizer.run.evaluation_request import Request
 
     results, chosen = run.results, Request.of(folder.newest_request(run)[0]).chosen

@@ -61,8 +61,8 @@ def add_read(add: AddCommand) -> None:
 
 
 def serve_read(arguments: argparse.Namespace) -> None:
-    from linearizer.model import kept_state
-    from linearizer.model.text import decode_text, read_whole
+    from linearizer.serve import kept_state
+    from linearizer.teacher.text import decode_text, read_whole
 
     run = find_run(arguments.run)
     if arguments.file == "-":
@@ -88,7 +88,7 @@ def add_ask(add: AddCommand) -> None:
 
 
 def serve_ask(arguments: argparse.Namespace) -> None:
-    from linearizer.model import kept_state
+    from linearizer.serve import kept_state
 
     run = find_run(arguments.run)
     if arguments.take_back:

@@ -15,16 +15,16 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, duration, size
+from linearizer.plan.state_size import ROW_TITLES, Reading, StateSize
 from linearizer.progress import Progress, Steps
-from linearizer.run.state_size import ROW_TITLES, Reading, StateSize
 
 if TYPE_CHECKING:
-    from linearizer.publish.repository import Preview
-    from linearizer.run.allocation import Allocation
+    from linearizer.hub.repository import Preview
+    from linearizer.plan.allocation import Allocation
+    from linearizer.plan.head_bytes import Layer
+    from linearizer.plan.inspection import Inspection
+    from linearizer.plan.profile import Profile
     from linearizer.run.folder import Run
-    from linearizer.run.head_bytes import Layer
-    from linearizer.run.inspection import Inspection
-    from linearizer.run.profile import Profile
     from linearizer.run.results import Comparison
 
 Product = TypeVar("Product")
@@ -150,7 +150,7 @@ def describe_support(inspection: Inspection) -> str:
 
 def describe_memory(inspection: Inspection) -> str:
     """Say what a model's weights take here, and where they will lie."""
-    from linearizer.model.streaming import bytes_in_memory, spreads, streams
+    from linearizer.teacher.streaming import bytes_in_memory, spreads, streams
 
     where = "more than is free here, so they are read block by block" if streams(inspection) else "fits here"
     if spreads(inspection):
@@ -198,7 +198,7 @@ def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
 
 def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe a student's state in one line."""
-    from linearizer.publish.tables import describe_heads
+    from linearizer.report.tables import describe_heads
 
     state = StateSize.of(allocation, layers)
     return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {state.beside_cache}"
@@ -207,9 +207,9 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
 def describe_run(run: Run) -> str:
     """Describe a finished run: its state, its evaluation, and where the student is."""
     assert run.allocation is not None
-    from linearizer.publish.parts import PART_VIEWS
-    from linearizer.publish.prediction import kl_sentences
-    from linearizer.publish.tables import write_tables
+    from linearizer.report.parts import PART_VIEWS
+    from linearizer.report.prediction import kl_sentences
+    from linearizer.report.tables import write_tables
 
     parts = run.results
     evaluation = "\n\n".join(
@@ -226,7 +226,7 @@ def describe_run(run: Run) -> str:
 
 def verdict_lines(run: Run) -> list[str]:
     """Give the verdict on a run's student as a line, if it was judged."""
-    from linearizer.publish.verdict import judge_run
+    from linearizer.report.verdict import judge_run
 
     verdict = judge_run(run)
     return [] if verdict is None else [verdict.sentence]

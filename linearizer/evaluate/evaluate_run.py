@@ -21,15 +21,15 @@ from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject, read_together
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
-from linearizer.model.samples import SAMPLES
-from linearizer.model.text import document_numbers, start_tokens
+from linearizer.method.samples import SAMPLES
+from linearizer.plan.profile import Profile
 from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.profile import Profile
 from linearizer.run.results import Part, Result, Tasks, TextRead
 from linearizer.run.stopping import interruptible, log_progress
+from linearizer.teacher.text import document_numbers, start_tokens
 from linearizer.train.distill import distill
 from linearizer.train.settings import training_settings
 

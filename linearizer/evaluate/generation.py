@@ -13,10 +13,10 @@ from statistics import fmean
 import torch
 
 from linearizer.evaluate.subjects import Subject, read_logits
-from linearizer.model.logits import fresh_cache, losses_of
-from linearizer.model.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Generation, Written
+from linearizer.teacher.logits import fresh_cache, losses_of
+from linearizer.teacher.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 
 Tensor = torch.Tensor
 GRAMS = (1, 2, 3)  # tokens in a row, whose variety is counted

@@ -16,16 +16,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.layers import featured, layer_number
-from linearizer.model.logits import logits_of
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.profile import Curve, HeadProfile, Profile
 from linearizer.progress import Progress, Steps
-from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Head
-from linearizer.run.profile import Curve, HeadProfile, Profile
 from linearizer.run.results import Approximation, Errors, FeatureCurve, PredictedErrors
-from linearizer.runtime.attention_interface import attention_modules, observing
-from linearizer.runtime.layer_student import LayerStudent
-from linearizer.runtime.matrix_rule import MatrixRule
+from linearizer.student.attention_interface import attention_modules, observing
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.matrix_rule import MatrixRule
+from linearizer.teacher.layers import featured, layer_number
+from linearizer.teacher.logits import logits_of
 
 Tensor = torch.Tensor
 COLUMNS = 128  # of the attention matrix that are computed together

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from linearizer.evaluate.subjects import Subject
-from linearizer.run.allocation import Allocation, heads_replaced
-from linearizer.run.head_bytes import Head, Layer, token_bytes
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.rounding import rotate
+from linearizer.plan.allocation import Allocation, heads_replaced
+from linearizer.plan.head_bytes import Head, Layer, token_bytes
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.rounding import rotate
 
 RECENT = 16  # tokens
 GROUP = 32  # tokens whose keys share a scale and an offset in each channel

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 
 from linearizer.evaluate.subjects import Read, Subject, read_together
-from linearizer.model.logits import kl_of, texts_at_once
-from linearizer.model.shared_reads import in_step, passes_at_once
+from linearizer.method.shared_reads import in_step, passes_at_once
+from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
-from linearizer.run.head_bytes import Layer
 from linearizer.run.results import Bin, Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
+from linearizer.teacher.logits import kl_of, texts_at_once
 
 Tensor = torch.Tensor
 DRAWN = 1000  # times that the documents are drawn again

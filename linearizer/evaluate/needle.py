@@ -15,10 +15,10 @@ from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
-from linearizer.model.logits import fresh_cache, losses_of
-from linearizer.model.ram import run_if_it_fits
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Grid, Needle
+from linearizer.teacher.logits import fresh_cache, losses_of
+from linearizer.teacher.ram import run_if_it_fits
 
 Tensor = torch.Tensor
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the question

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_into, read_losses
-from linearizer.model.logits import fresh_cache, losses_of, texts_at_once
-from linearizer.model.ram import run_if_it_fits
-from linearizer.model.shared_reads import in_step
-from linearizer.model.text import repeated_passages
+from linearizer.method.shared_reads import in_step
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Longer, Recall, Repeated
+from linearizer.teacher.logits import fresh_cache, losses_of, texts_at_once
+from linearizer.teacher.ram import run_if_it_fits
+from linearizer.teacher.text import repeated_passages
 
 Tensor = torch.Tensor
 

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
 from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
-from linearizer.model.logits import fresh_cache
-from linearizer.model.text import start_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored
+from linearizer.teacher.logits import fresh_cache
+from linearizer.teacher.text import start_tokens
 
 RULER = "ruler"  # the name among tasks
 LOSS = "loss of the answer"  # in nats a token

@@ -18,21 +18,21 @@ import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.subjects import Subject
-from linearizer.model import checkpoint
-from linearizer.model.devices import choose_device, describe_device
-from linearizer.model.kept_texts import read_kept_texts
-from linearizer.model.quiet import quiet
-from linearizer.model.samples import SAMPLES
-from linearizer.model.substitute import exchange_students
-from linearizer.model.teacher import load_teacher_of
-from linearizer.model.text import pack_texts, read_for_length, read_texts, start_tokens
-from linearizer.run.allocation import Allocation, window_control
+from linearizer.method import checkpoint
+from linearizer.method.samples import SAMPLES
+from linearizer.method.substitute import exchange_students
+from linearizer.plan.allocation import Allocation, window_control
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.quiet import quiet
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.names import absolute_source
 from linearizer.run.results import MadeWith, Recall
-from linearizer.runtime.layer_student import LayerStudent
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.devices import choose_device, describe_device
+from linearizer.teacher.kept_texts import read_kept_texts
+from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
 from linearizer.train.train_run import initialise_student
 
 RIVAL_BITS = (2, 3, 4)

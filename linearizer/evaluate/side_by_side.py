@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
-from linearizer.model.logits import fresh_cache
-from linearizer.model.token_loop import HALF_LETTER, generate_tokens
+from linearizer.plan.state_size import StateSize
 from linearizer.run.results import Comparison, Difference, Side
-from linearizer.run.state_size import StateSize
-from linearizer.runtime.attention_interface import attending
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.attention_interface import attending
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.logits import fresh_cache
+from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens
 
 UPDATE_SECONDS = 0.25  # between two updates of what both have written: each update takes time from writing
 Tensor = torch.Tensor

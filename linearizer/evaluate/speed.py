@@ -15,12 +15,12 @@ from functools import partial
 import torch
 
 from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
-from linearizer.model.logits import bytes_held, fresh_cache, vocabulary
-from linearizer.model.ram import PeakMemory, free_bytes, run_if_it_fits
+from linearizer.plan import head_bytes
+from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
-from linearizer.run import head_bytes
-from linearizer.run.head_bytes import Layer
 from linearizer.run.results import Breakeven, Course, Pace, Speed
+from linearizer.teacher.logits import bytes_held, fresh_cache, vocabulary
+from linearizer.teacher.ram import PeakMemory, free_bytes, run_if_it_fits
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)

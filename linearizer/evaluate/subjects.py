@@ -14,15 +14,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.model.layers import blocks_of
-from linearizer.model.logits import Tensor, bytes_held, fresh_cache, losses_of, texts_at_once, tokens_at_once
-from linearizer.model.shared_reads import in_step
-from linearizer.model.substitute import exchange_students
-from linearizer.model.token_loop import read_tokens
-from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Layer, cache_bytes
-from linearizer.runtime.attention_interface import attending
-from linearizer.runtime.cache import CACHE
+from linearizer.method.shared_reads import in_step
+from linearizer.method.substitute import exchange_students
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Layer, cache_bytes
+from linearizer.student.attention_interface import attending
+from linearizer.student.cache import CACHE
+from linearizer.teacher.layers import blocks_of
+from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, losses_of, texts_at_once, tokens_at_once
+from linearizer.teacher.token_loop import read_tokens
 
 MAX_BRANCH_BYTES = 2**28  # of the copies of a cache's layer that a text goes on from at once
 

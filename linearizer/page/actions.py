@@ -12,27 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import BudgetError, LinearizerError, ModelNotAvailable, RequestError
-from linearizer.jobs import control, runs
 from linearizer.page import limits, zerogpu, zerogpu_runs
 from linearizer.page.visitors import Visitor, on_space
-from linearizer.run.allocation import Allocation
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import YIELDING, Plan
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
 from linearizer.run.folder import UNBOUNDED, Run
-from linearizer.run.head_bytes import Layer
 from linearizer.run.hub_job import HubJob
 from linearizer.run.names import runs_root
-from linearizer.run.options import options_of
-from linearizer.run.plan import YIELDING, Plan
+from linearizer.workers import control, runs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from linearizer.jobs.forecast import EvaluationForecast, RunForecast
-    from linearizer.jobs.hub_api import Hardware
-    from linearizer.jobs.machine import Machine
-    from linearizer.run.inspection import Inspection
-    from linearizer.run.profile import Profile
+    from linearizer.hub.jobs_api import Hardware
+    from linearizer.plan.inspection import Inspection
+    from linearizer.plan.profile import Profile
+    from linearizer.workers.forecast import EvaluationForecast, RunForecast
+    from linearizer.workers.machine import Machine
 
 EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
     "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),
@@ -51,12 +51,12 @@ MEASURED_FILES = (
 
 def search_models(visitor: Visitor, query: str) -> list[str]:
     """Find models: the demo, models of the Hub, and local folders where this is no Space."""
-    from linearizer.model import hub
+    from linearizer.hub import models
 
     local = [] if on_space() else list_local_models(query)
     demo = ["demo"] if "demo".startswith(query.strip().lower()) else []
     try:
-        online = hub.search_models(query.strip(), MAX_MODELS_FOUND, visitor.token)
+        online = models.search_models(query.strip(), MAX_MODELS_FOUND, visitor.token)
     except ModelNotAvailable:
         if not local and not demo:
             raise
@@ -93,25 +93,25 @@ class Examined:
 
     @cached_property
     def is_chain(self) -> bool:
-        from linearizer.model.blockwise_pass import is_chain
+        from linearizer.method.blockwise_pass import is_chain
 
         return is_chain(self.config)
 
 
 def examine_model(visitor: Visitor, model: str) -> Examined:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    from linearizer.model import hub
-    from linearizer.model.inspect import inspect_model
-    from linearizer.model.teacher import load_config
+    from linearizer.hub import models
+    from linearizer.teacher.inspect_model import inspect_model
+    from linearizer.teacher.load import load_config
 
     model = (model or "").strip()
     if not model:
         raise RequestError("no model was named: write `org/name`, or take the demo")
     limits.check_model(model)
-    source = hub.find_model(model, visitor.token)
+    source = models.find_model(model, visitor.token)
     config = load_config(source, visitor.token)
     inspection = inspect_model(source, config)
-    return Examined(inspection, config, hub.download_bytes(source) if inspection.supported else 0)
+    return Examined(inspection, config, models.download_bytes(source) if inspection.supported else 0)
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
@@ -145,8 +145,8 @@ def check_plan(plan: Plan, model: Examined) -> None:
 
 def forecast_run(plan: Plan, model: Examined) -> RunForecast:
     """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
-    from linearizer.jobs import forecast
-    from linearizer.model import devices
+    from linearizer.teacher import devices
+    from linearizer.workers import forecast
 
     # ZeroGPU's device is not there to be measured
     device = "cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device)
@@ -155,8 +155,8 @@ def forecast_run(plan: Plan, model: Examined) -> RunForecast:
 
 def describe_machine(plan: Plan, model: Examined) -> Machine:
     """Describe what a plan would run on here."""
-    from linearizer.jobs import machine
-    from linearizer.model.teacher import stored_dtype
+    from linearizer.teacher.load import stored_dtype
+    from linearizer.workers import machine
 
     return machine.describe_machine(plan, stored_dtype(model.config), runs_root())
 
@@ -209,16 +209,16 @@ def removed_if_it_fails(run: Run) -> Iterator[None]:
 
 def list_hardware(visitor: Visitor) -> tuple[Hardware, ...]:
     """List what jobs of the Hub can run on, and what each costs now."""
-    from linearizer.jobs import hub_api
+    from linearizer.hub import jobs_api
 
-    return hub_api.list_hardware(visitor.token)
+    return jobs_api.list_hardware(visitor.token)
 
 
 def offer_job(
     visitor: Visitor, plan: Plan, inspection: Inspection, flavor: str, minutes: int | None, push: str | None
 ) -> HubJob:
     """Say what a job for a plan costs a visitor at most."""
-    from linearizer.jobs import hub_start
+    from linearizer.workers import hub_start
 
     return hub_start.offer_job(plan, inspection, flavor, minutes=minutes, push=push, token=visitor.token)
 
@@ -233,7 +233,7 @@ def start_job(
     most_usd: float,
 ) -> str:
     """Start a run in a job that costs its visitor at most what was agreed to, and return its name."""
-    from linearizer.jobs import hub_start
+    from linearizer.workers import hub_start
 
     limits.check_model(plan.model, plan.text)
     with limits.turn(visitor, runs_root()):
@@ -289,7 +289,7 @@ def stop_evaluation(visitor: Visitor, name: str) -> str:
 
 def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> EvaluationForecast:
     """Forecast the seconds of each part of an evaluation."""
-    from linearizer.jobs import forecast
+    from linearizer.workers import forecast
 
     return forecast.forecast_evaluation(visitor.find_run(name), Request.of(choices))
 
@@ -311,8 +311,8 @@ def share_budget(run: Run, budget: int | None = None) -> Shares:
 
     For the run's own budget, or none, it is what the run itself decided, once it has.
     """
-    from linearizer.allocate.by_freedoms import allocate_by_freedoms
-    from linearizer.allocate.decide import decide
+    from linearizer.method.by_freedoms import allocate_by_freedoms
+    from linearizer.method.decide import decide
 
     profile = require_profile(run)
     own = budget in (None, run.plan.budget)
@@ -336,7 +336,7 @@ def share_budget(run: Run, budget: int | None = None) -> Shares:
 
 def require_profile(run: Run) -> Profile:
     """Return the profile of a run, once all is measured that sharing out a budget needs."""
-    from linearizer.allocate.decide import decidable
+    from linearizer.method.decide import decidable
 
     if (profile := run.profile) is None or not decidable(run):
         raise RequestError("this run has not measured its heads yet: wait for it, or resume it")

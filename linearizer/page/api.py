@@ -19,22 +19,22 @@ from typing import Any, get_type_hints
 import gradio as gr
 
 from linearizer.errors import RequestError
-from linearizer.jobs import control
-from linearizer.jobs.control import Status
-from linearizer.jobs.hub_api import Hardware
+from linearizer.hub.jobs_api import Hardware
+from linearizer.hub.repository import Preview, Published
 from linearizer.page import actions, chat, sending
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_in_api
 from linearizer.page.limits import MAX_COMPARED_TOKENS, MAX_PROMPT_CHARACTERS
 from linearizer.page.visitors import Visitor
-from linearizer.publish import markup
-from linearizer.publish.repository import Preview, Published
-from linearizer.publish.verdict import Verdict
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import Plan
+from linearizer.plan.state_size import Reading
+from linearizer.report import markup
+from linearizer.report.verdict import Verdict
 from linearizer.run.evaluation_request import PARTS, Request
-from linearizer.run.inspection import Inspection
-from linearizer.run.options import options_of
-from linearizer.run.plan import Plan
 from linearizer.run.results import Difference, Side
-from linearizer.run.state_size import Reading
+from linearizer.workers import control
+from linearizer.workers.control import Status
 
 Choice = str | int | float | bool | list[str] | list[int] | None
 Options = dict[str, Choice] | None
@@ -159,7 +159,7 @@ def run_status(visitor: Visitor, run: str) -> JudgedStatus:
     """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, how it
     was judged, and the verdict on its student.
     """
-    from linearizer.publish.verdict import judge_run
+    from linearizer.report.verdict import judge_run
 
     opened = visitor.find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None

@@ -13,7 +13,7 @@ import gradio as gr
 from linearizer.errors import LinearizerError
 from linearizer.page import warmup
 from linearizer.page.visitors import Visitor, find_visitor
-from linearizer.publish import markup
+from linearizer.report import markup
 from linearizer.run.folder import Run
 
 Profile: TypeAlias = gr.OAuthProfile | None

@@ -9,10 +9,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import ago, duration, size
-from linearizer.jobs.control import LIVE, Status
 from linearizer.page.chat import DOCUMENT_FACTS
+from linearizer.plan.json_products import parse_json
 from linearizer.progress import Progress
-from linearizer.publish.markup import (
+from linearizer.report.markup import (
     announcement,
     folded,
     message_box,
@@ -22,18 +22,18 @@ from linearizer.publish.markup import (
     values_list,
     without_folders,
 )
-from linearizer.publish.parts import PART_VIEWS
-from linearizer.publish.prediction import candidates_table, read_corrections
-from linearizer.publish.training_charts import ERRORS
-from linearizer.publish.verdict import Verdict
-from linearizer.run.files import parse_json
+from linearizer.report.parts import PART_VIEWS
+from linearizer.report.prediction import candidates_table, read_corrections
+from linearizer.report.training_charts import ERRORS
+from linearizer.report.verdict import Verdict
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.results import Part
+from linearizer.workers.control import LIVE, Status
 
 if TYPE_CHECKING:
-    from linearizer.jobs.forecast import EvaluationForecast
     from linearizer.run.results import Comparison, Difference, Side
+    from linearizer.workers.forecast import EvaluationForecast
 
 STATE_SIGNS = {
     "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
 from linearizer.page.visitors import Visitor, on_space
-from linearizer.run.files import parse_json
+from linearizer.plan.json_products import parse_json
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import Plan
+from linearizer.plan.state_size import Reading, StateSize
 from linearizer.run.folder import Run
-from linearizer.run.options import options_of
-from linearizer.run.plan import Plan
-from linearizer.run.state_size import Reading, StateSize
 
 if TYPE_CHECKING:
     from linearizer.progress import Progress
     from linearizer.run.results import Comparison, Side
-    from linearizer.runtime.cache import LinearizedCache
+    from linearizer.student.cache import LinearizedCache
 
 COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document
 DOCUMENT = Path("state", "document.safetensors")  # of a run: the state of its student after the document it read last
@@ -81,7 +81,7 @@ def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress |
 
     The last value is what it has read. The state lies in the run's folder, where `linearizer ask --state` finds it.
     """
-    from linearizer.model import kept_state
+    from linearizer.serve import kept_state
 
     run = find_student(visitor, name)
     if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
@@ -99,7 +99,7 @@ def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress |
 
 def save_document(run: Run, cache: LinearizedCache, begins: str | None = None) -> Reading:
     """Write the state of a document, and what the page says of it: a new document has a new beginning."""
-    from linearizer.model import kept_state
+    from linearizer.serve import kept_state
 
     kept_state.save_state(cache, run.folder / DOCUMENT)
     reading = count_bytes(run, cache.get_seq_length())
@@ -123,7 +123,7 @@ def ask_document(
 
     The state stays, or has read prompt and answer, too, with `keep`, until they are taken back.
     """
-    from linearizer.model import kept_state
+    from linearizer.serve import kept_state
 
     run = find_reader(visitor, name)
     check_prompt(prompt, tokens, seed)
@@ -147,7 +147,7 @@ def ask_document(
 @zerogpu.with_device(COMPARISON_SECONDS)
 def take_back_answer(visitor: Visitor, name: str) -> Reading:
     """Return the state of a document to before the prompt and the answer that it kept last."""
-    from linearizer.model import kept_state
+    from linearizer.serve import kept_state
 
     run = find_reader(visitor, name)
     with hold_comparison_lock():
@@ -186,7 +186,7 @@ def check_prompt(prompt: str, tokens: int, seed: int) -> None:
 
 def explain_speed(run: Run, teacher: Side, student: Side) -> str:
     """Say why the student writes more slowly than its teacher, where it does; nothing where it does not."""
-    from linearizer.runtime.kernel_in_c import find_compiler
+    from linearizer.student.kernel_in_c import find_compiler
 
     if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
         return ""
@@ -234,9 +234,9 @@ def hold_comparison_lock() -> Iterator[None]:
 
 def load_pair(run: Run, visitor: Visitor) -> Pair:
     """Load the teacher and the student of a run, unless they were loaded last."""
-    from linearizer.model import checkpoint
-    from linearizer.model.quiet import quiet
-    from linearizer.model.teacher import load_teacher_of
+    from linearizer.method import checkpoint
+    from linearizer.quiet import quiet
+    from linearizer.teacher.load import load_teacher_of
 
     if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
         LOADED_PAIRS.clear()

@@ -8,13 +8,13 @@ from typing import Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.jobs import control
 from linearizer.page import actions, cards, run_state
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import SOON_SECONDS, plot_json, watched_run
 from linearizer.page.run_state import PART_PREFIX
-from linearizer.publish import markup
-from linearizer.publish.parts import PART_VIEWS
+from linearizer.report import markup
+from linearizer.report.parts import PART_VIEWS
+from linearizer.workers import control
 
 SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
 

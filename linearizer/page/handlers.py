@@ -11,14 +11,14 @@ import gradio as gr
 from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.jobs import control
 from linearizer.page import actions, cards, chat, plan_cards, run_state, runs_cards, sending, warmup
 from linearizer.page.calls import Browser, Memory, handler, refusals_on_page
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
 from linearizer.progress import Progress
-from linearizer.publish import markup
+from linearizer.report import markup
 from linearizer.run.folder import Run
+from linearizer.workers import control
 
 if TYPE_CHECKING:
     from linearizer.run.results import Comparison
@@ -130,8 +130,8 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
 
 def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     """Draw how a budget, or that of the run, is shared out, and say which bytes it takes."""
-    from linearizer.publish import allocation_charts
-    from linearizer.publish.prediction import predict_kl
+    from linearizer.report import allocation_charts
+    from linearizer.report.prediction import predict_kl
 
     shares = actions.share_budget(run, budget)
     figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix)
@@ -181,7 +181,7 @@ def read_document(browser: Browser, text: str) -> Iterator[tuple[str, Any, Any]]
 @refusals_on_page()
 def take_document(content: bytes | None) -> str:
     """Take the text of a file."""
-    from linearizer.model.text import decode_text
+    from linearizer.teacher.text import decode_text
 
     return decode_text("the file", content if isinstance(content, bytes) else b"")
 
@@ -209,7 +209,7 @@ def take_back_answer(browser: Browser) -> tuple[str, str]:
 @handler
 def list_owners(browser: Browser) -> tuple[Any, str, str]:
     """List the accounts under which the visitor may publish, and suggest a name."""
-    from linearizer.publish import repository
+    from linearizer.hub import repository
 
     model, token = browser.find_run().plan.model, browser.visitor.token
     suggested, owners, note = f"{model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized", [], ""

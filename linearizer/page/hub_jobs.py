@@ -13,7 +13,7 @@ from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import watch_run
 from linearizer.page.plan_handlers import read_form
 from linearizer.page.visitors import signs_in
-from linearizer.publish import markup
+from linearizer.report import markup
 
 ABOUT = (
     "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "

@@ -11,8 +11,8 @@ import gradio as gr
 
 from linearizer.page.limits import LIMITS
 from linearizer.page.visitors import on_space, signs_in
-from linearizer.publish.markup import glossary_html
-from linearizer.run.plan import DEFAULT_BUDGET
+from linearizer.plan.plan import DEFAULT_BUDGET
+from linearizer.report.markup import glossary_html
 
 SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches

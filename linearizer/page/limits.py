@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.jobs import control
 from linearizer.page.visitors import Visitor, on_space
+from linearizer.plan.plan import Plan
 from linearizer.run import events
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.names import HubName, id_of_address
-from linearizer.run.plan import Plan
+from linearizer.workers import control
 
 if TYPE_CHECKING:
-    from linearizer.run.inspection import Inspection
+    from linearizer.plan.inspection import Inspection
 
 MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256, "exchanges": 32}
 MAX_OF_PLAN |= {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8, "lora": 64}
@@ -121,7 +121,7 @@ def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
 
 def check_memory(plan: Plan, inspection: Inspection, limits: Limits) -> None:
     """Refuse what would take the memory that all visitors' runs share."""
-    from linearizer.jobs.forecast import run_memory
+    from linearizer.workers.forecast import run_memory
 
     if (needed := run_memory(plan, inspection)) > limits.memory * 1e9:
         raise RequestError(

@@ -7,18 +7,18 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from linearizer.amounts import count_in_words, duration, from_length, size
-from linearizer.publish.markup import announcement, folded, message_box, table, values_list
-from linearizer.run import head_bytes
-from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Layer
-from linearizer.run.plan import Plan
-from linearizer.run.recipes import RECIPES
-from linearizer.run.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
+from linearizer.plan import head_bytes
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.plan import Plan
+from linearizer.plan.recipes import RECIPES
+from linearizer.plan.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
+from linearizer.report.markup import announcement, folded, message_box, table, values_list
 
 if TYPE_CHECKING:
-    from linearizer.jobs.forecast import RunForecast
-    from linearizer.jobs.machine import Machine
-    from linearizer.run.inspection import Inspection
+    from linearizer.plan.inspection import Inspection
+    from linearizer.workers.forecast import RunForecast
+    from linearizer.workers.machine import Machine
 
 
 def model_card(inspection: Inspection) -> str:

@@ -14,8 +14,8 @@ import gradio as gr
 from linearizer.errors import RequestError
 from linearizer.page import actions
 from linearizer.page.presets import field_title, name_fields, recipe_of, way_of
-from linearizer.run.options import Option, options_of
-from linearizer.run.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
+from linearizer.plan.options import Option, options_of
+from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
 
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")
 GROUPS = (MEASURING, TRAINING, ALLOCATION, MACHINE)

@@ -16,12 +16,12 @@ from linearizer.page.calls import Browser, handler, refusals_on_page
 from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.presets import WAYS, name_fields, recipe_of, way_choices
-from linearizer.publish import markup
+from linearizer.plan.plan import YIELDING, Plan
+from linearizer.report import markup
 from linearizer.run.folder import parse_plan
-from linearizer.run.plan import YIELDING, Plan
 
 if TYPE_CHECKING:
-    from linearizer.jobs.forecast import RunForecast
+    from linearizer.workers.forecast import RunForecast
 
 
 @handler

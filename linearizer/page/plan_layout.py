@@ -13,8 +13,8 @@ from linearizer.page.actions import EFFORTS
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, SEARCH_ABOUT, lead
 from linearizer.page.presets import USUAL_PAPER, further_memories, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, has_example
-from linearizer.publish.markup import folded, message_box, table
-from linearizer.run.plan import DEFAULT_BUDGET
+from linearizer.plan.plan import DEFAULT_BUDGET
+from linearizer.report.markup import folded, message_box, table
 
 LENGTHS = ("a page", "a chapter", "a book")  # that was read, in the picture of the landing page
 CACHES, STATE = (22, 62, 150), 22  # heights of its bars

@@ -15,15 +15,15 @@ from typing import Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError
-from linearizer.jobs import control
 from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, show_note, watched_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.visitors import is_example
-from linearizer.publish import markup
+from linearizer.plan.plan import DEFAULT_BUDGET
+from linearizer.report import markup
 from linearizer.run.folder import Run
-from linearizer.run.plan import DEFAULT_BUDGET
+from linearizer.workers import control
 
 EXAMPLE_NOTE = (
     "This is a finished example that comes with Linearizer: a run of the demo model, as it was measured. Its weights "

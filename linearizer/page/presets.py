@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from linearizer.run.recipes import RECIPES, measured_quality
-from linearizer.run.update_rules import MEMORIES, beginning
+from linearizer.plan.recipes import RECIPES, measured_quality
+from linearizer.plan.update_rules import MEMORIES, beginning
 
 SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
 TITLES = {"per": "Degrees of freedom per", "lora": "Rank of adapters", "dtype": "Type of number"}  # of some options

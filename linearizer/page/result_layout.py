@@ -8,8 +8,8 @@ import gradio as gr
 
 from linearizer.page.chat import sample_prompts
 from linearizer.page.layout import chart, lead
-from linearizer.publish.markup import message_box, part_lead
-from linearizer.publish.parts import PART_VIEWS
+from linearizer.report.markup import message_box, part_lead
+from linearizer.report.parts import PART_VIEWS
 
 
 def compare_step(ui: SimpleNamespace) -> None:

@@ -15,22 +15,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from linearizer.allocate.by_prices import kl_by_bytes
-from linearizer.allocate.decide import decidable, offers_of
-from linearizer.jobs import control
-from linearizer.jobs.control import LIVE, Status
+from linearizer.method.by_prices import kl_by_bytes
+from linearizer.method.decide import decidable, offers_of
 from linearizer.page import cards
 from linearizer.page.chat import DOCUMENT_FACTS
-from linearizer.publish import markup
-from linearizer.publish.parts import PART_VIEWS
-from linearizer.publish.prediction import find_correction
-from linearizer.publish.verdict import judge_run
+from linearizer.plan.allocation import Allocation
+from linearizer.report import markup
+from linearizer.report.parts import PART_VIEWS
+from linearizer.report.prediction import find_correction
+from linearizer.report.verdict import judge_run
 from linearizer.run import events
-from linearizer.run.allocation import Allocation
 from linearizer.run.candidates import CANDIDATES
 from linearizer.run.events import Event, EventName
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Part
+from linearizer.workers import control
+from linearizer.workers.control import LIVE, Status
 
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
@@ -130,7 +130,7 @@ class RunState:
         run = self.run
         profile = run.profile if run.has_file("profile.json") and "curves" not in self.pieces else None
         if profile is not None:
-            from linearizer.publish import allocation_charts
+            from linearizer.report import allocation_charts
 
             self.freedoms = allocation_charts.read_freedoms(profile)
             self.notes = allocation_charts.describe_far_errors(profile)
@@ -147,7 +147,7 @@ class RunState:
 
     def draw_prices(self) -> str | None:
         """Draw the kl of every head, all by the option that an equal share of the budget buys."""
-        from linearizer.publish import allocation_charts
+        from linearizer.report import allocation_charts
 
         prices, layers = self.run.prices, self.run.layers
         if prices is None:
@@ -157,7 +157,7 @@ class RunState:
 
     def draw_map(self) -> str | None:
         """Draw the degrees of freedom that are measured so far."""
-        from linearizer.publish import allocation_charts
+        from linearizer.report import allocation_charts
 
         return (
             allocation_charts.draw_freedom_map(self.freedoms, self.run.layers, self.notes).to_json()
@@ -167,7 +167,7 @@ class RunState:
 
     def draw_training(self, name: str) -> str | None:
         """Draw the training."""
-        from linearizer.publish import training_charts
+        from linearizer.report import training_charts
 
         return getattr(training_charts, name)(self.training).to_json() if self.training else None
 
@@ -179,7 +179,7 @@ class RunState:
         mark = path.stat().st_mtime_ns
         if self.pieces.get("evaluation", Piece("", None)).mark == str(mark):
             return
-        from linearizer.publish import training_charts
+        from linearizer.report import training_charts
 
         parts = self.run.results
         if (language := parts.get("language")) is not None:
@@ -200,7 +200,7 @@ class RunState:
 
     def draw_frontier(self, allocation: Allocation, language: Language) -> str:
         """Draw the kl that the prices predict for every budget, and what judging measured at this run's."""
-        from linearizer.publish import allocation_charts
+        from linearizer.report import allocation_charts
 
         plan, layers = self.run.plan, self.run.layers
         points = kl_by_bytes(offers_of(self.run, plan, layers))

@@ -9,14 +9,14 @@ from html import escape
 
 from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
-from linearizer.jobs.control import LIVE, Status
 from linearizer.page.cards import STEP_SENTENCES, state_sign
-from linearizer.publish.markup import folded, message_box, sentence_html, table, without_folders
-from linearizer.publish.tables import describe_heads
-from linearizer.publish.verdict import judge_run
+from linearizer.plan.state_size import StateSize
+from linearizer.report.markup import folded, message_box, sentence_html, table, without_folders
+from linearizer.report.tables import describe_heads
+from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Speed
-from linearizer.run.state_size import StateSize
+from linearizer.workers.control import LIVE, Status
 
 BESIDE = ("student", "teacher")
 RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}

@@ -12,7 +12,7 @@ from linearizer.progress import Progress
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
-    from linearizer.publish.repository import Published
+    from linearizer.hub.repository import Published
 
 
 @dataclass

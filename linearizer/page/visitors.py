@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearizer.errors import RequestError
+from linearizer.plan.plan import Plan
 from linearizer.run.files import find_carried
 from linearizer.run.folder import Run
 from linearizer.run.names import fresh_folder, runs_root
-from linearizer.run.plan import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
 MIN_SECRET_CHARACTERS = 16

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.errors import FaultError, LinearizerError
-from linearizer.jobs import control
-from linearizer.jobs.device_queue import Ticket
-from linearizer.jobs.worker import keep_faults, work_in_turn, work_on
 from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.candidates import CANDIDATES
@@ -25,6 +22,9 @@ from linearizer.run.events import EventName
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import SliceOver, check_stop, log_end
+from linearizer.workers import control
+from linearizer.workers.device_queue import Ticket
+from linearizer.workers.worker import keep_faults, work_in_turn, work_on
 
 SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 120)  # for which the device is asked
 DEVICE = "zerogpu"

@@ -1,4 +1,1 @@
-"""Turns products into tables, charts, HTML and the model card, and sends them to the Hub.
-
-Only upload.py writes to the network. Nothing here measures.
-"""
+"""The model card of a student, and what is sent to the Hub: the student, its run, or a Space with the page."""

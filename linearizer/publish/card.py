@@ -16,22 +16,22 @@ from typing import Any
 
 import linearizer
 from linearizer.amounts import count_in_words
-from linearizer.model.hub import DEMO
-from linearizer.publish.allocation_picture import draw_picture
+from linearizer.hub.models import DEMO
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.plan import Plan
+from linearizer.plan.state_size import ROW_TITLES, StateSize
 from linearizer.publish.card_metadata import LINK, CitedTeacher, build_metadata, one_line, public_terms
-from linearizer.publish.parts import PART_VIEWS
-from linearizer.publish.prediction import candidates_table, read_corrections
-from linearizer.publish.tables import Table, describe_environment
-from linearizer.publish.verdict import judge_run
-from linearizer.run.allocation import Allocation
+from linearizer.report.allocation_picture import draw_picture
+from linearizer.report.parts import PART_VIEWS
+from linearizer.report.prediction import candidates_table, read_corrections
+from linearizer.report.tables import Table, describe_environment
+from linearizer.report.verdict import judge_run
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, read_training
-from linearizer.run.head_bytes import Layer
-from linearizer.run.inspection import Inspection
 from linearizer.run.names import HubName
-from linearizer.run.plan import Plan
 from linearizer.run.results import Part
-from linearizer.run.state_size import ROW_TITLES, StateSize
 
 PICTURE_FILE = "allocation.png"
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded

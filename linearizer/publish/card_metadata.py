@@ -11,9 +11,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.run.names import HubName
-from linearizer.run.plan import Plan
 from linearizer.run.results import Part
 
 TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]

@@ -8,12 +8,7 @@ from dataclasses import asdict
 
 from linearizer.amounts import size
 from linearizer.errors import FaultError, RequestError
-from linearizer.model.weight_files import teacher_files
-from linearizer.progress import Progress, Steps
-from linearizer.publish import space
-from linearizer.publish.card import card_files, write_snippet
-from linearizer.publish.card_metadata import CitedTeacher
-from linearizer.publish.repository import (
+from linearizer.hub.repository import (
     Preview,
     Published,
     Repository,
@@ -24,10 +19,15 @@ from linearizer.publish.repository import (
     refuse_other_content,
     unchecked_note,
 )
-from linearizer.publish.upload import Content, HubFile, size_of, upload
-from linearizer.publish.verdict import judge_run
+from linearizer.hub.upload import Content, HubFile, size_of, upload
+from linearizer.hub.weight_files import teacher_files
+from linearizer.plan.json_products import parse_object
+from linearizer.progress import Progress, Steps
+from linearizer.publish import space
+from linearizer.publish.card import card_files, write_snippet
+from linearizer.publish.card_metadata import CitedTeacher
+from linearizer.report.verdict import judge_run
 from linearizer.run.events import EventName
-from linearizer.run.files import parse_object
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, read_digests
@@ -92,7 +92,7 @@ def check_student(run: Run) -> None:
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     if run.has_file(HUB_JOB):
-        from linearizer.model.checkpoint import link_missing_weights
+        from linearizer.method.checkpoint import link_missing_weights
 
         link_missing_weights(run)
     check_weights(run, but=files_on_hub(run))  # these are compared with the Hub's
@@ -194,7 +194,7 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
 
 def check_published_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
     """Load the published config as users will, and compare it with the run's."""
-    from linearizer.runtime.modeling_linearized import LinearizedConfig
+    from linearizer.student.modeling_linearized import LinearizedConfig
 
     published = LinearizedConfig.from_pretrained(fetch_file(repo, CONFIG, revision, token).parent)
     if published.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():

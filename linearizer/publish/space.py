@@ -11,10 +11,9 @@ from typing import Any
 from huggingface_hub import SpaceCardData
 
 from linearizer.errors import RequestError
-from linearizer.publish.upload import Content
-from linearizer.run.files import find_carried
+from linearizer.hub.upload import Content
+from linearizer.run.files import PACKAGE, find_carried, project_folder
 
-PACKAGE = Path(__file__).parents[1]
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
 TOP_FILES = ("app.py", "LICENSE", "pyproject.toml", *FITTED_FILES)
 CARRIED_FOLDERS = ("project", "assets")  # an installed package carries here what lies beside it in a checkout
@@ -77,12 +76,6 @@ def job_requirements(*more: str) -> list[str]:
     names = [re.match(r"[\w-]*", line)[0] for line in lines]  # type: ignore[index]
     kept = [name for name in names if name and name not in OF_THE_PAGE and name != "triton"]
     return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *more)]
-
-
-def project_folder() -> Path:
-    """Find what lies beside the package in a checkout, and inside it where it was installed."""
-    carried = find_carried("project")
-    return carried if carried.is_dir() else PACKAGE.parent
 
 
 def remove_missing_pictures(readme: str, files: Mapping[str, Content]) -> str:

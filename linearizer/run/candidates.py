@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from linearizer.run.json_products import JsonProduct
+from linearizer.plan.json_products import JsonProduct
 
 CANDIDATES = "candidates.json"  # of a run's folder
 ROUNDING = 1e-3  # nats per token, which half precision alone costs

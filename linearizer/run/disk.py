@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from linearizer.run.head_bytes import FEATURE_MAPS, Layer
-from linearizer.run.inspection import Inspection
-from linearizer.run.plan import FITTED, Plan
-from linearizer.run.update_rules import MEMORIES
+from linearizer.plan.head_bytes import FEATURE_MAPS, Layer
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.plan import FITTED, Plan
+from linearizer.plan.update_rules import MEMORIES
 
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments

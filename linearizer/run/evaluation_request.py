@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from linearizer.errors import RequestError
-from linearizer.run.json_products import read_fields
-from linearizer.run.options import check_options, option
+from linearizer.plan.json_products import read_fields
+from linearizer.plan.options import check_options, option
 
 PARTS = ("language", "recall", "needle", "generation", "approximation", "speed", "tasks")  # in their order
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from linearizer.errors import FolderError
-from linearizer.run.files import open_in_place, parse_json, writing
+from linearizer.plan.json_products import parse_json
+from linearizer.run.files import open_in_place, writing
 
 READ_BYTES = 2**14  # bytes that are read at once
 LAST_SECOND = 2**36  # of a time: some two thousand years after 1970

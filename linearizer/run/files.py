@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from linearizer.errors import FolderError
 
+PACKAGE = Path(__file__).parents[1]
 SEAL = "sha256"  # the name of a digest in a JSON object
 UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed process leaves it behind
 
 
 def find_carried(name: str) -> Path:
     """Find what comes with the package: inside it where it was installed, beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    return package / name if (package / name).exists() else package.parent / name
+    return PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; text that is nested too deeply raises ValueError, as any other that cannot be read."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object."""
-    if not isinstance(content := parse_json(text), dict):
-        raise ValueError("it is no object")
-    return content
+def project_folder() -> Path:
+    """Find what lies beside the package in a checkout, and inside it where it was installed."""
+    carried = find_carried("project")
+    return carried if carried.is_dir() else PACKAGE.parent
 
 
 def seal(text: str) -> str:

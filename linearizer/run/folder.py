@@ -21,8 +21,14 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from linearizer.errors import FolderError, RequestError
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.json_products import parse_json, parse_object
+from linearizer.plan.options import differences
+from linearizer.plan.plan import Plan
+from linearizer.plan.profile import Profile
 from linearizer.run import locks
-from linearizer.run.allocation import Allocation
 from linearizer.run.candidates import CANDIDATES, Candidates
 from linearizer.run.events import (
     Event,
@@ -33,24 +39,9 @@ from linearizer.run.events import (
     newest_events,
     read_events,
 )
-from linearizer.run.files import (
-    UNFINISHED,
-    link_error,
-    open_in_place,
-    parse_json,
-    parse_object,
-    seal,
-    unseal,
-    write_whole,
-    writing,
-)
-from linearizer.run.head_bytes import Layer
-from linearizer.run.inspection import Inspection
+from linearizer.run.files import UNFINISHED, link_error, open_in_place, seal, unseal, write_whole, writing
 from linearizer.run.locks import Lock
-from linearizer.run.options import differences
-from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
-from linearizer.run.profile import Profile
 from linearizer.run.results import RESULTS, Part, read_part
 
 Product = TypeVar("Product")

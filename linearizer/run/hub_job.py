@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from linearizer.plan.json_products import JsonProduct
 from linearizer.run.events import Event, EventName, newest_events
 from linearizer.run.folder import Run
-from linearizer.run.json_products import JsonProduct
 
 FILE = "hub_job.json"
 

@@ -10,8 +10,8 @@ from itertools import count
 from pathlib import Path
 
 from linearizer.errors import FolderError
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 
 MAX_NAMES = 9  # names of runs that an error lists
 

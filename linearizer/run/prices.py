@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from linearizer.run.head_bytes import Head
-from linearizer.run.json_products import JsonProduct
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.json_products import JsonProduct
 
 KlOfLayer = tuple[tuple[float, ...], ...]  # [KV head][option]
 SMALLEST = 4  # tokens of the smallest window that is priced

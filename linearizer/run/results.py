@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Generic, TypeVar, get_args
 
-from linearizer.run.json_products import read_fields
+from linearizer.plan.json_products import read_fields
 
 Interval = tuple[float, float]
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from linearizer.errors import FolderError
-from linearizer.run.files import parse_object
+from linearizer.plan.json_products import parse_object
 from linearizer.run.folder import Run
 
 DIGESTS = "state/checkpoint.json"  # of a run's folder

@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from linearizer.runtime.cache import Change, LinearizedCache, copy_layer, keeps_state
-from linearizer.runtime.state import tensors
+from linearizer.student.cache import Change, LinearizedCache, copy_layer, keeps_state
+from linearizer.student.state import tensors
 
 Tensor = torch.Tensor
 

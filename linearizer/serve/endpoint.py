@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError
-from linearizer.model.logits import vocabulary
 from linearizer.serve.access import KeyHolders
 from linearizer.serve.address import MAX_SECONDS
 from linearizer.serve.bodies import Body, ChatBody, CompletionBody
@@ -31,6 +30,7 @@ from linearizer.serve.metrics import CONTENT_TYPE, Counted, Metrics
 from linearizer.serve.reading import Refusal, read_body
 from linearizer.serve.row import Piece, Row
 from linearizer.serve.sampling import Drawing
+from linearizer.teacher.logits import vocabulary
 
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
 RETRY_SECONDS = 5  # after which a client that was turned away may ask again

@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.model.logits import fresh_cache
-from linearizer.runtime.cache import CACHE
 from linearizer.serve.cache_rows import join_caches, keep_rows, real_tokens, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.prompts import Prompts
 from linearizer.serve.row import Row
 from linearizer.serve.sampling import choose_tokens
+from linearizer.student.cache import CACHE
+from linearizer.teacher.logits import fresh_cache
 
 MAX_ROWS = 32  # texts in the batch
 MAX_WAITING = 1024  # texts beside it

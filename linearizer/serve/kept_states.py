@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from transformers.cache_utils import Cache
 
-from linearizer.runtime.cache import keeps_state
-from linearizer.runtime.state import tensors
+from linearizer.student.cache import keeps_state
+from linearizer.student.state import tensors
 
 TENSOR_BYTES = 640  # of memory that a tensor takes beside its numbers (some 400), with its share of what holds it
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.model.logits import fresh_cache
-from linearizer.runtime.cache import CACHE
 from linearizer.serve.cache_rows import copy_cache, join_caches, real_tokens, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.row import Row
+from linearizer.student.cache import CACHE
+from linearizer.teacher.logits import fresh_cache
 
 PIECE = 512  # states are kept at multiples of so many tokens
 FEWEST = 64  # tokens that a prompt reads at once, if it has as many: fewer take hardly less time

@@ -12,7 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect
 
-from linearizer.run.files import parse_json
+from linearizer.plan.json_products import parse_json
 from linearizer.serve.bodies import Body
 
 BYTES_OF_TOKEN = 32  # of a body for each position: what a token takes as a number, or as text in escapes

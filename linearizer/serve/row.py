@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from linearizer.errors import first_line
-from linearizer.model.token_loop import TextStream
 from linearizer.serve.sampling import Drawing
+from linearizer.teacher.token_loop import TextStream
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import uvicorn
 
 from linearizer.errors import RequestError
-from linearizer.model import checkpoint
-from linearizer.model.quiet import quiet
-from linearizer.model.teacher import load_teacher_of
+from linearizer.method import checkpoint
+from linearizer.quiet import quiet
 from linearizer.run.folder import Run
 from linearizer.serve.address import HOST, MAX_SECONDS, MAX_STATE_BYTES, PORT, listen
 from linearizer.serve.endpoint import Served, make_endpoint
 from linearizer.serve.engine import Engine
 from linearizer.serve.local_requests import LOCAL_HOSTS
+from linearizer.teacher.load import load_teacher_of
 
 CLOSING_SECONDS = 2  # that requests at work are given when the server is stopped
 LONGEST_SECONDS = 2**31  # that a request may be given

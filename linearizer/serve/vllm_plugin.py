@@ -1,13 +1,13 @@
 """Tells vLLM of students: the extra `linearizer[vllm]`, and an entry point of vLLM's plugins."""
 
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 
 def register() -> None:
     """Let vLLM load checkpoints of students (an entry point of vllm.general_plugins)."""
     from vllm import ModelRegistry
 
-    import linearizer.model.checkpoint  # noqa: F401  (transformers knows the config from here on)
+    import linearizer.method.checkpoint  # noqa: F401  (transformers knows the config from here on)
 
     name = LinearizedForCausalLM.__name__
     if name not in ModelRegistry.get_supported_archs():

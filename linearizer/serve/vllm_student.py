@@ -21,10 +21,10 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 from linearizer.errors import RequestError
-from linearizer.model.checkpoint import load
-from linearizer.runtime.cache import LinearizedCache
-from linearizer.runtime.saved_state import places
+from linearizer.method.checkpoint import load
 from linearizer.serve.cache_rows import join_caches, take_row
+from linearizer.student.cache import LinearizedCache
+from linearizer.student.saved_state import places
 
 Tensor = torch.Tensor
 PLACE = "student.0.states"  # its name among vLLM's layers, which must hold one number

@@ -8,7 +8,7 @@ is near (one of the first `sinks` tokens, or i - j < window) and log A_ij elsewh
 Gradients are written by hand and come with the loss: with ∂loss/∂log A_ij = p̂_ij - p_ij and G = (p̂ - p) / A they are
 ∂/∂u = Fq ∘ (G Fk) and ∂/∂w = Fk ∘ (Gᵀ Fq), where Fq = e^u and Fk = e^w up to stabilisers that cancel.
 
-Shapes are those of runtime/features_torch.py: u, q (batch, heads, group, tokens, …); w, k (batch, heads, tokens, …).
+Shapes are those of student/features_torch.py: u, q (batch, heads, group, tokens, …); w, k (batch, heads, tokens, …).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from linearizer.runtime.kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
-from linearizer.runtime.state import working_dtype
+from linearizer.student.kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
+from linearizer.student.state import working_dtype
 from linearizer.train.attention_loss_blocks import BLOCK, Heads, Pair, largest_scores, rows_at_once
 
 try:

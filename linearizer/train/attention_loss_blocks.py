@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from linearizer.runtime.softmax_parts import exp_without_underflow
-from linearizer.runtime.state import EMPTY, HEADROOM
+from linearizer.student.softmax_parts import exp_without_underflow
+from linearizer.student.state import EMPTY, HEADROOM
 
 Tensor = torch.Tensor
 Pair = tuple[torch.Tensor, torch.Tensor]

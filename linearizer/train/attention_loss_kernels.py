@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linearizer.runtime.kernel_common import (
+from linearizer.student.kernel_common import (
     EMPTY,
     HEADROOM,
     LOST,

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from linearizer.errors import RequestError, TextError
-from linearizer.model.layers import featured
-from linearizer.model.logits import check_logits
-from linearizer.model.weight_files import digest
+from linearizer.hub.weight_files import digest
+from linearizer.plan.options import differences
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
-from linearizer.run.options import differences
-from linearizer.runtime.attention_interface import attending
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.attention_interface import attending
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.layers import featured
+from linearizer.teacher.logits import check_logits
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingSettings

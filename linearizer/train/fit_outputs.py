@@ -21,16 +21,17 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.blockwise_pass import Call, calls_of, chain_of, hidden_of
-from linearizer.model.layers import is_transposed, layer_number, matrices, output_projections
-from linearizer.model.logits import PROBE_TOKENS
-from linearizer.model.substitute import FixedOutput, replace_student
-from linearizer.model.weight_files import read_tensors, write_tensors
+from linearizer.hub.weight_files import read_tensors, write_tensors
+from linearizer.method.blockwise_pass import Call, calls_of, chain_of, hidden_of
+from linearizer.method.substitute import FixedOutput, replace_student
+from linearizer.plan.json_products import parse_json
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
-from linearizer.run.files import parse_json, remove, writing
-from linearizer.runtime.attention_interface import attending, attention_modules
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.run.files import remove, writing
+from linearizer.student.attention_interface import attending, attention_modules
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.layers import is_transposed, layer_number, matrices, output_projections
+from linearizer.teacher.logits import PROBE_TOKENS
 from linearizer.train.distill import TrainingResult, check_identity, check_text, identity_of
 from linearizer.train.settings import TrainingSettings, draw_batch
 from linearizer.train.trainer import TEACHER, without_denormals

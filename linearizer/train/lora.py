@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.model.layers import is_transposed, matrices
-from linearizer.runtime.attention_interface import attention_modules
+from linearizer.student.attention_interface import attention_modules
+from linearizer.teacher.layers import is_transposed, matrices
 
 NAME = "distillation"
 

@@ -24,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.model.layers import featured, matrix
-from linearizer.runtime.features_torch import attend_text_with_features
-from linearizer.runtime.layer_student import FeatureGroup, LayerStudent, ScaledMap
-from linearizer.runtime.matrix_rule import MatrixRule, ScaledRule
-from linearizer.runtime.softmax_parts import multiply_by_head
-from linearizer.runtime.state import EMPTY
+from linearizer.student.features_torch import attend_text_with_features
+from linearizer.student.layer_student import FeatureGroup, LayerStudent, ScaledMap
+from linearizer.student.matrix_rule import MatrixRule, ScaledRule
+from linearizer.student.softmax_parts import multiply_by_head
+from linearizer.student.state import EMPTY
+from linearizer.teacher.layers import featured, matrix
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from linearizer.errors import RequestError
+from linearizer.plan.options import check_options, option
+from linearizer.plan.plan import FITTED, Plan
 from linearizer.run.disk import SAVE_EVERY
-from linearizer.run.options import check_options, option
-from linearizer.run.plan import FITTED, Plan
 
 LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
 RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map; z and log_weight: the paper's

@@ -10,19 +10,20 @@ from itertools import islice
 
 import torch
 
-from linearizer.model.initialise import initialise
-from linearizer.model.kept_texts import texts_of_run
-from linearizer.model.samples import samples_of
-from linearizer.model.teacher import Teacher
+from linearizer.method.initialise import initialise
+from linearizer.method.samples import samples_of
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.json_products import parse_json
+from linearizer.plan.plan import FITTED, Plan
 from linearizer.progress import Steps
 from linearizer.run import events
-from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
-from linearizer.run.files import parse_json, writing
+from linearizer.run.files import writing
 from linearizer.run.folder import Run
-from linearizer.run.plan import FITTED, Plan
 from linearizer.run.stopping import log_progress
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.kept_texts import texts_of_run
+from linearizer.teacher.load import Teacher
 from linearizer.train.distill import distill
 from linearizer.train.fit_outputs import fit_maps
 from linearizer.train.settings import TrainingSettings, training_settings

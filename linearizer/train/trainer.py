@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from linearizer.errors import FaultError
-from linearizer.model.blockwise_pass import Chain, calls_of, chain_of, sweep_forward
-from linearizer.model.layers import featured, layer_number, output_projections
-from linearizer.model.logits import PROBE_TOKENS
-from linearizer.model.streaming import is_streamed
+from linearizer.method.blockwise_pass import Chain, calls_of, chain_of, sweep_forward
 from linearizer.run.stopping import is_out_of_memory
-from linearizer.runtime.attention_interface import Observer, attending, attention_modules, observing
-from linearizer.runtime.layer_student import FeatureGroup
-from linearizer.runtime.matrix_rule import MatrixRule
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.attention_interface import Observer, attending, attention_modules, observing
+from linearizer.student.layer_student import FeatureGroup
+from linearizer.student.matrix_rule import MatrixRule
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.layers import featured, layer_number, output_projections
+from linearizer.teacher.logits import PROBE_TOKENS
+from linearizer.teacher.streaming import is_streamed
 from linearizer.train.layer_optimizer import LayerOptimizer
 from linearizer.train.lora import without_adapters
 from linearizer.train.losses import (

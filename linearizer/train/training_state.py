@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError
 
 from linearizer.errors import FaultError
-from linearizer.model.weight_files import read_tensors, write_tensors
-from linearizer.run.files import parse_json, writing
+from linearizer.hub.weight_files import read_tensors, write_tensors
+from linearizer.plan.json_products import parse_json
+from linearizer.run.files import writing
 
 NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
 

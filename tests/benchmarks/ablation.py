@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.nn.functional import softplus
 
-from linearizer.runtime import features_torch, slots_torch
-from linearizer.runtime.features_torch import LogSums
-from linearizer.runtime.layer_student import FeatureGroup, SlotGroup
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.slots_merging import Slots
-from linearizer.runtime.slots_torch import Piece, attend_rows
-from linearizer.runtime.softmax_parts import Reading, multiply_by_head
-from linearizer.runtime.state import EMPTY, FeatureState
+from linearizer.student import features_torch, slots_torch
+from linearizer.student.features_torch import LogSums
+from linearizer.student.layer_student import FeatureGroup, SlotGroup
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.slots_merging import Slots
+from linearizer.student.slots_torch import Piece, attend_rows
+from linearizer.student.softmax_parts import Reading, multiply_by_head
+from linearizer.student.state import EMPTY, FeatureState
 
 Tensor = torch.Tensor
 READOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of logits, and of the logarithm of how many are seen

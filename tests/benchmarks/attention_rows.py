@@ -4,10 +4,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.features_torch import attend_text_with_features, reference
-from linearizer.runtime.kernel_dispatch import linear_attention
-from linearizer.runtime.layer_student import FeatureGroup, ScaledMap
-from linearizer.runtime.state import FeatureState
+from linearizer.student.features_torch import attend_text_with_features, reference
+from linearizer.student.kernel_dispatch import linear_attention
+from linearizer.student.layer_student import FeatureGroup, ScaledMap
+from linearizer.student.state import FeatureState
 from tests.benchmarks.timing import DEVICE, GPU, attempt, compiled, draw, own
 
 

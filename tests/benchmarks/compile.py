@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from linearizer.evaluate.setup import environment
-from linearizer.run.head_bytes import Head
-from linearizer.runtime.cache import CACHE
+from linearizer.plan.head_bytes import Head
+from linearizer.student.cache import CACHE
 from tests.support.models import student_of, teacher_of, tokens
 
 RESULTS = Path(__file__).parent / "results" / "compile-cpu.json"

@@ -15,12 +15,12 @@ import torch
 
 from linearizer.amounts import columns
 from linearizer.evaluate.setup import environment
-from linearizer.model.checkpoint import load_student
-from linearizer.model.logits import kl_of
-from linearizer.model.teacher import load_teacher_of
+from linearizer.method.checkpoint import load_student
 from linearizer.pipeline import training_and_judging_texts
 from linearizer.run.names import find_run
-from linearizer.runtime.attention_interface import attending
+from linearizer.student.attention_interface import attending
+from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.logits import kl_of
 
 RESULTS = Path(__file__).parent / "results" / "dtypes-cpu.json"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

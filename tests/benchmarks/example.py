@@ -36,9 +36,9 @@ def main():
 
 def rewrite():
     """Write the example as today's code does."""
+    from linearizer.plan.plan import Plan
     from linearizer.run.files import unseal
     from linearizer.run.folder import DECIDED, Run
-    from linearizer.run.plan import Plan
 
     example = Run(FOLDER)
     for name in ("plan", "inspection", "profile", "prices", "allocation"):

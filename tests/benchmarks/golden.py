@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from linearizer import pipeline
-from linearizer.model.checkpoint import load
-from linearizer.model.quiet import quiet
+from linearizer.method.checkpoint import load
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.run.plan import Plan
+from linearizer.quiet import quiet
 
 SMALL = {
     "model": "demo",

@@ -26,12 +26,12 @@ import torch
 
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.checkpoint import put_student_into
-from linearizer.model.quiet import quiet
-from linearizer.model.ram import run_if_it_fits
-from linearizer.run.allocation import Allocation
+from linearizer.method.checkpoint import put_student_into
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
-from linearizer.run.head_bytes import Head, Layer
+from linearizer.teacher.ram import run_if_it_fits
 from tests.benchmarks import time as time_of_runs
 from tests.benchmarks.attention_rows import prefill_row
 from tests.benchmarks.loss_rows import loss_row
@@ -44,9 +44,9 @@ RESULTS = Path(__file__).parent / "results"
 ALL_SECONDS = 25 * 60
 LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 300}  # seconds
 TESTED = (
-    "tests/runtime/test_kernel_text_features.py", "tests/runtime/test_kernel_text_slots.py",
-    "tests/runtime/test_kernel_token_features.py", "tests/runtime/test_kernel_token_layer.py",
-    "tests/train/test_attention_loss_kernels.py", "tests/runtime/test_kernel_trial.py",
+    "tests/student/test_kernel_text_features.py", "tests/student/test_kernel_text_slots.py",
+    "tests/student/test_kernel_token_features.py", "tests/student/test_kernel_token_layer.py",
+    "tests/train/test_attention_loss_kernels.py", "tests/student/test_kernel_trial.py",
 )  # fmt: skip
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text

@@ -17,23 +17,23 @@ from pathlib import Path
 
 import torch
 
-from linearizer.allocate.by_freedoms import allocate_by_freedoms
 from linearizer.amounts import columns
 from linearizer.evaluate.head_errors import spearman
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject, read_losses
-from linearizer.measure.profile import measure_profile
-from linearizer.model.checkpoint import make_layer_students, put_student_into
-from linearizer.model.hub import find_model
-from linearizer.model.layers import layer_number
-from linearizer.model.logits import logits_of
-from linearizer.model.quiet import quiet
-from linearizer.model.teacher import load_teacher_of
-from linearizer.model.text import read_texts
+from linearizer.hub.models import find_model
+from linearizer.method.by_freedoms import allocate_by_freedoms
+from linearizer.method.checkpoint import make_layer_students, put_student_into
+from linearizer.method.measure_run import measure_profile
+from linearizer.plan.plan import Plan
+from linearizer.plan.profile import ProfileSettings
 from linearizer.progress import finish
-from linearizer.run.plan import Plan
-from linearizer.run.profile import ProfileSettings
-from linearizer.runtime.attention_interface import attention_modules, observing
+from linearizer.quiet import quiet
+from linearizer.student.attention_interface import attention_modules, observing
+from linearizer.teacher.layers import layer_number
+from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.logits import logits_of
+from linearizer.teacher.text import read_texts
 from linearizer.train.distill import distill
 from linearizer.train.losses import AttentionInputs, rows_loss
 from linearizer.train.settings import TrainingSettings

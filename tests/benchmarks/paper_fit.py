@@ -3,11 +3,11 @@
 import itertools
 import math
 
-from linearizer.allocate.by_freedoms import layer_units
 from linearizer.amounts import columns
 from linearizer.evaluate.head_errors import spearman
-from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Head
+from linearizer.method.by_freedoms import layer_units
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head
 
 NORMALISE, GAUGE, SINKS, OVER = ("trace", "J", "none"), ("raw", "centred"), (0, 1, 4), ("max", "mean")
 HEADS_AT = 2.0**-8  # the λ of table 2

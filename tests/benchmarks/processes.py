@@ -22,10 +22,10 @@ if __name__ == "__main__":  # before PyTorch is imported
     os.environ["OMP_NUM_THREADS"] = "1"
 
 from linearizer import pipeline
-from linearizer.jobs import control
-from linearizer.jobs.helpers import PROCESSES
+from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
-from linearizer.run.plan import Plan
+from linearizer.workers import control
+from linearizer.workers.helpers import PROCESSES
 
 ROW = "{:16}  {:>11}  {:>11}  {:>13}  {:>12}  {:>8}"  # printed as soon as it is known
 USUAL = {"model": "demo", "dtype": "float32", "device": "cpu", "samples": 128, "exchanges": 0, "sinks": 2}

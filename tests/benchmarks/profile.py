@@ -7,9 +7,9 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from linearizer.measure.profile import measure_profile
-from linearizer.run.head_bytes import Layer
-from linearizer.run.profile import ProfileSettings
+from linearizer.method.measure_run import measure_profile
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.profile import ProfileSettings
 
 
 def peak_gigabytes() -> float:

@@ -27,29 +27,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from linearizer import pipeline
-from linearizer.allocate import allocate_run
-from linearizer.allocate.decide import allocate_alike
 from linearizer.errors import BudgetError, RequestError
 from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import join_scores, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.setup import environment
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import measure_teacher, profile_settings
-from linearizer.model import checkpoint
-from linearizer.model import teacher as teacher_module
-from linearizer.model.layers import layer_number
-from linearizer.model.quiet import quiet
-from linearizer.model.substitute import exchange_students
-from linearizer.model.weight_files import digest
+from linearizer.hub.weight_files import digest
+from linearizer.method import allocate_run, checkpoint
+from linearizer.method.decide import allocate_alike
+from linearizer.method.measure_run import measure_teacher, profile_settings
+from linearizer.method.substitute import exchange_students
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import cache_bytes, head_bytes, token_bytes
+from linearizer.plan.plan import USUAL_TEXTS, Plan
+from linearizer.plan.recipes import RECIPES
+from linearizer.plan.update_rules import MEMORIES
 from linearizer.progress import finish
-from linearizer.run.allocation import Allocation
+from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
-from linearizer.run.head_bytes import cache_bytes, head_bytes, token_bytes
-from linearizer.run.plan import USUAL_TEXTS, Plan
-from linearizer.run.recipes import RECIPES
-from linearizer.run.update_rules import MEMORIES
-from linearizer.runtime.attention_interface import attention_modules
+from linearizer.student.attention_interface import attention_modules
+from linearizer.teacher import load as teacher_module
+from linearizer.teacher.layers import layer_number
 from linearizer.train import train_run
 from linearizer.train.trainer import Trainer
 from tests.benchmarks.ablation import (

@@ -1,7 +1,7 @@
 """The rows of the table that decides: of each its recipe, what of its plan is not as usual, and a line about it."""
 
-from linearizer.run.recipes import RECIPES, STRATEGIES
-from linearizer.run.update_rules import MEMORIES
+from linearizer.plan.recipes import RECIPES, STRATEGIES
+from linearizer.plan.update_rules import MEMORIES
 from tests.benchmarks.rivals import RULES
 from tests.benchmarks.shares import ABOUT
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from linearizer.amounts import size
+from linearizer.plan.recipes import RECIPES, SUMMARY
+from linearizer.plan.update_rules import MEMORIES
 from linearizer.run.files import write_whole
-from linearizer.run.recipes import RECIPES, SUMMARY
-from linearizer.run.update_rules import MEMORIES
 from tests.benchmarks.ablation import READOUTS
 from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, describe_row
 

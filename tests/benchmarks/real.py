@@ -19,21 +19,21 @@ from pathlib import Path
 import torch
 
 from linearizer import pipeline
-from linearizer.allocate import allocate_run
-from linearizer.allocate.choose import choose_student
-from linearizer.allocate.decide import allocate_alike
 from linearizer.errors import BudgetError
 from linearizer.evaluate.setup import environment
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import measure_teacher, profile_settings
-from linearizer.model import teacher as teacher_module
-from linearizer.model.hub import find_model
-from linearizer.model.quiet import quiet
-from linearizer.model.weight_files import digest
+from linearizer.hub.models import find_model
+from linearizer.hub.weight_files import digest
+from linearizer.method import allocate_run
+from linearizer.method.choose import choose_student
+from linearizer.method.decide import allocate_alike
+from linearizer.method.measure_run import measure_teacher, profile_settings
+from linearizer.plan.head_bytes import cache_bytes
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
+from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
-from linearizer.run.head_bytes import cache_bytes
-from linearizer.run.plan import Plan
+from linearizer.teacher import load as teacher_module
 from linearizer.train import train_run
 from tests.benchmarks.quality import begun, controlled
 from tests.benchmarks.quality_rows import ROWS, is_control

@@ -3,8 +3,8 @@
 import json
 import time
 
-from linearizer.model.layers import blocks_of
 from linearizer.run.files import write_whole
+from linearizer.teacher.layers import blocks_of
 
 FILE, MADE = "cost.json", "made.json"  # of a run: what was spent so far, and in all once the student was there
 

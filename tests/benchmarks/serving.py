@@ -24,14 +24,14 @@ import torch
 from linearizer import pipeline
 from linearizer.amounts import columns
 from linearizer.evaluate.setup import environment
-from linearizer.model.checkpoint import load_of_run
-from linearizer.model.teacher import load_teacher_of
-from linearizer.model.text import read_texts
+from linearizer.method.checkpoint import load_of_run
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.names import find_run
-from linearizer.run.plan import Plan
 from linearizer.serve.endpoint import Served
 from linearizer.serve.engine import Engine
+from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.text import read_texts
 from tests.support.serving import listening
 
 RESULTS = Path(__file__).parent / "results" / "serving-cpu.json"

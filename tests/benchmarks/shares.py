@@ -14,20 +14,20 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.allocate import allocate_run
-from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices
-from linearizer.allocate.decide import allocate_alike
-from linearizer.measure.whole_student import first_difference, logits_of_student
-from linearizer.model.initialise import begin_of
-from linearizer.model.logits import losses_of
-from linearizer.model.substitute import Begin, BlockAnswers
-from linearizer.model.teacher import Teacher
-from linearizer.run.allocation import Allocation
+from linearizer.method import allocate_run
+from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
+from linearizer.method.decide import allocate_alike
+from linearizer.method.initialise import begin_of
+from linearizer.method.substitute import Begin, BlockAnswers
+from linearizer.method.whole_student import first_difference, logits_of_student
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
-from linearizer.run.plan import Plan
 from linearizer.run.prices import KlOfLayer, Prices
-from linearizer.runtime.attention_interface import observing
+from linearizer.student.attention_interface import observing
+from linearizer.teacher.load import Teacher
+from linearizer.teacher.logits import losses_of
 from tests.benchmarks.rivals import attention_of
 
 SIZES = (4, 16, 64, 192, 384)  # tokens that heads are priced with

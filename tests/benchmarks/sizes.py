@@ -28,16 +28,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from linearizer import pipeline
 from linearizer.amounts import columns, duration, size
-from linearizer.jobs.forecast import forecast_run, measure_speeds
-from linearizer.jobs.helpers import HelperProcesses
-from linearizer.model import streaming
-from linearizer.model.hub import find_model
-from linearizer.model.inspect import inspect_model
-from linearizer.model.linked_weights import write_index
-from linearizer.model.quiet import quiet
-from linearizer.model.teacher import load_config, load_tokenizer
-from linearizer.run.plan import Plan
+from linearizer.hub.models import find_model
+from linearizer.plan.plan import Plan
+from linearizer.quiet import quiet
 from linearizer.run.weight_digests import DIGESTS
+from linearizer.teacher import streaming
+from linearizer.teacher.inspect_model import inspect_model
+from linearizer.teacher.linked_weights import write_index
+from linearizer.teacher.load import load_config, load_tokenizer
+from linearizer.workers.forecast import forecast_run, measure_speeds
+from linearizer.workers.helpers import HelperProcesses
 
 FEW_WORDS = 4096  # entries of the vocabulary, where layers alone are run: those of the demo model's tokenizer
 LLAMA = {"max_position_embeddings": 8192}

@@ -3,10 +3,10 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.kernel_dispatch import slot_attention
-from linearizer.runtime.slots_merging import GAIN, Merging
-from linearizer.runtime.slots_torch import attend_text_with_slots
-from linearizer.runtime.state import SlotState
+from linearizer.student.kernel_dispatch import slot_attention
+from linearizer.student.slots_merging import GAIN, Merging
+from linearizer.student.slots_torch import attend_text_with_slots
+from linearizer.student.state import SlotState
 from tests.benchmarks.timing import GPU, attempt, draw, own
 
 WINDOW, SLOTS, BLOCK = 64, 64, 16

@@ -22,11 +22,11 @@ from linearizer import pipeline
 from linearizer.amounts import size
 from linearizer.evaluate.setup import assembled, environment
 from linearizer.evaluate.speed import Meter
-from linearizer.model.ram import MAPPED, ON_TOP, change_heap, return_freed_memory
 from linearizer.pipeline import linearize
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.teacher.ram import MAPPED, ON_TOP, change_heap, return_freed_memory
 
 RESULTS = Path(__file__).parent / "results" / "speed-cpu.json"
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -3,10 +3,10 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from linearizer.model.checkpoint import put_student_into
-from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Head, Layer
-from linearizer.runtime.attention_interface import attending
+from linearizer.method.checkpoint import put_student_into
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.student.attention_interface import attending
 from linearizer.train.losses import hidden_states
 from linearizer.train.settings import TrainingSettings
 from linearizer.train.trainer import Trainer

@@ -27,11 +27,11 @@ from transformers import AutoModelForCausalLM
 from linearizer.evaluate.language import doubling_edges
 from linearizer.evaluate.recall import RepeatReader
 from linearizer.evaluate.subjects import Subject, read_losses
-from linearizer.model import teacher as teacher_module
-from linearizer.model.devices import choose_device
-from linearizer.model.logits import losses_of
-from linearizer.model.text import read_documents
-from linearizer.run.plan import Plan
+from linearizer.plan.plan import Plan
+from linearizer.teacher import load as teacher_module
+from linearizer.teacher.devices import choose_device
+from linearizer.teacher.logits import losses_of
+from linearizer.teacher.text import read_documents
 from linearizer.train.training_state import TrainingState, read_state, write_state
 
 RESULTS = Path(__file__).parent / "results"

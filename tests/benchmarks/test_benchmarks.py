@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer.model import teacher as teacher_module
-from linearizer.run.plan import Plan
+from linearizer.plan.plan import Plan
+from linearizer.teacher import load as teacher_module
 from tests.benchmarks import quality
 from tests.benchmarks import time as time_of_runs
 from tests.benchmarks.paper import PUBLISHED, main

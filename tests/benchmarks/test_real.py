@@ -8,9 +8,9 @@ import torch
 from linearizer.errors import TextError
 from linearizer.evaluate.needle import DEPTHS
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.hub import find_model
-from linearizer.model.logits import kl_of, logits_of, losses_of
-from linearizer.model.teacher import load_teacher, load_tokenizer
+from linearizer.hub.models import find_model
+from linearizer.teacher.load import load_teacher, load_tokenizer
+from linearizer.teacher.logits import kl_of, logits_of, losses_of
 from tests.benchmarks import real
 from tests.benchmarks.quality_rows import ROWS
 from tests.benchmarks.quality_table import RESULTS

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from linearizer.evaluate.kivi_control import GROUP, RECENT, CacheInFewBits, RoundedCache, caches_in_few_bits
-from linearizer.model.substitute import exchange_students
-from linearizer.run.head_bytes import Head, Layer, cache_bytes, token_bytes
+from linearizer.method.substitute import exchange_students
+from linearizer.plan.head_bytes import Head, Layer, cache_bytes, token_bytes
 from tests.benchmarks.rivals import EXTRA, RULES, Rival, tokens_within
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 

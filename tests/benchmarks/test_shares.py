@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from linearizer.evaluate.subjects import Subject, read_logits
-from linearizer.model.substitute import exchange_students
-from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Head, cache_bytes, head_bytes
-from linearizer.run.plan import Plan
+from linearizer.method.substitute import exchange_students
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, cache_bytes, head_bytes
+from linearizer.plan.plan import Plan
 from linearizer.run.prices import Prices
 from tests.benchmarks import shares
 from tests.benchmarks.quality_rows import ROWS, describe_row, share_of

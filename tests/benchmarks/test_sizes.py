@@ -8,11 +8,11 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from linearizer import pipeline
-from linearizer.jobs.forecast import Speeds, forecast_run
-from linearizer.model.probe import build_blueprint
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.teacher.probe import build_blueprint
+from linearizer.workers.forecast import Speeds, forecast_run
 from tests.benchmarks import sizes
 from tests.support.families import GROUPED
 

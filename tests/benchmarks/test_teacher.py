@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from linearizer.model.hub import find_model
-from linearizer.model.teacher import load_tokenizer
+from linearizer.hub.models import find_model
+from linearizer.teacher.load import load_tokenizer
 from tests.benchmarks import teacher
 from tests.support.families import tiny_config
 

@@ -17,14 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from linearizer import pipeline
-from linearizer.jobs.forecast import forecast_run, measure_speeds
-from linearizer.model import teacher as teacher_module
-from linearizer.model.hub import find_model
-from linearizer.model.logits import logits_of, texts_at_once
-from linearizer.model.quiet import quiet
-from linearizer.model.teacher import load_tokenizer
+from linearizer.hub.models import find_model
+from linearizer.plan.plan import Plan
+from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
-from linearizer.run.plan import Plan
+from linearizer.teacher import load as teacher_module
+from linearizer.teacher.load import load_tokenizer
+from linearizer.teacher.logits import logits_of, texts_at_once
+from linearizer.workers.forecast import forecast_run, measure_speeds
 
 LLAMA = {"head_dim": 64, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 SHAPES = {  # name -> config, layers of the real model, layers here

@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.layer_student import LayerStudent
-from linearizer.runtime.state import tensors
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.state import tensors
 from tests.benchmarks.timing import DEVICE, GPU, attempt, draw, own
 
 READ, SINKS = 512, 4

@@ -17,11 +17,11 @@ import torch
 
 from linearizer.cli.main import main
 from linearizer.cli.text import show_progress
-from linearizer.jobs import control
-from linearizer.model.checkpoint import load
+from linearizer.method.checkpoint import load
+from linearizer.plan.plan import Plan
 from linearizer.progress import Progress
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.workers import control
 from tests.support.runs import weights_of
 
 SMALL = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32"]

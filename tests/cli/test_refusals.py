@@ -100,7 +100,7 @@ def test_a_port_that_is_none_is_refused_with_the_ports_that_there_are(said):
 
 def spoil(folder, of, value):
     """Copy the demo model with one weight changed, whose name ends in `of`; give that name."""
-    from linearizer.model.hub import find_model
+    from linearizer.hub.models import find_model
 
     shutil.copytree(find_model("demo").folder, folder)
     for shard in folder.glob("*.safetensors"):

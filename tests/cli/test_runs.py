@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from linearizer.jobs import control
-from linearizer.model.hub import find_model
+from linearizer.hub.models import find_model
 from linearizer.pipeline import begin
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.workers import control
 from tests.support.runs import log_of, process_of, wait_for, wait_for_event, wait_until
 
 QUICK = "--recipe features --budget 64 --texts 2 --length 64 --samples 128 --dtype float32".split()

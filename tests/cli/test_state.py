@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load
 
 from linearizer import ask, finish, read
-from linearizer.model.kept_state import load_state
-from linearizer.model.text import read_whole
 from linearizer.run.folder import Run
+from linearizer.serve.kept_state import load_state
+from linearizer.teacher.text import read_whole
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
     code, out, _ = said("ask", quick_run, "--state", state, "--prompt", "It", "--tokens", 5, "--keep", "--json")
     answer = json.loads(out)
     run = Run.open(quick_run)
-    from linearizer.model.checkpoint import load_of_run
+    from linearizer.method.checkpoint import load_of_run
 
     student, tokenizer = load_of_run(run)
     assert answer["reading"]["tokens"] == load_state(student, state).get_seq_length()

@@ -19,12 +19,12 @@ from linearizer.errors import FolderError
 from linearizer.evaluate import evaluate_run
 from linearizer.evaluate.setup import assembled
 from linearizer.evaluate.subjects import read_losses
-from linearizer.jobs import control as jobs
-from linearizer.model.hub import find_model
-from linearizer.model.text import read_texts
+from linearizer.hub.models import find_model
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.teacher.text import read_texts
+from linearizer.workers import control as jobs
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32", "--steps", "2"]
 RIVALS = ["cache, 2 bits", "cache, 3 bits", "cache, 4 bits"]

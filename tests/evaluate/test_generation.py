@@ -8,8 +8,8 @@ from transformers import set_seed
 
 from linearizer.evaluate.generation import count_alike_tokens, measure_generation, variety, write
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import logits_of, losses_of
 from linearizer.progress import finish
+from linearizer.teacher.logits import logits_of, losses_of
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 

@@ -15,13 +15,13 @@ from linearizer.evaluate.head_errors import (
     spearman,
 )
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import measure_profile
-from linearizer.model.checkpoint import make_layer_students
+from linearizer.method.checkpoint import make_layer_students
+from linearizer.method.measure_run import measure_profile
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.progress import finish
-from linearizer.run.head_bytes import Head
-from linearizer.run.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from linearizer.runtime.layer_student import LayerStudent
-from linearizer.runtime.packed_state import FewBits
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.packed_state import FewBits
 from tests.support.models import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 RIDGES = tuple(2.0**-exponent for exponent in range(21))

@@ -19,13 +19,13 @@ from linearizer.evaluate.language import (
 )
 from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_longer, measure_recall
 from linearizer.evaluate.subjects import Subject, read_losses, read_together
-from linearizer.jobs.forecast import JUDGED_SHARE
-from linearizer.model import logits
-from linearizer.model.checkpoint import make_layer_students
-from linearizer.model.logits import kl_of, logits_of, losses_of
+from linearizer.method.checkpoint import make_layer_students
+from linearizer.plan.allocation import window_control
+from linearizer.plan.head_bytes import Head, cache_bytes
 from linearizer.progress import finish
-from linearizer.run.allocation import window_control
-from linearizer.run.head_bytes import Head, cache_bytes
+from linearizer.teacher import logits
+from linearizer.teacher.logits import kl_of, logits_of, losses_of
+from linearizer.workers.forecast import JUDGED_SHARE
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 

@@ -5,8 +5,8 @@ import torch
 
 from linearizer.errors import RequestError
 from linearizer.evaluate.needle import DEPTHS, KEY, MIN_NEEDLE_TOKENS, PAIRS, VALUE, hide_pairs, measure_needle
-from linearizer.model.ram import PeakMemory, run_if_it_fits
 from linearizer.progress import finish
+from linearizer.teacher.ram import PeakMemory, run_if_it_fits
 from tests.support.looking_up import looking_up
 
 PAIR = KEY + VALUE

@@ -5,10 +5,10 @@ import torch
 
 from linearizer.errors import TextError
 from linearizer.evaluate.ruler import DEPTHS, KINDS, LOSS, frequent_words, lay_out, measure_ruler
-from linearizer.model.hub import find_model
-from linearizer.model.teacher import load_tokenizer
-from linearizer.model.text import read_texts
+from linearizer.hub.models import find_model
 from linearizer.progress import finish
+from linearizer.teacher.load import load_tokenizer
+from linearizer.teacher.text import read_texts
 from tests.support.looking_up import looking_up
 
 LENGTHS = (192, 320)

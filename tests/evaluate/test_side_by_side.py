@@ -8,8 +8,8 @@ import torch
 
 from linearizer.errors import FaultError, RequestError
 from linearizer.evaluate.side_by_side import Writer, find_difference, write_in_turns
-from linearizer.run.head_bytes import cache_bytes
-from linearizer.run.state_size import StateSize
+from linearizer.plan.head_bytes import cache_bytes
+from linearizer.plan.state_size import StateSize
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 

@@ -6,10 +6,10 @@ import torch
 from linearizer.evaluate import speed
 from linearizer.evaluate.speed import crossing, extrapolate, least_squares, measure_speed
 from linearizer.evaluate.subjects import Subject
+from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
-from linearizer.run.head_bytes import Head
 from linearizer.run.results import Pace
-from linearizer.runtime.cache import CACHE
+from linearizer.student.cache import CACHE
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 

@@ -11,11 +11,11 @@ import torch
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import collect_scores, find_tasks, measure_tasks
-from linearizer.model import checkpoint
-from linearizer.model.hub import find_model
-from linearizer.model.logits import logits_of
-from linearizer.model.teacher import load_tokenizer
+from linearizer.hub.models import find_model
+from linearizer.method import checkpoint
 from linearizer.progress import finish
+from linearizer.teacher.load import load_tokenizer
+from linearizer.teacher.logits import logits_of
 from tests.support.models import MIXED, allocation_of, layers_of, teacher_of
 
 pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 from tests.support.page_server import LONG, SCHEMES, looking, show_in, wait_until_true, wrong_in_both_schemes
 
 

@@ -14,8 +14,8 @@ from gradio_client.exceptions import AppError
 
 from linearizer.page.api import ENDPOINTS
 from linearizer.page.site import MAX_SESSIONS
-from linearizer.run.options import options_of
-from linearizer.run.plan import Plan
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import Plan
 from tests.support.page_server import SMALL, client_of, ended, process_of
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer.jobs import control
 from linearizer.page import cards, chat, runs_cards
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 from linearizer.run.results import Side
+from linearizer.workers import control
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from linearizer.errors import RequestError
 from linearizer.page import actions, run_state
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
-from linearizer.publish.parts import PART_VIEWS
+from linearizer.report.parts import PART_VIEWS
 from linearizer.run.files import unseal
 from linearizer.run.folder import DECIDED, Run
 from tests.benchmarks.example import PRODUCTS

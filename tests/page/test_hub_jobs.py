@@ -3,11 +3,11 @@
 import pytest
 
 from linearizer.errors import NotAgreed, RequestError
-from linearizer.jobs import control
 from linearizer.page import actions, hub_jobs, limits, plan_form, run_state
 from linearizer.page.visitors import find_visitor
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.workers import control
 from tests.support.page_server import looking, shown
 from tests.support.runs import QUICK, wait_for, wait_until
 

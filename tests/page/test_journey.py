@@ -5,11 +5,11 @@ import re
 import shutil
 
 from linearizer.amounts import size
-from linearizer.jobs import control
 from linearizer.page import cards, polling, run_state
 from linearizer.page.visitors import EXAMPLE_NAME
-from linearizer.publish.verdict import judge_run
+from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
+from linearizer.workers import control
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.page_server import FITS, LONG, client_of, looking, shown, wait_until_true
 from tests.support.page_steps import ask_until, number_at, start

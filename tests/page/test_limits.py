@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.jobs import control
 from linearizer.page import actions, chat, limits, runs_cards
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
-from linearizer.run.plan import Plan
+from linearizer.plan.plan import Plan
 from linearizer.train.training_state import read_state
+from linearizer.workers import control
 from tests.support.runs import LONG, begin_for, wait_for, wait_for_event
 
 ANN, BOB = "a" * 16, "b" * 16

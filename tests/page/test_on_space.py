@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from gradio_client.exceptions import AppError
 
-from linearizer.jobs import control, device_queue
 from linearizer.page.visitors import hash_identity
-from linearizer.publish.verdict import judge_run
+from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
+from linearizer.workers import control, device_queue
 from tests.support.page_server import SMALL, SPACE_MINUTES, client_of, end_runs, ended, looking, session_of, shown
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
@@ -64,7 +64,7 @@ def load_back(done, folder):
     from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer
 
-    from linearizer.model.checkpoint import load
+    from linearizer.method.checkpoint import load
 
     there = snapshot_download(done["repo_id"], revision=done["revision"], token="hf_fake_ann", local_dir=folder)
     student, tokenizer = load(there), AutoTokenizer.from_pretrained(there)

@@ -7,16 +7,16 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import RequestError
-from linearizer.model import blockwise_pass
+from linearizer.method import blockwise_pass
 from linearizer.page import actions, plan_form, plan_handlers
 from linearizer.page.plan_handlers import take_plan
 from linearizer.page.presets import LISTED, WAYS, further_memories, recipe_choices, recipe_of, way_of
 from linearizer.page.visitors import find_visitor
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import USUAL_TEXTS, YIELDING, Plan
+from linearizer.plan.recipes import RECIPES
+from linearizer.plan.update_rules import MEMORIES
 from linearizer.run.folder import parse_plan, read_plan
-from linearizer.run.options import options_of
-from linearizer.run.plan import USUAL_TEXTS, YIELDING, Plan
-from linearizer.run.recipes import RECIPES
-from linearizer.run.update_rules import MEMORIES
 
 
 def plan_of(values):

@@ -7,12 +7,12 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import FolderError
-from linearizer.jobs import control
 from linearizer.page import actions, calls, chat, polling, run_state, sending
 from linearizer.page.visitors import find_visitor
+from linearizer.plan.plan import Plan
 from linearizer.publish import push
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.workers import control
 from tests.support.runs import wait_until
 
 PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64, samples=128)

@@ -1,9 +1,9 @@
 """The curves of a training go on over all its losses, also where it was stopped in one of them."""
 
 from linearizer.page.run_state import RunState
+from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 
 PLAN = Plan("demo", recipe="features", strategy="common-lambda", budget=64, steps=3)
 

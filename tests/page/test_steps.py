@@ -3,12 +3,12 @@
 import re
 import time
 
-from linearizer.model.hub import find_demo
+from linearizer.hub.models import find_demo
 from linearizer.page import plan_form
 from linearizer.page.presets import WAYS
-from linearizer.publish.verdict import judge_run
+from linearizer.plan.plan import Plan
+from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 from tests.support.page_server import FITS, SCHEMES, looking, show_in, shown, wait_until_true
 from tests.support.page_steps import choose_demo, choose_way, field, number_at, upload
 

@@ -7,9 +7,9 @@ import pytest
 from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.page import actions, cards, handlers, plan_cards, runs_cards
 from linearizer.page.visitors import find_visitor, new_secret
-from linearizer.publish import markup
+from linearizer.plan.plan import Plan
+from linearizer.report import markup
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 from tests.support.page_server import free_port
 from tests.support.runs import begin_for
 
@@ -84,7 +84,7 @@ def test_what_comes_from_outside_is_escaped(root):
     object.__setattr__(result, "licence", odd)
     run = Run.create(find_visitor().fresh_folder(plan := Plan(odd, budget=64, text=odd)), plan)
     run.log("failed", error=odd)
-    from linearizer.jobs import control
+    from linearizer.workers import control
 
     status = control.status(run)
     for shown in (
@@ -129,7 +129,7 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 
 
 def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
-    from linearizer.jobs.forecast import Speeds, forecast_run
+    from linearizer.workers.forecast import Speeds, forecast_run
 
     result, machine = actions.examine_model(find_visitor(), "demo").inspection, Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
     guesses = [
@@ -141,7 +141,7 @@ def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
 
 
 def test_minutes_that_are_asked_for_are_in_the_forecast():
-    from linearizer.jobs.forecast import Speeds, forecast_run
+    from linearizer.workers.forecast import Speeds, forecast_run
 
     result, machine = actions.examine_model(find_visitor(), "demo").inspection, Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))

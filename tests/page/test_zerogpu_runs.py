@@ -13,13 +13,13 @@ import pytest
 from gradio_client.exceptions import AppError
 
 from linearizer import pipeline
-from linearizer.jobs import control
 from linearizer.page import zerogpu, zerogpu_runs
 from linearizer.pipeline import linearize
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run import locks
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.workers import control
 from tests.support.page_server import SPACE, client_of, serving
 from tests.support.runs import FP32, QUICK, find_process, wait_for, wait_until, weights_of
 

@@ -10,12 +10,12 @@ from PIL import Image
 
 from linearizer.cli.main import parser
 from linearizer.cli.options import plan_changes
-from linearizer.publish.allocation_charts import EXACT, FEATURES, KINDS, SLOTS, WHOLE
-from linearizer.publish.allocation_picture import CELL, EMPTY, GAP, HEIGHT, LEFT, TOP, draw_picture
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.plan import Plan
 from linearizer.publish.card import escape_markdown, write_card, write_snippet
-from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Head, Layer
-from linearizer.run.plan import Plan
+from linearizer.report.allocation_charts import EXACT, FEATURES, KINDS, SLOTS, WHOLE
+from linearizer.report.allocation_picture import CELL, EMPTY, GAP, HEIGHT, LEFT, TOP, draw_picture
 from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb
 from tests.support.evaluation_results import MADE, STORED
 

@@ -7,8 +7,8 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from linearizer.publish.card import card_files, write_card
-from linearizer.publish.parts import PART_VIEWS
-from linearizer.publish.tables import language_tables
+from linearizer.report.parts import PART_VIEWS
+from linearizer.report.tables import language_tables
 from linearizer.run.results import read_part
 from tests.support.cards import HOSTILE, made
 from tests.support.evaluation_results import STORED, at_length

@@ -14,14 +14,15 @@ from transformers import AutoTokenizer
 
 from linearizer import pipeline
 from linearizer.errors import RequestError
-from linearizer.jobs import control
-from linearizer.model.checkpoint import load
-from linearizer.model.hub import find_model
+from linearizer.hub import repository, upload
+from linearizer.hub.models import find_model
+from linearizer.method.checkpoint import load
 from linearizer.pipeline import linearize
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.publish import push, repository, upload
-from linearizer.run.plan import Plan
+from linearizer.publish import push
 from linearizer.run.weight_digests import write_digests
+from linearizer.workers import control
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
 DEMO = find_model("demo").folder

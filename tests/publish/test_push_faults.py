@@ -7,7 +7,8 @@ import huggingface_hub
 import pytest
 
 from linearizer.errors import FaultError
-from linearizer.publish import push, upload
+from linearizer.hub import upload
+from linearizer.publish import push
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]

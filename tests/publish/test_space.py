@@ -13,9 +13,10 @@ from huggingface_hub import RepoCard, snapshot_download
 
 from linearizer.cli.main import main
 from linearizer.errors import PublishError, RequestError
-from linearizer.jobs import control
 from linearizer.progress import finish
 from linearizer.publish import push, space
+from linearizer.run import files
+from linearizer.workers import control
 from tests.support.page_server import SMALL, SPACE, client_of, serving
 
 ME = "hf_fake_me"
@@ -37,7 +38,8 @@ def checkout(tmp_path, monkeypatch):
     (root / "linearizer" / ".env").write_text("HF_TOKEN=hf_secret")
     (root / "linearizer" / "link.py").symlink_to("/etc/passwd")
     (root / "runs").mkdir()
-    monkeypatch.setattr(space, "PACKAGE", root / "linearizer")
+    for module in (space, files):
+        monkeypatch.setattr(module, "PACKAGE", root / "linearizer")
     return root
 
 
@@ -62,7 +64,7 @@ def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
     publish()
     repo = hub.repos["spaces", "me/app"]
     held = repo.commits[repo.branches["main"]]
-    assert {"app.py", "requirements.txt", "linearizer/model/hub.py", "linearizer/publish/card.md", "LICENSE"} <= set(
+    assert {"app.py", "requirements.txt", "linearizer/hub/models.py", "linearizer/publish/card.md", "LICENSE"} <= set(
         held
     )
     assert "assets/demo-model/config.json" in held
@@ -91,10 +93,10 @@ def test_its_requirements_are_the_projects_without_what_a_space_has(checkout):
 
 def test_publishing_again_removes_what_is_gone(hub, checkout):
     publish()
-    (checkout / "linearizer" / "publish" / "allocation_picture.py").unlink()
+    (checkout / "linearizer" / "report" / "allocation_picture.py").unlink()
     publish()
     repo = hub.repos["spaces", "me/app"]
-    assert "linearizer/publish/allocation_picture.py" not in repo.commits[repo.branches["main"]]
+    assert "linearizer/report/allocation_picture.py" not in repo.commits[repo.branches["main"]]
 
 
 @pytest.fixture(scope="module")

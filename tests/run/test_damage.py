@@ -6,16 +6,15 @@ import shutil
 import pytest
 
 from linearizer import pipeline
-from linearizer.allocate import allocate_run
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
-from linearizer.measure.profile import measure_teacher
-from linearizer.model import samples
-from linearizer.model import teacher as teacher_module
-from linearizer.model.samples import SAMPLES
+from linearizer.method import allocate_run, samples
+from linearizer.method.measure_run import measure_teacher
+from linearizer.method.samples import SAMPLES
+from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.teacher import load as teacher_module
 from linearizer.train import train_run
 
 ASKED = dict(

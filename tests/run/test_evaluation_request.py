@@ -5,14 +5,14 @@ import json
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.jobs import control
-from linearizer.jobs.forecast import EvaluationForecast, RunForecast, forecast_evaluation, part_seconds
 from linearizer.page import actions, cards, limits, plan_cards
 from linearizer.page.cards import evaluation_card, times_line
 from linearizer.page.visitors import find_visitor
+from linearizer.plan.plan import Plan
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.workers import control
+from linearizer.workers.forecast import EvaluationForecast, RunForecast, forecast_evaluation, part_seconds
 from tests.support.runs import begin_for, inspection_of
 
 ANN = "ann's secret, long enough"

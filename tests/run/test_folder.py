@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from linearizer.errors import FolderError
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 
 
 def test_of_many_that_begin_a_run_in_one_folder_at_once_only_one_does(tmp_path):

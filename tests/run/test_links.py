@@ -6,10 +6,10 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import FaultError, FolderError
-from linearizer.jobs.worker import keep_faults
+from linearizer.plan.plan import Plan
 from linearizer.run.files import UNFINISHED, open_in_place, remove, replacing, write_whole
 from linearizer.run.folder import FILES_OF_RUN, Run
-from linearizer.run.plan import Plan
+from linearizer.workers.worker import keep_faults
 
 ASKED = dict(budget=64, texts=2, length=64, samples=128, steps=0)
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from linearizer.errors import FolderError
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 from linearizer.run.results import RESULTS, Language, read_part
 from tests.support.evaluation_results import STORED
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 import pytest
 
 from linearizer.errors import Stopped
+from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, finish
 from linearizer.run import stopping
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 from linearizer.run.stopping import interruptible
 
 

@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 from linearizer import pipeline
 from linearizer.errors import FolderError
-from linearizer.model.checkpoint import load_of_run, load_student, save
-from linearizer.model.hub import find_model
+from linearizer.hub.models import find_model
+from linearizer.method.checkpoint import load_of_run, load_student, save
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
 from linearizer.run.weight_digests import DIGESTS, check_weights, hash_file, read_digests, write_digests
 from tests.support.models import student_of, teacher_of
 

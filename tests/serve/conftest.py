@@ -4,7 +4,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from linearizer.model.hub import find_model
+from linearizer.hub.models import find_model
 from linearizer.serve.endpoint import Served
 from linearizer.serve.engine import Engine
 from tests.support.models import student_of

@@ -6,15 +6,15 @@ import time
 import pytest
 import torch
 
-from linearizer.model.logits import fresh_cache
-from linearizer.run.head_bytes import Head
-from linearizer.runtime.state import tensors
+from linearizer.plan.head_bytes import Head
 from linearizer.serve import engine as engines
 from linearizer.serve import prompts
 from linearizer.serve.engine import Engine
 from linearizer.serve.kept_states import KeptStates, memory_of
 from linearizer.serve.row import Row, begun_stop, find_stop
 from linearizer.serve.sampling import Drawing, choose_tokens
+from linearizer.student.state import tensors
+from linearizer.teacher.logits import fresh_cache
 from tests.support.models import MIXED, student_of, teacher_of, tokens
 
 ROOM = 2**30

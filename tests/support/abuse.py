@@ -5,9 +5,9 @@ import json
 from hypothesis import strategies as st
 
 from linearizer.errors import LinearizerError
-from linearizer.jobs import control
 from linearizer.serve.bodies import ChatBody, CompletionBody
 from linearizer.serve.reading import Refusal, parse_body
+from linearizer.workers import control
 
 POSITIONS = 512
 PRODUCTS = ("begun", "plan", "inspection", "profile", "prices", "gates", "allocation", "candidates", "results")

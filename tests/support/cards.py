@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from linearizer.run.allocation import Allocation
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import Head, Layer
-from linearizer.run.plan import Plan
 from tests.support.evaluation_results import LANGUAGE, RECALL, at_length, estimate, predictions
 from tests.support.runs import inspection_of
 

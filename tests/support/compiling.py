@@ -24,7 +24,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from linearizer.runtime import (
+from linearizer.student import (
     feature_maps,
     kernel_common,
     kernel_text_features,
@@ -33,9 +33,9 @@ from linearizer.runtime import (
     kernel_token_features,
     kernel_token_slots,
 )
-from linearizer.runtime.kernel_token_table import TokenGroup, get_table
-from linearizer.runtime.slots_merging import Merging
-from linearizer.runtime.state import FeatureState, SlotState
+from linearizer.student.kernel_token_table import TokenGroup, get_table
+from linearizer.student.slots_merging import Merging
+from linearizer.student.state import FeatureState, SlotState
 from linearizer.train import attention_loss_kernels
 
 for name in [name for name in sys.modules if name.startswith("linearizer.")]:

@@ -6,7 +6,7 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM
 
-from linearizer.model.hub import find_model
+from linearizer.hub.models import find_model
 from tests.support.models import teacher_of
 
 Kind = gguf.GGMLQuantizationType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from linearizer.runtime.feature_maps import FEATURE_MAPS
+from linearizer.student.feature_maps import FEATURE_MAPS
 
 DIM, VALUE_DIM = 6, 5
 

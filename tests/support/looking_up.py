@@ -5,7 +5,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from linearizer.evaluate.subjects import Subject
-from linearizer.runtime.cache import CACHE
+from linearizer.student.cache import CACHE
 from tests.support.families import tiny_config
 
 

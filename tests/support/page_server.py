@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from linearizer.errors import LinearizerError
-from linearizer.jobs import control
+from linearizer.workers import control
 
 ARGUMENTS = [
     *"--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split(),

@@ -5,9 +5,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from linearizer import pipeline
-from linearizer.jobs import control
-from linearizer.run.inspection import Inspection
-from linearizer.run.plan import Plan
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.plan import Plan
+from linearizer.workers import control
 
 FP32 = {"dtype": "float32"}  # the demo model's own is bf16, which most CPUs compute slowly
 QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, samples=128, **FP32)
@@ -94,7 +94,7 @@ def find_process(run):
     """Find the process of a run as anybody may who looks at the list of processes: its command, and its open files."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile, or closed a file
-            if b"linearizer.jobs.worker" in (process / "cmdline").read_bytes():
+            if b"linearizer.workers.worker" in (process / "cmdline").read_bytes():
                 if run.folder / "lock" in [file.readlink() for file in (process / "fd").iterdir()]:
                     return process
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from linearizer.run.head_bytes import Head
+from linearizer.plan.head_bytes import Head
 from linearizer.train.settings import TrainingSettings
 from tests.support.models import student_of, tokens
 

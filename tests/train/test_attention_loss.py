@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linearizer.runtime.softmax_parts import far_logits_exactly
+from linearizer.student.softmax_parts import far_logits_exactly
 from linearizer.train import attention_loss as losses
 from linearizer.train import attention_loss_blocks as module
 from linearizer.train.attention_loss import attention_loss

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
-from linearizer.run.head_bytes import Head
-from linearizer.runtime.attention_interface import attending
-from linearizer.runtime.feature_maps import FEATURE_MAPS
+from linearizer.student.attention_interface import attending
+from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.train.distill import distill
 from linearizer.train.layer_optimizer import MAX_HIGH_STEPS
 from linearizer.train.settings import END_TO_END, LAYERWISE, TrainingSettings
@@ -243,7 +243,7 @@ MEMORY = """
     from linearizer.train.settings import TrainingSettings
     from tests.support.models import tokens
     from tests.support.training import a_student
-    from linearizer.run.head_bytes import Head
+    from linearizer.plan.head_bytes import Head
     torch.set_num_threads(1)
     def peak():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.model.layers import blocks_of
+from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
-from linearizer.run.head_bytes import Head
-from linearizer.runtime.attention_interface import attending
+from linearizer.student.attention_interface import attending
+from linearizer.teacher.layers import blocks_of
 from linearizer.train.fit_outputs import Squares, fit_maps
 from linearizer.train.settings import TrainingSettings
 from tests.support.models import WHOLE, tokens

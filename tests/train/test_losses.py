@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from linearizer.errors import RequestError
-from linearizer.model.layers import featured, output_projections
-from linearizer.run.head_bytes import Head
-from linearizer.runtime.attention_interface import attending
-from linearizer.runtime.features_torch import reference
-from linearizer.runtime.layer_student import LayerStudent, ScaledMap
+from linearizer.plan.head_bytes import Head
+from linearizer.student.attention_interface import attending
+from linearizer.student.features_torch import reference
+from linearizer.student.layer_student import LayerStudent, ScaledMap
+from linearizer.teacher.layers import featured, output_projections
 from linearizer.train import losses
 from linearizer.train.losses import (
     AttentionInputs,

@@ -1,0 +1,261 @@
+"""Jobs and buckets of the Hub, through the Hub's own client: hardware, files of a bucket, a job and its log.
+
+Everything is done with the token of the account that pays. Errors become a sentence: what failed, why, what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
+
+from linearizer.errors import RequestError
+from linearizer.hub.errors import HUB_ERRORS, Use, describe_error, sign_in_advice
+from linearizer.hub.models import access_token
+from linearizer.hub.repository import organisations_of, without_bars
+
+BUCKET = "linearizer-runs"  # of every account, private
+LABEL = "linearizer-run"  # of a job: the id of its run
+HOURS = {"second": 3600, "minute": 60, "hour": 1}  # units in an hour
+UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")  # stages of a job
+NEEDED = ("run_job", "list_jobs_hardware", "create_bucket", "batch_bucket_files", "download_bucket_files")
+NOTHING_BEGUN = "nothing was begun, and nothing costs"
+TROUBLE = (*HUB_ERRORS, OSError)  # what a call may raise
+JOBS = Use(
+    "used",
+    remedies={
+        402: f"the account has no credit for it ({{detail}}): add some at {constants.ENDPOINT}/settings/billing",
+        403: "the token in use may not do that ({detail}): sign in again and allow jobs, or use a token with the "
+        f"permission to run jobs and to write, from {constants.ENDPOINT}/settings/tokens",
+    },
+)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine that jobs can have, and what it costs."""
+
+    name: str
+    title: str
+    memory: str
+    disk: str
+    gpu: str  # empty: none
+    usd_per_hour: float
+    gpus: int = 0
+    gpu_memory: str = ""  # of each GPU
+
+    @property
+    def disk_bytes(self) -> float:
+        """The bytes of its disk; 0: unknown."""
+        return parse_bytes(self.disk)
+
+    @property
+    def memory_bytes(self) -> float:
+        """The bytes of the memory that holds weights: of all its GPUs, if it has any; 0: unknown."""
+        return self.gpus * parse_bytes(self.gpu_memory) if self.gpus else parse_bytes(self.memory)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Name the devices that a plan may ask for."""
+        numbered = [f"cuda:{number}" for number in range(self.gpus)]
+        return "auto", "cpu", *["cuda"] * bool(self.gpus), *numbered
+
+    @property
+    def in_words(self) -> str:
+        parts = (self.title, f"${self.usd_per_hour:.2f} an hour", self.gpu, f"{self.memory} memory")
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the Hub knows it."""
+
+    id: str
+    url: str
+    stage: str
+    message: str
+
+    @property
+    def ended(self) -> bool:
+        return self.stage in ENDED
+
+
+def require_token(token: str | None) -> str:
+    """Give the token of the account that is signed in."""
+    chosen = access_token(token)
+    if not chosen:
+        raise RequestError(f"nobody is signed in, so no job can be begun: {sign_in_advice()}")
+    return str(chosen)
+
+
+def check_client() -> None:
+    """Refuse a client of the Hub that knows no jobs or no buckets."""
+    if missing := [name for name in NEEDED if not hasattr(HfApi, name)]:
+        raise RequestError(
+            f"huggingface_hub {version('huggingface_hub')} is too old for jobs (it has no {missing[0]}): "
+            "pip install -U huggingface_hub"
+        )
+
+
+def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
+    """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
+    check_client()
+    with explain_job_errors("the hardware of jobs"):
+        machines = HfApi(token=access_token(token)).list_jobs_hardware()
+    offered = (
+        Hardware(
+            each.name,
+            each.pretty_name,
+            each.ram,
+            getattr(each, "ephemeral_storage", ""),
+            describe_gpu(each.accelerator),
+            usd_per_hour(each),
+            0 if each.accelerator is None else int(each.accelerator.quantity),
+            "" if each.accelerator is None else each.accelerator.vram,
+        )
+        for each in machines
+    )
+    return tuple(sorted(offered, key=lambda each: each.usd_per_hour))
+
+
+def usd_per_hour(machine: Any) -> float:
+    """Give the price of a machine; a unit that is not known may stand for any price, so nobody can agree to it."""
+    if machine.unit_label not in HOURS:
+        raise RequestError(
+            f"the Hub gives the price of {machine.name!r} for each {machine.unit_label!r}, which is none of "
+            f"{', '.join(HOURS)}: look for a newer Linearizer; {NOTHING_BEGUN}"
+        )
+    return machine.unit_cost_usd * HOURS[machine.unit_label]
+
+
+def parse_bytes(text: str) -> float:
+    """Read an amount such as '24 GB'; 0: it says none."""
+    stated = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", text.strip().upper())
+    return float(stated[1]) * UNITS[stated[2]] if stated else 0.0
+
+
+def describe_gpu(accelerator: Any) -> str:
+    """Say which GPUs a machine has; empty: none."""
+    return "" if accelerator is None else f"{accelerator.quantity} {accelerator.model} with {accelerator.vram}"
+
+
+class Account:
+    """The jobs and the bucket of an account; of an organisation, where a member of it says that it pays."""
+
+    def __init__(self, token: str | None, owner: str | None = None) -> None:
+        check_client()
+        self.token = require_token(token)
+        self.api = HfApi(token=self.token)
+        with explain_job_errors("the Hub"):
+            signed_in = self.api.whoami()
+        me, organisations = signed_in["name"], organisations_of(signed_in)
+        self.name: str = owner or me
+        if self.name not in (me, *organisations):
+            allowed = f" or one of its organisations ({', '.join(organisations)})" if organisations else ""
+            raise RequestError(
+                f"jobs of {self.name!r} cannot be used, {me!r} is signed in: name {me!r}{allowed}, or sign in as "
+                f"{self.name!r} or a member who may write; {NOTHING_BEGUN}"
+            )
+        self.bucket = f"{self.name}/{BUCKET}"
+
+    def make_bucket(self) -> None:
+        """Make the bucket unless it is there, and refuse one that others can see."""
+        with explain_job_errors(f"the bucket {self.bucket!r}"):
+            self.api.create_bucket(self.bucket, private=True, exist_ok=True)
+            if not self.api.bucket_info(self.bucket).private:
+                raise RequestError(
+                    f"the bucket {self.bucket!r} is public, and runs are sent to a private one only: make it private "
+                    f"at {constants.ENDPOINT}/buckets/{self.bucket}; {NOTHING_BEGUN}"
+                )
+
+    def list_files(self, prefix: str) -> dict[str, Any]:
+        """List the files below a prefix by their paths in the bucket."""
+        tree = self.api.list_bucket_tree(self.bucket, prefix=prefix, recursive=True)
+        return {each.path: each for each in tree if each.type == "file" and each.path.startswith(prefix + "/")}
+
+    def has_files(self, paths: Iterable[str]) -> set[str]:
+        """Tell which of some files are in the bucket."""
+        return {each.path for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
+
+    def send(self, files: Mapping[str, Path | bytes], removed: Iterable[str] = ()) -> None:
+        """Write files by their paths in the bucket, and remove others, in one request."""
+        add: list[tuple[str | Path | bytes, str]] = [(content, path) for path, content in files.items()]
+        with without_bars():
+            self.api.batch_bucket_files(self.bucket, add=add, delete=list(removed))
+
+    def fetch(self, files: Mapping[Path, Any]) -> None:
+        """Download files to their places here, by their paths in the bucket or as they were listed."""
+        for place in files:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        with without_bars():
+            self.api.download_bucket_files(self.bucket, [(file, place) for place, file in files.items()])
+
+    def begin_job(
+        self, image: str, command: list[str], flavor: str, minutes: int, run_id: str, environment: Mapping[str, str]
+    ) -> Job:
+        """Begin a job, which the account pays; the token is a secret of the job."""
+        with explain_job_errors(f"a job on {flavor}"):
+            return described(
+                self.api.run_job(
+                    image=image,
+                    command=command,
+                    env=dict(environment),
+                    secrets={"HF_TOKEN": self.token},
+                    flavor=flavor,
+                    timeout=60 * minutes,
+                    labels={LABEL: run_id},
+                    namespace=self.name,
+                )
+            )
+
+    def find_job(self, job_id: str) -> Job:
+        return described(self.api.inspect_job(job_id=job_id, namespace=self.name))
+
+    def find_live_job(self, run_id: str) -> Job | None:
+        """Find a job of a run that has not ended: also one whose beginning was not noted, as after a crash."""
+        for each in self.api.list_jobs(namespace=self.name):
+            job = described(each)
+            if (each.labels or {}).get(LABEL) == run_id and not job.ended:
+                return job
+        return None
+
+    def cancel_job(self, job_id: str) -> None:
+        self.api.cancel_job(job_id=job_id, namespace=self.name)
+
+    def read_log(self, job_id: str) -> Iterator[str]:
+        """Give the lines that a job writes, from the first on, until it has ended."""
+        yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.name, follow=True)
+
+
+def described(info: Any) -> Job:
+    """Keep what matters of a job."""
+    stage = getattr(info.status.stage, "value", info.status.stage)
+    return Job(info.id, info.url, str(stage), info.status.message or "")
+
+
+def status_of(error: BaseException) -> int | None:
+    """Give the HTTP status of an answer of the Hub; None: there was no answer."""
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def job_environment() -> dict[str, str]:
+    """Give the variables of a job; where the Hub is, if it is another than the usual one."""
+    usual = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return usual if constants.ENDPOINT == "https://huggingface.co" else {**usual, "HF_ENDPOINT": constants.ENDPOINT}
+
+
+@contextmanager
+def explain_job_errors(what: str, kept: str = NOTHING_BEGUN) -> Iterator[None]:
+    """Turn an error of the Hub into a sentence."""
+    try:
+        yield
+    except TROUBLE as error:
+        raise describe_error(what, error, JOBS, kept) from error

@@ -1,0 +1,391 @@
+"""Reads the Hub: finds a model, pins its revision, downloads its files, and streams data sets. No code of it is run.
+
+hub/upload.py writes to the Hub. A token is sent only if the caller gives one, or if its owner sits at this machine:
+a Space never uses its own token for a visitor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import (
+    DatasetCard,
+    HfApi,
+    ModelCard,
+    constants,
+    get_token,
+    hf_hub_url,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    RemoteEntryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from yaml import YAMLError
+
+from linearizer.errors import ModelNotAvailable, TextError
+from linearizer.hub.errors import ANSWER_ERRORS, HUB_ERRORS, Use, describe_error, describe_missing, redact
+from linearizer.hub.gguf_files import (
+    read_head,
+    read_local_head,
+    stand_ins,
+    weigh_head,
+    write_stand_in,
+)
+from linearizer.hub.weight_files import (
+    GGUF,
+    INDEX,
+    SINGLE,
+    Weights,
+    check_format,
+    check_other_format,
+    damaged_weights,
+    weigh_folder,
+)
+from linearizer.plan.json_products import quote
+from linearizer.run.files import find_carried
+from linearizer.run.names import HubName, id_of_address
+
+if TYPE_CHECKING:
+    from datasets import IterableDatasetDict
+    from huggingface_hub.hf_api import ModelInfo
+
+DEMO = "demo"
+CONFIG = "config.json"
+TERMS = ("license", "license_name", "license_link", "language")  # of a model's card
+SEARCH_SECONDS = 4  # that the Hub may take to answer a search
+HUB_SECONDS = 10  # that the Hub may take to answer a request
+MAX_NAME_CHARACTERS = 250  # of an id with its revision
+NAMES = "name a folder, a GGUF file, `org/name`, `org/name@revision`, `org/name:FILE.gguf` or `demo`"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, pinned to one revision."""
+
+    name: str  # as the user wrote it
+    folder: Path | None  # of a local model
+    repo_id: str | None
+    revision: str | None  # the commit; None for a local model
+    licence: str | None
+    gated: bool
+    weights: Weights
+    terms: dict[str, Any] = field(default_factory=dict)  # TERMS, as far as its author states them
+    head: Path | None = None  # of a GGUF file: the file itself, or a stand-in that holds all but its weights
+
+    @property
+    def pinned(self) -> str | None:
+        """The name by which the Hub gives the same weights at any time; None for a local model."""
+        if self.repo_id is None:
+            return None
+        return str(HubName(self.repo_id, self.revision, self.weights.files[0] if self.head else None))
+
+
+def access_token(token: str | None = None) -> str | bool:
+    """Choose the token to send: the argument, or the user's own at their own machine, or none (False)."""
+    if token:
+        return token
+    if os.environ.get("SPACE_ID") or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        return False
+    return get_token() or False
+
+
+def find_model(name: str, token: str | None = None) -> Source:
+    """Find `demo`, a local folder or GGUF file, or a model of the Hub (see HubName), without downloading any weight."""
+    if name == DEMO:
+        return describe_folder(name, find_demo())
+    name = id_of_address(name)
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return describe_folder(name, Path(path))
+    if os.path.isfile(path):
+        return describe_file(name, Path(path))
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+        raise ModelNotAvailable(f"{quote(name)} is no name of a model: {NAMES}")
+    if name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") > 1 or "@/" in name:
+        raise ModelNotAvailable(f"{name!r} is no folder here: {NAMES}")
+    return describe_hub_file(name, token) if HubName.of(name).file else describe_repository(name, token)
+
+
+def search_models(query: str, count: int, token: str | None = None) -> list[str]:
+    """List the text-generating models of the Hub whose name contains a query, the most downloaded first.
+
+    A single request: the Hub's client would repeat it for half a minute where there is no network.
+    """
+    shape = {"search": query, "filter": "text-generation", "sort": "downloads", "limit": str(count)}
+    try:
+        answer = get_session().get(
+            f"{constants.ENDPOINT}/api/models",
+            params={name: value for name, value in shape.items() if value},
+            headers=build_hf_headers(token=access_token(token)),
+            timeout=SEARCH_SECONDS,
+        )
+        hf_raise_for_status(answer)
+        return [model["id"] for model in answer.json()]
+    except HUB_ERRORS as error:
+        connect = "connect, or name a local folder or `demo`"
+        raise describe_error(
+            "the Hub", error, Use("searched", ModelNotAvailable, ModelNotAvailable, connect)
+        ) from error
+
+
+def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -> Path:
+    """Download the files of a model that match and are not in the cache; return their folder."""
+    if source.folder is not None:
+        return source.folder
+    assert source.repo_id is not None
+    with explain_model_errors(source.name, token):
+        folder = snapshot_download(
+            source.repo_id, revision=source.revision, allow_patterns=list(patterns), token=access_token(token)
+        )
+    return Path(folder)
+
+
+def download_bytes(source: Source) -> int:
+    """Estimate the bytes of a model's weights that are not in the cache yet."""
+    if source.folder is not None or source.repo_id is None:
+        return 0
+    files = source.weights.files
+    cached = (try_to_load_from_cache(source.repo_id, file, revision=source.revision) for file in files)
+    return source.weights.bytes * sum(not isinstance(path, str) for path in cached) // len(files)
+
+
+def local_weight_files(source: Source) -> tuple[Path, ...]:
+    """List the files of a model's weights where they lie on this machine; none if one of them is not here any more."""
+    if source.folder is not None:
+        return tuple(source.folder / file for file in source.weights.files)
+    assert source.repo_id is not None
+    paths = [try_to_load_from_cache(source.repo_id, file, revision=source.revision) for file in source.weights.files]
+    return tuple(Path(path) for path in paths if isinstance(path, str)) if None not in paths else ()
+
+
+def cache_folder() -> Path:
+    """Give the folder of downloaded models."""
+    return Path(constants.HF_HUB_CACHE)
+
+
+@contextmanager
+def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
+    """Turn errors of the Hub into one sentence: what was requested, why it failed, what to do."""
+    page = f"{constants.ENDPOINT}/{HubName.of(name).repo_id}"
+    try:
+        yield
+    except RevisionNotFoundError as error:
+        raise ModelNotAvailable(
+            f"{name!r} names a revision that the model does not have: see {page}/tree/main for its branches and commits"
+        ) from error
+    except RemoteEntryNotFoundError as error:
+        raise damaged_weights(name, "a file that it names is missing") from error
+    except SafetensorsParsingError as error:
+        raise damaged_weights(name, error) from error
+    except HFValidationError as error:
+        raise ModelNotAvailable(f"{name!r} is neither a folder here nor an id of the Hub: {NAMES}") from error
+    except HUB_ERRORS as error:
+        connect, signed_in = advise_offline(name), bool(access_token(token))
+        use = Use("loaded", ModelNotAvailable, ModelNotAvailable, connect, page=page, signed_in=signed_in)
+        raise describe_error(repr(name), error, use) from error
+
+
+def stream_dataset(identifier: str, config: str | None, token: str | None = None) -> IterableDatasetDict:
+    """Open every split of a data set of the Hub, or of a local folder of data files, as a stream."""
+    from datasets import get_dataset_config_names, load_dataset
+
+    if not Path(identifier).exists():  # `datasets` tries for half a minute, and does not tell gated from missing
+        HfApi(token=access_token(token)).auth_check(identifier, repo_type="dataset")
+    check_data_files(identifier, token)
+    if config is not None:
+        known = get_dataset_config_names(identifier, token=access_token(token))
+        if config not in known:
+            raise TextError(f"{identifier!r} has no config {config!r}: it has {', '.join(known)}")
+    return load_dataset(identifier, config, streaming=True, token=access_token(token))
+
+
+def check_data_files(identifier: str, token: str | None) -> None:
+    """Refuse a data set whose card names files outside of it: `datasets` would read any file of this machine."""
+    readme = Path(identifier) / "README.md"
+    if not Path(identifier).exists():
+        try:
+            hub = HfApi(token=access_token(token))
+            readme = Path(hub.hf_hub_download(identifier, "README.md", repo_type="dataset"))
+        except EntryNotFoundError:
+            return
+    configs = (DatasetCard.load(readme).data.get("configs") if readme.is_file() else None) or ()
+    for path in (text for config in configs for text in list_texts(config)):
+        if path.startswith(("/", "~")) or "://" in path or ".." in path.split("/"):
+            raise TextError(f"{identifier!r} names files outside of itself ({quote(path)}): name another data set")
+
+
+def list_texts(value: Any) -> Iterator[str]:
+    """List the texts in nested lists and dictionaries."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from list_texts(each)
+
+
+@contextmanager
+def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterator[None]:
+    """Turn errors of a data set into one sentence."""
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+    signed_in = bool(access_token(token))
+    try:
+        yield
+    except DatasetNotFoundError as error:
+        raise TextError(describe_missing(repr(identifier), signed_in)) from error
+    except ANSWER_ERRORS as error:
+        page = f"{constants.ENDPOINT}/datasets/{identifier}"
+        connect = "connect, or use `builtin` or `file:PATH`"
+        use = Use("read", TextError, TextError, connect, page=page, signed_in=signed_in)
+        raise describe_error(repr(identifier), error, use) from error
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise TextError(f"{identifier!r} cannot be read ({redact(error)}): name another data set") from error
+
+
+def describe_folder(name: str, folder: Path) -> Source:
+    if not (folder / CONFIG).is_file():
+        check_other_format(name, [path.name for path in folder.iterdir()])
+        raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
+    card = read_card(folder / "README.md")
+    return Source(name, folder, None, None, licence_of(card), False, weigh_folder(name, folder), terms_of(card))
+
+
+def describe_file(name: str, path: Path) -> Source:
+    """Describe a GGUF file of this machine."""
+    if path.suffix != f".{GGUF}":
+        raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it, or a GGUF file")
+    head = read_local_head(name, path)
+    weights = weigh_head(path.name, head, path.stat().st_size)
+    terms = terms_of(head.terms)
+    return Source(name, path.parent, None, None, licence_of(terms), False, weights, terms, path)
+
+
+def describe_hub_file(name: str, token: str | None) -> Source:
+    """Describe a GGUF file of the Hub, of which no more than its head is fetched."""
+    asked = HubName.of(name)
+    file = str(asked.file)
+    with explain_model_errors(name, token):
+        info = find_repository(asked, token)
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        if file not in sizes:
+            held = sorted(each for each in sizes if each.endswith(f".{GGUF}"))
+            raise ModelNotAvailable(f"{name!r} names a file that is not there: it has {', '.join(held) or 'no GGUF'}")
+        path = find_head(name, HubName(info.id, info.sha, file), sizes[file], token)
+    head = read_local_head(name, path)
+    terms = {**terms_of(head.terms), **terms_of(info.card_data)}
+    weights = weigh_head(file, head, sizes[file])
+    return Source(name, None, info.id, info.sha, licence_of(terms), bool(info.gated), weights, terms, path)
+
+
+def find_head(name: str, pinned: HubName, size: int, token: str | None) -> Path:
+    """Give a file of the Hub where it is in the cache, or else its stand-in."""
+    file = str(pinned.file)
+    if isinstance(cached := try_to_load_from_cache(pinned.repo_id, file, revision=pinned.revision), str):
+        return Path(cached)
+    path = stand_ins() / repo_folder_name(repo_id=pinned.repo_id, repo_type="model") / str(pinned.revision) / file
+    if not path.exists():
+        address = hf_hub_url(pinned.repo_id, file, revision=pinned.revision)
+
+        def read(count: int) -> bytes:
+            headers = {**build_hf_headers(token=access_token(token)), "range": f"bytes=0-{count - 1}"}
+            answer = get_session().get(address, headers=headers, timeout=HUB_SECONDS)
+            hf_raise_for_status(answer)
+            return answer.content
+
+        _, data = read_head(name, size, read)
+        write_stand_in(path, data, size)
+    return path
+
+
+def find_repository(asked: HubName, token: str | None) -> ModelInfo:
+    """Ask the Hub what is in a model's repository."""
+    hub = HfApi(token=access_token(token))
+    return hub.model_info(asked.repo_id, revision=asked.revision, files_metadata=True, timeout=HUB_SECONDS)
+
+
+def describe_repository(name: str, token: str | None) -> Source:
+    with explain_model_errors(name, token):
+        hub, info = HfApi(token=access_token(token)), find_repository(HubName.of(name), token)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        if CONFIG not in sizes:
+            check_other_format(name, sizes)
+            raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
+        check_format(name, sizes)
+        weights = weigh_repository(name, hub, info.id, info.sha, sizes)
+    card = info.card_data
+    return Source(name, None, info.id, info.sha, licence_of(card), bool(info.gated), weights, terms_of(card))
+
+
+def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
+    try:
+        headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
+    except (ValueError, AttributeError) as error:  # an index that is no JSON, or no object
+        raise damaged_weights(name, f"{INDEX}: {error}") from error
+    if not headers:
+        raise damaged_weights(name, f"{INDEX} names no files")
+    for file, header in headers.items():
+        needed = 8 + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+        if sizes.get(file, 0) < needed:
+            raise damaged_weights(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {needed}")
+    parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
+    names = frozenset(tensor for header in headers.values() for tensor in header.tensors)
+    return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers), names)
+
+
+def read_card(path: Path) -> Any:
+    """Read the metadata of a model's card; None where there is none, or it is damaged: nothing depends on it."""
+    if not path.is_file():
+        return None
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data
+    except (ValueError, TypeError, YAMLError):
+        return None
+
+
+def licence_of(card: Any) -> str | None:
+    terms = terms_of(card)
+    licence = terms.get("license")
+    if licence == "other":
+        licence = terms.get("license_name") or licence
+    return ", ".join(licence) if isinstance(licence, list) else licence
+
+
+def terms_of(card: Any) -> dict[str, Any]:
+    """Keep the terms that a student's card copies from its teacher's, if they are texts or lists of texts."""
+    stated = {name: card.get(name) for name in TERMS} if card else {}
+    return {
+        name: value
+        for name, value in stated.items()
+        if (value and isinstance(value, str)) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+    }
+
+
+def find_demo() -> Path:
+    """Find the embedded model."""
+    if (folder := find_carried("assets/demo-model")).is_dir():
+        return folder
+    raise ModelNotAvailable("'demo' was not installed with this package: run from a checkout of the project")
+
+
+def advise_offline(name: str) -> str:
+    """Say what to do without a network: name a copy in the cache, where a pinned download has a folder of its own."""
+    asked = HubName.of(name)
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=asked.repo_id, repo_type="model") / "snapshots"
+    for folder in snapshots.glob(asked.revision or "*"):
+        if asked.file and (folder / asked.file).exists():
+            return f"a copy is in the cache, so name that file instead ({folder / asked.file}), or connect"
+        if (folder / CONFIG).exists() and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
+            return f"a copy is in the cache, so name its folder instead ({folder}), or connect"
+    return "it is not in the cache either, so connect, or name a local folder"

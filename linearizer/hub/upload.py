@@ -1,0 +1,249 @@
+"""All network code that writes: files as one commit of a repository of the Hub.
+
+An upload that broke is repeated by the same call: the client asks the Hub which large files it has, and skips them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
+from huggingface_hub.utils import get_session, hf_raise_for_status
+from huggingface_hub.utils.sha import git_hash
+
+from linearizer.errors import FaultError
+from linearizer.hub.errors import HUB_ERRORS, find_cause, is_temporary, name_reason, requested_wait
+from linearizer.hub.models import HUB_SECONDS, access_token
+from linearizer.hub.repository import KEPT, Info, Repository, explain_publish_errors, list_files, without_bars
+from linearizer.progress import Progress, Steps
+
+Product = TypeVar("Product")
+
+LARGE_BYTES = 10**7  # a file of at least this size is uploaded alone, so that progress is shown after it
+RETRY_SECONDS = (1, 2, 4, 8, 16)  # pauses before a commit that the Hub could not serve is tried again
+MAX_WAIT_SECONDS = 120  # a longer wait that the Hub asks for is an error
+HEARTBEAT_SECONDS = 1.0  # between two reports of progress while a request is under way
+COPYING = "src_repo_id" in CommitOperationCopy.__annotations__  # not so in older clients
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file that another model of the Hub holds, too, so that the Hub can copy it."""
+
+    path: Path  # here
+    sha256: str
+    repo_id: str
+    revision: str
+    name: str  # there
+
+
+Content = Path | bytes | HubFile
+
+
+def upload(
+    repo: Repository, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
+) -> Steps[str]:
+    """Make a repository hold these files as of one commit, check them by their hashes, and return the revision.
+
+    What another model holds is copied by the Hub, and sent only where the Hub cannot copy it.
+    """
+    hub = HfApi(token=access_token(token))
+    with explain_publish_errors(repr(repo.repo_id)):
+        check_card(repo, files["README.md"])
+        if repo.head is None:
+            sdk = "gradio" if repo.kind == "space" else None
+            hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
+    with explain_publish_errors(repr(repo.repo_id), KEPT), without_bars():
+        start = Progress("publish", 0, len(files), "files")
+        copies = yield from watch(lambda: list_copies(hub, files), start)
+        if copies:
+            try:
+                return (yield from send(hub, repo, files, copies, message, obsolete))
+            except Exception as error:
+                if not is_of_copying(error):
+                    raise
+                yield replace(start, details={"because": "the Hub cannot copy the teacher's files, so they are sent"})
+        return (yield from send(hub, repo, files, {}, message, obsolete))
+
+
+def list_copies(hub: HfApi, files: Mapping[str, Content]) -> dict[str, HubFile]:
+    """List the files that the Hub holds elsewhere with the same content."""
+    copies: dict[str, HubFile] = {}
+    for name, file in files.items():
+        if COPYING and isinstance(file, HubFile):
+            try:
+                held: list[Any] = list(hub.get_paths_info(file.repo_id, [file.name], revision=file.revision))
+            except HUB_ERRORS:
+                return {}  # the teacher is gone, or this account may not see it
+            if held and is_large_file(held[0], file.sha256):
+                copies[name] = file
+    return copies
+
+
+def send(
+    hub: HfApi,
+    repo: Repository,
+    files: Mapping[str, Content],
+    copies: Mapping[str, HubFile],
+    message: str,
+    obsolete: Collection[str],
+) -> Steps[str]:
+    """Send the files that are not copied, and make one commit of both kinds."""
+    sent = {name: path_or_bytes(content) for name, content in sorted(files.items()) if name not in copies}
+    additions = yield from watch(
+        lambda: [CommitOperationAdd(name, content) for name, content in sent.items()],  # computes hashes
+        Progress("publish", 0, len(sent), "files"),
+    )
+    for addition in additions:
+        file = files[addition.path_in_repo]
+        if isinstance(file, HubFile) and addition.upload_info.sha256.hex() != file.sha256:
+            raise ValueError(f"{file.path.name} has changed since the run wrote it")
+    yield from upload_large_files(hub, repo, additions)
+    return (yield from commit(hub, repo, additions, copies, message, obsolete))
+
+
+def path_or_bytes(content: Content) -> Path | bytes:
+    """Give what is sent of a file."""
+    return content.path if isinstance(content, HubFile) else content
+
+
+def is_of_copying(error: Exception) -> bool:
+    """Tell whether the Hub refused to copy: from another region, or what it keeps without Xet."""
+    response = getattr(error, "response", None)
+    return "xet hash" in str(error) or "duplicate" in (str(response.url) if response is not None else str(error))
+
+
+def size_of(content: Content) -> int:
+    """Count the bytes of a file."""
+    content = path_or_bytes(content)
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def check_card(repo: Repository, content: Content) -> None:
+    """Let the Hub check the metadata of a card before the repository is created; the client does so only later."""
+    content = path_or_bytes(content)
+    text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
+    address = f"{constants.ENDPOINT}/api/validate-yaml"  # older clients' RepoCard.validate asks another Hub
+    answer = get_session().post(address, json={"content": text, "repoType": repo.kind}, timeout=HUB_SECONDS)
+    if answer.status_code == 400:
+        faults = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
+        raise ValueError(f"the metadata of its card: {faults}")
+    hf_raise_for_status(answer)
+
+
+def upload_large_files(hub: HfApi, repo: Repository, additions: list[CommitOperationAdd]) -> Steps[None]:
+    """Upload what is too large for a commit, one file after the other; the client retries by itself."""
+    total, done = sum(file.upload_info.size for file in additions), 0
+    small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
+    for group in [small, *([file] for file in additions if file.upload_info.size >= LARGE_BYTES)]:
+        at = Progress("publish", done, total, "bytes", {"file": group[-1].path_in_repo} if group else {})
+        yield at
+
+        def upload_group(group: list[CommitOperationAdd] = group) -> None:
+            hub.preupload_lfs_files(repo.repo_id, group, repo_type=repo.kind, free_memory=False)
+
+        yield from watch(upload_group, at)
+        done += sum(file.upload_info.size for file in group)
+
+
+def commit(
+    hub: HfApi,
+    repo: Repository,
+    additions: list[CommitOperationAdd],
+    copies: Mapping[str, HubFile],
+    message: str,
+    obsolete: Collection[str],
+) -> Steps[str]:
+    """Make one commit, and check by hashes what the Hub then holds.
+
+    No commit is made if the repository holds all files already: the answer to an earlier try may be lost.
+    """
+
+    def commit_once() -> str:
+        info = hub.repo_info(repo.repo_id, repo_type=repo.kind, files_metadata=True)
+        deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
+        if info.sha and not deletions and not list_differing(info, additions, copies):
+            return info.sha
+        copied = [
+            CommitOperationCopy(file.name, name, file.revision, src_repo_id=file.repo_id, src_repo_type="model")
+            for name, file in copies.items()
+        ]
+        return hub.create_commit(
+            repo.repo_id,
+            [*additions, *copied, *deletions],
+            commit_message=message,
+            repo_type=repo.kind,
+            parent_commit=info.sha,
+        ).oid
+
+    total = sum(file.upload_info.size for file in additions)
+    at = Progress("publish", total, total, "bytes", {"file": "the commit"})
+    yield at
+    revision = yield from retry(commit_once, at)
+    at = Progress("publish", 0, len(additions) + len(copies), "files checked")
+    info = yield from retry(
+        lambda: hub.repo_info(repo.repo_id, repo_type=repo.kind, revision=revision, files_metadata=True), at
+    )
+    for path in list_differing(info, additions, copies):
+        raise FaultError(f"{repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
+    return revision
+
+
+def list_differing(info: Info, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> list[str]:
+    """List the files that a repository lacks or holds with other content."""
+    held = list_files(info)
+    return [sent.path_in_repo for sent in additions if not same_content(held.get(sent.path_in_repo), sent)] + [
+        name for name, file in copies.items() if not is_large_file(held.get(name), file.sha256)
+    ]
+
+
+def is_large_file(held: Any, sha256: str) -> bool:
+    """Tell whether a file of a repository, or None, is kept as a large file with this hash."""
+    return held is not None and held.lfs is not None and bool(held.lfs.sha256 == sha256)
+
+
+def same_content(held: Any, sent: CommitOperationAdd) -> bool:
+    """Compare a file of a repository, or None, with one of ours by the hash that the Hub keeps of it."""
+    if held is None or held.lfs is not None:
+        return is_large_file(held, sent.upload_info.sha256.hex())
+    with sent.as_file() as file:
+        return bool(held.blob_id == git_hash(file.read()))
+
+
+def retry(call: Callable[[], Product], at: Progress) -> Steps[Product]:
+    """Repeat a request that the Hub cannot serve for a while, after growing pauses or as long as the Hub asks for."""
+    for pause in RETRY_SECONDS:
+        try:
+            return (yield from watch(call, at))
+        except HUB_ERRORS as error:
+            cause = find_cause(error)
+            requested = requested_wait(cause)
+            if not is_temporary(cause) or requested > MAX_WAIT_SECONDS:
+                raise
+            for left in range(max(pause, requested), 0, -1):
+                yield replace(at, details={**at.details, "waiting": left, "because": name_reason(cause)})
+                time.sleep(1)
+    return (yield from watch(call, at))
+
+
+def watch(call: Callable[[], Product], at: Progress) -> Steps[Product]:
+    """Wait for a call in a daemon thread: progress goes on every second, and the wait can be left at once."""
+    answer: Future[Product] = Future()
+
+    def answer_call() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    began = time.monotonic()
+    threading.Thread(target=answer_call, daemon=True).start()
+    while not wait([answer], HEARTBEAT_SECONDS).done:
+        yield replace(at, details={**at.details, "seconds": round(time.monotonic() - began)})
+    return answer.result()

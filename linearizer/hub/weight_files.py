@@ -1,0 +1,174 @@
+"""Checks by its headers that a model's weights are complete; writes and reads tensors of our own with a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from linearizer.errors import ModelNotAvailable
+from linearizer.plan.json_products import parse_json
+from linearizer.run.files import UNFINISHED, sync, writing
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TEACHER_FILES = "teacher_files"  # in the metadata of a student's index: its teacher's files, by their names there
+SEAL = "linearizer"  # the name of our entry in the metadata of a file
+GGUF = "gguf"  # a format, and how quantisation by it is called
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The files of a model's weights, with their parameters and bytes, and the names of their tensors."""
+
+    files: tuple[str, ...]
+    parameters: int
+    bytes: int
+    names: frozenset[str] = frozenset()
+
+
+def check_format(name: str, files: Collection[str]) -> None:
+    """Refuse a model without weights that can be read without running code."""
+    if SINGLE in files or INDEX in files:
+        return
+    pickles = sorted(file for file in files if file.endswith(PICKLES) and file != "training_args.bin")
+    if pickles:
+        raise ModelNotAvailable(
+            f"{name!r} holds its weights only as a pickle ({pickles[0]}), which can run any code when it is opened: "
+            f"ask its author for safetensors, or convert it yourself with save_pretrained where that code is harmless"
+        )
+    check_other_format(name, files)
+    others = sorted(file for file in files if file.endswith((".safetensors", ".h5", ".msgpack", ".onnx")))
+    present = f"only {others[0]}" if others else "no weights at all"
+    raise ModelNotAvailable(
+        f"{name!r} holds {present}, but neither {SINGLE} nor {INDEX}: name a model that transformers can load"
+    )
+
+
+def check_other_format(name: str, files: Collection[str]) -> None:
+    """Say how the files of a model are named that holds its weights as GGUF alone."""
+    held = sorted(file for file in files if file.endswith(f".{GGUF}"))
+    if held:
+        full = os.path.join(name, held[0]) if os.path.isdir(name) else f"{name}:{held[0]}"
+        raise ModelNotAvailable(f"{name!r} holds its weights as GGUF: name one of its files, such as {full!r}")
+
+
+def read_json(name: str, path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model's folder."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelNotAvailable(
+            f"{name!r} has a {path.name} that cannot be read ({error.strerror}): check the folder"
+        ) from error
+    except ValueError as error:
+        raise ModelNotAvailable(
+            f"{name!r} has a {path.name} that is no JSON ({error}): download the model again, or repair that file"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelNotAvailable(
+            f"{name!r} has a {path.name} that is no JSON object but a {type(content).__name__}: repair that file"
+        )
+    return content
+
+
+def damaged_weights(name: str, what: object) -> ModelNotAvailable:
+    """Make the error of damaged weights."""
+    return ModelNotAvailable(f"{name!r} has damaged weights ({what}): download the model again")
+
+
+def weigh_folder(name: str, folder: Path) -> Weights:
+    """Count the parameters of a local model from its headers, which must fit the length of each file."""
+    check_format(name, [path.name for path in folder.iterdir()])
+    files = (SINGLE,) if (folder / SINGLE).exists() else list_shards(name, read_json(name, folder / INDEX))
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise damaged_weights(name, f"{INDEX} names {missing[0]}, which is missing")
+    sizes = {tensor: size for file in files for tensor, size in read_sizes(name, folder / file).items()}
+    weight_bytes = sum((folder / file).stat().st_size for file in files)
+    return Weights(files, sum(sizes.values()), weight_bytes, frozenset(sizes))
+
+
+def teacher_files(folder: Path) -> dict[str, str]:
+    """List the files of a checkpoint that are its teacher's, with their names in the teacher's repository."""
+    index = read_json(str(folder), folder / INDEX) if (folder / INDEX).is_file() else {}
+    named = (index.get("metadata") or {}).get(TEACHER_FILES, {})
+    return named if isinstance(named, dict) else {}
+
+
+def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
+    """List the files that an index of sharded weights names."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise damaged_weights(name, f"{INDEX} names no files")
+    if not isinstance(index.get("metadata"), dict):  # transformers looks into it
+        raise damaged_weights(name, f"{INDEX} has no metadata")
+    return tuple(sorted({str(file) for file in weight_map.values()}))
+
+
+def read_header(path: Path) -> dict[str, tuple[int, int]]:
+    """Read where each tensor of a file begins and ends, by name."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = "") -> None:
+    """Replace a file of tensors and text at once; it contains a digest of both."""
+    from safetensors.torch import save_file
+
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with writing(path):
+        try:
+            # One entry: the order of several changes from file to file.
+            save_file(held, unfinished, {SEAL: json.dumps({"facts": facts, "digest": digest(held, facts)})})
+            sync(unfinished)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Read a file that `write_tensors` wrote; raise ValueError if its content has changed since."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        sealed = read_seal(file)
+    if digest(tensors, sealed["facts"]) != sealed["digest"]:
+        raise ValueError("its content is not what was written")
+    return tensors, sealed["facts"]
+
+
+def read_seal(file: Any) -> dict[str, str]:
+    """Read the text and the digest of an open file that `write_tensors` wrote."""
+    return parse_json((file.metadata() or {})[SEAL])
+
+
+def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:
+    """Hash tensors and text."""
+    import torch
+
+    hashed = hashlib.sha256(more.encode())
+    for name in sorted(tensors):
+        hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        hashed.update(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+def read_sizes(name: str, path: Path) -> dict[str, int]:
+    try:
+        with safe_open(path, framework="pt") as weights:
+            return {key: math.prod(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise damaged_weights(name, f"{path.name}: {error}") from error

@@ -1,0 +1,162 @@
+"""Profile + budget -> Allocation: degrees of freedom decide how many features every KV head holds.
+
+A strategy turns the curves N(λ) of each layer into units that ask for features, the more the higher the level (-log λ).
+The budget decides the level, and the units receive what they ask for at that level, in tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from linearizer.errors import BudgetError, RequestError
+from linearizer.plan import head_bytes
+from linearizer.plan.allocation import Allocation, heads_replaced
+from linearizer.plan.head_bytes import TILE, Head, Layer
+from linearizer.plan.profile import Curve, Profile
+
+LEVELS = (-100.0, 100.0)  # logarithms: the first asks for less than a tile of anything, the last exceeds any budget
+
+
+def allocate_by_freedoms(
+    profile: Profile,
+    layers: Sequence[Layer],
+    *,
+    budget: int | None = None,
+    features: int | None = None,
+    strategy: str = "common-lambda",
+    window: int = 0,
+    sinks: int = 0,
+) -> Allocation:
+    """Spend a budget in tokens of cache, or a mean number of features beside window and sinks, on the KV heads.
+
+    The fixed λ of the paper's strategies is the reference of the profile. The amounts are those of a plan.
+    """
+    check_room(layers, budget, features, window + sinks)
+    check_profile(profile, layers)
+    rows = [layer_units(profile, index, layer, strategy) for index, layer in enumerate(layers)]
+    units = [unit for row in rows for unit in row]
+    counts = iter(buy_tiles(units, bytes_for_features(layers, budget, features, window + sinks)))
+    heads = tuple(tuple(Head(window, count) for unit in row for count in [next(counts)] * unit.heads) for row in rows)
+    return Allocation(strategy, sinks, clip(heads, layers) if strategy == "dof-clip" else heads)
+
+
+def check_room(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> None:
+    """Refuse layers and amounts that leave nothing to allocate, whatever will be measured."""
+    if not any(map(heads_replaced, layers)):
+        raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
+    bytes_for_features(layers, budget, features, exact_tokens)
+
+
+def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:
+    """Refuse a profile of another model."""
+    heads = [len(layer.heads) for layer in profile.layers]
+    if heads != [heads_replaced(layer) for layer in layers]:
+        raise RequestError(f"the profile is of another model (KV heads by layer: {heads}): measure this model")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """KV heads of one layer that hold the same number of features."""
+
+    heads: int
+    bytes: int  # of a tile for all its heads
+    features_at: Callable[[float], float]  # level -> features
+    need: float  # where one level adds tiles to several units, the greatest need comes first
+
+
+def layer_units(profile: Profile, index: int, layer: Layer, strategy: str) -> list[Unit]:
+    """Make the units of one layer as the strategy has it."""
+    if layer.native_window is not None:
+        return []
+    ridges, measured = profile.settings.ridges, profile.layers[index]
+    heads = [Curve.through(head.freedoms, ridges) for head in measured.heads]
+    queries = [Curve.through(freedoms, ridges) for freedoms in measured.query_freedoms]
+    fixed_level = -math.log(profile.settings.reference)
+    return UNITS_BY_STRATEGY[strategy](heads, queries, fixed_level, TILE * head_bytes.feature_bytes(layer))
+
+
+def fix(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
+    """Give every head the same; the tiles of the remainder go to the heads with the most degrees of freedom."""
+    return [Unit(1, tile_bytes, math.exp, curve.at(fixed_level)) for curve in heads]
+
+
+def dof(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
+    """Give a layer in proportion to N(λ) of its neediest head (algorithm 1 of the paper)."""
+    return [proportional(len(heads), tile_bytes, max(curve.at(fixed_level) for curve in queries or heads))]
+
+
+def dof_mean(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
+    """Give a layer in proportion to the mean of N(λ) over its heads."""
+    counts = [curve.at(fixed_level) for curve in queries or heads]
+    return [proportional(len(heads), tile_bytes, math.fsum(counts) / len(counts))]
+
+
+def common_lambda(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
+    """Give every KV head its N(λ*), one λ* for the whole model, the smallest that the budget allows."""
+    return [Unit(1, tile_bytes, curve.at, curve.at(fixed_level)) for curve in heads]
+
+
+def proportional(heads: int, tile_bytes: int, need: float) -> Unit:
+    """Make a unit that asks for features in proportion to its need."""
+    return Unit(heads, heads * tile_bytes, lambda level: need * math.exp(level), need)
+
+
+# (curves of a layer's KV heads, of its query heads if measured, -log of the fixed λ, bytes of a head's tile) -> units
+UnitsOfLayer = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
+UNITS_BY_STRATEGY: dict[str, UnitsOfLayer] = {
+    "fix": fix,
+    "dof": dof,
+    "dof-clip": dof,  # then cut to the head size; the bytes that this frees are not spent again
+    "dof-mean": dof_mean,
+    "common-lambda": common_lambda,
+}
+
+
+def bytes_for_features(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> int:
+    """Compute the bytes to spend on features, after the tokens that every head keeps exactly."""
+    one_each = sum(heads_replaced(layer) * head_bytes.feature_bytes(layer) for layer in layers)
+    if budget is None:
+        return (features or 0) * one_each
+    exact, least = exact_tokens * head_bytes.cache_bytes(layers, 1), TILE * one_each
+    left = head_bytes.cache_bytes(layers, budget) - exact
+    if left < least:
+        enough = -(-(exact + least) // head_bytes.cache_bytes(layers, 1))
+        raise BudgetError(
+            f"a budget of {budget} tokens is too small: {exact_tokens} exact tokens and {TILE} features for every KV "
+            f"head take {enough}; ask for at least that, or keep fewer exact tokens"
+        )
+    return left
+
+
+def buy_tiles(units: Sequence[Unit], budget_bytes: int) -> list[int]:
+    """Find the features of every unit that the budget has room for; it must cover a tile for each."""
+
+    def tiles_at(level: float) -> list[int]:
+        return [max(1, int(unit.features_at(level) / TILE + 0.5)) for unit in units]
+
+    def bytes_of(tiles: list[int]) -> int:
+        return sum(count * unit.bytes for count, unit in zip(tiles, units, strict=True))
+
+    low, high = LEVELS
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if bytes_of(tiles_at(middle)) <= budget_bytes else (low, middle)
+    tiles, next_tiles = tiles_at(low), tiles_at(high)
+    waiting = [index for index in range(len(units)) if next_tiles[index] > tiles[index]]
+    left = budget_bytes - bytes_of(tiles)
+    for index in sorted(waiting, key=lambda index: (-units[index].need, units[index].bytes, index)):
+        more = (next_tiles[index] - tiles[index]) * units[index].bytes
+        if more > left:
+            break  # a smaller unit further on must wait too, or a larger budget could take its tile away again
+        tiles[index], left = next_tiles[index], left - more
+    return [count * TILE for count in tiles]
+
+
+def clip(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer]) -> tuple[tuple[Head, ...], ...]:
+    """Leave no head more features than its size, in whole tiles."""
+    limits = [max(TILE, layer.key_dim // TILE * TILE) for layer in layers]
+    return tuple(
+        tuple(replace(head, features=min(head.features, limit)) for head in row)
+        for row, limit in zip(heads, limits, strict=True)
+    )

@@ -1,0 +1,285 @@
+"""Prices + budget -> Allocation: the budget goes to the KV heads where a byte saves the model most kl."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from linearizer.errors import BudgetError
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
+from linearizer.run.prices import SMALLEST, Prices
+
+MIN_KL = 1e-9  # nats: a smaller kl is rounding
+DEAR_KL = 0.01  # nats: beyond, an estimate of second order may be off by a third
+NEAR = 3 / 4  # of a size: beyond, the larger head may hold a whole text
+STEEPEST = 3  # power of the size by which kl may fall, beside what is left of a text
+PARTS = 4  # in which a size between two options is looked for
+MOST_DEAR = 32  # offers that are measured after they were estimated
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An option of one head, with its bytes and its kl."""
+
+    head: Head
+    bytes: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class OffersOfHeads:
+    """The offers of every KV head, from the smallest on: each next offer has more bytes and a smaller kl."""
+
+    sinks: int
+    offers: tuple[tuple[Offer, ...], ...]  # [KV head, layer by layer][level]
+    heads_per_layer: tuple[int, ...]
+    budget_bytes: int
+
+    @staticmethod
+    def of(prices: Prices, layers: Sequence[Layer], budget: int, length: int, may_grow: bool = False) -> OffersOfHeads:
+        """List the offers; softmax, which takes the bytes of `length` tokens, only where heads `may_grow`."""
+        rows = [
+            [tuple(efficient_offers(offers_for_head(prices, layer, kl, length, may_grow))) for kl in kl_of_layer]
+            for layer, kl_of_layer in zip(layers, prices.kl, strict=True)
+        ]
+        offers = tuple(offers_of_head for row in rows for offers_of_head in row)
+        budget_bytes, least = cache_bytes(layers, budget), sum(levels[0].bytes for levels in offers)
+        if budget_bytes < least:
+            enough = -(-least // cache_bytes(layers, 1))
+            raise BudgetError(
+                f"a budget of {budget} tokens is too small: the least options of all KV heads take {enough}"
+            )
+        return OffersOfHeads(prices.sinks, offers, tuple(map(len, rows)), budget_bytes)
+
+    def allocation(self, levels: Sequence[int]) -> Allocation:
+        """Give every head the offer at its level."""
+        heads = iter(offer.head for offer in self.at(levels))
+        rows = tuple(tuple(next(heads) for _ in range(count)) for count in self.heads_per_layer)
+        return Allocation("gain", self.sinks, rows)
+
+    def levels(self, allocation: Allocation) -> list[int]:
+        """Find the level of every head of an allocation that was made of these offers."""
+        heads = (head for row in allocation.heads for head in row)
+        return [[offer.head for offer in offers].index(head) for offers, head in zip(self.offers, heads, strict=True)]
+
+    def kl(self, levels: Sequence[int]) -> float:
+        """Add up the kl of all heads at these levels."""
+        return math.fsum(offer.kl for offer in self.at(levels))
+
+    def bytes_left(self, levels: Sequence[int]) -> int:
+        """Give the bytes of the budget that are left at these levels."""
+        return self.budget_bytes - sum(offer.bytes for offer in self.at(levels))
+
+    def at(self, levels: Sequence[int]) -> list[Offer]:
+        """Take the offer of every head at its level."""
+        return [offers[level] for offers, level in zip(self.offers, levels, strict=True)]
+
+
+def dear_offers(
+    prices: Prices, layers: Sequence[Layer], allocation: Allocation, length: int
+) -> list[tuple[int, int, int]]:
+    """List what estimates can hardly order: the dearest options beside an allocation, by layer, head and option.
+
+    Beside what a head holds are, of the priced options on its hull, the largest that is no larger and the next one.
+    """
+    dear: list[tuple[float, tuple[int, int, int]]] = []
+    for index, (layer, kl_of_layer, row) in enumerate(zip(layers, prices.kl, allocation.heads, strict=True)):
+        for head, (kl, held) in enumerate(zip(kl_of_layer, row, strict=True)):
+            priced = [
+                Offer(option, head_bytes(option, layer, prices.sinks, length), own)
+                for option, own in zip(prices.options, kl, strict=True)
+                if not option.softmax
+            ]
+            most = head_bytes(replace(held, bits=prices.options[0].bits), layer, prices.sinks, length)
+            hull = efficient_offers(priced)
+            smaller, larger = ([o for o in hull if (o.bytes <= most) == is_smaller] for is_smaller in (True, False))
+            for offer in (*smaller[-1:], *larger[:1]):
+                if offer.kl > DEAR_KL:
+                    dear.append((offer.kl, (index, head, prices.options.index(offer.head))))
+    return [place for _, place in sorted(dear, reverse=True)[:MOST_DEAR]]
+
+
+def correct_prices(prices: Prices, measured: Mapping[tuple[int, int, int], float]) -> Prices:
+    """Put measured kl in the place of estimates, and scale the head's other dear estimates as the nearest of these.
+
+    A kl that rounding made nothing, or less, does not make the head's other options free.
+    """
+
+    def corrected(layer: int, head: int, row: tuple[float, ...]) -> tuple[float, ...]:
+        known = {option: max(kl, MIN_KL) for (*place, option), kl in measured.items() if place == [layer, head]}
+
+        def scaled(option: int, kl: float) -> float:
+            if option in known or not known or kl <= DEAR_KL:
+                return known.get(option, kl)
+            nearest = min(known, key=lambda other: abs(math.log(row[other] / kl)))
+            return max(kl * known[nearest] / row[nearest], MIN_KL)
+
+        return tuple(scaled(option, kl) for option, kl in enumerate(row))
+
+    kl = tuple(tuple(corrected(i, j, row) for j, row in enumerate(rows)) for i, rows in enumerate(prices.kl))
+    return replace(prices, kl=kl)
+
+
+def check_least_budget(layers: Sequence[Layer], budget: int, sinks: int, bits: int = 16) -> None:
+    """Refuse a budget that is below the smallest option of every head, before anything is measured."""
+    replaced = [layer for layer in layers if layer.native_window is None]
+    least = sum(layer.kv_heads * head_bytes(Head(window=SMALLEST, bits=bits), layer, sinks, 0) for layer in replaced)
+    if replaced and budget * cache_bytes(layers, 1) < least:
+        raise BudgetError(
+            f"a budget of {budget} tokens is too small: {sinks} sinks and a window of {SMALLEST} for every KV head "
+            f"take {-(-least // cache_bytes(layers, 1))}; ask for at least that{', or keep fewer sinks' * bool(sinks)}"
+        )
+
+
+def upgrades_by_worth(offers: OffersOfHeads) -> list[tuple[float, int, int]]:
+    """List kl saved per byte, head and level of every upgrade, from the one that saves most per byte on."""
+    return sorted(
+        (
+            (kl_saved_per_byte(*pair), head, level)
+            for head, of_head in enumerate(offers.offers)
+            for level, pair in enumerate(pairwise(of_head), 1)
+        ),
+        key=lambda upgrade: (-upgrade[0], upgrade[2], upgrade[1]),
+    )
+
+
+def kl_by_bytes(offers: OffersOfHeads) -> list[tuple[int, float]]:
+    """List the bytes of all heads and their predicted kl, from the least budget to the largest that buys anything."""
+    first = [offers_of_head[0] for offers_of_head in offers.offers]
+    bytes, kl = sum(offer.bytes for offer in first), math.fsum(offer.kl for offer in first)
+    points = [(bytes, kl)]
+    for _, head, level in upgrades_by_worth(offers):
+        before, after = offers.offers[head][level - 1 : level + 1]
+        bytes, kl = bytes + after.bytes - before.bytes, max(kl + after.kl - before.kl, 0.0)
+        points.append((bytes, kl))
+    return points
+
+
+def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
+    """Take the upgrade that saves most kl per byte, again and again, while the budget has room for any."""
+    levels = [0] * len(offers.offers)
+    left = offers.bytes_left(levels)
+    for _, head, level in upgrades_by_worth(offers):
+        more = offers.offers[head][level].bytes - offers.offers[head][levels[head]].bytes
+        if more <= left:
+            levels[head], left = level, left - more
+    return offers.allocation(levels)
+
+
+def exchange_once(offers: OffersOfHeads, allocation: Allocation, tried: set[int]) -> Allocation | None:
+    """Upgrade the head with the largest kl that was not tried yet, and downgrade others where that costs least.
+
+    A price is of one head alone. Whether heads make up for each other is known once the whole student is measured.
+    """
+    current = offers.levels(allocation)
+    kl = [offer.kl for offer in offers.at(current)]
+    for head in sorted(range(len(current)), key=lambda head: -kl[head]):
+        if head not in tried and current[head] + 1 < len(offers.offers[head]):
+            tried.add(head)
+            levels = list(current)
+            levels[head] += 1
+            if downgrade_others(offers, levels, keep=head):
+                return offers.allocation(levels)
+    return None
+
+
+def downgrade_others(offers: OffersOfHeads, levels: list[int], keep: int) -> bool:
+    """Lower levels in place, least kl per byte first, until the budget is kept; tell whether that was possible."""
+    while offers.bytes_left(levels) < 0:
+        downgrades = [
+            (kl_saved_per_byte(of_head[level - 1], of_head[level]), head)
+            for head, (of_head, level) in enumerate(zip(offers.offers, levels, strict=True))
+            if head != keep and level
+        ]
+        if not downgrades:
+            return False
+        levels[min(downgrades)[1]] -= 1
+    return True
+
+
+def offers_for_head(
+    prices: Prices, layer: Layer, kl_of_options: Sequence[float], length: int, may_grow: bool
+) -> Iterator[Offer]:
+    """List all that one head may hold: the options, sizes between them, and softmax if it `may_grow`.
+
+    All in the bits that they were priced with, and in fewer, whose rounding costs the same whatever a head holds.
+    """
+    rounding = {prices.options[0].bits: 0.0}
+    series: dict[str, list[tuple[Head, float]]] = {}
+    for head, kl in zip(prices.options, kl_of_options, strict=True):
+        if head.softmax:
+            rounding[head.bits] = max(kl, 0.0)
+        else:
+            series.setdefault(series_of(head), []).append((head, kl))
+    most = max(map(tokens_of, prices.options))
+    held = [pair for priced in series.values() for pair in with_sizes_between(priced, most)]
+    if may_grow:
+        held.append((Head(softmax=True), 0.0))
+    for head, kl in held:
+        for bits, more in rounding.items():
+            if bits == prices.options[0].bits or not head.features:
+                option = replace(head, bits=bits)
+                yield Offer(option, head_bytes(option, layer, prices.sinks, length), max(kl, 0.0) + more)
+
+
+def series_of(head: Head) -> str:
+    """Name the series of options that differ only in size, so that sizes between two of them make sense."""
+    if not head.slots and not head.features:
+        return "windows"
+    kind, size = ("slots", head.slots) if head.slots else ("features", head.features)
+    return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
+
+
+def with_sizes_between(priced: Sequence[tuple[Head, float]], most: int) -> Iterator[tuple[Head, float]]:
+    """List options that differ only in size, and heads between them; no kl falls steeper than believed.
+
+    It falls with what is left of a text, `most` tokens, times a power of the size: what falls steeper on the few texts
+    that are priced on does not on others. Nothing lies between options that are near each other, the larger of which
+    may hold a whole text.
+    """
+    smaller: tuple[Head, float] | None = None
+    for head, kl in sorted(priced, key=lambda pair: tokens_of(pair[0])):
+        if smaller is not None:
+            before, now = tokens_of(smaller[0]), tokens_of(head)
+            left = (most - now) / max(most - before, 1)
+            kl = max(kl, smaller[1] * left * (before / now) ** STEEPEST)
+            if before < NEAR * now:
+                yield from interpolate(smaller, (head, kl))
+        smaller = head, kl
+        yield smaller
+
+
+def tokens_of(head: Head) -> int:
+    """Count what a head holds beside its sinks: tokens, slots and features."""
+    return head.window + head.slots + head.features
+
+
+def interpolate(low: tuple[Head, float], high: tuple[Head, float]) -> Iterator[tuple[Head, float]]:
+    """List heads between two options with their kl, which falls about as a power of the size."""
+    logs = [math.log(max(kl, MIN_KL)) for _, kl in (low, high)]
+    for share in (part / PARTS for part in range(1, PARTS)):
+        size = {
+            name: round(getattr(low[0], name) ** (1 - share) * getattr(high[0], name) ** share)
+            for name in ("window", "slots", "features")
+        }
+        yield replace(low[0], **size), math.exp(logs[0] + share * (logs[1] - logs[0]))
+
+
+def efficient_offers(offers: Iterable[Offer]) -> list[Offer]:
+    """Keep the lower convex hull of kl over bytes: more bytes, a smaller kl, and ever less of it saved per byte."""
+    kept: list[Offer] = []
+    for offer in sorted(offers, key=lambda offer: (offer.bytes, offer.kl)):
+        if kept and offer.kl >= kept[-1].kl:
+            continue
+        while len(kept) > 1 and kl_saved_per_byte(kept[-1], offer) >= kl_saved_per_byte(kept[-2], kept[-1]):
+            kept.pop()
+        kept.append(offer)
+    return kept
+
+
+def kl_saved_per_byte(smaller: Offer, larger: Offer) -> float:
+    """Give the nats that each further byte saves."""
+    return (smaller.kl - larger.kl) / (larger.bytes - smaller.bytes)

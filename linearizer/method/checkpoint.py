@@ -1,0 +1,251 @@
+"""Makes a student from a teacher, saves it as a checkpoint, and loads it.
+
+A checkpoint loads with transformers alone: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from linearizer.errors import FolderError, RequestError, first_line
+from linearizer.hub.models import fetch, find_model
+from linearizer.hub.weight_files import teacher_files
+from linearizer.plan.allocation import Allocation, check_allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.json_products import parse_json
+from linearizer.quiet import quiet
+from linearizer.run.files import replacing, writing
+from linearizer.run.folder import Run
+from linearizer.run.hub_job import FILE as HUB_JOB
+from linearizer.run.stopping import is_out_of_memory
+from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, weight_files
+from linearizer.student.attention_interface import attention_modules, device_of
+from linearizer.student.layer_student import LayerStudent, generator_at
+from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+from linearizer.teacher.devices import choose_device
+from linearizer.teacher.linked_weights import is_own, link_or_copy, save_around, save_streamed
+from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.quantised import keep_as_stored, to_device
+from linearizer.teacher.ram import free_bytes
+from linearizer.teacher.streaming import is_placed, is_streamed, spreads, streams
+
+MAX_SHARD = 10**9  # bytes: bounds what is sent again after an upload broke
+
+# The installed code is preferred to the copy in a checkpoint, with and without trust_remote_code.
+AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True)
+AutoModelForCausalLM.register(LinearizedConfig, LinearizedForCausalLM, exist_ok=True)
+
+
+def put_student_into(
+    teacher: PreTrainedModel,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    feature_map: str = "prf",
+    seed: int = 0,
+    origin: dict[str, str | None] | None = None,
+) -> LinearizedForCausalLM:
+    """Put an untrained student into every layer of a teacher, which changes in place and keeps all its weights."""
+    check_allocation(allocation, layers)
+    config = LinearizedConfig(
+        base=teacher.config,
+        layers=[layer_config(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)],
+        sinks=allocation.sinks,
+        feature_map=feature_map,
+        teacher=origin or {},
+    )
+    return LinearizedForCausalLM.from_teacher(teacher, config, seed)
+
+
+def make_layer_students(
+    student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation, seed: int = 0
+) -> tuple[LayerStudent, ...]:
+    """Make untrained layer students of another allocation, to swap into a student."""
+    check_allocation(allocation, layers)
+    rows = [layer_config(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)]
+    layer_students, first = [], next(student.parameters()).device
+    for index, (row, module) in enumerate(zip(rows, attention_modules(student.base), strict=True)):
+        if row is not None:
+            sizes = row["key_dim"], student.config.feature_map, row["value_dim"]
+            layer = LayerStudent(row["heads"], allocation.sinks, *sizes)
+            layer_students.append(layer.to(device_of(module, first)).eval())
+            layer.reset(generator_at(seed, index))
+    return tuple(layer_students)
+
+
+def layer_config(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:
+    """Make the config of a layer, or None for a native layer, which stays as it is."""
+    if layer.native_window is not None:
+        return None
+    return {"heads": [head.held for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
+
+
+def round_weights(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
+    """Round a base's weights to what their stored type can hold; they stay in the type that is computed in."""
+    for weight in weights_larger_than(student, stored):
+        weight.data = weight.to(stored).to(weight.dtype)
+
+
+def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
+    """Give a base's weights the type that its teacher is stored in, where they were computed in a larger type."""
+    for weight in weights_larger_than(student, stored):
+        weight.data = weight.to(stored)
+
+
+def weights_larger_than(student: LinearizedForCausalLM, stored: torch.dtype | None) -> list[torch.nn.Parameter]:
+    """List the weights of a base, without its layers' students, whose type is larger than the stored type.
+
+    What is read from files in every pass is not held in any type.
+    """
+    named = [] if stored is None else [pair for pair in student.base.named_parameters() if not pair[1].is_meta]
+    return [x for name, x in named if ".student." not in name and x.dtype.itemsize > stored.itemsize]  # type: ignore[union-attr]
+
+
+def save(
+    student: LinearizedForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    files: Sequence[Path] = (),
+    stored: torch.dtype | None = None,
+) -> None:
+    """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is complete.
+
+    `files` hold the teacher's weights, if these are the student's, too: they become part of the checkpoint as they are.
+    Others are written in the type that the model holds, and what is read in every pass in the `stored` type.
+    """
+    with replacing(folder) as unfinished:
+        if not files or not save_around(student, unfinished, files):
+            if is_streamed(student):
+                save_streamed(student, unfinished, MAX_SHARD, stored)
+            else:
+                student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, unfinished)
+        readable = (unfinished / "config.json").stat().st_mode
+        for shard in unfinished.glob("*.safetensors"):
+            if shard.stat().st_nlink == 1:
+                shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer, without what transformers notes of where it was read from."""
+    for name in OF_THIS_MACHINE:
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
+
+
+def link_missing_weights(run: Run, token: str | None = None, in_job: bool = False) -> None:
+    """Complete a checkpoint that a job of the Hub made, here or in another job: its teacher's weights are not kept."""
+    originals = {
+        name: file for name, file in teacher_files(run.checkpoint).items() if not (run.checkpoint / name).is_file()
+    }
+    if not originals or not (in_job or run.has_file(HUB_JOB)):
+        return
+    if os.environ.get("SPACE_ID"):
+        raise RequestError(
+            "the student was made in a job, and its teacher's weights are not here: publish it from a job, and use it "
+            "from the Hub, or download the teacher at your own machine"
+        )
+    folder = fetch(find_model(run.plan.model, token), tuple(originals.values()), token)
+    with writing(run.checkpoint):
+        for name, file in originals.items():
+            link_or_copy(folder / file, run.checkpoint / name)
+
+
+def load_student(run: Run, device: str | torch.device = "cpu", **options: object) -> LinearizedForCausalLM:
+    """Load the student of a run to a device, and refuse weights that have changed since the run wrote them."""
+    run.require_student()
+    link_missing_weights(run)
+    needed, free = loaded_bytes(run.checkpoint, options.get("dtype")), free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise RequestError(
+            f"{str(run.checkpoint)!r} has weights that take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory "
+            "are free: free memory, or use a larger machine"
+        )
+    check_weights(run)
+    try:
+        return to_device(load(run.checkpoint, **options), device)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise FolderError(
+            f"{str(run.checkpoint)!r} cannot be loaded ({first_line(error)}): remove it, and "
+            f"`linearizer runs resume {run.folder}` makes it anew"
+        ) from error
+
+
+def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
+    """Load the student of a run to where its teacher lies; around its weights, where these lie at several places."""
+    if is_placed(teacher) and not run.plan.changes_weights:
+        return load_around(run, teacher)
+    return load_student(run, teacher.device, dtype=teacher.dtype)
+
+
+def load_around(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
+    """Load the student of a run around its teacher's weights, as they lie: the teacher is the student's base."""
+    link_missing_weights(run)
+    check_weights(run)
+    config = LinearizedConfig.from_pretrained(run.checkpoint)
+    student = LinearizedForCausalLM.from_teacher(teacher, config, run.plan.seed)
+    own = {name for name in student.state_dict() if is_own(name)}
+    weights: dict[str, torch.Tensor] = {}
+    for path in weight_files(run.checkpoint):
+        with safe_open(path, "pt") as file:
+            weights |= {name: file.get_tensor(name) for name in own & set(file.keys())}
+    if missing := sorted(own - weights.keys()):
+        raise RequestError(f"{run.checkpoint} lacks {len(missing)} weights, such as {missing[0]}: write it again")
+    student.load_state_dict(weights, strict=False)
+    return student.eval()
+
+
+def loaded_bytes(folder: Path, dtype: object) -> float:
+    """Estimate what the weights of a checkpoint take in memory, in a type that may be another than the stored type."""
+    stored_bytes = sum(path.stat().st_size for path in weight_files(folder))
+    try:
+        stored = getattr(torch, parse_json((folder / "config.json").read_bytes())["dtype"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return stored_bytes  # loading says what is wrong with the config
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return stored_bytes * wanted.itemsize / stored.itemsize if isinstance(wanted, torch.dtype) else stored_bytes
+
+
+def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBase]:
+    """Load the student of a run with its tokenizer, to the devices and in the dtype of its plan.
+
+    A model that one device cannot hold lies where its teacher lay, whose weights are read for it.
+    """
+    plan, weights = run.plan, (run.inspection, run.plan.dtype, run.plan.device)
+    with quiet():
+        if run.checkpoint.is_dir() and not plan.changes_weights and (spreads(*weights) or streams(*weights)):
+            student = load_around(run, load_teacher_of(plan, inspection=run.inspection).model)
+        else:
+            student = load_student(run, choose_device(plan.device), dtype=plan.dtype)
+        return student, load_tokenizer_of(run)
+
+
+def load_tokenizer_of(run: Run) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run's student."""
+    try:
+        return AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
+    except Exception as error:  # each kind reads its files in its own way, with errors of many types
+        raise FolderError(
+            f"{str(run.checkpoint)!r} has no tokenizer that can be loaded ({first_line(error)}): remove it, and "
+            f"`linearizer runs resume {run.folder}` makes it anew"
+        ) from error
+
+
+def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:
+    """Load a student with the code of this package; `options` go to from_pretrained (dtype, device_map, …)."""
+    if not (Path(folder) / "config.json").is_file():
+        raise RequestError(f"{folder} holds no checkpoint: there is no config.json in it")
+    student, report = LinearizedForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
+        raise RequestError(f"{folder} lacks {len(missing)} weights, such as {missing[0]}: write the checkpoint again")
+    keep_as_stored(student)
+    return student.eval()

@@ -1,0 +1,122 @@
+"""Chooses between an allocation by prices and plain allocations of the same bytes, by their measured kl.
+
+A price is of one head alone and of a few texts, so prices can mislead. The student as a whole is measured before it is
+made, on texts that no head was priced on, over a quarter of a text, a text and two texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
+from linearizer.method.decide import allocate_alike
+from linearizer.method.initialise import begin_of
+from linearizer.method.whole_student import kl_by_token
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.plan import Plan
+from linearizer.progress import Steps
+from linearizer.run.candidates import CANDIDATES, Candidate, Candidates
+from linearizer.run.events import EventName
+from linearizer.run.folder import Run
+from linearizer.run.stopping import interruptible, log_progress
+from linearizer.teacher.kept_texts import texts_of_run
+from linearizer.teacher.load import Teacher
+from linearizer.teacher.streaming import bytes_for_weights, is_streamed
+from linearizer.teacher.text import start_tokens
+
+PRICED, WINDOWS, SLOTS, WINDOW = "by prices", "windows by prices", "equal slots", "plain window"
+PLAIN_BITS = 8  # of a number in what a plain candidate keeps
+SINGLE = 4  # bytes of a number in float32
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: str | None) -> Steps[Allocation]:
+    """Return the allocation, or a plain one whose student has a smaller kl; a run that has chosen keeps to it."""
+    if not is_comparable(run.plan):
+        return allocation
+    offered = candidates_of(run, allocation)
+    if (before := run.candidates) is not None:  # a kill may have come before allocation.json was written
+        return offered.get(before.kept.name, allocation)
+    with interruptible(run):
+        texts = unpriced_texts(run, teacher, token)
+    layers, begin = teacher.inspection.layers, begin_of(run)
+    with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
+        steps = kl_by_token(teacher.model, texts, layers, list(offered.values()), begin)
+        kl = yield from log_progress(run, steps)
+    lengths = lengths_to_compare(run, texts.shape[1])
+    measured = tuple(
+        Candidate(name, tuple(own[:, :length].mean().item() for length in lengths))
+        for name, own in zip(offered, kl, strict=True)
+    )
+    result = Candidates(lengths, measured)
+    run.write_product(CANDIDATES, result.to_json())
+    run.log(EventName.CHECKED, kept=result.kept.name, lengths=lengths, kl={own.name: own.kl for own in measured})
+    return offered[result.kept.name]
+
+
+def is_comparable(plan: Plan) -> bool:
+    """Whether a plan allocates by prices, and its heads hold nothing that is trained."""
+    return plan.rules.decided_by == "prices" and plan.rules.far_field != "features"
+
+
+def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
+    """Name the allocation, and plain allocations that take no more bytes; of equal ones the first."""
+    plan, layers, prices = run.plan, run.layers, run.prices
+    candidates = {PRICED: allocation}
+    if plan.rules.far_field and prices is not None:
+        without = prices.of_options(lambda option: not option.slots)
+        offers = OffersOfHeads.of(without, layers, plan.budget or 0, plan.target_tokens(run.positions), plan.may_grow)
+        candidates[WINDOWS] = allocate_by_prices(offers)
+        candidates[SLOTS] = replace(allocate_alike(layers, plan, prices.sinks), strategy=SLOTS)
+    window = replace(plan, strategy="window", bits=PLAIN_BITS, window=None)
+    candidates[WINDOW] = allocate_alike(layers, window, plan.kept_sinks)
+    seen: dict[tuple, str] = {}
+    for name, own in candidates.items():
+        seen.setdefault((own.sinks, own.heads), name)
+    return {name: candidates[name] for name in seen.values()}
+
+
+def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:  # (texts, tokens)
+    """Take texts that no head was priced on, joined in pairs where the model's positions have room for two."""
+    plan, priced = run.plan, texts_priced(run.plan)
+    last = max(plan.texts_measured, priced + 1)
+    texts = texts_of_run(run, teacher, last, token)[priced : priced + 2]
+    first = len(start_tokens(teacher.tokenizer))
+    joined = torch.cat([texts[0], *(text[first:] for text in texts[1:])])
+    most = teacher.inspection.max_positions
+    return joined[None] if most is None or len(joined) <= most else texts
+
+
+def texts_priced(plan: Plan) -> int:
+    """Count the texts that heads are priced on: the first half of those that are profiled, and two at least."""
+    return max(2, plan.kept_texts // 2)
+
+
+def lengths_to_compare(run: Run, tokens: int) -> tuple[int, ...]:
+    """List a quarter of a text, a text, and all that was read."""
+    length = run.plan.kept_length(run.positions)
+    return tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
+
+
+@contextmanager
+def in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model compute in float32 where its device has the memory: in half precision small kl are rounding."""
+    halves = {name: own.dtype for name, own in model.named_parameters() if own.dtype in HALVES}
+    needed = SINGLE * sum(own.numel() for own in model.parameters())
+    parameters = dict(model.named_parameters())
+    is_whole = not is_streamed(model) and len({own.device for own in parameters.values()}) == 1
+    if not halves or not is_whole or needed > bytes_for_weights(str(model.device)):
+        yield
+        return
+    try:
+        for name in halves:
+            parameters[name].data = parameters[name].data.float()
+        yield
+    finally:
+        for name, dtype in halves.items():
+            parameters[name].data = parameters[name].data.to(dtype)

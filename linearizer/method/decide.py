@@ -1,0 +1,201 @@
+"""Decides an allocation from a plan and the measurements of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from linearizer.errors import BudgetError, RequestError
+from linearizer.method.by_freedoms import allocate_by_freedoms, check_room
+from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices, check_least_budget
+from linearizer.plan.allocation import Allocation, heads_replaced
+from linearizer.plan.head_bytes import (
+    SINKS,
+    Head,
+    Layer,
+    cache_bytes,
+    feature_bytes,
+    head_bytes,
+    slot_bytes,
+    token_bytes,
+)
+from linearizer.plan.plan import Plan
+from linearizer.plan.update_rules import MEMORIES
+from linearizer.run.folder import Run
+from linearizer.run.prices import SMALLEST, Prices
+
+Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
+
+
+def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
+    """Refuse a budget that the plan's strategy cannot spend, whatever will be measured."""
+    if plan.rules.spends_tokens:
+        least = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
+        check_least_budget(layers, plan.budget or 0, least, min(plan.kept_bits, *fewer_bits(plan, layers), 16))
+    else:
+        check_room(layers, plan.budget, plan.features, plan.kept_window + plan.kept_sinks)
+
+
+def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
+    """Allocate by a plan, from the measurements of a run."""
+    check_dials(plan, layers)
+    if plan.rules.decided_by == "prices":
+        return allocate_by_prices(offers_of(run, plan, layers))
+    if plan.rules.decided_by == "budget":
+        return allocate_alike(layers, plan, plan.kept_sinks)
+    if plan.rules.decided_by == "gates":
+        if (gates := run.gates) is None:
+            raise missing_measurement(run, plan, "gates")
+        return allocate_by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.target_tokens(run.positions))
+    if (profile := run.profile) is None:
+        raise missing_measurement(run, plan, "profile")
+    return allocate_by_freedoms(
+        profile,
+        layers,
+        budget=plan.budget,
+        features=plan.features,
+        strategy=plan.strategy,
+        window=plan.kept_window,
+        sinks=plan.kept_sinks,
+    )
+
+
+def decidable(run: Run) -> bool:
+    """Tell whether a run has its profile and all else that it decides by."""
+    return run.has_file("profile.json") and run.has_file(f"{run.plan.rules.product}.json")
+
+
+def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
+    """Give every head the same within the budget: a window, and as many slots or features if the plan has them."""
+    far_field = plan.rules.far_field
+    if plan.memory:
+        return Allocation(plan.strategy, sinks, tuple(allocate_memory(layer, plan, sinks) for layer in layers))
+
+    def row(layer: Layer) -> tuple[Head, ...]:
+        token = token_bytes(layer, plan.kept_bits)
+        room = ((plan.budget or 0) - sinks) * token_bytes(layer)
+        unit = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[far_field]
+        count = room // (token + unit) if unit else 0
+        slots, features = (count if far_field == far else 0 for far in ("slots", "features"))
+        head = Head((room - count * unit) // token, features, slots=slots, bits=plan.kept_bits)
+        return (head,) * heads_replaced(layer)
+
+    return Allocation("window", sinks, tuple(map(row, layers)))
+
+
+def fewer_bits(plan: Plan, layers: Sequence[Layer]) -> tuple[int, ...]:
+    """List bits that heads may have beside those that options are priced with: none where vectors fill no bytes."""
+    sizes = {size for layer in layers if layer.native_window is None for size in (layer.key_dim, layer.value_dim)}
+    return tuple(bits for bits in plan.fewer_bits if all(size % 8 == 0 for size in sizes))
+
+
+def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
+    """Give every head of a layer a window, the plan's or half of the budget, and the rows of a memory for the rest.
+
+    A window that is not asked for takes what rows cannot use.
+    """
+    room = (plan.budget or 0) * token_bytes(layer)
+    token = token_bytes(layer, plan.kept_bits)
+    head = Head(plan.kept_window, bits=plan.kept_bits, memory=plan.memory)
+    most = MEMORIES[plan.memory].most_rows(layer.key_dim)
+    fits = [r for r in range(1, most + 1) if head_bytes(replace(head, features=r), layer, sinks, 0) <= room]
+    if not fits:
+        least = head_bytes(replace(head, features=1), layer, sinks, 0)
+        raise BudgetError(
+            f"a budget of {plan.budget} tokens has no room for a row of {plan.memory} beside a window of {head.window} "
+            f"and {sinks} sinks: ask for at least {-(-least // token_bytes(layer))}, or for a smaller window"
+        )
+    head = replace(head, features=fits[-1])
+    if plan.window is None:
+        head = replace(head, window=head.window + (room - head_bytes(head, layer, sinks, 0)) // token)
+    return (head,) * heads_replaced(layer)
+
+
+def sinks_to_try(plan: Plan) -> tuple[int, ...]:
+    """List the numbers of sinks to choose from, the largest first: it is the safest where the kl does not differ."""
+    return (
+        tuple(count for count in (SINKS, 2, 1, 0) if count <= plan.kept_sinks) if plan.sinks is None else (plan.sinks,)
+    )
+
+
+def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
+    """List the offers of every head under a plan, from the prices that the run has measured."""
+    if (prices := run.prices) is None:
+        raise missing_measurement(run, plan, "prices")
+    check_prices(prices, plan)
+    return offers_by_prices(run, plan, prices, layers)
+
+
+def offers_by_prices(run: Run, plan: Plan, prices: Prices, layers: Sequence[Layer]) -> OffersOfHeads:
+    """List the offers of every head under a plan by given prices."""
+    far_field = plan.rules.far_field
+
+    def is_allowed(option: Head) -> bool:
+        if option.softmax:  # what fewer bits cost
+            return option.bits in plan.fewer_bits
+        return (not option.slots or far_field == "slots") and (not option.features or far_field == "features")
+
+    length = plan.target_tokens(run.positions)
+    return OffersOfHeads.of(prices.of_options(is_allowed), layers, plan.budget or 0, length, plan.may_grow)
+
+
+def check_prices(prices: Prices, plan: Plan) -> None:
+    """Refuse a plan that asks for options without a price."""
+    bits = prices.options[0].bits
+    if plan.bits not in (None, bits):
+        raise RequestError(f"the prices were measured with {bits} bits a number, not {plan.bits}: start a new run")
+    if plan.sinks not in (None, prices.sinks):
+        raise RequestError(f"the prices were measured with sinks {prices.sinks}, not {plan.sinks}: start a new run")
+    far_field = plan.rules.far_field
+    if far_field and not any(getattr(option, far_field) for option in prices.options):
+        raise RequestError(
+            f"the prices were measured without {far_field}, which the strategy {plan.strategy} needs: start a new run "
+            f"with --strategy {plan.strategy}"
+        )
+
+
+def missing_measurement(run: Run, plan: Plan, what: str) -> RequestError:
+    """Say which measurement of a plan is missing, and whether resuming the run or only a new run measures it."""
+    if what in ("profile", run.plan.rules.product) and not run.checkpoint.exists():
+        return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
+    return RequestError(
+        f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and resuming it "
+        f"measures none: start a new run with --strategy {plan.strategy}"
+    )
+
+
+def allocate_by_gates(gates: Gates, layers: Sequence[Layer], budget: int, sinks: int, length: int) -> Allocation:
+    """Leave softmax as many heads as the budget has room for at a length, and give the others one window size."""
+    order = sorted(
+        ((index, head) for index, row in enumerate(gates) for head in range(len(row))),
+        key=lambda place: -gates[place[0]][place[1]],
+    )
+    softmax: set[tuple[int, int]] = set()
+    least = sinks + max(SMALLEST, budget // 4)  # a window is worth more than another softmax head
+    for place in order:
+        if window_tokens(layers, gates, softmax | {place}, budget, length) < least:
+            break
+        softmax.add(place)
+    window = window_tokens(layers, gates, softmax, budget, length) - sinks
+    return Allocation(
+        "duo",
+        sinks,
+        tuple(
+            tuple(Head(softmax=True) if (index, head) in softmax else Head(window=window) for head in range(len(row)))
+            for index, row in enumerate(gates)
+        ),
+    )
+
+
+def window_tokens(
+    layers: Sequence[Layer], gates: Gates, softmax: set[tuple[int, int]], budget: int, length: int
+) -> int:
+    """Compute the tokens that each other head can hold beside some softmax heads."""
+    left = cache_bytes(layers, budget) - sum(length * token_bytes(layers[index]) for index, _ in softmax)
+    one_each = sum(
+        token_bytes(layer)
+        for index, (layer, row) in enumerate(zip(layers, gates, strict=True))
+        for head in range(len(row))
+        if (index, head) not in softmax
+    )
+    return left // one_each if one_each else 0

@@ -1,0 +1,136 @@
+"""Estimates prices of heads from one pass forward and a few back, in place of a pass for every price.
+
+If an option changes the output of a head's attention by δ, the kl at the model's output is ½ δᵀ F δ to second order,
+F being the Fisher information: the mean of g gᵀ over next tokens drawn from the teacher, g the gradient of their
+log-likelihood. Each token's change counts alone (what one change does to another is left out), so that few draws do.
+A large kl lies beyond the second order and is overestimated; the estimate serves to order heads and options.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from linearizer.method.block_gradients import Recording, gradients_by_layer
+from linearizer.method.blockwise_pass import chain_of
+from linearizer.method.substitute import Begin, make_layer_student
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
+from linearizer.run.prices import KlOfLayer, Prices
+from linearizer.run.sharing import ALL, Share
+from linearizer.student.attention_interface import attention_modules, device_of
+from linearizer.student.layer_student import generator_at
+from linearizer.teacher.logits import vocabulary
+from linearizer.teacher.streaming import is_streamed
+
+DRAWS = 4  # of next tokens, for every text
+MAX_GRADIENTS = 2**27  # of several texts together, with their logits
+
+Tensor = torch.Tensor
+Part = tuple[int, int]  # a layer, and the first of a group of texts
+
+
+def estimate_prices(
+    teacher: PreTrainedModel,
+    texts: Tensor,
+    layers: Sequence[Layer],
+    options: Sequence[Head],
+    sinks: int,
+    begin: Begin,
+    seed: int = 0,
+    before: Mapping[Part, KlOfLayer] | None = None,
+    keep: Callable[[Part, KlOfLayer], None] = lambda part, kl: None,
+    share: Share = ALL,
+) -> Steps[Prices]:
+    """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
+
+    `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
+    holds those of an earlier call, or of other shares. Every text draws its next tokens for itself.
+    """
+    priced = {index: layer.kv_heads for index, layer in enumerate(layers) if layer.native_window is None}
+    kl = dict(before or {})
+    size = texts_together(teacher, layers, texts)
+    groups = range(0, len(texts), size)
+    own = parts_of(share, groups, priced)
+    left = [first for first in groups if any(part[1] == first and part not in kl for part in own)]
+    devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
+    recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
+    chain = chain_of(teacher, texts) if left else None
+    sweeps = [left] if is_streamed(teacher) else [[first] for first in left]  # a sweep reads all weights
+    total, done = len(own), sum(part in kl for part in own)
+    yield Progress(EventName.PRICE, done, total, "layers")
+    for sweep in sweeps:
+
+        def likelihoods(batch: int, logits: Tensor, sweep: Sequence[int] = sweep) -> list[Tensor]:
+            return draw_likelihoods(logits, [generator_at(seed, sweep[batch] + text) for text in range(len(logits))])
+
+        batches, given = [texts[first : first + size] for first in sweep], Counter[int]()
+        for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
+            part, given[index] = (index, sweep[given[index]]), given[index] + 1
+            if part in own and part not in kl:
+                kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
+                keep(part, kl[part])
+                done += 1
+                yield Progress(EventName.PRICE, done, total, "layers")
+    means = {}
+    for index in priced:
+        if all((index, first) in kl for first in groups):
+            sums = torch.stack([torch.tensor(kl[index, first], dtype=torch.float64) for first in groups])
+            means[index] = rows_of(sums.sum(0) / texts.numel())
+    return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
+
+
+def parts_of(share: Share, groups: Sequence[int], costs: Mapping[int, float]) -> set[Part]:
+    """List the layers and groups of texts that fall to a process: a half of the texts where processes are even.
+
+    Those that have the same texts share the layers, for each of which all run the whole model.
+    """
+    halves = 2 if share.count % 2 == 0 else 1
+    own = Share(share.number // halves, share.count // halves).part_of(costs)
+    half = list(groups)[share.number % halves :: halves]
+    return {(index, first) for index in own for first in half}
+
+
+def rows_of(kl: Tensor) -> KlOfLayer:
+    """Lay the kl of a layer (KV heads, options) out."""
+    return tuple(map(tuple, kl.tolist()))
+
+
+def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Tensor) -> int:
+    """Compute how many texts are run together: at most a half, by the gradients and logits that are held of each."""
+    outputs = sum(layer.query_heads * layer.value_dim for layer in layers if layer.native_window is None)
+    most = MAX_GRADIENTS // (texts.shape[1] * (DRAWS * outputs + 3 * vocabulary(teacher)))
+    return max(1, min(most, -(-len(texts) // 2)))
+
+
+@torch.no_grad()
+def kl_of_options(
+    layer: Layer, recording: Recording, gradient: Tensor, options: Sequence[Head], sinks: int, begin: Begin, index: int
+) -> KlOfLayer:
+    """Estimate the kl of a layer's heads by the change of their outputs, summed over the tokens of some texts."""
+    device, heads = recording.inputs[0].device, layer.kv_heads
+    kl = torch.zeros(heads, len(options)).double()
+    for place, option in enumerate(options):
+        output = make_layer_student(layer, [option] * heads, sinks, begin, index, device)(*recording.inputs)
+        change = (output - recording.output).float().unflatten(1, (heads, -1))
+        # (draws, texts, KV heads, group, tokens): the queries of a group change together
+        slope = (gradient.unflatten(2, (heads, -1)) * change).sum((-1, 3))
+        kl[:, place] = slope.square().mean(0).sum((0, 2)).double().cpu() / 2
+    return rows_of(kl)
+
+
+def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: torch.device) -> Recording:
+    """Make the recording of a layer."""
+    return Recording(make_layer_student(layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, index, device))
+
+
+def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Draw next tokens, a few times and for every text by itself; give the log-likelihood of each draw."""
+    logs = logits.float().log_softmax(-1)
+    pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
+    drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
+    return [logs.flatten(0, 1).gather(-1, draw[:, None]).sum() for draw in drawn.T.to(logs.device)]

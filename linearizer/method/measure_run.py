@@ -1,0 +1,253 @@
+"""Measures a teacher: runs it over text and reduces queries and keys, as they come, to a Profile and to Samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from linearizer.hub.weight_files import write_tensors
+from linearizer.method.blockwise_pass import Chain, calls_of, chain_of, run_blocks, sweep_forward
+from linearizer.method.degrees_of_freedom import degrees_of_freedom
+from linearizer.method.recorder import LayerRecord, Recorder, draw_sample
+from linearizer.method.samples import SAMPLES, LayerSamples, Samples
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.plan import Plan
+from linearizer.plan.profile import Gauge, HeadProfile, LayerProfile, Profile, ProfileSettings
+from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
+from linearizer.run.folder import Run
+from linearizer.run.stopping import interruptible, log_progress
+from linearizer.teacher.kept_texts import texts_of_run
+from linearizer.teacher.load import Teacher
+from linearizer.teacher.logits import check_logits
+from linearizer.teacher.streaming import is_streamed
+
+FEW_TEXTS, MIN_LENGTH = 2, 32  # that defaults shrink to where a text is short
+MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
+DEFAULTS = ProfileSettings()
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The profile to decide by, and the samples that students are initialised from."""
+
+    profile: Profile
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class Freedoms:
+    """The curve of one sample."""
+
+    counts: tuple[float, ...]  # N(λ) for every ridge
+    saturated: bool  # N(reference) > samples / 4: more samples would give more
+
+
+def measure_profile(
+    model: nn.Module,
+    texts: torch.Tensor,  # (texts, tokens)
+    layers: tuple[Layer, ...],
+    settings: ProfileSettings = DEFAULTS,
+    *,
+    batch_tokens: int = 2048,
+    keep_text: bool = False,
+) -> Steps[Measurement]:
+    """Measure the attention of a model on texts; the samples may keep the whole first text besides."""
+    windows = tuple(window for window in (16 << power for power in range(30)) if window < texts.shape[1])
+    draw = draw_sample(texts, settings.samples, settings.rows, settings.sinks, settings.seed)
+    recorder = Recorder(layers, draw, windows, keep_text)
+    size = max(1, batch_tokens // texts.shape[1])
+    if is_streamed(model) and (chain := chain_of(model, texts)):
+        yield from record_by_blocks(model, chain, texts.split(size), recorder)
+    else:
+        batches = texts.split(size)
+        for batch, ids in enumerate(batches):
+            record_batch(model, ids, batch * size, recorder)
+            yield Progress(EventName.PROFILE, batch + 1, len(batches), "batches")
+    recorder.check()
+    profiles = yield from profile_layers(recorder, settings)
+    rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
+    records = [recorder.records.get(index) for index in range(len(layers))]
+    samples = tuple(
+        None if record is None else LayerSamples(record.queries, record.keys, record.values, record.text)
+        for record in records
+    )
+    return Measurement(Profile(settings, texts.numel(), windows, rows), Samples(samples))
+
+
+def record_by_blocks(
+    model: nn.Module, chain: Chain, batches: Sequence[torch.Tensor], recorder: Recorder
+) -> Steps[None]:
+    """Run all texts through the model block by block, so that the weights of each are read once."""
+
+    def enter(batch: int, place: int, hidden: torch.Tensor) -> None:
+        recorder.first = batch * len(batches[0])
+
+    with recorder.recording(model, 0):
+        calls = [calls_of(model, chain, ids) for ids in batches]
+        for done, _ in enumerate(sweep_forward(chain, calls, enter)):
+            yield Progress(EventName.PROFILE, done + 1, len(chain.blocks), "layers")
+
+
+def record_batch(model: nn.Module, ids: torch.Tensor, first: int, recorder: Recorder) -> None:
+    """Run a batch of texts, of which the first has this number, through the model, up to its last layer."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), recorder.recording(model, first):
+            run_blocks(model, ids)
+    finally:
+        model.train(training)
+
+
+def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[int, LayerProfile]]:
+    """Turn the records of the layers into profiles, sample by sample."""
+    samples = [
+        (index, sample)
+        for index, record in sorted(recorder.records.items())
+        for sample in list_samples(record, settings)
+    ]
+    curves: dict[int, list[Freedoms]] = {index: [] for index in recorder.records}
+    with one_core_per_head() as pool:
+        results = pool.map(
+            lambda pair: measure_freedoms(pair[1](), settings, recorder.records[pair[0]].device), samples
+        )
+        for done, ((index, _), curve) in enumerate(zip(samples, results, strict=True)):
+            curves[index].append(curve)
+            details = layer_details(recorder.records[index], curves[index], index, settings)
+            yield Progress(EventName.PROFILE, done + 1, len(samples), "heads", details)
+    return {index: layer_profile(record, curves[index], settings) for index, record in recorder.records.items()}
+
+
+def layer_details(
+    record: LayerRecord, curves: list[Freedoms], index: int, settings: ProfileSettings
+) -> dict[str, object]:
+    """Report the degrees of freedom of a layer's KV heads, once all of them are known."""
+    if len(curves) != len(record.keys):
+        return {}
+    return {"layer": index, "freedoms": [settings.at_reference(curve.counts) for curve in curves]}
+
+
+@contextmanager
+def one_core_per_head() -> Iterator[ThreadPoolExecutor]:
+    """Compute each head on a single core: two that share a head wait for each other, endlessly on a busy machine."""
+    cores = torch.get_num_threads()
+    pool = ThreadPoolExecutor(min(cores, MAX_WORKERS), initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(cores)  # later threads begin with the number that a worker sets
+
+
+def list_samples(record: LayerRecord, settings: ProfileSettings) -> Sequence[Callable[[], torch.Tensor]]:
+    """List functions that make the samples of a layer: of its KV heads, then of its query heads with per="query"."""
+    gauge = settings.gauge
+    samples = [partial(head_points, record.queries, record.keys, head, gauge) for head in range(len(record.keys))]
+    if settings.per == "query" and not is_multi_head(record):
+        group = len(record.queries) // len(record.keys)
+        samples += [
+            partial(join_in_gauge, queries, record.keys[head // group], gauge)
+            for head, queries in enumerate(record.queries)
+        ]
+    return samples
+
+
+def is_multi_head(record: LayerRecord) -> bool:
+    """Tell whether every query head has keys of its own: then its sample is that of its KV head."""
+    return len(record.queries) == len(record.keys)
+
+
+def head_points(queries: torch.Tensor, keys: torch.Tensor, head: int, gauge: Gauge) -> torch.Tensor:
+    """Make the sample of a KV head, (samples, key_dim): queries drawn evenly over its group, then as many keys."""
+    slots = torch.arange(keys.shape[1])
+    group = queries.unflatten(0, (len(keys), -1))[head]  # (group, samples / 2, key_dim)
+    return join_in_gauge(group[slots % len(group), slots], keys[head], gauge)
+
+
+def join_in_gauge(queries: torch.Tensor, keys: torch.Tensor, gauge: Gauge) -> torch.Tensor:
+    """Join queries and keys; subtract the mean of the keys in the centred gauge."""
+    keys = keys.double()
+    return torch.cat([queries.double(), keys - keys.mean(0) if gauge == "centred" else keys])
+
+
+def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: torch.device) -> Freedoms:
+    """Compute N(λ) of one sample at every ridge."""
+    points = points.to(device if device.type == "cuda" else "cpu")  # other accelerators have no float64
+    ridges = (*settings.ridges, settings.reference)
+    *counts, at_reference = degrees_of_freedom(points, ridges, settings.normalise, settings.reference).tolist()
+    return Freedoms(round_to_six_digits(counts), at_reference > len(points) / 4)
+
+
+def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: ProfileSettings) -> LayerProfile:
+    """Put the results of a layer together."""
+    heads, queries = curves[: len(record.keys)], curves[len(record.keys) :]
+    if settings.per == "query" and is_multi_head(record):
+        queries = heads
+    attention = [round_to_six_digits(row) for row in record.attention_means().tolist()]
+    shares = record.far_shares()
+    far = [(None, None)] * len(heads) if shares is None else [round_to_six_digits(row) for row in shares.tolist()]
+    profiles = tuple(
+        HeadProfile(curve.counts, curve.saturated, sink_mass, tuple(window_mass), entropy, *errors)
+        for curve, (entropy, sink_mass, *window_mass), errors in zip(heads, attention, far, strict=True)
+    )
+    return LayerProfile(profiles, tuple(curve.counts for curve in queries))
+
+
+def round_to_six_digits(numbers: list[float]) -> tuple[float, ...]:
+    """Keep six digits, so that a profile stays a few kilobytes."""
+    return tuple(float(f"{number:.6g}") for number in numbers)
+
+
+def profile_settings(plan: Plan) -> ProfileSettings:
+    """Take the settings of a plan."""
+    return ProfileSettings(
+        text=plan.text,
+        samples=plan.kept_samples,
+        sinks=plan.kept_sinks,
+        per=plan.per,
+        normalise=plan.normalise,
+        gauge=plan.gauge,
+        seed=plan.seed,
+    )
+
+
+def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
+    """Measure the teacher, unless the run has its profile already."""
+    if profile := run.profile:
+        return profile
+    with interruptible(run):
+        texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
+        check_logits(teacher.model, texts)
+    settings, keep_text = profile_settings(run.plan), bool(run.plan.memory)
+    steps = measure_profile(teacher.model, texts, teacher.inspection.layers, settings, keep_text=keep_text)
+    measured = yield from log_progress(run, steps)
+    write_tensors(run.folder / SAMPLES, measured.samples.tensors())
+    run.write_product("profile.json", measured.profile.to_json())
+    run.log(EventName.PROFILED, tokens=measured.profile.tokens)
+    return measured.profile
+
+
+def fit_to_text(plan: Plan, tokens: int, positions: int | None, yielding: Collection[str]) -> Plan:
+    """Shrink the options that yield, first the number of texts and then their length, to a text of so many tokens."""
+
+    def enough(plan: Plan) -> bool:
+        return min_texts(plan) * plan.kept_length(positions) <= tokens
+
+    fitted = plan
+    while "texts" in yielding and not enough(fitted) and fitted.kept_texts > FEW_TEXTS:
+        fitted = replace(fitted, texts=fitted.kept_texts - 1)
+    if "length" in yielding and not enough(fitted):
+        fitted = replace(fitted, length=max(MIN_LENGTH, tokens // min_texts(fitted) // 8 * 8))
+    return fitted
+
+
+def min_texts(plan: Plan) -> int:
+    """Count the texts that a run needs at least: those to measure or of one batch, and one more to judge by."""
+    return max(plan.texts_measured, plan.batch if plan.trains else 0) + 1

@@ -1,0 +1,219 @@
+"""Records a model's attention while it runs: a sample of queries, keys and values, and a few sums over the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.method.samples import LayerSamples
+from linearizer.plan.head_bytes import Layer
+from linearizer.student.attention_interface import observing
+from linearizer.teacher.layers import layer_number
+
+SCORES = 2**23  # attention scores that are held at once
+MIN_SHARE = 1e-30  # of the weights, where they are divided by it
+FAR_ROWS = 4  # every fourth row says how far a plain mass and plain values are off
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The sampled tokens, drawn before the model runs, so that batches do not change the result."""
+
+    sinks: int  # first tokens of each text, of which none is drawn
+    keys: torch.Tensor  # (samples / 2,) positions in the flattened texts, rising
+    queries: torch.Tensor  # (samples / 2,) drawn apart from the keys
+    rows: torch.Tensor  # (rows,) the queries whose whole attention is computed
+
+
+def draw_sample(texts: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
+    """Draw tokens of texts (texts, tokens) that are no sinks, without replacement."""
+    eligible = torch.arange(texts.numel()).view(texts.shape)[:, sinks:].flatten()
+    if texts.shape[1] <= sinks:
+        raise TextError(
+            f"texts of {texts.shape[1]} tokens leave none to draw from beside {sinks} sinks: ask for a --length above "
+            f"{sinks}, or for fewer sinks"
+        )
+    if len(eligible) < samples // 2:
+        raise TextError(
+            f"the text leaves {len(eligible)} tokens to draw from, {samples} samples per head need {samples // 2}: "
+            "give more text, or ask for fewer samples"
+        )
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(count: int) -> torch.Tensor:
+        return eligible[torch.randperm(len(eligible), generator=generator)[:count]].sort().values
+
+    return Draw(sinks, pick(samples // 2), pick(samples // 2), pick(rows))
+
+
+class LayerRecord:
+    """The record of one layer; its sums are over the drawn rows, each a mean over the query group of a KV head."""
+
+    def __init__(
+        self, layer: Layer, draw: Draw, windows: tuple[int, ...], device: torch.device, keeps_text: bool = False
+    ) -> None:
+        heads = layer.kv_heads
+        self.keeps_text, self.text = keeps_text, None  # type: bool, LayerSamples | None
+        self.layer, self.draw, self.windows, self.device = layer, draw, windows, device
+        self.keys = torch.zeros(heads, len(draw.keys), layer.key_dim)
+        self.values = torch.zeros(heads, len(draw.keys), layer.value_dim)
+        self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
+        # (kv heads, 2 + windows): entropy, mass on sinks, mass within each window
+        self.attention = torch.zeros(heads, 2 + len(windows), dtype=torch.float64, device=device)
+        self.far = torch.zeros(heads, 3, dtype=torch.float64, device=device)  # far_errors beyond the first window
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
+        """Add a batch whose first text is number `first`; query and key contain the scaling."""
+        texts, length = len(query), query.shape[2]
+        if self.keeps_text and first == 0:
+            self.text = LayerSamples(query[0].clone().cpu(), key[0].clone().cpu(), value[0].clone().cpu())
+        drawn = ((self.keys, key, self.draw.keys), (self.values, value, self.draw.keys))
+        for sample, vectors, positions in (*drawn, (self.queries, query, self.draw.queries)):
+            slots, places = find_within(positions, first * length, (first + texts) * length)
+            places = places.to(vectors.device)
+            sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
+        for text in range(texts):
+            _, rows = find_within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
+            self.add_attention(query[text], key[text], value[text], rows.to(query.device))
+
+    def add_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add the whole attention of some rows of one text, a block at a time."""
+        sinks = self.draw.sinks
+        for block in rows.split(max(1, SCORES // (query.shape[0] * query.shape[1]))):
+            grouped = query[:, block].unflatten(0, (self.layer.kv_heads, -1))  # (kv heads, group, rows, key_dim)
+            self.attention += attention_sums(grouped, key, block, sinks, self.windows)
+            if self.windows:
+                some = slice(None, None, FAR_ROWS)
+                self.far += far_errors(grouped[:, :, some], key, value, block[some], sinks, self.windows[0])
+
+    def attention_means(self) -> torch.Tensor:
+        """Give entropy, mass on sinks and mass within each window, a row per KV head."""
+        return self.attention / len(self.draw.rows)
+
+    def far_shares(self) -> torch.Tensor | None:
+        """Give the errors of mass and of values as shares of the outputs, a row per KV head; None: nothing was far."""
+        return self.far[:, 1:] / self.far[:, :1] if (self.far[:, 0] > 0).all() else None
+
+
+def find_within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
+    """Find the rising positions in begin … end - 1: their slots in the sample, and their distance from `begin`."""
+    low, high = torch.searchsorted(positions, torch.tensor([begin, end])).tolist()
+    return slice(low, high), positions[low:high] - begin
+
+
+def attention_sums(
+    query: torch.Tensor,  # (kv heads, group, rows, key_dim)
+    key: torch.Tensor,  # (kv heads, tokens, key_dim)
+    rows: torch.Tensor,  # (rows,) where the queries stand among the tokens
+    sinks: int,
+    windows: tuple[int, ...],
+) -> torch.Tensor:  # (kv heads, 2 + windows)
+    """Sum entropy, mass on sinks, and mass within each window (sinks apart) over the rows."""
+    place = torch.arange(key.shape[1], device=rows.device)
+    seen, is_sink = place <= rows[:, None], place < sinks
+    logs = (query @ key.unsqueeze(1).mT).masked_fill(~seen, -torch.inf).log_softmax(-1)  # (…, rows, tokens)
+    mass = logs.exp()
+    entropy = -(mass * logs.masked_fill(~seen, 0)).sum(-1)
+    before = (mass * ~is_sink).cumsum(-1)
+    edges = rows[:, None] - rows.new_tensor(windows)  # (rows, windows): the last token outside
+    outside = before.gather(-1, edges.clamp(min=0).expand(*mass.shape[:3], -1)) * (edges >= 0)
+    sums = [entropy.unsqueeze(-1), (mass * is_sink).sum(-1, keepdim=True), before[..., -1:] - outside]
+    return torch.cat(sums, -1).double().mean(1).sum(1)
+
+
+class Recorder:
+    """Observes a model while it runs, and keeps a record of every layer that the teacher does not bound itself."""
+
+    def __init__(
+        self, layers: tuple[Layer, ...], draw: Draw, windows: tuple[int, ...], keeps_text: bool = False
+    ) -> None:
+        self.layers, self.draw, self.windows, self.keeps_text = layers, draw, windows, keeps_text
+        self.records: dict[int, LayerRecord] = {}
+        self.first = 0  # number of the batch's first text
+
+    @contextmanager
+    def recording(self, model: nn.Module, first: int) -> Iterator[None]:
+        """Record while a batch runs that begins with text number `first`; nothing stays on the model afterwards."""
+        self.first = first
+        with observing(model, self.observe):
+            yield
+
+    def observe(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,  # (batch, query heads, tokens, key_dim)
+        key: torch.Tensor,  # (batch, kv heads, tokens, key_dim)
+        value: torch.Tensor,  # (batch, kv heads, tokens, value_dim)
+        scaling: float,
+        others: dict,
+    ) -> None:
+        """Record one layer of a batch."""
+        index = layer_number(module)
+        layer = self.layers[index]
+        if layer.native_window is not None:
+            return
+        shape = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
+        expected = (layer.query_heads, layer.kv_heads, layer.key_dim, layer.value_dim)
+        if shape != expected:
+            raise FaultError(f"layer {index} attends with (query heads, KV heads, sizes) {shape}, not {expected}")
+        for name, vectors in (("queries", query), ("keys", key), ("values", value)):
+            if not vectors.isfinite().all():
+                raise RequestError(
+                    f"layer {index}: the {name} are not finite; the weights are damaged, or their type is too small: "
+                    "load the model in float32"
+                )
+        if index not in self.records:
+            self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device, self.keeps_text)
+        root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
+        self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
+
+    def check(self) -> None:
+        """Check that every layer was seen."""
+        expected = {index for index, layer in enumerate(self.layers) if layer.native_window is None}
+        if missing := sorted(expected - self.records.keys()):
+            raise FaultError(f"the attention of layers {missing} was not seen: this model cannot be measured")
+
+
+def far_errors(
+    query: torch.Tensor,  # (kv heads, group, rows, key_dim)
+    key: torch.Tensor,  # (kv heads, tokens, key_dim)
+    value: torch.Tensor,  # (kv heads, tokens, value_dim)
+    rows: torch.Tensor,  # (rows,) where the queries stand among the tokens
+    sinks: int,
+    window: int,
+) -> torch.Tensor:  # (kv heads, 3)
+    """Sum |y|² over rows that see something far, and the squared errors of y by a plain mass and by plain values.
+
+    What a far field without any resolution would leave of a head's error:
+      mass    far values are exact, and their mass is that of Gaussian keys: log n + q·mean + ½ Σ variance q²
+      values  the far mass is exact, and the values are the mean of all far values
+    A head whose error is in its mass is served by two numbers a dimension; one whose error is in its values needs
+    slots, features, or a window.
+    """
+    place = torch.arange(key.shape[1], device=rows.device)
+    seen = place <= rows[:, None]
+    far = (rows[:, None] - place >= window) & (place >= sinks)
+    key, value = key.unsqueeze(1), value.unsqueeze(1)
+    logits = (query @ key.mT).masked_fill(~seen, -torch.inf)
+    total, weights = logits.logsumexp(-1, keepdim=True), logits.softmax(-1)
+    share = (weights * far).sum(-1, keepdim=True)
+    far_part = (weights * far) @ value
+    near_part = weights @ value - far_part
+
+    number = far.sum(-1, keepdim=True).clamp_min(1).to(query.dtype)  # (rows, 1)
+    even = far.to(query.dtype) / number
+    mean = even @ key  # (kv heads, 1, rows, key_dim)
+    variance = (even @ key.square() - mean.square()).clamp_min(0)
+    mass = number.log() + (query * mean + query.square() * variance / 2).sum(-1, keepdim=True)
+    plain = (mass - total - (1 - share).clamp_min(MIN_SHARE).log()).sigmoid()
+    by_mass = (1 - plain) * near_part / (1 - share).clamp_min(MIN_SHARE) + plain * far_part / share.clamp_min(MIN_SHARE)
+    by_values = near_part + share * (even @ value)
+    whole, some = near_part + far_part, far.any(-1)[:, None]
+    return torch.stack(
+        [(x.square() * some).double().sum((1, 2, 3)) for x in (whole, whole - by_mass, whole - by_values)], -1
+    )

@@ -1,0 +1,129 @@
+"""Measures the kl of whole students: a price is of one head alone, and heads may make up for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from linearizer.method.shared_reads import in_step, passes_at_once
+from linearizer.method.substitute import Begin, BlockAnswers, make_layer_student, replace_student
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Layer
+from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
+from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules, device_of
+from linearizer.teacher.logits import kl_of, logits_of
+
+
+def measure_students(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    allocations: Sequence[Allocation],
+    begin: Begin,
+) -> Steps[list[float]]:
+    """Measure the kl of each allocation's student, in nats per token."""
+    kl = yield from kl_by_token(teacher, texts, layers, allocations, begin, EventName.TRY)
+    return [own.mean().item() for own in kl]
+
+
+@torch.inference_mode()
+def kl_by_token(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    allocations: Sequence[Allocation],
+    begin: Begin,
+    step: EventName = EventName.CHECK,
+) -> Steps[list[torch.Tensor]]:  # (texts, tokens) for each allocation
+    """Measure the kl of each allocation's student at every token, in nats."""
+    kl: list[torch.Tensor] = []
+    yield Progress(step, 0, len(allocations), "students")
+    expected = logits_of(teacher, texts)
+    size = passes_at_once(teacher, texts.numel())
+    for done in range(0, len(allocations), size):
+        some = allocations[done : done + size]
+        given = [(teacher, texts, layers, allocation, begin, expected) for allocation in some]
+        kl += in_step(teacher, [partial(tokens_kl_of_student, *each) for each in given])
+        yield Progress(step, len(kl), len(allocations), "students")
+    return kl
+
+
+@torch.inference_mode()
+def improve_by_exchanges(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    exchange: Callable[[Allocation], Allocation | None],
+    exchanges: int,
+    begin: Begin,
+) -> Steps[tuple[Allocation, float]]:
+    """Measure an allocation, then candidates that `exchange` makes of the best so far; return the best and its kl.
+
+    A candidate is run from the first layer on in which it differs from the best.
+    """
+    yield Progress(EventName.EXCHANGE, 0, exchanges, "students")
+    expected = logits_of(teacher, texts)
+    best, answers = allocation, BlockAnswers(teacher)
+    with answers.kept():
+        best_kl = kl_of_student(teacher, texts, layers, allocation, begin, expected)
+    for done in range(exchanges + 1):
+        yield Progress(EventName.EXCHANGE, done, exchanges, "students", {"kl": best_kl})
+        candidate = exchange(best) if done < exchanges else None
+        if candidate is None:
+            break
+        own = BlockAnswers(teacher)
+        with answers.skipping(first_difference(best, candidate)), own.kept():
+            kl = kl_of_student(teacher, texts, layers, candidate, begin, expected)
+        if kl < best_kl:
+            best, best_kl, answers = candidate, kl, own
+    return best, best_kl
+
+
+def first_difference(allocation: Allocation, other: Allocation) -> int:
+    """Find the first layer whose heads hold something else."""
+    pairs = enumerate(zip(allocation.heads, other.heads, strict=True))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), 0)
+
+
+def kl_of_student(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    begin: Begin,
+    expected: torch.Tensor,
+) -> float:
+    """Measure the kl of one student's logits against the expected logits, in nats per token."""
+    return tokens_kl_of_student(teacher, texts, layers, allocation, begin, expected).mean().item()
+
+
+def tokens_kl_of_student(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    begin: Begin,
+    expected: torch.Tensor,
+) -> torch.Tensor:  # (texts, tokens)
+    """Measure the kl of one student's logits at every token."""
+    return kl_of(expected, logits_of_student(teacher, texts, layers, allocation, begin))
+
+
+def logits_of_student(
+    teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], allocation: Allocation, begin: Begin
+) -> torch.Tensor:  # (texts, tokens, vocabulary)
+    """Give the logits of one student, whose heads hold what the allocation says."""
+    modules, rows = attention_modules(teacher), zip(layers, allocation.heads, strict=True)
+    with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
+        for index, (module, (layer, heads)) in enumerate(zip(modules, rows, strict=True)):
+            if heads:
+                device = device_of(module, teacher.device)
+                held = make_layer_student(layer, heads, allocation.sinks, begin, index, device)
+                stack.enter_context(replace_student(module, held))
+        return logits_of(teacher, texts)

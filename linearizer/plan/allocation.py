@@ -1,0 +1,129 @@
+"""An allocation: what every KV head holds, and the bytes that follow from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from linearizer.errors import RequestError
+from linearizer.plan import head_bytes
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.update_rules import MEMORIES
+
+
+@dataclass(frozen=True)
+class Allocation(JsonProduct):
+    """The contents of every KV head of every layer; a native layer, which the teacher bounds itself, has none here."""
+
+    json_remedy = "allocate again"
+
+    strategy: str
+    sinks: int
+    heads: tuple[tuple[Head, ...], ...]  # [layer][kv head]
+
+    def __post_init__(self) -> None:
+        if not is_count(self.sinks):
+            raise RequestError(f"an allocation keeps a whole number of sinks, not {self.sinks!r}")
+        for head in (head for row in self.heads for head in row):
+            if not all(map(is_count, (head.window, head.features, head.slots))):
+                raise RequestError(f"{head} is no head: window, features and slots are whole numbers, 0 or more")
+            if head.bits not in head_bytes.BITS:
+                raise RequestError(f"{head} is no head: its numbers have 4, 5, 6, 8 or 16 bits")
+            if head.features and head.bits < 8:
+                raise RequestError(f"{head} is no head: beside features its numbers have 8 or 16 bits")
+            if head.slots and (head.features or not head.window):
+                raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
+            if head.memory and (head.memory not in MEMORIES or head.slots):
+                raise RequestError(f"{head} is no head: its memory is one of {', '.join(MEMORIES)}, and without slots")
+            if head.softmax and (head.window or head.features or head.slots):
+                raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
+
+    @property
+    def bits(self) -> int:
+        """The bits of a number in the keys and values of most heads."""
+        counts = Counter(head.bits for row in self.heads for head in row)
+        return max(counts, key=lambda bits: (counts[bits], bits), default=16)
+
+    @property
+    def bits_in_words(self) -> str:
+        """Name the bits of a number that heads have, or between what they are."""
+        counts = {head.bits for row in self.heads for head in row} or {16}
+        return f"{min(counts)} to {max(counts)}" if len(counts) > 1 else str(*counts)
+
+    @property
+    def features_mean(self) -> float:
+        """The mean number of features over the heads that are not left softmax."""
+        counts = [head.features for row in self.heads for head in row if not head.softmax]
+        return sum(counts) / len(counts) if counts else 0.0
+
+    def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
+        """Count the bytes of the student's state after `length` tokens."""
+        return head_bytes.state_bytes(self.heads, layers, self.sinks, length)
+
+    @property
+    def exact_tokens(self) -> int:
+        """The most tokens that a head keeps exactly: its window and the sinks."""
+        return self.sinks + max((head.window for row in self.heads for head in row), default=0)
+
+    def breakeven_tokens(self, layers: Sequence[Layer]) -> int | None:
+        """Find the length from which on the teacher's cache is no smaller; None: never."""
+        return head_bytes.breakeven_tokens(self.heads, layers, self.sinks)
+
+    def growth(self, layers: Sequence[Layer]) -> int:
+        """Count the bytes that every token adds to the student's state: none unless heads are left softmax."""
+        return self.state_bytes(layers, 1) - self.state_bytes(layers, 0)
+
+    def summary(self, layers: Sequence[Layer], length: int) -> dict[str, Any]:
+        """List the allocation and its sizes after `length` tokens, as plain values."""
+        return {
+            **asdict(self),
+            "features_mean": self.features_mean,
+            "state_bytes": self.state_bytes(layers, length),
+            "state_tokens": length,
+            "bytes_a_token": self.growth(layers),
+            "breakeven_tokens": self.breakeven_tokens(layers),
+        }
+
+
+def check_allocation(allocation: Allocation, layers: Sequence[Layer]) -> None:
+    """Refuse an allocation of another model."""
+    if len(allocation.heads) != len(layers):
+        raise RequestError(f"the allocation is for {len(allocation.heads)} layers, the model has {len(layers)}")
+    for index, (heads, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
+        if len(heads) != heads_replaced(layer):
+            raise RequestError(
+                f"layer {index}: the allocation gives {len(heads)} KV heads, the model has {heads_replaced(layer)} to "
+                "replace: allocate again from the profile of this model"
+            )
+
+
+def heads_replaced(layer: Layer) -> int:
+    """Count the KV heads of a layer that a student replaces: none in a native layer."""
+    return layer.kv_heads if layer.native_window is None else 0
+
+
+def is_count(value: Any) -> bool:
+    """Tell whether a value is a whole number, 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
+    """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
+    bits, room = allocation.bits, allocation.state_bytes(layers, length)
+    of_token, of_sink = (
+        max(
+            1,
+            sum(
+                len(row) * head_bytes.token_bytes(layer, own)
+                for row, layer in zip(allocation.heads, layers, strict=True)
+            ),
+        )
+        for own in (bits, 16)
+    )
+    sinks = min(head_bytes.SINKS, room // of_token // 8)  # its own: a student with slots may need none
+    window = max((room - sinks * of_sink) // of_token, 1)
+    rows = tuple((Head(window=window, bits=bits),) * len(row) for row in allocation.heads)
+    return Allocation("window", sinks, rows)

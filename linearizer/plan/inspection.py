@@ -1,0 +1,88 @@
+"""Facts about a model from its config and the sizes of its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from linearizer.errors import UnsupportedModel
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.json_products import JsonProduct
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget in tokens of cache: its bytes, and the features that they buy."""
+
+    tokens: int
+    bytes: int
+    features_mean: float  # per KV head, if nothing else is bought
+
+
+@dataclass(frozen=True)
+class Inspection(JsonProduct):
+    """Facts about a model without its weights; its layers only as far as its code could be followed."""
+
+    name: str
+    revision: str | None
+    architecture: str
+    model_type: str
+    supported: bool
+    reason: str | None  # why it is not supported
+    remedy: str | None  # what to do instead
+    tested: bool  # whether tests of this project cover its kind
+    layers: tuple[Layer, ...]
+    scalings: tuple[float, ...]  # of each layer's scores
+    positions: str | None
+    max_positions: int | None
+    parameters: int
+    weight_bytes: int
+    licence: str | None
+    gated: bool
+    cache_bytes_per_token: int  # in the layers that a student replaces
+    budgets: tuple[Budget, ...]
+    terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
+    tower_of: str | None = None  # the class of the whole model, of which this is the text tower
+    quantised: str | None = None  # how its weights are quantised
+    packed: bool = False  # whether they stay so while it computes
+    links: bool = True  # whether a student loads from its files as they are
+    vocabulary: int = 0  # entries; 0 where its config does not say
+    gguf: str | None = None  # the file of its weights, where that is one of GGUF
+    resting: int = 0  # parameters that a token does without: of the experts that it is not sent to
+
+    @property
+    def active(self) -> int:
+        """The parameters that work for a token."""
+        return self.parameters - self.resting
+
+    @property
+    def number_bytes(self) -> int:
+        """The bytes of a number in a floating type, as far as its files tell: a smaller number is packed.
+
+        The small numbers of a GGUF file are expanded to float32.
+        """
+        small = self.gguf is not None and self.weight_bytes < 1.5 * self.parameters
+        return 4 if small or self.weight_bytes >= 3 * self.parameters else 2
+
+    @property
+    def expanded_bytes(self) -> int:
+        """The bytes of its weights once they are held: more than its files have, where these are expanded."""
+        expanded = self.quantised is not None and not self.packed
+        return self.parameters * self.number_bytes if expanded else self.weight_bytes
+
+    def describe_shape(self) -> list[tuple[str, str]]:
+        """Say of layers, attention and positions what they are, as pairs of a name and words."""
+        shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in self.layers})
+        heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
+        windowed = sum(layer.native_window is not None for layer in self.layers)
+        return [
+            ("layers", str(len(self.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
+            ("attention", heads or "unknown"),
+            ("positions", f"{self.positions or 'unknown'}, at most {self.max_positions or 'any number'}"),
+            ("licence", (self.licence or "not stated") + (", gated" if self.gated else "")),
+        ]
+
+    def require_support(self) -> None:
+        """Raise an error that says why the model cannot be linearized, if it cannot."""
+        if not self.supported:
+            raise UnsupportedModel(f"{self.name!r} cannot be linearized, because {self.reason}: {self.remedy}")

@@ -1,0 +1,375 @@
+"""The plan of a run: every option, checked where the plan is made."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from linearizer.errors import BudgetError, RequestError
+from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
+from linearizer.plan.json_products import JsonProduct, check_names
+from linearizer.plan.options import check_options, option, options_of
+from linearizer.plan.profile import Gauge, Normalise, Per
+from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
+from linearizer.plan.update_rules import MEMORIES
+
+DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given none
+MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
+MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
+USUAL_TEXTS, USUAL_LENGTH = 8, 512
+FEWEST_TEXTS = 4  # where they are long: two to price heads on, and two to compare students on
+BUDGETS_IN_LENGTH = 8  # tokens of a text for each token of the budget: what fits into a state whole has no price
+MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
+MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
+ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
+METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
+BY_RECIPE = "the recipe's"
+YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
+HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
+FITTED = "squares"  # the loss in closed form
+
+
+@dataclass(frozen=True)
+class Plan(JsonProduct):
+    """Everything that decides what a run makes: two runs of one plan on one machine make the same."""
+
+    json_indent = 1
+
+    model: str
+    budget: int | None = option(
+        None,
+        "tokens: the state may take the bytes that the teacher's KV cache takes at this length",
+        least=1,
+        most=MAX_TOKENS,
+        default_text=str(DEFAULT_BUDGET),
+        group=ALLOCATION,
+        error=BudgetError,
+    )
+    features: int | None = option(
+        None,
+        "instead of a budget: the mean number of features per KV head, the paper's C",
+        least=TILE,
+        most=MAX_TOKENS,
+        group=ALLOCATION,
+        error=BudgetError,
+    )
+    recipe: str = option("best", "the method; other options take precedence", choices=tuple(RECIPES), group=METHOD)
+    strategy: str = option(
+        "gain",
+        "how the budget is shared out",
+        choices=tuple(STRATEGIES),
+        default_text=BY_RECIPE,
+        group=ALLOCATION,
+        error=BudgetError,
+    )
+    window: int | None = option(
+        None,
+        "tokens before each token that are exact, where heads hold features",
+        least=0,
+        most=MAX_TOKENS,
+        default_text="half of the budget",
+        group=ALLOCATION,
+    )
+    sinks: int | None = option(
+        None,
+        "tokens at the start of a text that are exact",
+        least=0,
+        most=MAX_TOKENS,
+        default_text=f"measured where heads have prices, else {SINKS}; none with --features",
+        group=ALLOCATION,
+    )
+    bits: int | None = option(
+        None,
+        "bits of a number in the keys and values that are kept",
+        choices=BITS,
+        default_text="as pays for each head with gain, 8 with gain-features, else 16",
+        group=ALLOCATION,
+    )
+    feature_map: str = option(
+        "clusters",
+        "what makes features of queries and keys, or a memory that is written by a rule",
+        choices=(*FEATURE_MAPS, *MEMORIES),
+        default_text=BY_RECIPE,
+        group=TRAINING,
+    )
+    text: str = option(
+        "builtin",
+        "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]",
+        group=MEASURING,
+    )
+    texts: int | None = option(
+        None,
+        "how many texts to measure",
+        least=1,
+        default_text=f"{USUAL_TEXTS}, fewer where texts are long, or the source is short",
+        group=MEASURING,
+    )
+    length: int | None = option(
+        None,
+        "tokens of a text, at most what the model's positions allow",
+        least=1,
+        default_text=f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}; fewer where the source is short",
+        group=MEASURING,
+    )
+    samples: int | None = option(
+        None,
+        "queries and keys of a head that its degrees of freedom are computed from",
+        least=1,
+        default_text=f"{USUAL_SAMPLES}, fewer where the texts hold fewer tokens",
+        group=MEASURING,
+    )
+    per: Per = option(
+        "kv",
+        "degrees of freedom per KV head, or per query head as in the paper",
+        default_text=BY_RECIPE,
+        group=MEASURING,
+    )
+    normalise: Normalise = option("trace", "what the Gram matrix is divided by", group=MEASURING)
+    gauge: Gauge = option("centred", "keys as they are, or less their mean", default_text=BY_RECIPE, group=MEASURING)
+    steps: int = option(
+        0,
+        "steps of training; 0: none. Where heads hold no features, what the layers write is fitted to the teacher's on "
+        "as many texts, which makes up for a part of what the heads lost",
+        least=0,
+        most=MAX_STEPS,
+        default_text=BY_RECIPE,
+        group=TRAINING,
+    )
+    minutes: float | None = option(None, "minutes to train, not steps", above=0, most=MAX_MINUTES, group=TRAINING)
+    loss: str | None = option(
+        None,
+        "softmax, l2 or output: layer by layer; squares: the maps by which layers write, in closed form; direct or "
+        "logits: end to end; a+b: one after the other",
+        default_text=f"{BY_RECIPE}; squares where heads hold no features",
+        group=TRAINING,
+    )
+    lora: int | None = option(
+        None,
+        "rank of adapters on q, k, v and o that a loss end to end trains too; 0: none",
+        least=0,
+        default_text=f"{BY_RECIPE}; {HEALING_RANK} where heads hold no features and are trained end to end",
+        group=TRAINING,
+    )
+    batch: int = option(2, "texts of a step", least=1, group=TRAINING)
+    target_length: int | None = option(
+        None,
+        "tokens at which the bytes of heads that may grow count",
+        least=1,
+        most=MAX_TOKENS,
+        default_text="the model's positions",
+        group=ALLOCATION,
+    )
+    may_grow: bool = option(
+        False, "let heads keep their whole cache, softmax: the state then grows with the text", group=ALLOCATION
+    )
+    prices: str = option(
+        "estimated",
+        "how heads are priced: estimated by gradients, and the largest estimates measured; or all measured",
+        choices=("estimated", "measured"),
+        group=MEASURING,
+    )
+    exchanges: int = option(12, "neighbours of the chosen allocation that are measured, too", least=0, group=MEASURING)
+    seed: int = option(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1, group=MACHINE)
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, …", group=MACHINE)
+    dtype: str = option(
+        "auto",
+        "the type of number to compute in; auto is the teacher's own, or float32 where a CPU computes that faster",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        group=MACHINE,
+    )
+
+    @staticmethod
+    def of(recipe: str = "best", **given: Any) -> Plan:
+        """Take a recipe's choices for the options that are not given."""
+        if recipe == "best" and given.get("features") is not None:
+            recipe = "features"  # the paper's dial counts what only this recipe has
+        check_names(Plan, given)
+        return Plan(**{"recipe": recipe, **choices_of(recipe), **given})
+
+    def changed(self, **given: Any) -> Plan:
+        """Change some options; another recipe than the plan's brings its own choices for all that recipes decide."""
+        if given.get("recipe", self.recipe) == self.recipe:
+            return replace(self, **given)
+        kept = {name: value for name, value in asdict(self).items() if name not in CHOSEN}
+        return Plan.of(**{**kept, **given})
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if (self.budget is None) == (self.features is None):
+            raise BudgetError("a plan needs either a budget in tokens of cache or a mean number of features, not both")
+        if self.rules.spends_tokens and self.budget is None:
+            raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
+        if self.window is not None and self.budget is not None and self.window + self.kept_sinks > self.budget:
+            raise BudgetError(
+                f"a budget of {self.budget} tokens is too small for a window of {self.window} and {self.kept_sinks} "
+                f"sinks: ask for a window of at most {max(self.budget - self.kept_sinks, 0)}, or leave it out"
+            )
+        if self.minutes is not None and not (self.may_hold_features or self.changes_weights):
+            raise RequestError(
+                f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
+                "or ask for another recipe, or for gain-features"
+            )
+        self.check_memory()
+        if self.bits is not None and self.bits not in self.rules.bits:
+            kept = " or ".join(map(str, sorted(self.rules.bits)))
+            raise RequestError(
+                f"the strategy {self.strategy} keeps {kept} bits a number: ask for these, or leave it out"
+            )
+        if self.rules.decided_by == "gates" and not self.may_grow:
+            raise RequestError(
+                "duo lets heads keep their whole cache by its nature, so its state grows with the text: add "
+                "--may-grow, or ask for another recipe"
+            )
+
+    def check_memory(self) -> None:
+        """Refuse a memory that the strategy cannot share out, or that the loss says nothing of."""
+        if self.memory and self.strategy != "memory":
+            raise RequestError(
+                f"the strategy {self.strategy} shares out features, of which {self.memory} has none: ask for "
+                "--strategy memory"
+            )
+        if self.strategy == "memory" and not self.memory:
+            raise RequestError(
+                f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
+                f"--feature-map {' or '.join(list(MEMORIES)[-3:])}, or another strategy"
+            )
+        compared = {"l2": "products of features"}
+        if self.memory and not MEMORIES[self.memory].is_positive:
+            compared["softmax"] = "rows of positive weights"
+        for loss, what in compared.items():
+            if self.memory and self.trains and loss in self.kept_loss.split("+"):
+                raise RequestError(
+                    f"{self.memory} has no {what}, which the loss {loss} compares: ask for --loss output"
+                )
+
+    @property
+    def memory(self) -> str:
+        """The memory in place of features; none: features."""
+        return self.feature_map if self.feature_map in MEMORIES and self.rules.far_field == "features" else ""
+
+    @property
+    def kept_sinks(self) -> int:
+        """The plan's sinks, or the most that are kept."""
+        if self.sinks is not None:
+            return self.sinks
+        return 0 if self.budget is None else min(SINKS, self.budget // 8)
+
+    @property
+    def kept_window(self) -> int:
+        """The plan's window, or what with the sinks is half of the budget, less where features need the room."""
+        if self.window is not None:
+            return self.window
+        budget = self.budget or 0
+        return max(min(budget // 2, budget - MIN_FEATURES_IN_TOKENS) - self.kept_sinks, 0)
+
+    @property
+    def kept_texts(self) -> int:
+        """The plan's number of texts, or a number that leaves about as many tokens whatever their length."""
+        shared = USUAL_TEXTS * USUAL_LENGTH // (self.length or self.usual_length)
+        return self.texts or min(USUAL_TEXTS, max(FEWEST_TEXTS, shared))
+
+    @property
+    def usual_length(self) -> int:
+        """The tokens of a text where the plan names no number: several times what the state can hold whole."""
+        return max(USUAL_LENGTH, BUDGETS_IN_LENGTH * (self.budget or 0))
+
+    def kept_length(self, positions: int | None) -> int:
+        """The plan's tokens of a text, or the usual number, within the model's positions."""
+        length = self.length or self.usual_length
+        return min(length, positions or length)
+
+    def drawn_tokens(self, positions: int | None) -> int:
+        """Count the tokens that queries are drawn from, and as many keys; `positions` are the model's."""
+        return self.kept_texts * max(self.kept_length(positions) - self.kept_sinks, 0)
+
+    def most_samples(self, positions: int | None = None) -> int:
+        """Count the samples that the plan's texts have tokens for."""
+        return max(MIN_SAMPLES, 2 * self.drawn_tokens(positions) // 8 * 8)
+
+    @property
+    def kept_samples(self) -> int:
+        """The plan's samples, or as many of the usual number as the texts have tokens for."""
+        return self.samples or min(USUAL_SAMPLES, self.most_samples())
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The numbers of the options that yield to a text, usual numbers where they are left out."""
+        return {"texts": self.kept_texts, "length": self.kept_length(None), "samples": self.kept_samples}
+
+    @property
+    def kept_bits(self) -> int:
+        """The plan's bits, or the bits that options are priced with."""
+        return self.bits or self.rules.bits[0]
+
+    @property
+    def fewer_bits(self) -> tuple[int, ...]:
+        """Bits that heads may have instead, where that pays."""
+        return () if self.bits else self.rules.fewer
+
+    @property
+    def dial(self) -> str:
+        """What the plan spends, in words."""
+        return f"{self.budget} tokens of cache" if self.features is None else f"{self.features} features per KV head"
+
+    def target_tokens(self, positions: int) -> int:
+        """The length at which the bytes of softmax heads count; `positions` are the model's."""
+        return self.target_length or positions
+
+    @property
+    def rules(self) -> Strategy:
+        """What heads may hold under the plan's strategy, and what decides."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def may_hold_features(self) -> bool:
+        return self.rules.far_field == "features"
+
+    @property
+    def trains(self) -> bool:
+        """Whether training is asked for, by steps or by minutes."""
+        return bool(self.steps) or self.minutes is not None
+
+    @property
+    def heals(self) -> bool:
+        """Whether training has no features to learn, and may only make up for what the heads lost."""
+        return self.trains and not self.may_hold_features
+
+    @property
+    def kept_loss(self) -> str:
+        """The plan's loss, or the loss that suits what is trained."""
+        if self.heals:
+            return self.loss or ("logits" if self.lora else FITTED)
+        return self.loss or "softmax"
+
+    @property
+    def kept_lora(self) -> int:
+        """The plan's rank of adapters, or that of adapters that make up for what the heads lost."""
+        adapts = self.heals and FITTED not in self.kept_loss.split("+")
+        return (HEALING_RANK if adapts else 0) if self.lora is None else self.lora
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether training changes the teacher's weights: by adapters, or where what layers write is fitted."""
+        return bool(self.kept_lora) or (self.trains and FITTED in self.kept_loss.split("+"))
+
+    @property
+    def texts_measured(self) -> int:
+        """How many texts, from the first on, are measured; heads are priced, and gates learned, on two or more."""
+        return max(self.kept_texts, 2) if self.rules.product in ("prices", "gates") else self.kept_texts
+
+    def command(self) -> str:
+        """Write `linearizer run …` with the recipe and every option that is not the recipe's."""
+        words = ["linearizer", "run", self.model]
+        if self.recipe != ("best" if self.features is None else "features"):  # what a dial alone stands for
+            words += ["--recipe", self.recipe]
+        usual = {field.name: field.default for field in fields(self)} | dict(choices_of(self.recipe))
+        for name, choice in usual.items():
+            value = getattr(self, name)
+            if name in ("model", "recipe") or value in (None, ()) or value == choice:
+                continue
+            words.append(options_of(Plan)[name].flag)
+            if value is not True:
+                words.append(",".join(value) if isinstance(value, tuple) else str(value))
+        return shlex.join(words)

@@ -1,0 +1,106 @@
+"""The profile of a model: how many features each KV head needs, and where its attention falls."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from linearizer.errors import RequestError
+from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.options import check_options, option
+
+Normalise = Literal["trace", "J", "none"]  # what a ridge is a multiple of: tr K, the sample's size, one
+Gauge = Literal["raw", "centred"]  # keys as they are, or less their mean, to which a softmax is blind
+Per = Literal["kv", "query"]  # one curve for every KV head; or for every query head too, as the paper has it
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """How to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
+
+    text: str = ""  # its source
+    samples: int = option(1024, "queries and keys of a head, half and half", least=32)
+    rows: int = option(1024, "queries whose whole attention is read", least=1)
+    sinks: int = option(4, "first tokens of each text that are left out", least=0)
+    per: Per = "kv"
+    normalise: Normalise = "trace"
+    gauge: Gauge = "centred"
+    seed: int = 0
+    ridges: tuple[float, ...] = tuple(2.0**-exponent for exponent in range(21))  # falling
+    reference: float = 2.0**-8  # the λ of the paper's table of heads
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.samples % 8:
+            raise RequestError(f"samples {self.samples} cannot be shared out: give a multiple of 8 from 32 on")
+        falling = bool(self.ridges) and all(high > low for high, low in pairwise(self.ridges))
+        if not falling or not all(0 < ridge < math.inf for ridge in (*self.ridges, self.reference)):
+            raise RequestError(f"ridges must fall and be above 0, not {self.ridges} and {self.reference}")
+
+    def at_reference(self, freedoms: Sequence[float]) -> float:
+        """Read N off a curve at the reference ridge, which need not be on the grid."""
+        return Curve.through(freedoms, self.ridges).at(-math.log(self.reference))
+
+
+@dataclass(frozen=True)
+class HeadProfile:
+    """One KV head, with the queries of its group. Masses and entropy are means over queries."""
+
+    freedoms: tuple[float, ...]  # N(λ) for every ridge of the profile
+    saturated: bool  # N(reference) > samples / 4: more samples would give more
+    sink_mass: float  # attention that falls on the sinks
+    window_mass: tuple[float, ...]  # attention within each window of the profile, sinks apart
+    entropy: float  # nats
+    # errors beyond the first window, as shares of the output (method/recorder.py); None: nothing is far
+    mass_error: float | None = None  # if far values were exact, and their mass that of Gaussian keys
+    values_error: float | None = None  # if the far mass were exact, and all far values their mean
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """The KV heads of one layer; none where the teacher bounds the layer itself."""
+
+    heads: tuple[HeadProfile, ...]
+    query_freedoms: tuple[tuple[float, ...], ...] = ()  # [query head][ridge], with per="query"
+
+
+@dataclass(frozen=True)
+class Profile(JsonProduct):
+    """A model measured on a text."""
+
+    json_remedy = "measure it again"
+
+    settings: ProfileSettings
+    tokens: int  # no padding among them
+    windows: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """N(λ) of one head, interpolated between the ridges on logarithmic axes, where it is smooth."""
+
+    levels: tuple[float, ...]  # -log λ, rising
+    logs: tuple[float, ...]  # log N, rising
+
+    @staticmethod
+    def through(freedoms: Sequence[float], ridges: Sequence[float]) -> Curve:
+        """Draw the curve through the measured points."""
+        logs = accumulate((math.log(max(count, 1e-9)) for count in freedoms), max)
+        return Curve(tuple(-math.log(ridge) for ridge in ridges), tuple(logs))
+
+    def at(self, level: float) -> float:
+        """Read N off at -log λ; beyond the grid N goes in proportion to 1/λ."""
+        if level <= self.levels[0]:
+            return math.exp(self.logs[0] + level - self.levels[0])
+        if level >= self.levels[-1]:
+            return math.exp(self.logs[-1] + level - self.levels[-1])
+        after = bisect_right(self.levels, level)
+        low, high = self.logs[after - 1], self.logs[after]
+        slope = (high - low) / (self.levels[after] - self.levels[after - 1])
+        # never past the next point by a rounding: allocations rely on a curve that does not fall
+        return math.exp(min(low + slope * (level - self.levels[after - 1]), high))

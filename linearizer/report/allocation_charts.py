@@ -1,0 +1,281 @@
+"""Figures of what every KV head needs, costs in kl, and holds; no value is shown by colour alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from linearizer.amounts import size
+from linearizer.plan import head_bytes
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.profile import Profile
+from linearizer.report.chart_style import (
+    BLUE,
+    COUNTS_AXIS,
+    GREEN,
+    GREY,
+    LOG_AXIS,
+    MAP_CELLS,
+    MAP_COLOURS,
+    MAX_LABELLED,
+    ORANGE,
+    XAXIS,
+    YAXIS,
+    bar_marker,
+    base_layout,
+    layer_colour,
+    layer_dash,
+    new_figure,
+    subject_line,
+    thin_points,
+)
+from linearizer.run.prices import Prices
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+NOTHING: Mapping[int, Sequence[str]] = {}
+MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
+EXACT, FEATURES, MEMORIES, SLOTS, WHOLE = "exact tokens", "features", "memories", "slots", "whole cache, grows"
+KINDS = {  # of what heads keep -> colour, pattern
+    EXACT: (ORANGE, "/"),
+    FEATURES: (BLUE, ""),
+    MEMORIES: (BLUE, "\\"),
+    SLOTS: (GREEN, "."),
+    WHOLE: (GREY, "x"),
+}
+LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
+
+
+def read_freedoms(profile: Profile) -> dict[int, list[float]]:
+    """Return N at the reference ridge of every KV head, by layer; layers that stay as they are have none."""
+    at = profile.settings.at_reference
+    return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
+
+
+def describe_far_errors(profile: Profile) -> dict[int, list[str]]:
+    """Say of every KV head what a plain far field would leave of its error: its mass apart from its values."""
+    return {
+        index: [
+            f"<br>beyond a window of {profile.windows[0]}, as a share of |y|²:<br>a Gaussian mass is off by "
+            f"{head.mass_error:.2g}, mean values by {head.values_error:.2g}"
+            if head.mass_error is not None and head.values_error is not None
+            else ""
+            for head in layer.heads
+        ]
+        for index, layer in enumerate(profile.layers)
+    }
+
+
+def draw_freedom_map(
+    freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer], notes: Mapping[int, Sequence[str]] = NOTHING
+) -> Figure:
+    """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
+    return draw_head_map(freedoms, layers, "degrees of freedom", 0.1, notes)
+
+
+def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
+    """Choose the option that all heads are compared by: the largest that an equal share of a budget buys."""
+    layer = next(layer for layer, row in zip(layers, prices.kl, strict=True) if row)
+    share = budget * head_bytes.token_bytes(layer)
+    sizes = [head_bytes.head_bytes(option, layer, prices.sinks, 0) for option in prices.options]
+    sized = [place for place, option in enumerate(prices.options) if not option.softmax]
+    fitting = [place for place in sized if sizes[place] <= share] or [min(sized, key=lambda place: sizes[place])]
+    return prices.options[max(fitting, key=lambda place: sizes[place])]
+
+
+def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Figure:
+    """Draw what it costs the model's output if one KV head alone holds an option, head by head."""
+    place = prices.options.index(option)
+    kl = {index: [1000 * max(row[place], MIN_DRAWN_KL) for row in rows] for index, rows in enumerate(prices.kl)}
+    figure = draw_head_map(kl, layers, "kl, 10⁻³ nats per token", 1000 * MIN_DRAWN_KL)  # short numbers for the cells
+    return figure.update_xaxes(title=f"KV head; each alone holds<br>{option.in_brief}")
+
+
+def draw_head_map(
+    values: Mapping[int, Sequence[float]],
+    layers: Sequence[Layer],
+    unit: str,
+    least: float,
+    notes: Mapping[int, Sequence[str]] = NOTHING,
+) -> Figure:
+    """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on.
+
+    Notes are read where a pointer rests on a head.
+    """
+    heads = max((layer.kv_heads for layer in layers), default=1)
+
+    def table(values: Mapping[int, Sequence[Any]]) -> list[list[Any]]:
+        return [[*row, *[None] * (heads - len(row))] for row in (values.get(index, ()) for index in range(len(layers)))]
+
+    rows, said = table(values), [[note or "" for note in row] for row in table(notes)]
+    known = [count for row in rows for count in row if count is not None]
+    logs = [[None if count is None else math.log10(max(count, least)) for count in row] for row in rows]
+    texts = [["" if count is None else cell_text(count, least) for count in row] for row in rows]
+    low, high = (math.log10(max(min(known), least)), math.log10(max(*known, least))) if known else (0.0, 2.0)
+    figure = new_figure(max(340, min(22 * len(layers) + 90, 720)))
+    figure.add_heatmap(
+        z=logs,
+        zmin=low,
+        zmax=max(high, low + 0.05),
+        text=texts,
+        texttemplate="%{text}" if heads <= MAX_LABELLED and len(layers) <= 48 else "",
+        customdata=said,
+        colorscale=[list(stop) for stop in MAP_COLOURS],
+        hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}%{{customdata}}<extra></extra>",
+        colorbar=log_colourbar(unit, low, high),
+        **MAP_CELLS,
+    )
+    figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
+    figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
+    figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
+    return figure
+
+
+def log_colourbar(unit: str, low: float, high: float) -> dict[str, Any]:
+    """Describe the scale of colours beside a map of logarithms."""
+    ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
+    labels = {"tickvals": ticks, "ticktext": [f"{10**tick:.3g}" for tick in ticks]}
+    return {"title": {"text": unit, "side": "right"}, **labels, "thickness": 10, "outlinewidth": 0}
+
+
+def cell_text(count: float, least: float) -> str:
+    """Write a number as briefly as its cell needs; nothing is drawn below the least."""
+    return f"≤{least:g}" if count <= least else f"{count:.{2 if count < 1 else 3}g}"
+
+
+def draw_freedom_curves(profile: Profile) -> Figure:
+    """Draw N(λ): the mean of each layer as a line, from the first layer (violet) to the last (green)."""
+    ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
+    few = len(measured) <= MAX_LABELLED
+    figure = new_figure(340 + 20 * (len(measured) // 5 if few else 0), showlegend=True)
+    figure.update_layout(legend={"entrywidth": LAYER_ENTRY})
+    for place, index in enumerate(measured):
+        heads = profile.layers[index].heads
+        means = [math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)]
+        figure.add_scatter(
+            x=ridges,
+            y=means,
+            mode="lines",
+            line={"color": layer_colour(place, len(measured)), "width": 2, "dash": layer_dash(place)},
+            name=f"layer {index}",
+            showlegend=few or place in (0, len(measured) - 1),
+            hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
+        )
+    reference = profile.settings.reference
+    dashes = {"color": GREY, "width": 1, "dash": "dash"}
+    figure.add_vline(x=reference, line=dashes, showlegend=True, name=f"λ of the map, {reference:.2g}")
+    span = [math.log10(ridges[0]), math.log10(ridges[-1])]
+    figure.update_xaxes(title="ridge λ, a share of the kernel's trace", range=span, dtick=2, **LOG_AXIS)
+    figure.update_yaxes(title="degrees of freedom, in features", dtick=1, **LOG_AXIS)
+    return figure
+
+
+def draw_frontier(
+    points: Sequence[tuple[int, float]],
+    bytes: int,
+    measured: Mapping[str, float],
+    layers: Sequence[Layer],
+    factor: float = 1.0,
+) -> Figure:
+    """Draw the kl that is predicted for every number of bytes, and the kl that was measured at the bytes of one run.
+
+    Predictions are multiplied by a `factor`, by which whole students were measured to differ from them.
+    """
+    figure = new_figure(320)
+    shown = [(held, factor * kl) for held, kl in thin_points(points)]
+    token = head_bytes.cache_bytes(layers, 1)
+    figure.add_scatter(
+        x=[held for held, _ in shown],
+        y=[max(kl, MIN_DRAWN_KL) for _, kl in shown],
+        customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
+        mode="lines",
+        line={"color": GREEN, "width": 2},
+        name="predicted from the prices" + (f", × {factor:.2g} as measured" if factor != 1 else ""),
+        hovertemplate="kl %{y:.2g} with %{customdata}<extra>predicted</extra>",
+    )
+    for name, kl in measured.items():
+        line = subject_line(name, f"kl %{{y:.2g}} with {size(bytes)}")
+        figure.add_scatter(x=[bytes], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
+    figure.update_xaxes(title="state, bytes", **COUNTS_AXIS)
+    figure.update_yaxes(title="kl, nats per token", **LOG_AXIS)
+    return figure
+
+
+def far_tokens(head: Head, layer: Layer) -> float:
+    """Compute how many cached tokens take the bytes of a head's features and slots."""
+    return head_bytes.head_bytes(replace(head, window=0), layer, 0, 0) / head_bytes.token_bytes(layer)
+
+
+def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:
+    """Say what a head keeps by kind, in tokens of cache; a whole cache grows, and is of no size."""
+    if head.softmax:
+        return {WHOLE: 1.0}
+    far = MEMORIES if head.memory else FEATURES if head.features else SLOTS
+    return {EXACT: float(head.window + sinks), far: far_tokens(head, layer)}
+
+
+def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None) -> Figure:
+    """Draw what every KV head holds, in tokens of cache, beside Fix."""
+    from plotly.graph_objects import Figure
+
+    level = [sum(parts.values()) for parts in all_parts(fix, layers)] if fix is not None else []
+    bars, top = stack_bars(allocation, layers, level)
+    return Figure([*bars, *([draw_fix_line(level)] if level else [])], lay_out_bars(allocation, top))
+
+
+def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, float]]:
+    """Say what each head keeps, in one list."""
+    pairs = head_bytes.pair_with_layers(allocation.heads, layers)
+    return [held_parts(head, layer, allocation.sinks) for head, layer in pairs]
+
+
+def lay_out_bars(allocation: Allocation, top: float) -> dict[str, Any]:
+    """Lay out the bars of all heads; axes have room for any budget, so that nothing jumps."""
+    firsts = accumulate((len(row) for row in allocation.heads), initial=0)
+    marks = [(at, i) for (i, row), at in zip(enumerate(allocation.heads), firsts, strict=False) if row]
+    shown = marks[:: max(1, len(marks) // 24)]
+    still = {"automargin": False, "ticklabeloverflow": "allow"}
+    heads = {
+        **XAXIS,
+        **still,
+        "tickvals": [at for at, _ in shown],
+        "ticktext": [str(i) for _, i in shown],
+        "title": "KV heads, by the number of their layer",
+    }
+    tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top]}
+    margin = {"l": 64, "r": 16, "t": 36, "b": 48}
+    return base_layout(340, barmode="stack", bargap=0.15, margin=margin, xaxis=heads, yaxis=tokens)
+
+
+def draw_fix_line(level: Sequence[float]) -> dict[str, Any]:
+    """Describe the line of Fix: what every head holds if all hold the same."""
+    return {
+        "type": "scatter",
+        "y": level,
+        "mode": "lines",
+        "line": {"color": GREY, "width": 2, "dash": "dot", "shape": "hvh"},
+        "name": "Fix: the same for every head",
+        "hovertemplate": "Fix: %{y:.0f} tokens of cache<extra></extra>",
+    }
+
+
+def stack_bars(
+    allocation: Allocation, layers: Sequence[Layer], level: Sequence[float]
+) -> tuple[list[dict[str, Any]], float]:
+    """Stack what every head keeps; return the top of the axis, too, which a cache that grows reaches."""
+    places = [(i, j, head) for i, row in enumerate(allocation.heads) for j, head in enumerate(row)]
+    names = [f"layer {i}, KV head {j}: {head.in_brief}" for i, j, head in places]
+    held = all_parts(allocation, layers)
+    top = 1.12 * max((*(sum(parts.values()) for parts in held), *level, 1))
+    bars = []
+    for name, (colour, pattern) in KINDS.items():
+        heights = [top if WHOLE in parts and name == WHOLE else parts.get(name, 0.0) for parts in held]
+        if any(heights):
+            hover = {"customdata": names, "hovertemplate": "%{customdata}<extra></extra>"}
+            bars.append({"type": "bar", "y": heights, "name": name, "marker": bar_marker(colour, pattern), **hover})
+    return bars, top

@@ -1,0 +1,90 @@
+"""An allocation as a picture: layers down, KV heads across, in each cell what the head holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.report.allocation_charts import KINDS, WHOLE, all_parts, held_parts
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont, ImageFont
+
+CELL, HEIGHT, GAP = 132, 46, 4  # pixels
+LEFT, TOP, MARGIN = 96, 116, 20
+PAPER, INK, FAINT, EMPTY = "#ffffff", "#1f2430", "#5b6472", "#eef0f3"
+MIN_WIDTH = 640  # pixels that the legend needs
+
+
+def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
+    """Draw an allocation as a PNG."""
+    from PIL import Image, ImageDraw
+
+    heads = max(1, *map(len, allocation.heads))
+    size = (max(LEFT + heads * CELL + MARGIN, MIN_WIDTH), TOP + len(layers) * HEIGHT + MARGIN)
+    image = Image.new("RGB", size, PAPER)
+    pen = ImageDraw.Draw(image)
+    draw_legend(pen, allocation, layers)
+    write_text(pen, LEFT - 12, TOP - 16, "KV head", FAINT, anchor="rm")
+    for number in range(heads):
+        write_text(pen, LEFT + number * CELL + (CELL - GAP) / 2, TOP - 16, str(number), FAINT)
+    most = max((sum(parts.values()) for parts in all_parts(allocation, layers)), default=1.0) or 1.0
+    for index, (row, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
+        top = TOP + index * HEIGHT
+        write_text(pen, LEFT - 12, top + (HEIGHT - GAP) / 2, f"layer {index}", FAINT, anchor="rm")
+        if not row:
+            write_text(
+                pen, LEFT, top + (HEIGHT - GAP) / 2, "unchanged: the teacher itself has a window here", FAINT, "lm"
+            )
+        for number, head in enumerate(row):
+            draw_cell(pen, LEFT + number * CELL, top, head, held_parts(head, layer, allocation.sinks), most)
+    out = BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def draw_legend(pen: ImageDraw, allocation: Allocation, layers: Sequence[Layer]) -> None:
+    """Draw the legend of the colours; the cells say the same in words."""
+    write_text(pen, MARGIN, 24, "What every KV head keeps", INK, "lm", 20)
+    sinks = f"; {allocation.sinks} of the exact tokens are the first of the text" if allocation.sinks else ""
+    write_text(pen, MARGIN, 50, f"bars: tokens of the teacher's cache{sinks}", FAINT, "lm")
+    at, held = float(MARGIN), all_parts(allocation, layers)
+    for name, (colour, _) in KINDS.items():
+        if any(parts.get(name) for parts in held):
+            pen.rectangle((at, 68, at + 14, 82), fill=colour)
+            write_text(pen, at + 22, 75, name, INK, "lm")
+            at += 22 + pen.textlength(name, font=load_font(15)) + 24
+
+
+def draw_cell(pen: ImageDraw, left: float, top: float, head: Head, parts: Mapping[str, float], most: float) -> None:
+    """Draw one head: words, and below them a bar of what it keeps relative to the largest head."""
+    right, bottom = left + CELL - GAP, top + HEIGHT - GAP
+    pen.rectangle((left, top, right, bottom), fill=EMPTY)
+    line, at = bottom - 8, left
+    for name, tokens in parts.items():
+        width = (right - left) * (1 if name == WHOLE else tokens / most)
+        if width >= 1:
+            pen.rectangle((at, line, at + width, bottom), fill=KINDS[name][0])
+            at += width
+    size = min(14.0, 14 * (right - left - 8) / pen.textlength(head.in_brief, font=load_font(14)))
+    write_text(pen, (left + right) / 2, (top + line) / 2, head.in_brief, INK, size=size)
+
+
+def write_text(
+    pen: ImageDraw, x: float, y: float, text: str, colour: str, anchor: str = "mm", size: float = 15
+) -> None:
+    """Write one line of text, anchored at its middle or an end."""
+    pen.text((x, y), text, fill=colour, anchor=anchor, font=load_font(size))
+
+
+@cache
+def load_font(size: float) -> FreeTypeFont | ImageFont:
+    """Load the font that Pillow carries."""
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)

@@ -1,0 +1,160 @@
+"""The pieces of the page's HTML: every word that came from outside is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from string import Template
+
+from linearizer.report.parts import PART_VIEWS
+from linearizer.report.tables import Table, describe_environment
+from linearizer.run.files import project_folder
+from linearizer.run.folder import Run
+from linearizer.run.names import runs_root
+from linearizer.run.results import Part
+
+PAGE = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title><style>
+:root { color-scheme: light dark; --ink: #1a1c1b; --faint: #565853; --line: #e6e6e1; --ground: #fafaf8; }
+@media (prefers-color-scheme: dark) { :root { --ink: #f3f3f0; --faint: #a3a49d; --line: #272926; --ground: #121413; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h3 { margin: 2rem 0 0; } h2 { border-top: 1px solid var(--line); padding-top: 1rem; margin-top: 2.5rem; }
+p { color: var(--faint); margin: .25rem 0; } .lz-scroll { overflow-x: auto; margin-top: .75rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; width: 100%; }
+th, td { text-align: right; font-weight: 400; white-space: nowrap; padding: .4rem .75rem .4rem 0;
+  border-bottom: 1px solid var(--line); }
+th:first-child { text-align: left; } tbody th { font-weight: 600; } thead th, .lz-faint { color: var(--faint);
+  font-size: .82rem; }
+.js-plotly-plot g:not(.heatmap-label):not(.hovertext) > text { fill: var(--faint) !important; }
+.js-plotly-plot .hovertext > text.name { fill: var(--ink) !important; }
+.js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--ink) !important; }
+</style><script>$plotly</script></head><body><h1>$title</h1>$parts</body></html>
+""")
+
+
+def message_box(text: str, kind: str = "note") -> str:
+    """Put a sentence in a box; `kind` is note, good or bad, and a sign shows it too."""
+    sign = {"note": "ℹ\ufe0e", "good": "✓", "bad": "▲"}[kind]
+    loud = announcement(text) if kind != "note" else ""
+    return f'<p class="lz-message lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {sentence_html(text)}</p>'
+
+
+def announcement(text: str) -> str:
+    """Give a piece the text that the page's one live region announces when the piece is new."""
+    return f' data-heard="{escape(without_folders(text))}"'
+
+
+def hidden_data(name: str, data: str) -> str:
+    """Hold data that the page's script reads and nobody sees."""
+    return f'<i hidden data-{name}="{escape(data)}"></i>'
+
+
+def without_folders(text: str) -> str:
+    """Remove the folder of the runs from a sentence, and replace what could be HTML."""
+    root = re.escape(str(runs_root().absolute()))
+    return re.sub(root + r"/(?:[0-9a-f]{40}/)?", "", text).replace("<", "‹").replace(">", "›")
+
+
+def sentence_html(text: str) -> str:
+    """Escape a sentence, and set text between backticks as code."""
+    parts = escape(without_folders(text)).split("`")
+    return "".join(f"<code>{part}</code>" if n % 2 and n < len(parts) - 1 else part for n, part in enumerate(parts))
+
+
+def values_list(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
+    """Lay out named values."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="lz-facts {kind}">{cells}</dl>'
+
+
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    safe: bool = False,
+    label: str = "",
+    kind: str = "",
+) -> str:
+    """Lay out rows of cells, the first of each its name.
+
+    `safe` cells are HTML already, a `label` is not seen, and `kind` is how they look.
+    """
+    keep = (lambda text: text) if safe else escape
+    top = "".join(f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{keep(row[0])}</th>{"".join(f"<td>{keep(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    named = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(label or caption)}"><table '
+        f'class="lz-table {kind}">{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def folded(title: str, content: str) -> str:
+    """Fold HTML under a title."""
+    return f'<details class="lz-fold"><summary>{escape(title)}</summary>{content}</details>'
+
+
+def part_lead(name: str) -> str:
+    """Name a part, and say what it asks."""
+    view = PART_VIEWS[name]
+    return f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.question)}</p></div>'
+
+
+def part_html(name: str, part: Part) -> str:
+    """Show the result of a part as tables, which are folded."""
+    view = PART_VIEWS[name]
+    tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(part), 1))
+    notes = "".join(f"<li>{escape(without_folders(note))}</li>" for note in describe_environment(part))
+    return folded("In numbers", f'{tables}<p class="lz-faint">Measured with</p><ul class="lz-faint">{notes}</ul>')
+
+
+def table_html(caption: str, content: Table) -> str:
+    """Lay out a table with its notes."""
+    head, *rows = [[str(cell) for cell in row] for row in content.rows]
+    notes = "".join(f'<p class="lz-faint">{escape(without_folders(note))}</p>' for note in content.notes)
+    return table("", head, rows, label=caption) + notes
+
+
+def glossary_html() -> str:
+    """Lay out a "?" that opens the README's glossary; the browser opens and closes it, with the keyboard, too."""
+    readme = (project_folder() / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("## Glossary")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)[2:]  # below the head, and the line under it
+    words = "".join(f"<dt>{escape(word)}</dt><dd>{escape(meaning).replace('`', '')}</dd>" for word, meaning in rows)
+    return (
+        '<button type="button" class="lz-ask" popovertarget="glossary" aria-label="Glossary">?</button>'
+        '<div id="glossary" class="lz-glossary" popover role="dialog" aria-label="Glossary">'
+        f"<h2>Glossary</h2><dl>{words}</dl></div>"
+    )
+
+
+def write_page(run: Run, parts: Mapping[str, Part]) -> str:
+    """Write the tables and charts of parts as one page of HTML."""
+    from plotly.offline import get_plotlyjs
+
+    sections = "".join(write_section(name, part) for name, part in parts.items())
+    return PAGE.substitute(title=escape(f"What {run.plan.model} kept"), plotly=get_plotlyjs(), parts=sections)
+
+
+def write_section(name: str, part: Part) -> str:
+    """Write the tables and charts of one part."""
+    charts = []
+    for number, chart in enumerate(PART_VIEWS[name].charts, 1):
+        figure = chart.draw(part)
+        if figure is None:
+            continue
+        drawn = figure.to_html(
+            full_html=False,
+            include_plotlyjs=False,
+            div_id=f"{name}-{number}",
+            config={"displayModeBar": False, "responsive": True},
+        )
+        charts.append(f"<h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>{drawn}")
+    lead = part_lead(name).replace("<h3", "<h2").replace("</h3>", "</h2>")
+    return f"<section>{lead}{''.join(charts)}{part_html(name, part)}</section>"

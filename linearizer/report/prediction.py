@@ -1,0 +1,84 @@
+"""What prices predict of a student's kl, beside what was measured of whole students: a price is of one head alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linearizer.errors import LinearizerError
+from linearizer.method.decide import offers_of
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.plan import Plan
+from linearizer.report.tables import Rows, Table
+from linearizer.run.candidates import Candidates
+from linearizer.run.events import EventName, events_of_student
+from linearizer.run.folder import Run
+
+PRICED_ON = "the text that heads were priced on"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """The kl that prices predict of a run's own student, and the kl that was measured of it."""
+
+    predicted: float
+    measured: float
+    text: str  # that it was measured on
+
+    @property
+    def factor(self) -> float:
+        """By how much a prediction of this run is to be multiplied."""
+        return self.measured / self.predicted
+
+    @property
+    def in_words(self) -> str:
+        return f"KL on {self.text}: {self.predicted:.4f} predicted, {self.measured:.4f} measured"
+
+
+def read_corrections(run: Run) -> list[Correction]:
+    """Read what was predicted and measured of a run's student: first on priced text, then on other text."""
+    events = events_of_student(run.events(), EventName.EXCHANGED)
+    if not events or not (predicted := events[-1]["predicted"]) > 0:
+        return []
+    corrections = [Correction(predicted, events[-1]["measured"], PRICED_ON)]
+    if candidates := run.candidates:
+        length, priced = run.plan.kept_length(run.positions), candidates.measured[0]  # the first is that by prices
+        own = dict(zip(candidates.lengths, priced.kl, strict=True))
+        measured = own.get(length, priced.kl[-1])
+        corrections.append(Correction(predicted, measured, f"{length:,} tokens of text that was not priced"))
+    return corrections
+
+
+def find_correction(run: Run) -> Correction | None:
+    """Find by how much this run's predictions are off; None where no whole student was measured."""
+    return next(reversed(read_corrections(run)), None)
+
+
+def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
+    """Say what kl prices predict of an allocation by a plan, times what this run measured; nothing without prices."""
+    if plan.rules.decided_by != "prices":
+        return ""
+    try:
+        offers = offers_of(run, plan, run.layers)
+        predicted = offers.kl(offers.levels(allocation))
+    except (LinearizerError, ValueError):  # a plain allocation was kept, which is not made of priced offers
+        return ""
+    if (correction := find_correction(run)) is None:
+        return f"{predicted:.4f} predicted; no whole student was measured"
+    return (
+        f"about {predicted * correction.factor:.4f}: {predicted:.4f} predicted, × {correction.factor:.2g} as this run "
+        "measured"
+    )
+
+
+def kl_sentences(run: Run) -> list[str]:
+    """Say what was predicted and what was measured of a run's student, and which allocation was kept and why."""
+    sentences = [f"{correction.in_words}." for correction in read_corrections(run)]
+    return sentences + ([run.candidates.in_words] if run.candidates else [])
+
+
+def candidates_table(candidates: Candidates) -> Table:
+    """Show the kl of every allocation that was measured before one was kept."""
+    rows: Rows = [("KL over the first … tokens", *(f"{length:,}" for length in candidates.lengths))]
+    rows += [(each.name, *(f"{kl:.4f}" for kl in each.kl)) for each in candidates.measured]
+    note = "of text that was not priced; kept is the smallest by ratio over all lengths, less than 0.001 being rounding"
+    return Table(rows, (note,))

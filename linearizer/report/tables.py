@@ -1,0 +1,267 @@
+"""The parts of an evaluation as tables, which a terminal, the page and the card each lay out in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from linearizer.amounts import columns, from_length, size
+from linearizer.plan.allocation import Allocation
+from linearizer.run import results
+from linearizer.run.results import Part
+
+Rows = list[Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, the head first; and notes to write below."""
+
+    rows: Sequence[Sequence[object]]
+    notes: tuple[str, ...] = ()
+
+
+def write_tables(tables: Sequence[Table]) -> str:
+    """Write tables as plain text."""
+    return "\n\n".join("\n".join([columns(table.rows), *table.notes]) for table in tables)
+
+
+def describe_heads(allocation: Allocation) -> str:
+    """Describe what all heads hold in a line."""
+    heads = [head for row in allocation.heads for head in row]
+    kinds = {
+        "with a window": [head for head in heads if not (head.softmax or head.slots or head.features)],
+        f"with {allocation.features_mean:.1f} features on average": [head for head in heads if head.features],
+        "with slots": [head for head in heads if head.slots],
+        "left softmax": [head for head in heads if head.softmax],
+    }
+    counts = ", ".join(f"{len(held)} KV heads {kind}" for kind, held in kinds.items() if held)
+    return f"{counts}, {allocation.sinks} sink{'s' * (allocation.sinks != 1)}, {allocation.bits_in_words} bits a number"
+
+
+def describe_environment(part: Part) -> tuple[str, ...]:
+    """Say with what a part was measured, and whether there was a teacher."""
+    made = part.made_with
+    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
+    text = f"{made.dtype} on {made.device}; {versions}"
+    return (text,) if made.alone is None else (text, f"the student was measured alone: {made.alone}")
+
+
+def describe_texts(part: Part) -> str:
+    """Say what texts a part was measured on, and whether they are longer than the teacher's positions."""
+    read = part.read
+    assert read is not None, "the part reads texts"
+    beyond = "; longer than the teacher's positions: extrapolated" * read.beyond
+    return f"{read.texts} texts of {read.length} tokens of {read.text}, seed {read.seed}{beyond}"
+
+
+def language_tables(part: Part[results.Language]) -> list[Table]:
+    """Show each subject at the run's own length, then at all lengths; the other tables are of whole texts."""
+    language, read = part.result, part.read
+    assert read is not None, "the part reads texts"
+    own = own_length(language)
+    judged = {subject.name: subject for subject in own.subjects} if own else {}
+    length = own.length if own else read.length
+    rows: Rows = [(f"over {length:,} tokens", "state", "loss", "95%", "KL", "same top token")]
+    for subject in language.subjects:
+        at = judged.get(subject.name, subject)
+        low, high = at.loss.interval
+        near = with_half_width(at.kl, ".4f"), with_half_width(at.agreement, ".1%")
+        rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
+    ranges: Rows = [("loss from token", *language.edges)]
+    ranges += [(subject.name, *(f"{loss:.3f}" for loss in subject.by_position)) for subject in language.subjects]
+    over = f"95% intervals from {language.count} {language.drawn}, drawn again"
+    state = f"state: what is remembered after {read.length:,} tokens; the teacher's grows with every token"
+    every = [length_table(language.lengths)] if language.lengths else []
+    return [Table(rows, (state,)), *every, tail_table(language), Table(ranges, (f"{describe_texts(part)}; {over}",))]
+
+
+def own_length(language: results.Language) -> results.LengthResult | None:
+    """Find the length of the run's texts: after a quarter of it, and before that of two texts joined."""
+    return language.lengths[min(1, len(language.lengths) - 1)] if language.lengths else None
+
+
+def tail_table(language: results.Language) -> Table:
+    """Show how far each subject is from the teacher, token by token."""
+    rows: Rows = [("over whole texts", "above teacher", "KL, 99%", "KL, 99.9%", "RMS Δp", "calibration")]
+    for subject in language.subjects:
+        far = ["–"] * 3
+        if (tail := subject.tail) is not None:
+            far = [f"{tail.kl_99:.4f}", f"{tail.kl_999:.4f}", f"{tail.probability_change:.2%}"]
+        rows.append((subject.name, with_half_width(subject.excess), *far, f"{subject.calibration_error:.3f}"))
+    note = "99% and 99.9% of the tokens have a smaller KL; Δp: change in the probability of the token that came"
+    return Table(rows, (note,))
+
+
+def length_table(lengths: Sequence[results.LengthResult]) -> Table:
+    """Show how near each subject is to the teacher over texts of each length; without a teacher, its loss."""
+    what = "loss" if any(subject.kl is None for subject in lengths[0].subjects) else "KL"
+    rows: Rows = [(f"{what} over texts of … tokens", *(f"{result.length:,}" for result in lengths))]
+    for subjects in zip(*(result.subjects for result in lengths), strict=True):
+        cells = (with_half_width(subject.kl or subject.loss, ".4f") for subject in subjects)
+        rows.append((subjects[0].name, *cells))
+    rows.append(("student less window, 95%", *(in_interval(result.difference) for result in lengths)))
+    rows.append(("tokens of the window", *(f"{result.window:,}" for result in lengths)))
+    counted = "; ".join(f"{result.count} {result.drawn} at {result.length:,}" for result in lengths)
+    notes = [f"the difference is paired: drawn again are {counted}, the same for both"]
+    if strained := [f"{result.length:,}" for result in lengths if result.strained]:
+        notes.append(f"the teacher itself predicts worse than the window at the end of texts of {', '.join(strained)}")
+    return Table(rows, tuple(notes))
+
+
+def in_interval(estimate: results.Estimate | None) -> str:
+    """A mean and its interval, with signs; a dash where one text or document shows no difference."""
+    if estimate is None:
+        return "–"
+    mean, low, high = (write_number(number, "+.4f") for number in (estimate.mean, *estimate.interval))
+    return f"{mean} ({low} to {high})"
+
+
+def recall_tables(part: Part[results.Recall]) -> list[Table]:
+    recall = part.result
+    rows: Rows = [("loss the second time, after", *recall.gaps, "the first")]
+    for subject in recall.subjects:
+        first = sum(subject.first) / len(subject.first)
+        rows.append((subject.name, *(f"{loss:.3f}" for loss in subject.second), f"{first:.3f}"))
+    again = Table(rows, (f"passages of {recall.passage} tokens; {describe_texts(part)}",))
+    if (longer := recall.longer) is None:
+        return [again]
+    marks = ("*" if beyond else "" for beyond in longer.extrapolated)
+    ranges: Rows = [("loss from token", *(f"{edge}{mark}" for edge, mark in zip(longer.edges, marks, strict=True)))]
+    for name, losses in zip(longer.names, longer.losses, strict=True):
+        ranges.append((name, *(f"{loss:.3f}" for loss in losses)))
+    note = f"the student was made from texts of {longer.trained} tokens"
+    star = ("* beyond the teacher's positions: extrapolated",) * any(longer.extrapolated)
+    return [again, Table(ranges, (note, *star))]
+
+
+def needle_tables(part: Part[results.Needle]) -> list[Table]:
+    """Lay out the share of the value that was recalled, a block for each subject."""
+    needle = part.result
+    marks = ["*" if beyond else "" for beyond in needle.extrapolated]
+    rows: Rows = [("recalled, at depth", *(f"{depth:.0%}" for depth in needle.depths), "loss", "when new")]
+    for subject in needle.subjects:
+        for length, mark, *cells in zip(
+            needle.lengths, marks, subject.correct, subject.loss, subject.surprise, strict=True
+        ):
+            shares = ("–" if share is None else f"{share:.0%}" for share in cells[0])
+            rows.append((f"{subject.name}, {length}{mark}", *shares, *(format_mean(losses) for losses in cells[1:])))
+    star = ("* longer than the teacher's positions: extrapolated",) * any(needle.extrapolated)
+    gone = any(share is None for subject in needle.subjects for row in subject.correct for share in row)
+    return [Table(rows, (describe_texts(part), *star, *("– more than memory holds",) * gone))]
+
+
+def generation_tables(part: Part[results.Generation]) -> list[Table]:
+    generation = part.result
+    rows: Rows = [("", "leaves the teacher", "repeats", "distinct 1", "2", "3", "loss by the teacher", "its choice")]
+    for subject in generation.subjects:
+        after = "–" if subject.diverged is None else f"after {format_mean(subject.diverged, '.1f')}"
+        distinct = (f"{share:.2f}" for share in subject.distinct)
+        loss = "–" if subject.loss is None else f"{subject.loss:.3f}"
+        likeliest = "–" if subject.likeliest is None else f"{subject.likeliest:.0%}"
+        name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
+        rows.append((name, after, f"{subject.repeated:.0%}", *distinct, loss, likeliest))
+    prompts = f"{generation.prompts} prompts of {generation.prompt_tokens} tokens, {generation.new_tokens} written"
+    return [Table(rows, (f"{prompts}; {describe_texts(part)}",))]
+
+
+def approximation_tables(part: Part[results.Approximation]) -> list[Table]:
+    """Errors by layer; what was predicted of the student, and how far the order of the heads agrees with it."""
+    approximation = part.result
+    student = approximation.predicted[0]
+    rows: Rows = [("rows misplaced in layer", *range(len(student)), "all", "of outputs", "correlation")]
+    for subject, ranked in zip(approximation.subjects, approximation.correlation, strict=True):
+        cells = (format_mean(heads) for heads in subject.rows)
+        agreed = "–" if ranked is None else f"{ranked:.2f}"
+        rows.append((subject.name, *cells, f"{subject.rows_mean:.3f}", f"{subject.outputs_mean:.3f}", agreed))
+    predicted = ("–" if None in heads else format_mean(heads, ".1e") for heads in student)  # of slots nothing is
+    rows.append(("student, predicted", *predicted, "", "", ""))
+    note = "correlation: of the ranks of the heads by their measured and by their predicted errors"
+    tables = [Table(rows, (note, describe_texts(part)))]
+    return tables if approximation.curve is None else [*tables, curve_table(approximation.curve)]
+
+
+def curve_table(curve: results.FeatureCurve) -> Table:
+    """Errors by the number of features."""
+    points: Rows = [("features per KV head, and nothing else", *curve.features)]
+    for name, errors, outputs in zip(curve.names, curve.rows, curve.outputs, strict=True):
+        points.append((f"{name}: rows misplaced", *(f"{error:.3f}" for error in errors)))
+        points.append((f"{name}: of outputs", *(f"{error:.3f}" for error in outputs)))
+    points.append(("predicted: λ where N(λ) is that many", *(f"{error:.2g}" for error in curve.predicted)))
+    return Table(points)
+
+
+def speed_tables(part: Part[results.Speed]) -> list[Table]:
+    speed = part.result
+    head = ("", "reads tokens/s", "writes", "peak", "state", "predicted", "operations", "batch", "reads", "writes")
+    rows: Rows = [head]
+    beyond = dict(zip(speed.lengths, speed.beyond, strict=True))
+    for subject in speed.subjects:
+        many = {pace.length: pace for pace in subject.batched}
+        for pace in subject.paces:
+            length, more = pace.length, many.get(pace.length)
+            mark = "*" * (pace.extrapolated is not None) + "+" * beyond[length]
+            speeds = (format_rate(pace.read_rate), format_rate(pace.write_rate), size_or_dash(pace.peak_bytes))
+            state = (
+                size_or_dash(pace.state_bytes),
+                size_or_dash(pace.predicted_bytes),
+                f"{pace.predicted_operations:.2g}",
+            )
+            others = (more.batch, format_rate(more.read_rate), format_rate(more.write_rate)) if more else ("", "", "")
+            rows.append((f"{subject.name}, {length}{mark}", *speeds, *state, *others))
+    marks = {pace.extrapolated for subject in speed.subjects for pace in subject.paces if pace.extrapolated}
+    star = (f"* extrapolated from shorter texts, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
+    plus = ("+ longer than the teacher's positions",) * any(speed.beyond)
+    return [Table(rows, (*star, *plus, *breakeven_note(speed.breakeven)))]
+
+
+def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
+    """Say from which length on the student is better, by its shape and as measured."""
+    if breakeven is None:
+        return ()
+    return (
+        f"the student remembers less {from_length(breakeven.predicted_bytes)} by its shape, "
+        f"{from_length(breakeven.bytes)} as measured; it writes with fewer operations "
+        f"{from_length(breakeven.predicted_operations)}, and faster {from_length(breakeven.writing)} as measured",
+    )
+
+
+def tasks_tables(part: Part[results.Tasks]) -> list[Table]:
+    """A row for every metric of every task, a column for every subject."""
+    tasks = part.result
+    rows: Rows = [("", *(subject.name for subject in tasks.subjects), "samples")]
+    for scores in zip(*(subject.scores for subject in tasks.subjects), strict=True):
+        values = (f"{score.value:.4f}" + ("" if score.error is None else f" ± {score.error:.4f}") for score in scores)
+        rows.append((f"{scores[0].task}, {scores[0].metric}", *values, scores[0].samples))
+    if tasks.subjects[0].accuracy is not None:
+        rows.append(("mean of acc", *(f"{subject.accuracy:.4f}" for subject in tasks.subjects), ""))
+    shots = "examples as each task says" if tasks.few_shot is None else f"{tasks.few_shot} examples"
+    limit = "all samples" if tasks.limit is None else f"at most {tasks.limit} samples"
+    return [Table(rows, (f"± standard errors; {shots}, {limit}",))]
+
+
+def format_rate(tokens: float | None) -> str:
+    return "–" if tokens is None else f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
+
+
+def size_or_dash(bytes: int | None) -> str:
+    return "–" if bytes is None else size(bytes)
+
+
+def format_mean(values: Sequence[float | None], form: str = ".3f") -> str:
+    there = [value for value in values if value is not None]
+    return f"{sum(there) / len(there):{form}}" if there else "–"
+
+
+def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:
+    """A mean and half of its interval's width; a dash where there is nothing to compare with."""
+    if estimate is None:
+        return "–"
+    low, high = estimate.interval
+    return f"{write_number(estimate.mean, form)} ± {(high - low) / 2:{form}}"
+
+
+def write_number(number: float, form: str) -> str:
+    """Write a number; what is rounded to zero has no sign."""
+    text = f"{number:{form}}"
+    return text if text.strip("+-0.%") else text.lstrip("+-")

@@ -1,0 +1,102 @@
+"""Figures of how a run goes and what came of it: its training, and what its student remembers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from linearizer.amounts import size
+from linearizer.plan import head_bytes
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.state_size import STATED_LENGTHS
+from linearizer.report.chart_style import (
+    BLUE,
+    COUNTS_AXIS,
+    LOG_AXIS,
+    MAX_LABELLED,
+    layer_colour,
+    layer_dash,
+    new_figure,
+    steps_axis,
+    subject_line,
+    thin_points,
+)
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step's event
+
+
+def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the loss of every layer, above the least possible, over the steps of a training."""
+    figure = new_figure(340, showlegend=False)
+    shown = thin_points([event for event in events if event.get("layers")])
+    names = sorted({name for event in shown for name in event["layers"]}, key=int)
+    for place, name in enumerate(names):
+        values = [event["layers"].get(name) for event in shown]
+        figure.add_scatter(
+            x=[event["done"] for event in shown],
+            y=[value if value is not None and value > 0 else None for value in values],
+            mode="lines",
+            line={"color": layer_colour(place, len(names)), "width": 1.5, "dash": layer_dash(place)},
+            name=f"layer {name}",
+            hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
+        )
+        if len(names) <= MAX_LABELLED and values[-1] is not None and values[-1] > 0:
+            figure.add_annotation(
+                x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
+            )
+    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
+    unit = "nats" if any(event.get("attention_error") is not None for event in shown) else "in the loss's own unit"
+    figure.update_yaxes(title=f"loss above the least, {unit}", **LOG_AXIS)
+    return figure
+
+
+def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the error over the steps of a training, for the latest loss that has an error."""
+    figure = new_figure(240, showlegend=False)
+    name = next((name for event in reversed(events) for name in ERRORS if event.get(name) is not None), "kl")
+    shown = thin_points([event for event in events if event.get(name) is not None])
+    figure.add_scatter(
+        x=[event["done"] for event in shown],
+        y=[event[name] for event in shown],
+        mode="lines",
+        line={"color": BLUE, "width": 2},
+        hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
+    )
+    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
+    figure.update_yaxes(title=f"{ERRORS[name]}, nats per token", rangemode="tozero")
+    return figure
+
+
+def draw_state_size(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Figure:
+    """Draw the bytes of the teacher's cache and of the student's state over the length of a text.
+
+    The state takes `fixed` bytes, and `growth` bytes for every token of its softmax heads.
+    """
+    figure = new_figure(280)
+    lengths = [1 << step for step in range(5, STATED_LENGTHS[-1].bit_length())]
+    caches = [head_bytes.cache_bytes(layers, length) for length in lengths]
+    states = [fixed + growth * length for length in lengths]
+    for name, values in (("teacher", caches), ("student", states)):
+        title = "cache of the teacher" if name == "teacher" else "state of the student"
+        line = subject_line(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
+        figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **line)
+    begin = head_bytes.find_breakeven(fixed, head_bytes.cache_bytes(layers, 1) - growth)
+    if begin and lengths[0] <= begin <= lengths[-1]:
+        figure.add_scatter(
+            x=[begin],
+            y=[head_bytes.cache_bytes(layers, begin)],
+            mode="markers",
+            marker={"color": BLUE, "symbol": "diamond", "size": 10},
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        at = {"x": math.log10(begin), "y": math.log10(head_bytes.cache_bytes(layers, begin))}
+        label = f"smaller from {begin:,} tokens on"
+        figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
+    figure.update_xaxes(title="tokens read", **COUNTS_AXIS)
+    figure.update_yaxes(title="state or cache, bytes", **COUNTS_AXIS)
+    return figure

@@ -1,0 +1,179 @@
+"""The verdict on a student: a few sentences, from what judging measured, that lead every account of a result.
+
+A student is better or worse than a plain window of the same bytes where the interval of their paired difference says
+so, at each length that was judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from linearizer.plan.allocation import window_control
+from linearizer.plan.state_size import StateSize
+from linearizer.run.folder import Run
+from linearizer.run.results import Estimate, Language, LengthResult, Part, ShortPredictions
+
+Kind = Literal["good", "note", "bad"]
+NEAR, FAR = 0.9, 0.5  # agreement from which on a student is near its teacher, and below which it is far from it
+WHOLE_SHARE = 0.8  # of a text: a window that holds so much of it forgets next to nothing
+ROUNDING = 0.001  # nats: where the window forgets nothing, its kl is that of rounding, and so may be the student's
+ADVICE = "Another recipe, a larger budget or more training may do better."
+WINDOW = "a plain window of the same bytes"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The worth of a student beside a plain window of the same bytes."""
+
+    kind: Kind
+    sentence: str
+    agreement: float | None  # share of tokens whose likeliest is the teacher's; None: there was no teacher
+    window_agreement: float | None
+    worse_than_window: bool
+    kl: float | None = None  # nats per token
+    length: int = 0  # tokens of the texts on which it has this kl and agreement
+    lengths: tuple[int, ...] = ()  # tokens of all texts that it was judged on
+
+
+def judge_run(run: Run) -> Verdict | None:
+    """Give the verdict on the student of a run; None until it is judged."""
+    parts: Mapping[str, Part] = run.results
+    if (allocation := run.allocation) is None or (part := parts.get("language")) is None:
+        return None
+    length = 0 if part.read is None else part.read.length
+    window = window_control(allocation, run.layers, length).exact_tokens
+    results = part.result.lengths or (whole_texts(part.result, length, window),)
+    return judge_lengths(results, StateSize.of(allocation, run.layers))
+
+
+def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
+    """Give the verdict on a student: compare its predictions with the predictions of a window of the same bytes."""
+    kind, words, decisive = weigh(results)
+    student, window = of_subject(decisive, "student"), of_subject(decisive, "window")
+    sentences = [words, describe_lengths(results), f"{state.in_words}."]
+    sentences += [ADVICE] * (kind == "bad")
+    sentences += ["The teacher was not there to compare with."] * (student.kl is None)
+    return Verdict(
+        kind,
+        " ".join(sentences),
+        None if student.agreement is None else student.agreement.mean,
+        None if window.agreement is None else window.agreement.mean,
+        decisive in find(results, "worse"),
+        None if student.kl is None else student.kl.mean,
+        decisive.length,
+        tuple(result.length for result in results),
+    )
+
+
+def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
+    """Choose the kind of a verdict, its first sentences, and the longest texts that decide it."""
+    better, unsure, worse = (find(results, name) for name in ("better", "no difference shown", "worse"))
+    better, unsure = ([each for each in some if not fits_whole(each)] for some in (better, unsure))
+    decisive = (worse or unsure or better or results)[-1]
+    student, beside = describe_pair(decisive, "on the longest " * (len(worse or unsure or better) > 1))
+    if worse:
+        return "bad", f"Worse than {WINDOW} on {texts_of(worse)}: {student}, {beside}.", decisive
+    if unsure:
+        elsewhere = f" (better on {texts_of(better)})" if better else ""
+        text = f"No difference from {WINDOW} is shown on {texts_of(unsure)}{elsewhere}: {student}, {beside}."
+        return "note", text, decisive
+    if not better:
+        return "note", f"Not tested: {no_test_in_words(decisive)}. {upper(student)}, {beside}.", decisive
+    text = f"Better than {WINDOW} on {texts_of(better)}: {student}, {beside}."
+    agreement = of_subject(decisive, "student").agreement
+    if agreement is None or FAR <= agreement.mean < NEAR:
+        return "note", text, decisive
+    if agreement.mean < FAR:
+        return "bad", f"{text} That is far from its teacher.", decisive
+    return "good", text, decisive
+
+
+def find(results: Sequence[LengthResult], name: str) -> list[LengthResult]:
+    """Find the lengths at which the comparison with the window comes out so, and the teacher is one to be near to."""
+    return [result for result in results if not result.strained and comparison(result) == name]
+
+
+def describe_pair(result: LengthResult, where: str = "") -> tuple[str, str]:
+    """Say how near student and window are to the teacher on texts of one length; without a teacher, their losses."""
+    student, window = of_subject(result, "student"), of_subject(result, "window")
+    if student.kl is None or student.agreement is None or window.kl is None or window.agreement is None:
+        return f"{where}loss {student.loss.mean:.3f} nats per token", f"the window {window.loss.mean:.3f}"
+    return (
+        f"{where}it agrees with its teacher on {percent(student.agreement)} of tokens (KL {student.kl.mean:.4f})",
+        f"the window on {percent(window.agreement)} (KL {window.kl.mean:.4f})",
+    )
+
+
+def describe_lengths(results: Sequence[LengthResult]) -> str:
+    """Say at which lengths a student was judged, which of them are no test, and that longer texts were not judged."""
+    whole = [result for result in results if fits_whole(result)]
+    strained = [result for result in results if result.strained]
+    no_test = []
+    if 0 < len(whole) < len(results):
+        no_test.append(fit_in_words(whole))
+    if strained:
+        no_test.append(f"the teacher itself predicts the end of {texts_of(strained)} worse than a window does")
+    but = f" ({'; '.join(no_test)})" if no_test else ""
+    return f"Judged on {texts_of(results)}{but}; longer than {results[-1].length:,} tokens: not judged."
+
+
+def comparison(result: LengthResult) -> str:
+    """Say whether the paired interval shows a student to be better or worse than the window at one length."""
+    if result.difference is None:
+        return "no difference shown"
+    low, high = result.difference.interval
+    least = ROUNDING if fits_whole(result) else 0.0
+    return "better" if high < 0 else "worse" if low > least else "no difference shown"
+
+
+def fits_whole(result: LengthResult) -> bool:
+    """Tell whether texts are so short that a window of the same bytes holds them nearly whole."""
+    return result.window >= WHOLE_SHARE * result.length
+
+
+def whole_texts(language: Language, length: int, window: int) -> LengthResult:
+    """Give what an older version measured of whole texts; its intervals are not paired."""
+    named = {each.name: ShortPredictions(each.name, each.loss, each.kl, each.agreement) for each in language.subjects}
+    (loss, kl), (window_loss, window_kl) = ((named[name].loss, named[name].kl) for name in ("student", "window"))
+    apart = unpaired(loss, window_loss) if kl is None or window_kl is None else unpaired(kl, window_kl)
+    return LengthResult(length, language.drawn, language.count, window, tuple(named.values()), apart)
+
+
+def unpaired(first: Estimate, second: Estimate) -> Estimate:
+    """Estimate a difference from the intervals of both: it is not known which tokens were hard for both."""
+    (low, high), (other_low, other_high) = first.interval, second.interval
+    return Estimate(first.mean - second.mean, (low - other_high, high - other_low))
+
+
+def no_test_in_words(result: LengthResult) -> str:
+    """Say why texts of a length show nothing of what a student forgets."""
+    if fits_whole(result):
+        return f"{fit_in_words([result])}, so nothing is shown of what it forgets"
+    return f"the teacher itself predicts the end of {texts_of([result])} worse than a window does"
+
+
+def fit_in_words(results: Sequence[LengthResult]) -> str:
+    """Say that texts fit into the state."""
+    nearly = "" if all(result.window >= result.length for result in results) else "nearly "
+    return f"{texts_of(results)} fit into the state {nearly}whole"
+
+
+def of_subject(result: LengthResult, name: str) -> ShortPredictions:
+    """Find a subject by its name."""
+    return next(subject for subject in result.subjects if subject.name == name)
+
+
+def texts_of(results: Sequence[LengthResult]) -> str:
+    """Name texts by their lengths: texts of 512, 2,048 and 4,096 tokens."""
+    *firsts, last = (f"{result.length:,}" for result in results)
+    return f"texts of {', '.join(firsts)} and {last} tokens" if firsts else f"texts of {last} tokens"
+
+
+def upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def percent(share: Estimate) -> str:
+    return f"{100 * share.mean:.1f}%"

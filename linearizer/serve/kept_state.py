@@ -1,0 +1,185 @@
+"""A student reads a text once, keeps its state in a file, and answers from it any number of times."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from linearizer.errors import FolderError, RequestError, TextError
+from linearizer.method import checkpoint
+from linearizer.plan.head_bytes import CACHED, Layer, cache_bytes
+from linearizer.plan.state_size import Reading
+from linearizer.progress import Progress, Steps
+from linearizer.quiet import quiet
+from linearizer.run.files import writing
+from linearizer.run.folder import Run
+from linearizer.student.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.token_loop import TextStream, generate_tokens, read_tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The text that a student has written, and what it has read with it."""
+
+    prompt: str
+    text: str
+    tokens: int  # that were written
+    reading: Reading
+
+
+def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
+    """Let the student of a run read a text and write its state to a file; `more`: after what the file holds.
+
+    What was read in addition can be taken back.
+    """
+    check_place(path)
+    if path.exists() and not more:
+        raise FolderError(f"{str(path)!r} is there already: add --more to read on after it, or name another file")
+    student, tokenizer = checkpoint.load_of_run(run)
+    cache = student.empty_cache()
+    if more:
+        cache = load_state(student, path)
+        cache.begin_turn()
+    yield from read_text(student, tokenizer, text, cache)
+    save_state(cache, path)
+    return measure(student, run.layers, cache)
+
+
+def ask(
+    run: Run,
+    prompt: str,
+    path: Path | None = None,
+    keep: bool = False,
+    new_tokens: int = 256,
+    seed: int = 0,
+    sample: bool = False,
+) -> Generator[str, None, Answer]:
+    """Let the student of a run continue a prompt, after the text whose state is in a file; yield what it writes.
+
+    `keep` writes the state that has read prompt and answer, too, back to the file; they can be taken back.
+    """
+    if keep and path is None:
+        raise RequestError("there is no state to keep the answer in: name its file with --state")
+    if keep and path is not None:
+        check_place(path)
+    student, tokenizer = checkpoint.load_of_run(run)
+    cache = student.empty_cache() if path is None else load_state(student, path)
+    if keep:
+        cache.begin_turn()
+    with quiet():
+        written = yield from write_answer(student, tokenizer, prompt, cache, new_tokens, seed, sample)
+    if keep and path is not None:
+        save_state(cache, path)
+    text = tokenizer.decode(written, skip_special_tokens=True)
+    return Answer(prompt, text, len(written), measure(student, run.layers, cache))
+
+
+def take_back(run: Run, path: Path) -> Reading:
+    """Return a state in a file to where it was before what was read or kept last."""
+    check_place(path)
+    student, _ = checkpoint.load_of_run(run)
+    cache = load_state(student, path)
+    take_back_turn(cache)
+    save_state(cache, path)
+    return measure(student, run.layers, cache)
+
+
+def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> Reading:
+    """Count what was read into a cache, and its bytes, in the student's own dtype as in the teacher's."""
+    held = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
+    tokens = cache.get_seq_length()
+    return Reading(tokens, held, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache) -> torch.Tensor:  # (1, tokens)
+    """Turn a text into tokens; what starts a text stands only where nothing was read before."""
+    ids: torch.Tensor = tokenizer(
+        text, return_tensors="pt", add_special_tokens=not cache.get_seq_length(), verbose=False
+    )["input_ids"]
+    if not ids.shape[1]:
+        raise TextError("there is nothing to read: give a text")
+    return ids.long()
+
+
+def read_text(
+    student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache
+) -> Steps[None]:
+    """Read a text after what the cache holds."""
+    ids = tokenize(tokenizer, text, cache)
+    yield Progress("read", 0, ids.shape[1], "tokens")
+    for done in read_tokens(student, ids, cache):
+        yield Progress("read", done, ids.shape[1], "tokens")
+
+
+def write_answer(
+    student: LinearizedForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    cache: LinearizedCache,
+    new_tokens: int,
+    seed: int,
+    sample: bool,
+) -> Generator[str, None, list[int]]:
+    """Continue a prompt after what the cache holds; yield the text as it comes, and return its tokens.
+
+    Afterwards the cache has read all of them.
+    """
+    if new_tokens < 1:
+        raise RequestError(f"an answer of {new_tokens} tokens is not allowed: ask for at least one token")
+    ids, written = tokenize(tokenizer, prompt, cache), []
+    stream = TextStream(tokenizer, ids[0].tolist())
+    for _ in read_tokens(student, ids[:, :-1], cache):
+        pass
+    for token in generate_tokens(student, ids[:, -1:].to(student.device), cache, new_tokens, seed, sample):
+        written.append(token)
+        if piece := stream.add(token):
+            yield piece
+    if rest := stream.rest():
+        yield rest
+    for _ in read_tokens(student, torch.tensor([written[-1:]]), cache):
+        pass
+    return written
+
+
+def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
+    """Load the state in a file."""
+    try:
+        return student.load_cache(str(path))
+    except FileNotFoundError as error:
+        raise FolderError(f"there is no state {str(path)!r}: `linearizer read` writes a state") from error
+    except OSError as error:
+        raise FolderError(
+            f"{str(path)!r} cannot be read ({error.strerror or error}): name the file of a state"
+        ) from error
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def take_back_turn(cache: LinearizedCache) -> None:
+    """Take back what a state read or kept last."""
+    if not cache.turns:
+        raise RequestError(
+            f"there is nothing to take back: the state holds what it read first, or its last {MAX_TURNS} turns are "
+            "taken back; read the text again"
+        )
+    cache.take_back_turn()
+
+
+def save_state(cache: LinearizedCache, path: Path) -> None:
+    """Write a state to a file, which stays as it was until the new one is complete."""
+    with writing(path):
+        cache.save(str(path))
+
+
+def check_place(path: Path) -> None:
+    """Refuse, before anything is read, a path that no state can be written to."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "is a folder" if path.is_dir() else "cannot be written there"
+        raise FolderError(f"the state {str(path)!r} {why}: name a file in a folder that is yours to write")

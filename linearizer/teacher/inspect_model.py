@@ -1,0 +1,154 @@
+"""Inspects a model: what it is, and whether it can be linearized, from its config alone, without its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from linearizer.errors import UnsupportedModel
+from linearizer.hub.models import Source
+from linearizer.plan.head_bytes import Layer, cache_bytes, feature_bytes
+from linearizer.plan.inspection import Budget, Inspection
+from linearizer.teacher.probe import AttentionLayer, build_blueprint, watch_blueprint, watch_layers
+from linearizer.teacher.quantised import check_quantisation, describe_quantisation, gguf_file, is_packed, method_of
+from linearizer.teacher.support import TESTED, Refused, check_config, check_windows
+from linearizer.teacher.text_tower import names_in_files, whole_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+BUDGETS = (64, 256, 1024)  # tokens of the teacher's cache
+MAX_KEPT = 64  # inspections
+
+_kept: dict[str, Inspection] = {}  # by all that they depend on
+
+
+def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
+    """Describe a model, and whether it is supported; to build and run it anew, without weights, takes a while."""
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {source}"
+    result = _kept.get(key)
+    if result is None:
+        result = _kept[key] = build_and_inspect(source, config)
+        if len(_kept) > MAX_KEPT:
+            _kept.pop(next(iter(_kept)), None)
+    return result
+
+
+def watch_if_supported(
+    source: Source, config: PreTrainedConfig
+) -> tuple[PreTrainedModel | None, list[AttentionLayer], Refused | None]:
+    """Build a model without weights, and watch its layers; give both as far as they came, and why it is refused."""
+    model, seen = None, []
+    try:
+        check_quantisation(config)
+        check_config(config)
+        model = build_blueprint(config)
+        if whole_of(config) and source.weights.names:
+            names_in_files(model, source.weights.names)
+        seen = watch_blueprint(model)
+        check_windows([layer.shape.native_window for layer in seen])
+    except Refused as refused:
+        return model, seen, refused
+    return model, seen, None
+
+
+def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
+    """Describe a model, and whether it is supported."""
+    model, seen, refusal = watch_if_supported(source, config)
+    layers = tuple(layer.shape for layer in seen)
+    plain = whole_of(config) is None and method_of(config) is None  # else files hold more, or numbers that are packed
+    return Inspection(
+        name=source.name,
+        revision=source.revision,
+        architecture=name_architecture(config, model),
+        model_type=config.model_type,
+        supported=refusal is None,
+        reason=refusal.reason if refusal else None,
+        remedy=refusal.remedy if refusal else None,
+        tested=refusal is None and config.model_type in TESTED,
+        layers=layers,
+        scalings=tuple(layer.scaling for layer in seen),
+        positions=name_positions(config, model),
+        max_positions=getattr(config, "max_position_embeddings", None),
+        parameters=source.weights.parameters if model is None or plain else sum(x.numel() for x in model.parameters()),
+        weight_bytes=source.weights.bytes,
+        licence=source.licence,
+        gated=source.gated,
+        cache_bytes_per_token=cache_bytes(layers, 1),
+        budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
+        terms=source.terms,
+        vocabulary=getattr(config.get_text_config(decoder=True), "vocab_size", 0),
+        resting=0 if model is None else count_resting(model),
+        tower_of=whole_of(config),
+        quantised=describe_quantisation(config),
+        packed=is_packed(config),
+        gguf=gguf_file(config),
+        links=model is None or can_link_weights(config, model, source),
+    )
+
+
+def can_link_weights(config: PreTrainedConfig, model: PreTrainedModel, source: Source) -> bool:
+    """Tell whether a student loads from its teacher's files: it knows what these call the weights of its decoder.
+
+    It does not know what else the teacher's class translates, as names outside of the decoder.
+    """
+    if whole_of(config) or (method_of(config) and not is_packed(config)):
+        return False
+    outside = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
+    return not source.weights.names or all(name in source.weights.names for name in outside)
+
+
+def count_resting(model: PreTrainedModel) -> int:
+    """Count the parameters of a mixture's experts that a token is not sent to."""
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return 0
+    stacks = [x for name, x in model.named_parameters() if ".experts." in name and x.ndim == 3]  # one for all experts
+    return sum(x.numel() // len(x) * max(0, len(x) - chosen) for x in stacks)
+
+
+def name_architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> str:
+    """Name the class of a model; its kind where its config names none, and it was not built."""
+    names = config.architectures
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    return type(model).__name__ if model is not None else config.model_type
+
+
+def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:
+    """Check that a loaded model attends in every layer as its config said it would."""
+    try:
+        seen = watch_layers(model)
+    except Refused as refused:
+        raise UnsupportedModel(f"{inspection.name!r} cannot be linearized, because {refused}") from refused
+    expected = [
+        AttentionLayer(i, *pair) for i, pair in enumerate(zip(inspection.layers, inspection.scalings, strict=True))
+    ]
+    if seen != expected:
+        pairs = zip(seen, expected, strict=False)
+        actual, stated = next((pair for pair in pairs if pair[0] != pair[1]), (seen, expected))
+        raise UnsupportedModel(
+            f"{inspection.name!r} attends differently from what its config says ({actual} instead of {stated}): "
+            f"give the config that belongs to its weights"
+        )
+
+
+def budget_of(layers: tuple[Layer, ...], tokens: int) -> Budget:
+    """Compute the bytes of a budget in tokens of cache, and the features per KV head that they hold."""
+    budget_bytes = cache_bytes(layers, tokens)
+    feature = sum(layer.kv_heads * feature_bytes(layer) for layer in layers if layer.native_window is None)
+    return Budget(tokens, budget_bytes, budget_bytes / feature)
+
+
+def name_positions(config: PreTrainedConfig, model: PreTrainedModel | None) -> str | None:
+    """Name the position encoding of a model, if its config or its modules show it."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        by_kind = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+        if any(part.get("partial_rotary_factor", 1) < 1 for part in by_kind):
+            return "partial rotary"
+        return "rotary" if all(getattr(config, "no_rope_layers", None) or [1]) else "rotary, but for some layers"
+    if model is not None and len([m for m in model.modules() if isinstance(m, torch.nn.Embedding)]) > 1:
+        return "learned"
+    return None

@@ -1,0 +1,279 @@
+"""Loads the config, tokenizer and weights of a source. Code of the model's repository is never run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
+from linearizer.hub.gguf_files import load_gguf_config, load_gguf_tokenizer, read_gguf
+from linearizer.hub.models import CONFIG, Source, fetch, find_model
+from linearizer.hub.weight_files import INDEX, SINGLE, damaged_weights, list_shards, read_json
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.json_products import quote
+from linearizer.plan.plan import Plan
+from linearizer.quiet import quiet
+from linearizer.run.weight_digests import TOKENIZER
+from linearizer.teacher.devices import choose_device
+from linearizer.teacher.gptq_awq import expand_weights
+from linearizer.teacher.inspect_model import inspect_model, verify_teacher
+from linearizer.teacher.probe import build_blueprint
+from linearizer.teacher.quantised import (
+    expand_while_loading,
+    forget_quantisation,
+    is_packed,
+    is_read_here,
+    keep_as_stored,
+    method_of,
+    quantisation_of,
+)
+from linearizer.teacher.ram import return_freed_memory
+from linearizer.teacher.streaming import leave_states_in_place, place_weights, streamed_weights
+from linearizer.teacher.text import read_texts
+from linearizer.teacher.text_tower import names_in_files, text_tower, whole_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+GENERATION = "generation_config.json"
+KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # which transformers does not check
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "top_k", "max_length", "max_new_tokens"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
+    "do_sample": (bool,),
+}
+
+
+def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
+    """Load a model's config: that of its text tower, where it reads pictures, too."""
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if source.head is not None:
+        return load_gguf_config(source.name, source.head)
+    folder = fetch(source, (CONFIG,), token)
+    content = read_json(source.name, folder / CONFIG)
+    kind = content.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise UnsupportedModel(f"{source.name!r} has a {CONFIG} with a `model_type` that is no text: repair that file")
+    for part in (content, content.get("text_config")):
+        if isinstance(part, dict) and not isinstance(part.get("quantization_config", {}), dict | None):
+            raise UnsupportedModel(
+                f"{source.name!r} has a {CONFIG} with a `quantization_config` that is no object: repair that file"
+            )
+    if kind not in CONFIG_MAPPING and "auto_map" in content:
+        raise UnsupportedModel(
+            f"{source.name!r} needs code from its repository, which is never run here: "
+            f"name a model of a kind that transformers itself knows"
+        )
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"{source.name!r} is of the kind {kind!r}, which transformers {transformers.__version__} does not know: "
+            f"name another model, or update transformers"
+        )
+    with quiet():
+        try:
+            return text_tower(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        except Exception as error:  # each kind checks its config in its own way, with errors of many types
+            raise UnsupportedModel(
+                f"{source.name!r} has a {CONFIG} that transformers refuses ({first_line(error)}): repair that file"
+            ) from error
+
+
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    """Give the type that a model's weights are stored in, as its config states it."""
+    dtype = getattr(config, "dtype", None)
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+
+
+def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    if source.head is not None:
+        load, remedy = partial(load_gguf_tokenizer, source.head), "name a file that has one"
+    else:
+        folder = fetch(source, (CONFIG, *TOKENIZER), token)
+        load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)
+        remedy = "put its tokenizer's files beside its weights"
+    with quiet():
+        try:
+            return load()
+        except Exception as error:  # each kind reads its files in its own way, with errors of many types
+            raise ModelNotAvailable(
+                f"{source.name!r} has no tokenizer that can be loaded ({first_line(error)}): {remedy}"
+            ) from error
+
+
+def load_teacher(
+    source: Source,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    token: str | None = None,
+    places: dict[str, str] | None = None,
+) -> PreTrainedModel:
+    """Load a model frozen, in evaluation mode; check that every weight is present, of the right shape and finite.
+
+    `places` says where its parts lie; None: all on the device.
+    """
+    from transformers import GenerationConfig
+
+    config = load_config(source, token)
+    packed, read_here, quantised = is_packed(config), is_read_here(config), method_of(config) is not None
+    folder = fetch_weights(source, token)
+    with quiet():
+        try:
+            model, report = read_model(source, folder, config, dtype, {"": device} if packed else places)
+        except (SafetensorError, OSError) as error:
+            raise damaged_weights(source.name, first_line(error)) from error
+    check_complete(source.name, report)
+    check_finite_weights(source.name, model)
+    model.requires_grad_(False).eval()
+    if packed:
+        keep_as_stored(model)
+        return model
+    if read_here and (folder / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if quantised:
+        forget_quantisation(model)
+    if places is None:
+        return model.to(device)
+    leave_states_in_place(model)
+    return model
+
+
+def fetch_weights(source: Source, token: str | None) -> Path:
+    """Download what a model needs beside its tokenizer, and check that all of it is there."""
+    folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
+    missing = [file for file in source.weights.files if not (folder / file).is_file()]
+    if missing:  # without a network, the Hub's client returns the files that it has
+        raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
+    if source.head is None:
+        if (folder / INDEX).is_file() and SINGLE not in source.weights.files:
+            list_shards(source.name, read_json(source.name, folder / INDEX))
+        if (folder / GENERATION).is_file():
+            check_generation(source.name, read_json(source.name, folder / GENERATION))
+    return folder
+
+
+def check_generation(name: str, settings: dict[str, Any]) -> None:
+    """Refuse settings of generation that transformers cannot use, which it would say in the midst of the work."""
+    from transformers import GenerationConfig
+
+    try:
+        for key, kinds in KINDS_OF_SETTINGS.items():
+            value = settings.get(key)
+            several = value if isinstance(value, list) and key == "eos_token_id" else [value]
+            if value is not None and not all(type(each) in kinds for each in several):
+                raise TypeError(f"{key} is {quote(str(value))}")
+        with quiet():
+            GenerationConfig.from_dict(settings).validate()
+    except Exception as error:  # each setting is read in its own way, with errors of many types
+        raise ModelNotAvailable(
+            f"{name!r} has a {GENERATION} that cannot be used ({first_line(error)}): repair that file, or remove it"
+        ) from error
+
+
+def read_model(
+    source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype, places: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Let transformers make a model of its files, or of weights that are expanded here; report what did not fit."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": "sdpa",
+        "trust_remote_code": False,
+        "use_safetensors": True,
+        "ignore_mismatched_sizes": True,  # check_complete reads them in the report
+        "output_loading_info": True,
+        "device_map": places,
+    }
+    if whole_of(config):
+        options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
+    if is_read_here(config):
+        held = read_expanded(source, folder, config, dtype)
+        return type(build_blueprint(config)).from_pretrained(None, state_dict=held, config=config, **options)
+    if source.head is not None:
+        return read_gguf(folder / source.weights.files[0], config, {**options, "dtype": computing_dtype(dtype, config)})
+    expand_while_loading(config)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+
+
+def read_expanded(
+    source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Read weights of few bits, and let the config forget them."""
+    stated, method = quantisation_of(config), method_of(config)
+    del config.quantization_config
+    paths = [folder / file for file in source.weights.files]
+    wanted = computing_dtype(dtype, config)
+    return expand_weights(source.name, paths, str(method), stated, build_blueprint(config), wanted)
+
+
+def check_complete(name: str, report: dict) -> None:
+    """Refuse weights that do not fill the model: transformers would draw the others at random."""
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise damaged_weights(name, f"{len(missing)} of its parameters are missing, such as {missing[0]}")
+    if report["mismatched_keys"]:
+        key, stored, expected = sorted(report["mismatched_keys"])[0]
+        raise damaged_weights(name, f"{key} is stored as {tuple(stored)} and should be {tuple(expected)}")
+
+
+def check_finite_weights(name: str, model: torch.nn.Module) -> None:
+    held = ((key, parameter) for key, parameter in model.named_parameters() if not parameter.is_meta)
+    for key, parameter in chain(held, streamed_weights(model)):
+        if not torch.isfinite(parameter).all():
+            raise ModelNotAvailable(
+                f"{name!r} has weights that are not finite ({key} holds NaN or infinity): name an intact model"
+            )
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher in memory, checked against its inspection."""
+
+    source: Source
+    inspection: Inspection
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stored: torch.dtype | None  # the type of its weights where they are stored, if its config says so
+
+
+def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
+    """Load the teacher of a plan; without its inspection, refuse a model that cannot be linearized first."""
+    source = find_model(plan.model, token)
+    config = load_config(source, token)
+    if inspection is None:
+        inspection = inspect_model(source, config)
+        inspection.require_support()
+    tokenizer = load_tokenizer(source, token)
+    places = place_weights(config, source, computing_dtype(plan.dtype, config), plan.device)
+    if places is not None:
+        return_freed_memory()
+    model = load_teacher(source, plan.dtype, choose_device(plan.device), token, places)
+    verify_teacher(model, inspection)
+    return Teacher(source, inspection, model, tokenizer, stored_dtype(config))
+
+
+def computing_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
+    """Give the type that a model computes in, where this is asked for."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return (stored_dtype(config) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+
+
+def texts_of(
+    plan: Plan, teacher: Teacher, texts: int, token: str | None, least: int | None = None
+) -> torch.Tensor:  # (texts, tokens)
+    """Take the first texts of a plan's source, at the plan's length."""
+    length = plan.kept_length(teacher.inspection.max_positions)
+    return read_texts(
+        plan.text, teacher.tokenizer, length, texts, least=least, model=teacher.model, seed=plan.seed, token=token
+    )

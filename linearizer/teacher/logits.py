@@ -1,0 +1,87 @@
+"""Logits of a model, the kl between two models, and the bytes of their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from linearizer.errors import FaultError
+from linearizer.student.cache import LinearizedLayer
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+
+Tensor = torch.Tensor
+PROBE_TOKENS = 16  # that a model reads to be checked
+MAX_LOGITS = 2**26  # of one subject, held at once in fp32
+MAX_CACHED_LOGITS = 2**19  # fit into a processor's caches
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:  # (texts, tokens, vocabulary)
+    return model(input_ids=ids.to(model.device), use_cache=False).logits.float()
+
+
+def check_logits(model: PreTrainedModel, texts: Tensor) -> None:
+    """Refuse a teacher whose logits are not finite."""
+    if not logits_of(model, texts[:1, :PROBE_TOKENS]).isfinite().all():
+        raise FaultError("the teacher's logits are not finite: its weights are damaged, or load it in float32")
+
+
+def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)
+    return compare_rows(
+        lambda own, token: cross_entropy(own, token, reduction="none"), logits, following.to(logits.device)
+    )
+
+
+def kl_of(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
+    """Compute KL(teacher ‖ student) of every next-token distribution, in nats."""
+    return compare_rows(
+        lambda p, q: kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True).sum(-1),
+        teacher,
+        student,
+    )
+
+
+def compare_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, other: Tensor) -> Tensor:
+    """Compare logits token by token; on a CPU in pieces that fit into its caches."""
+    rows = max(1, (MAX_CACHED_LOGITS if logits.device.type == "cpu" else MAX_LOGITS) // logits.shape[-1])
+    pieces = [zip(own.split(rows), its.split(rows), strict=True) for own, its in zip(logits, other, strict=True)]
+    return torch.stack([torch.cat([compare(*pair) for pair in pairs]) for pairs in pieces])
+
+
+def fresh_cache(model: PreTrainedModel) -> Cache:
+    """Make an empty cache of the model's own kind."""
+    if isinstance(model, LinearizedForCausalLM):
+        return model.empty_cache()
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.memory = None  # a student's base passes it to its attention, even where that is its teacher's
+    return cache
+
+
+def bytes_held(cache: Cache) -> int:
+    """Count the bytes of a cache's tensors."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, LinearizedLayer):
+            total += layer.bytes()
+        elif layer.is_initialized:
+            total += sum(tensor.numel() * tensor.element_size() for tensor in (layer.keys, layer.values))
+    return total
+
+
+def texts_at_once(model: PreTrainedModel, length: int) -> int:
+    """Compute how many texts' logits may be held at once."""
+    return max(1, MAX_LOGITS // (length * vocabulary(model)))
+
+
+def tokens_at_once(model: PreTrainedModel, texts: int) -> int:
+    """Compute how many tokens of each text may have their logits held at once."""
+    return max(1, MAX_LOGITS // (texts * vocabulary(model)))
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    return model.get_output_embeddings().weight.shape[0]

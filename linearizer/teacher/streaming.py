@@ -1,0 +1,205 @@
+"""Decides where a teacher's weights lie: on the device, spread over several, or streamed where they do not fit.
+
+A model that is spread has each of its blocks on one device, and what a block answers goes on to the next block's. The
+weights of a streamed block stay in the memory of the CPU or in their files, and come to the device while the block
+computes; every pass over the model reads all of its weights again. The bits of what is computed are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from linearizer.errors import RequestError
+from linearizer.plan.inspection import Inspection
+from linearizer.teacher.devices import choose_device, choose_dtype, device_kind
+from linearizer.teacher.layers import blocks_of
+from linearizer.teacher.probe import build_blueprint
+from linearizer.teacher.quantised import is_packed, method_of
+from linearizer.teacher.ram import free_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from linearizer.hub.models import Source
+
+STATE_ARGUMENT = "linear_state"  # that an attention module is given
+OFFLOADED = {"cpu", "disk"}  # where the weights of streamed blocks lie
+FILLED = 0.8  # of what is free, that weights may take: the rest is for what is computed
+
+
+@dataclass(frozen=True)
+class WeightSizes:
+    """The bytes of a model's weights in the type that it computes in."""
+
+    whole: int
+    streamed: int  # of all that is no block, and of two blocks
+    merged: bool  # whether loading merges some, as the experts of mixtures, so that no file holds them as they are used
+    blocks: Mapping[str, str]  # the names of the modules that are no blocks, and of the blocks: "" or "block"
+    parts: Mapping[str, int]  # the bytes of each of these
+
+
+def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> WeightSizes:
+    """Compute what the weights of a model take, from its config alone."""
+    model = build_blueprint(config)
+    blocks = set(blocks_of(model))
+    sizes = [sum(x.numel() for x in block.parameters()) for block in blocks]
+    whole = sum(x.numel() for x in model.parameters())
+    parts = dict(list_outermost_parts(model, blocks))
+    names = {name: "block" if module in blocks else "" for name, module in parts.items()}
+    bytes_of = {name: dtype.itemsize * sum(x.numel() for x in part.parameters()) for name, part in parts.items()}
+    streamed = whole - sum(sizes) + 2 * max(sizes, default=0)
+    merged = any(".experts." in name and x.ndim == 3 for name, x in model.named_parameters())
+    return WeightSizes(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
+
+
+def list_outermost_parts(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """List the blocks of a model, and the largest of its other parts that contain none."""
+    if module in blocks or not blocks & set(module.modules()):
+        yield name, module
+    else:
+        for part, child in module.named_children():
+            yield from list_outermost_parts(child, blocks, f"{name}.{part}".lstrip("."))
+
+
+def rooms_for_weights(device: str) -> dict[str, int]:
+    """Say how many bytes of weights a device may hold; any number on a GPU that is lent later, and elsewhere.
+
+    Where any GPU will do, these are all, the first of them first.
+    """
+    known = device_kind(device) == "cpu" or torch.cuda.is_available()
+    place = torch.device(choose_device(device) if known else device)
+    if not known or place.type not in ("cpu", "cuda"):
+        return {str(place): 2**60}
+    several = place.type == "cuda" and place.index is None
+    places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if several else [place]
+    return {str(each): int(FILLED * free_bytes(each)) for each in places}
+
+
+def bytes_for_weights(device: str) -> int:
+    """Say how many bytes of weights a device may hold, or several together."""
+    return sum(rooms_for_weights(device).values())
+
+
+def spread_blocks(weights: WeightSizes, rooms: Mapping[str, int]) -> dict[str, str] | None:
+    """Lay the blocks of a model over several devices, in their order, and all else on the first; None: no room.
+
+    Each is filled by the same share, so that all have memory left to compute with.
+    """
+    sizes, devices = weights.parts, iter(rooms)
+    share = sum(sizes.values()) / sum(rooms.values())
+    largest = max((sizes[name] for name, kind in weights.blocks.items() if kind), default=0)
+    left = {device: min(room, share * room + largest) for device, room in rooms.items()}
+    place = next(devices)
+    places = {name: place for name, kind in weights.blocks.items() if not kind}
+    left[place] -= sum(sizes[name] for name in places)
+    for name in (name for name, kind in weights.blocks.items() if kind):
+        while sizes[name] > left[place]:
+            if (following := next(devices, None)) is None:
+                return None
+            place = following
+        places[name], left[place] = place, left[place] - sizes[name]
+    return places if min(left.values()) >= 0 else None
+
+
+def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, device: str) -> dict[str, str] | None:
+    """Choose where the parts of a model lie; None: all on the device. Refuse a model that cannot be streamed either."""
+    rooms, method = rooms_for_weights(device), method_of(config)
+    free = next(iter(rooms.values()))
+    if method is not None:
+        check_quantised_fit(config, source, dtype, free)
+        return None
+    if source.weights.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
+        return None
+    if len(rooms) > 1 and (places := spread_blocks(weights, rooms)) is not None:
+        return places
+    place = torch.device(choose_device(device))
+    if weights.streamed > free or "block" not in weights.blocks.values():
+        raise RequestError(
+            f"its weights take {weights.whole / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}, and "
+            f"{weights.streamed / 1e9:.2f} GB block by block, where {free / 1e9:.2f} GB of memory may be taken: free "
+            "memory, or use a larger machine"
+        )
+    elsewhere = "disk"
+    if place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu")):
+        elsewhere = "cpu"
+    if elsewhere == "disk" and weights.merged:
+        raise RequestError(
+            f"its weights take {weights.whole / 1e9:.2f} GB, where {free / 1e9:.2f} GB of memory may be taken, and its "
+            "experts are merged while they are loaded, so they cannot be read from its files: use a larger machine"
+        )
+    return {name: elsewhere if kind else str(place) for name, kind in weights.blocks.items()}
+
+
+def check_quantised_fit(config: PreTrainedConfig, source: Source, dtype: torch.dtype, free: int) -> None:
+    """Refuse quantised weights that memory cannot hold: they are not streamed."""
+    needed = source.weights.bytes if is_packed(config) else measure_weights(config, dtype).whole
+    if needed > free:
+        raise RequestError(
+            f"its quantised weights take {needed / 1e9:.2f} GB here, where {free / 1e9:.2f} GB of memory may be taken, "
+            "and are not read block by block: free memory, name the model that it was quantised from, or use a larger "
+            "machine"
+        )
+
+
+def bytes_in_memory(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> int:
+    """Compute what the weights of an inspected model take in the type that they are computed in here."""
+    if inspection.packed:
+        return inspection.weight_bytes
+    stored = torch.float32 if inspection.number_bytes == 4 else torch.bfloat16
+    chosen = dtype if device_kind(device) == "cuda" else choose_dtype(dtype, stored, device)
+    return inspection.parameters * (stored if chosen == "auto" else getattr(torch, chosen)).itemsize
+
+
+def streams(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
+    """Tell whether a model will be read block by block here, as far as its size tells."""
+    return inspection.quantised is None and bytes_in_memory(inspection, dtype, device) > bytes_for_weights(device)
+
+
+def spreads(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
+    """Tell whether a model will be spread over several devices here, as far as its size tells."""
+    rooms = list(rooms_for_weights(device).values())
+    return inspection.quantised is None and rooms[0] < bytes_in_memory(inspection, dtype, device) <= sum(rooms)
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Tell whether the weights of a model lie at several places."""
+    return len(set(getattr(model, "hf_device_map", {}).values())) > 1
+
+
+def is_streamed(model: nn.Module) -> bool:
+    """Tell whether a model's weights are read in every pass."""
+    return any(True for _ in offload_hooks(model))
+
+
+def streamed_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the weights that are not on the device, one after the other."""
+    for name, module, hook in offload_hooks(model):
+        for part, _ in module.named_parameters(recurse=False):
+            yield f"{name}.{part}", hook.weights_map[part]
+
+
+def offload_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """List the modules whose weights come to the device for every call, and what brings them there."""
+    for name, module, hook in placing_hooks(model):
+        if getattr(hook, "offload", False) and any(True for _ in module.parameters(recurse=False)):
+            yield name, module, hook
+
+
+def placing_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """List the modules to whose device their arguments are brought, and what brings them there."""
+    for name, module in model.named_modules():
+        if (hook := getattr(module, "_hf_hook", None)) is not None:
+            for each in getattr(hook, "hooks", [hook]):
+                yield name, module, each
+
+
+def leave_states_in_place(model: nn.Module) -> None:
+    """Let the state of a student be handed over as it is: what is brought to a device is a copy, which is lost."""
+    for _, _, hook in placing_hooks(model):
+        names = getattr(hook, "skip_keys", None) or ()
+        hook.skip_keys = [*([names] if isinstance(names, str) else names), STATE_ARGUMENT]

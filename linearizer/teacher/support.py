@@ -1,0 +1,118 @@
+"""Decides which models can be linearized, and says why the others cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from linearizer.errors import UnsupportedModel
+from linearizer.student.attention_interface import attention_modules, hands_over
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Kinds that are tested from end to end; other kinds that pass the same checks are served, too.
+TESTED = frozenset(
+    "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2 "
+    "gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama minimax_m2 mistral mixtral olmo "
+    "olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2".split()
+)
+SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
+OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the names of the parts of a multimodal config
+CAPPED = "it caps the scores of its attention (soft-capping), which features cannot follow"
+LEARNED_SINKS = "its heads have learned sinks, which take weight that no token has"
+# by the argument that a layer passes to its attention
+ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS}
+ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
+MASKED = "its layers mask tokens by numbers of their own, which a state of fixed size cannot follow"
+ENCODER = "it is an encoder, which reads in both directions"
+ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
+
+
+class Refused(UnsupportedModel):
+    """Why a model cannot be linearized, and what to do instead."""
+
+    def __init__(self, reason: str, remedy: str = ANOTHER) -> None:
+        super().__init__(f"{reason}: {remedy}")
+        self.reason, self.remedy = reason, remedy
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse a model that by its config alone is no decoder with softmax attention."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise Refused("it is an encoder–decoder, whose decoder also reads what the encoder made")
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
+        raise Refused(ENCODER)
+    parts = [part for part in config.sub_configs if any(word in part for word in OTHER_INPUTS)]
+    if parts:
+        raise Refused(f"it is multimodal ({', '.join(parts)})", "name its text-only sibling")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Refused(f"{config.model_type} models do not continue text")
+    if getattr(config, "num_hidden_layers", 1) < 1:
+        raise Refused(f"its config gives it {config.num_hidden_layers} layers", "repair its config.json")
+    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
+        raise Refused("it is already recurrent, in part or in whole, with a state of fixed size", "use it as it is")
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX_LAYERS)
+    if odd:
+        raise Refused(f"it has layers that are no softmax attention ({', '.join(odd)})")
+    if has_alibi(config):
+        raise Refused(ALIBI)
+
+
+def has_alibi(config: PreTrainedConfig) -> bool:
+    """Tell whether positions are a bias on the scores that falls with the distance; bloom has no others."""
+    parts = (config, getattr(config, "attn_config", None))
+    by_name = getattr(config, "position_embedding_type", None) == "alibi" or config.model_type == "bloom"
+    return by_name or any(getattr(part, "alibi", False) for part in parts)
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse a model whose attention cannot be reached, or is not causal."""
+    modules = attention_modules(model)
+    if not modules or not all(hands_over(module) for module in modules):
+        raise Refused("its code does not hand its attention to transformers' attention interface, so no layer is seen")
+    if any(getattr(module, "is_causal", None) is False for module in modules):
+        raise Refused(ENCODER)
+
+
+def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str, object]) -> None:
+    """Refuse a layer whose scores are more than a scaled product, or whose KV heads have unequal groups."""
+    for argument, reason in ALTERED.items():
+        if others.get(argument) is not None:
+            raise Refused(reason)
+    mask = others.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1] > 1):  # not transformers' own
+        raise Refused(MASKED)
+    if query.shape[1] % key.shape[1]:
+        raise Refused(
+            f"its {query.shape[1]} query heads cannot share {key.shape[1]} KV heads evenly",
+            "repair its config.json",
+        )
+
+
+def check_layers(indices: list[int], cached: set[int], expected: int) -> None:
+    """Refuse a model unless each layer attends once and has a cache of its own."""
+    if sorted(indices) != list(range(expected)) or not expected:
+        raise Refused(
+            f"{len(set(indices))} of its {expected} layers were seen attending, {len(indices)} times in all, "
+            f"and each of them should attend once"
+        )
+    if not cached:
+        raise Refused("it keeps no cache of keys and values that transformers knows")
+    if cached != set(indices):
+        raise Refused(f"{expected - len(cached)} of its {expected} layers reuse the keys and values of another layer")
+
+
+def check_windows(windows: list[int | None]) -> None:
+    """Refuse a model whose layers all have native windows: its cache does not grow."""
+    if all(window is not None for window in windows):
+        raise Refused(
+            f"every layer already attends to a window, of {max(w for w in windows if w is not None)} tokens at most, "
+            f"so its cache does not grow",
+            "there is nothing to do, use it as it is",
+        )

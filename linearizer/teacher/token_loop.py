@@ -1,0 +1,129 @@
+"""Reads texts into a cache, piece by piece, and continues them, token by token, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from linearizer.student.cache import CACHE
+
+Tensor = torch.Tensor
+PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
+HALF_LETTER = "\ufffd"  # what a decoder writes for bytes that are no letter yet
+CONTEXT = 8  # tokens before the first token that comes
+MAX_LETTER_TOKENS = 16  # bytes that are no letter are written as such after so many tokens
+Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens (texts, 1)
+
+
+def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
+    """Read tokens (texts, tokens) that follow what the cache holds; yield after each piece how many were read."""
+    for start in range(0, ids.shape[1], PIECE_TOKENS):
+        with torch.inference_mode():
+            part = ids[:, start : start + PIECE_TOKENS].to(model.device)
+            model(input_ids=part, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+        yield min(start + PIECE_TOKENS, ids.shape[1])
+
+
+def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choose) -> Iterator[Tensor]:
+    """Yield the next token of every text (texts, 1), without end; `ids` (texts, tokens) follow what the cache holds."""
+    while True:
+        with torch.inference_mode():
+            out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            ids = choose(out.logits[:, -1].float())
+        yield ids
+
+
+def choose_likeliest(logits: Tensor) -> Tensor:
+    return logits.argmax(-1, keepdim=True)
+
+
+def draw_tokens(seeds: Sequence[int], device: torch.device) -> Choose:
+    """Draw from the softmax of the logits, each text with the random numbers of its own seed."""
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def choose(logits: Tensor) -> Tensor:
+        chances = zip(logits.softmax(-1), generators, strict=True)
+        return torch.stack([torch.multinomial(row, 1, generator=generator) for row, generator in chances])
+
+    return choose
+
+
+def draw_with_same_noise(seed: int) -> Choose:
+    """Draw so that models whose logits are equal draw the same tokens, on any device."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> Tensor:  # the largest of logits with Gumbel noise is a draw from their softmax
+        noise = torch.rand(logits.shape, generator=generator).clamp_min(1e-20).log().neg().log()
+        return choose_likeliest(logits.cpu() - noise).to(logits.device)
+
+    return choose
+
+
+def generate_tokens(
+    model: PreTrainedModel, ids: Tensor, cache: Cache, new_tokens: int, seed: int, sample: bool
+) -> Iterator[int]:
+    """Yield the tokens that the model's `generate` gives: with its own temperature, and up to its own end of text."""
+
+    def loop(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Callable[[Tensor, Tensor], Tensor],
+        stopping_criteria: Callable[[Tensor, Any], Tensor],
+        generation_config: GenerationConfig,
+        **_: object,
+    ) -> Iterator[int]:
+        choose, texts = draw_tokens([seed], model.device) if sample else choose_likeliest, input_ids
+
+        def choose_next(logits: Tensor) -> Tensor:
+            return choose(logits_processor(texts, logits))
+
+        for token in write_tokens(model, input_ids, cache, choose_next):
+            texts = torch.cat([texts, token], 1)
+            yield int(token)
+            if stopping_criteria(texts, None).all():
+                return
+
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=sample,
+        pad_token_id=model.generation_config.pad_token_id or 0,
+        custom_generate=loop,
+        **{CACHE: cache},
+    )
+
+
+class TextStream:
+    """Decodes token by token: a token may hold part of a letter, and its text may depend on the tokens `before`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int]) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = before[-CONTEXT:]  # the last that were written, then all that were not
+        self.written = len(self.tokens)  # how many of them were written
+
+    def add(self, token: int) -> str:
+        """Give the text that this token completes; "" while a letter is incomplete."""
+        self.tokens.append(token)
+        text = self.new_text()
+        if text.endswith(HALF_LETTER) and len(self.tokens) - self.written < MAX_LETTER_TOKENS:
+            return ""
+        self.tokens, self.written = self.tokens[self.written :], len(self.tokens) - self.written
+        return text
+
+    def rest(self) -> str:
+        """Give the text of what is incomplete at the end."""
+        text, self.tokens, self.written = self.new_text(), [], 0
+        return text
+
+    def new_text(self) -> str:
+        """Decode the tokens that were not written, after the tokens before them."""
+        before, all_of = (
+            self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for tokens in (self.tokens[: self.written], self.tokens)
+        )
+        return all_of[len(before) :]

@@ -1,0 +1,301 @@
+"""Runs as processes of their own: page, command line and Python start, watch, stop and delete them with these.
+
+What a run is doing is read from its log, and from whether a live process holds its lock: nothing is kept in memory,
+so every process that looks sees the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linearizer.errors import FolderError, RequestError
+from linearizer.plan.plan import Plan
+from linearizer.run.evaluation_request import PARTS
+from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
+from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
+from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
+from linearizer.run.locks import Lock
+from linearizer.workers import device_queue
+from linearizer.workers.device_queue import Ticket
+from linearizer.workers.processes import start_process
+
+EVALUATION_STEPS = (*PARTS, "longer", "distill")  # with progress
+STATE_AFTER = {
+    EventName.QUEUED: "queued",
+    EventName.STARTED: "running",
+    EventName.STOPPED: "stopped",
+    EventName.FAILED: "failed",
+    EventName.DONE: "done",
+}
+LIVE = ("queued", "running", "stopping")
+LOG_POLL_SECONDS = 0.25  # seconds between two looks at a log
+MAX_QUOTED_CHARACTERS = 200  # letters that are quoted of a log
+DAMAGED = "damaged"  # a file of the run cannot be read
+LOST_ERROR = "its process is gone (killed, or the machine was): resume it, and it goes on from what was saved"
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a run, and how far it has come."""
+
+    run: Run
+    plan: Plan | None  # None where the run is damaged
+    state: str
+    place: int | None  # in the queue of its device: 1 is next; None unless queued
+    step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
+    error: str | None  # why it failed, or was stopped by others than its owner, in a sentence
+    begun: float  # seconds since 1970
+    changed: float
+    disk_bytes: int
+    saved: float | None  # when the state of training was last written
+    published: Event | None = None  # where its student was published last, at which revision, and how to load it
+    evaluation: Status | None = None  # how the evaluation of its student goes; None where none was asked for
+
+    @property
+    def live(self) -> bool:
+        """Whether a process works on the run or its evaluation, or waits to."""
+        return self.state in LIVE or (self.evaluation is not None and self.evaluation.live)
+
+
+def start(run: Run, token: str | None = None, **details: Any) -> None:
+    """Queue a run and start its process, which goes on from where the run stands and outlives this one.
+
+    The process reads the details in the log.
+    """
+    check_start(run, token)
+    lock, ticket = lock_and_queue(run, **details)
+    with lock, ticket.lock:  # the process that is started holds them, too
+        try:
+            start_worker(run, lock, ticket, token)
+        except OSError as error:
+            ticket.path.unlink(missing_ok=True)
+            run.log(EventName.FAILED, error=f"no process could be started ({error.strerror}): free memory, then resume")
+            raise FolderError(f"{str(run.folder)!r} cannot be worked on ({error.strerror}): free memory") from error
+
+
+def evaluate(
+    run: Run,
+    request: Mapping[str, Any] | None = None,
+    again: bool = False,
+    token: str | None = None,
+    begin: Callable[..., None] = start,
+) -> None:
+    """Begin to evaluate a run's student, in a process unless otherwise; without a request the newest goes on."""
+    if not run.checkpoint.is_dir():
+        raise RequestError(f"{str(run.folder)!r} has no student yet: wait until it is done, or end its training")
+    if request is None:
+        newest_request(run)  # raises where there is none
+        begin(run.evaluating, token)
+    else:
+        begin(run.evaluating, token, request=dict(request), again=again)
+
+
+def check_start(run: Run, token: str | None) -> None:
+    """Refuse a finished run, and a text that cannot be a token."""
+    if run.job is None and run.done:
+        raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
+    if token and not re.fullmatch(r"[!-~]+", token):
+        raise RequestError("the token holds characters that no token has: copy it again")
+
+
+def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
+    """Lock a run, and queue it."""
+    with ExitStack() as undo:
+        lock = undo.enter_context(run.take_lock())
+        remove(run.folder / "worker.log")
+        ticket = device_queue.take_ticket(run.folder)
+        undo.callback(ticket.remove)
+        run.log(EventName.QUEUED, **details)
+        undo.pop_all()
+    return lock, ticket
+
+
+def start_worker(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
+    """Start the process of a run."""
+    request = {"folder": str(run.folder), "job": run.job, "ticket": str(ticket.path), "token": token}
+    locks = {"lock": lock.fd, "ticket_lock": ticket.lock.fd}
+    with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
+        process = start_process(
+            "linearizer.workers.worker",
+            {**request, **locks},
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=tuple(locks.values()),
+        )
+    with suppress(BrokenPipeError):
+        process.stdin.close()  # type: ignore[union-attr]
+    threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
+
+
+def stop(run: Run, why: str = "") -> None:
+    """Request that a run, or its evaluation, finishes its step, saves and stops; `why` is shown to its owner."""
+    state = state_of(run)
+    if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
+        what = "the evaluation of " if run.job else ""
+        raise RequestError(f"{what}{str(run.folder)!r} is {state}: there is nothing to stop")
+    run.make_request("stop", why)
+
+
+def use_now(run: Run) -> None:
+    """Request that training ends at this step; the student is then judged and saved."""
+    current = status(run)
+    if current.state not in ("queued", "running"):
+        raise RequestError(f"{str(run.folder)!r} is {current.state}: only a run that is at work can end its training")
+    if current.step is None or current.step["event"] != EventName.DISTILL:
+        raise RequestError(f"{str(run.folder)!r} is not training: there is nothing to use yet, or nothing left to end")
+    run.make_request("use")
+
+
+def delete(run: Run) -> None:
+    """Remove the files of a run, and its folder if nothing else is in it."""
+    Run.open(run.folder)
+    last = ["plan.json", "lock"]  # while these are present, deleting can be repeated
+    with run.take_lock(), writing(run.folder):
+        for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
+            for path in (run.folder / name, run.folder / (name + UNFINISHED)):
+                remove(path)
+        if not any(run.folder.iterdir()):
+            run.folder.rmdir()
+
+
+def status(run: Run) -> Status:
+    """Give the status of a run."""
+    Run.open(run.folder)
+    state, log_state = read_lock_and_log(run)
+    first, files = first_event(run.log_file), files_of(run.folder)
+    begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
+    training = run.folder / "state" / "training"
+    kept = (path for path in files if training in path.parents and path.suffix != UNFINISHED)
+    saved = (files[path].st_mtime for path in kept)
+    evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
+    return Status(
+        run=run,
+        plan=run.plan,
+        state=state,
+        place=device_queue.place_of(run.folder) if state == "queued" else None,
+        step=log_state.step,
+        error=LOST_ERROR + quote_last_line(run) if state == "lost" else log_state.error,
+        begun=begun,
+        changed=log_state.newest["time"] if log_state.newest else begun,
+        disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's
+        saved=max(saved, default=None),
+        published=run.published if run.checkpoint.is_dir() else None,
+        evaluation=evaluation,
+    )
+
+
+def state_of(run: Run) -> str:
+    """Give the state of a run in one word."""
+    return read_lock_and_log(run)[0]
+
+
+@dataclass(frozen=True)
+class LogState:
+    """The state of a run by its log alone."""
+
+    state: str
+    error: str | None
+    newest: Event | None
+    step: Event | None
+
+
+def read_lock_and_log(run: Run) -> tuple[str, LogState]:
+    """Give the state of a run by its lock and its log, and by its log alone."""
+    while True:
+        held = run.is_locked
+        log_state = read_log_state(run)
+        if log_state.state not in LIVE:
+            return log_state.state, log_state
+        if held == run.is_locked:  # otherwise the run began or ended meanwhile
+            break
+    if not held:
+        return "lost", log_state
+    return "stopping" if run.has_request("stop") else log_state.state, log_state
+
+
+def read_log_state(run: Run) -> LogState:
+    """Read the log from its end until the state and the newest progress are known; progress implies a start."""
+    newest = last = step = None
+    steps = STEPS if run.job is None else EVALUATION_STEPS
+    for event in newest_events(run.log_file):
+        if not run.owns_event(event):
+            if run.job is not None and event["event"] in STEPS:
+                break  # an evaluation starts once the student exists; resuming a finished run does nothing
+            continue
+        newest = newest or event
+        if event["event"] in steps and "done" in event and "total" in event:
+            step = event
+        if event["event"] in STATE_AFTER or step:
+            last = last or event
+        if step:
+            break
+    state = "stopped" if last is None else STATE_AFTER.get(last["event"], "running")
+    return LogState(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
+
+
+def quote_last_line(run: Run) -> str:
+    """Quote the last line that a lost process wrote to standard error, without folders and tokens."""
+    path = run.folder / "worker.log"
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - READ_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = re.sub(r"hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
+    return f"; its last words: {last[:MAX_QUOTED_CHARACTERS]}" if last else ""
+
+
+def files_of(folder: Path) -> dict[Path, os.stat_result]:
+    """List the files of a run; a file that vanishes meanwhile is left out."""
+    files = {}
+    for place, _, names in os.walk(folder):
+        for path in (Path(place) / name for name in names):
+            with suppress(FileNotFoundError):
+                files[path] = path.lstat()
+    return files
+
+
+def runs_in(root: Path) -> list[Status]:
+    """Give the status of every run under a folder, the newest first."""
+    statuses = []
+    for file in root.glob("*/plan.json"):
+        with suppress(PermissionError):  # not readable
+            if (each := status_or_damage(Run(file.parent))) is not None:
+                statuses.append(each)
+    return sorted(statuses, key=lambda each: each.begun, reverse=True)
+
+
+def status_or_damage(run: Run) -> Status | None:
+    """Give the status of a run, also where its files are damaged; None where the run was deleted meanwhile."""
+    try:
+        return status(run)
+    except FolderError as error:
+        try:
+            changed = (run.folder / "plan.json").stat().st_mtime
+        except FileNotFoundError:
+            return None
+        sizes = sum(stat.st_size for stat in files_of(run.folder).values())
+        return Status(run, None, DAMAGED, None, None, str(error), changed, changed, sizes, None)
+
+
+def follow(run: Run) -> Iterator[list[Event]]:
+    """Give the events of a run, or of its evaluation, as they come, until it has ended."""
+    place = 0
+    while True:
+        ended = not run.is_locked and state_of(run) not in LIVE  # read before the log, so that no event is missed
+        events, place = read_events(run.log_file, place)
+        if own := [event for event in events if run.owns_event(event)]:
+            yield own
+        if ended:
+            return
+        time.sleep(LOG_POLL_SECONDS)

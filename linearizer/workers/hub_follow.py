@@ -1,0 +1,348 @@
+"""Follow the job of a run: its log becomes the run's log, and its products the run's; begin a job where there is none.
+
+The lines of the job's log are appended unchanged, so everything that reads a run needs nothing new. The lines that end
+a run wait until its products are here. Whoever follows after a crash skips the lines that are there already.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from linearizer.errors import FaultError, RequestError, Stopped
+from linearizer.hub.errors import redact
+from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, job_environment, status_of
+from linearizer.hub.upload import path_or_bytes
+from linearizer.hub.weight_files import teacher_files
+from linearizer.publish.space import job_requirements, package_files
+from linearizer.run.events import EventName, append_line, parse_line
+from linearizer.run.files import UNFINISHED, remove
+from linearizer.run.folder import Run
+from linearizer.run.hub_job import HubJob, agreed_cap, open_job, read_hub_job
+from linearizer.run.stopping import log_end
+from linearizer.run.weight_digests import DIGESTS
+
+IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
+INSTALL = """set -e
+cd "$(mktemp -d)"
+nvidia-smi > /dev/null 2>&1 || export UV_TORCH_BACKEND=cpu
+uv venv --quiet env
+uv pip install --quiet --python env {packages}
+exec env/bin/python "$@"
+"""  # without a GPU the build of PyTorch that has no CUDA, which is ten times as small
+BEGIN = """import os, sys, tempfile, zipfile
+from huggingface_hub import HfApi
+os.chdir(tempfile.mkdtemp())
+HfApi().download_bucket_files(sys.argv[1], [(sys.argv[2], "code.zip")])
+zipfile.ZipFile("code.zip").extractall("code")
+os.environ["PYTHONPATH"] = os.path.abspath("code")
+os.execv(sys.executable, [sys.executable, "-m", "linearizer.workers.hub_work", sys.argv[1], *sys.argv[3:]])
+"""
+NOT_SENT = ("lock", "stop", "use", "worker.log", "hub_job.json")  # with the last, a job would begin jobs
+ENDINGS = (EventName.DONE, EventName.STOPPED, EventName.FAILED)
+LOOK_SECONDS = 0.2  # between two looks for requests
+POLL_SECONDS = 10.0  # between two questions for the stage of a job
+LOG_SECONDS = 15.0  # that the log of an ended job may still take
+STOP_SECONDS = 90.0  # that a job may take to stop and to save, before it is cancelled
+PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # between tries to read from the Hub
+MAX_WORDS = 200  # characters that are quoted of a job's last words
+
+
+def bucket_folder(run_id: str) -> str:
+    """Name the folder of a run in a bucket."""
+    return f"runs/{run_id}/run"
+
+
+def request_path(run_id: str, name: str) -> str:
+    """Name the file by which a job is requested to `stop`, or to `use` its training as it is."""
+    return f"runs/{run_id}/requests/{name}"
+
+
+def follow_job(run: Run, token: str | None) -> None:
+    """Follow the job of a run to its end; begin one where none is open, if its cost was agreed to."""
+    with log_end(run):
+        hub_job = read_hub_job(run)
+        assert hub_job is not None
+        account = Account(token, hub_job.owner)
+        kept = f"what was finished is kept in the bucket {account.bucket!r}, and a job at work goes on: resume the run"
+        with explain_job_errors("the job", kept):
+            begun = open_job(run)
+            if begun is not None:
+                had_ended = Follower(run, account, hub_job, begun["id"]).follow(again=True)
+                if run.done or not had_ended or not agreed_cap(run):
+                    return
+            Follower(run, account, hub_job, find_or_begin(run, account, hub_job)).follow()
+        run.clear_request("stop")
+
+
+def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
+    """Begin a job, unless one of this run is at work already; return its id."""
+    if run.has_request("stop"):
+        raise Stopped("stopped before its job began")
+    job = account.find_live_job(run.id)
+    if job is None:
+        if agreed_cap(run) < hub_job.cap:
+            raise RequestError(f"the run needs another job, and {hub_job.in_words}: resume it and agree to that")
+        account.make_bucket()
+        job = account.begin_job(
+            IMAGE, send_run(run, account, hub_job), hub_job.flavor, hub_job.minutes, run.id, job_environment()
+        )
+    run.log(EventName.HUB_JOB, id=job.id, url=job.url, flavor=hub_job.flavor, cap=hub_job.cap)
+    return job.id
+
+
+def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
+    """Send the code and the folder of a run, and give the command of its job."""
+    code = pack_code(demo=run.plan.model == "demo")
+    name = f"code/{sha256(code).hexdigest()[:20]}.zip"
+    place = bucket_folder(run.id)
+    there = set(account.list_files(f"runs/{run.id}"))
+    newer = any(path.startswith(f"{place}/state/") for path in there)  # than the state here
+    files: dict[str, Path | bytes] = {
+        f"{place}/{name}": path
+        for name, path in files_to_keep(run)
+        if not name.startswith(("checkpoint/", *(["state/"] if newer else [])))
+    }
+    obsolete = {path for path in there if "/requests/" in path}
+    if allocated_anew(run):  # another student needs another training
+        obsolete |= {path for path in there if path.startswith(f"{place}/state/training/")}
+        obsolete |= {f"{place}/state/steps.json"} & there
+    if not account.has_files([name]):
+        files[name] = code
+    account.send(files, obsolete - set(files))
+    more = ["peft"] * (run.plan.kept_lora > 0) + ["gguf"] * (run.inspection.gguf is not None)
+    install = INSTALL.format(packages=" ".join(job_requirements(*more)))
+    return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
+
+
+def files_to_keep(run: Run) -> Iterator[tuple[str, Path]]:
+    """List the files of a run that resuming it elsewhere needs, but for its teacher's weights."""
+    teachers = teacher_files(run.checkpoint)
+    for path in sorted(run.folder.rglob("*")):
+        name = path.relative_to(run.folder).as_posix()
+        unwanted = name in NOT_SENT or path.suffix == UNFINISHED or path.parent.suffix == UNFINISHED
+        if not unwanted and not (path.parent == run.checkpoint and path.name in teachers) and path.is_file():
+            yield name, path
+
+
+def allocated_anew(run: Run) -> bool:
+    """Tell whether another budget was allocated since the newest job began."""
+    for event in reversed(run.events()):
+        if event["event"] == EventName.HUB_JOB:
+            return False
+        if event["event"] == EventName.ALLOCATED and event.get("changed"):
+            return True
+    return False
+
+
+def pack_code(demo: bool) -> bytes:
+    """Pack this package, with the demo model where that is linearized; the same files give the same bytes."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:  # stored: the Hub compresses, and knows parts that it has
+        for name, content in package_files().items():
+            if name.startswith("linearizer/") or (demo and name.startswith("assets/demo-model/")):
+                data = path_or_bytes(content)
+                archive.writestr(zipfile.ZipInfo(name), data if isinstance(data, bytes) else data.read_bytes())
+    return packed.getvalue()
+
+
+class Follower:
+    """Follows one job."""
+
+    def __init__(self, run: Run, account: Account, hub_job: HubJob, job_id: str) -> None:
+        self.run, self.account, self.hub_job, self.id = run, account, hub_job, job_id
+        self.known: Counter[str] = Counter()  # lines that are there already, and will be read again
+        self.held: list[str] = []  # lines from the end of the run on
+        self.words = ""  # that the job wrote last and that are no event
+        self.news: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self.asked: set[str] = set()  # requests that were passed on
+        self.cancel_at = float("inf")
+
+    def follow(self, again: bool = False) -> bool:
+        """Follow the job to its end, and tell whether it had ended before; `again`: another process began it."""
+        job = self.read_stage(PAUSES)
+        had_ended = job.ended
+        if again and job.stage == "RUNNING":
+            self.run.log(EventName.STARTED)
+        threading.Thread(target=self.read_log, daemon=True).start()
+        polled = ended_at = time.monotonic()
+        over = False
+        while not job.ended or (not over and time.monotonic() < ended_at + LOG_SECONDS):
+            over = self.take_news() or over
+            self.pass_requests_on(job)
+            if over or time.monotonic() > polled + POLL_SECONDS:
+                with suppress(*TROUBLE):
+                    job = self.read_stage()
+                polled = time.monotonic()
+                if over and not job.ended:
+                    time.sleep(1)
+            if not job.ended:
+                ended_at = time.monotonic()
+        self.finish(job)
+        return had_ended
+
+    def read_stage(self, pauses: tuple[float, ...] = ()) -> Job:
+        """Ask the Hub for the job, and again after pauses where it does not answer; a job that is gone was deleted."""
+        for pause in (*pauses, None):
+            try:
+                return self.account.find_job(self.id)
+            except TROUBLE as error:
+                if status_of(error) == 404:
+                    return Job(self.id, "", "DELETED", "")
+                if pause is None or status_of(error) in (401, 403):
+                    raise
+            time.sleep(pause)
+        raise AssertionError
+
+    def read_log(self) -> None:
+        """Put the lines of the job's log into the news, from the first on after every break (in a thread)."""
+        for tries in range(10**9):
+            self.news.put(("begin", None))
+            try:
+                for line in self.account.read_log(self.id):
+                    self.news.put(("line", line))
+                self.news.put(("over", None))
+                return
+            except TROUBLE as error:
+                if status_of(error) in (401, 403, 404):
+                    self.news.put(("over", None))  # what is in the bucket tells the rest
+                    return
+            time.sleep(PAUSES[min(tries, len(PAUSES) - 1)])
+
+    def take_news(self) -> bool:
+        """Take the lines that have arrived, waiting a moment for the first; tell whether the log is over."""
+        wait: float | None = LOOK_SECONDS
+        while True:
+            try:
+                kind, line = self.news.get(timeout=wait) if wait else self.news.get_nowait()
+            except queue.Empty:
+                return False
+            wait = None
+            if kind == "over":
+                return True
+            if kind == "begin":
+                self.known = self.count_lines_here()
+            else:
+                self.take(line)
+
+    def count_lines_here(self) -> Counter[str]:
+        """Count the lines that arrived; each has its time, so no two are the same."""
+        return Counter([*self.run.log_file.read_text(encoding="utf-8").splitlines(), *self.held])
+
+    def take(self, line: str) -> None:
+        """Append a line of the job to the run's log, unless it is there; hold lines that end the run until the end."""
+        line = line.strip()
+        event = parse_line(line.encode())
+        if event is None:
+            self.words = line or self.words
+        elif self.known[line] > 0:
+            self.known[line] -= 1
+        elif self.held or event["event"] in ENDINGS:
+            self.held.append(line)
+        else:
+            append_line(self.run.log_file, line.encode())
+
+    def pass_requests_on(self, job: Job) -> None:
+        """Pass on what the run is requested to do; cancel a job that has not begun, or that does not stop."""
+        if not self.run.has_file("plan.json"):  # a run that was deleted by hand costs no more
+            self.account.cancel_job(self.id)
+            raise FaultError(f"{str(self.run.folder)!r} was deleted while its job was at work: the job is cancelled")
+        for name in ("stop", "use"):
+            if name not in self.asked and self.run.has_request(name):
+                with suppress(*TROUBLE):
+                    if name == "stop" and job.stage == "SCHEDULING":
+                        self.cancel_at = 0.0
+                    else:
+                        reason = (self.run.request_reason(name) or "").encode()
+                        self.account.send({request_path(self.run.id, name): reason or b"\n"})
+                        self.cancel_at = time.monotonic() + STOP_SECONDS if name == "stop" else self.cancel_at
+                    self.asked.add(name)
+        if time.monotonic() > self.cancel_at and not job.ended:
+            with suppress(*TROUBLE):
+                self.account.cancel_job(self.id)
+                self.cancel_at = time.monotonic() + STOP_SECONDS
+
+    def finish(self, job: Job) -> None:
+        """Bring the products of an ended job, and then what it said at its end."""
+        self.take_news()
+        for pause in (*PAUSES, None):
+            try:
+                self.bring_products()
+                break
+            except TROUBLE as error:
+                if pause is None:
+                    raise FaultError(
+                        f"the job has ended, and its results cannot be fetched ({redact(error)}): resume the run, "
+                        "which tries again and begins no other job"
+                    ) from error
+                time.sleep(pause)
+        self.run.log(EventName.HUB_JOB, id=self.id, stage=job.stage)
+        if "use" in self.asked:
+            self.run.clear_request("use")
+        ends = [event["event"] for line in self.held if (event := parse_line(line.encode())) is not None]
+        made = EventName.DONE in ends
+        if ends and (not made or self.run.checkpoint.is_dir()):
+            for line in self.held:
+                append_line(self.run.log_file, line.encode())
+        elif "stop" in self.asked or job.stage == "CANCELED":
+            own = "stop" in self.asked
+            why = self.run.request_reason("stop") if own else "its job was cancelled on the Hub"
+            self.run.log(EventName.STOPPED, **({"error": why} if why else {}))
+        else:
+            self.run.log(EventName.FAILED, error=self.describe_end(job))
+        self.run.clear_request("stop")
+
+    def describe_end(self, job: Job) -> str:
+        """Say how a job ended that did not say so itself."""
+        if job.stage == "DELETED":
+            how = "was deleted"
+        elif "time" in job.message.lower():
+            how = f"came to the end of its {self.hub_job.minutes} minutes"
+        else:
+            how = f"ended before its work ({job.stage}{': ' + job.message if job.message else ''})"
+        words = f"; its last words: {redact(Exception(self.words))[len('Exception: ') :]}" if self.words else ""
+        return f"the job {how}: resume the run, and another job goes on from what was saved{words[: MAX_WORDS + 20]}"
+
+    def bring_products(self) -> None:
+        """Fetch what the job left in the bucket, but for what only resuming needs; add the lines that the log lost."""
+        place = bucket_folder(self.run.id) + "/"
+        there = self.account.list_files(bucket_folder(self.run.id))
+        own = {path.removeprefix(place): file for path, file in there.items()}
+        wanted = {
+            name: file
+            for name, file in own.items()
+            if (not name.startswith("state/") or name == DIGESTS) and name not in (*NOT_SENT, "events.jsonl")
+        }
+        checkpoint = {name for name in wanted if name.startswith("checkpoint/")}
+        self.bring({name: file for name, file in wanted.items() if name not in checkpoint}, self.run.folder)
+        if checkpoint and not self.run.checkpoint.is_dir():
+            unfinished = self.run.folder / f"checkpoint{UNFINISHED}"
+            remove(unfinished)
+            self.bring({name.removeprefix("checkpoint/"): wanted[name] for name in checkpoint}, unfinished)
+            unfinished.rename(self.run.checkpoint)
+        if "events.jsonl" in own:
+            log = self.run.folder / f"events.jsonl{UNFINISHED}"
+            self.account.fetch({log: own["events.jsonl"]})
+            lines = log.read_text(encoding="utf-8").splitlines()
+            log.unlink()
+            self.known = self.count_lines_here()
+            for line in lines:
+                event = parse_line(line.encode())
+                if event is not None and event["event"] != EventName.QUEUED:
+                    self.take(line)
+
+    def bring(self, files: dict[str, Any], folder: Path) -> None:
+        """Fetch files into a folder, each whole or not at all."""
+        unfinished = {name: (folder / name).with_name((folder / name).name + UNFINISHED) for name in files}
+        self.account.fetch({unfinished[name]: file for name, file in files.items()})
+        for name, path in unfinished.items():
+            path.replace(folder / name)

@@ -1,0 +1,169 @@
+"""Begin a run in a job of the Hub: what it costs at most, whether that was agreed to, what can be refused before."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from linearizer import pipeline
+from linearizer.errors import NotAgreed, RequestError
+from linearizer.hub.jobs_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_job_errors, list_hardware
+from linearizer.plan.inspection import Inspection
+from linearizer.plan.plan import Plan
+from linearizer.publish.push import check_target
+from linearizer.run.folder import Run
+from linearizer.run.hub_job import HubJob, newest_job, open_job, read_hub_job, write_hub_job
+from linearizer.teacher.streaming import FILLED
+from linearizer.workers import control
+from linearizer.workers.forecast import READ_RATE, Speeds, forecast_seconds
+
+MIN_MINUTES, MAX_MINUTES = 15, 7 * 60  # that a job may take: the token of a sign-in lasts for eight hours
+MACHINE_SECONDS = 300.0  # until a machine is there and has installed what it needs
+MARGIN = 2.0  # by which a forecast may be wrong
+# The least that hardware on offer does in a second, whichever machine asks: of a CPU with two cores, and of a GPU,
+# where students and spectra are taken to be no faster.
+CPU_SPEEDS = Speeds(products=3e10, small_products=1e10, students=2e5, spectra=8e8, reads=READ_RATE, calls=2e-6)
+GPU_SPEEDS = replace(CPU_SPEEDS, products=8e12, small_products=3e13)
+DOWNLOAD_RATE = 1e8  # bytes in a second, inside the Hub
+INSTALLED_BYTES = 1.2e10  # of PyTorch and what it needs
+
+
+def run_in_job(
+    folder: Path,
+    plan: Plan,
+    flavor: str,
+    *,
+    minutes: int | None = None,
+    push: str | None = None,
+    owner: str | None = None,
+    yes: bool = False,
+    most_usd: float = 0.0,
+    token: str | None = None,
+    resume: bool = False,
+    yielding: Collection[str] = (),
+) -> Run:
+    """Begin a run in a job of the Hub, on a kind of hardware and on the account whose token this is.
+
+    A process in the background follows the job. Nothing begins unless `yes` agrees to what it costs at most, or
+    `most_usd` is as much: the error says it. `push` names the repository that the job publishes the student in, `owner`
+    the organisation that pays in place of the account.
+    """
+    check_elsewhere(plan)
+    account = Account(token, owner)
+    hardware = choose_hardware(flavor, account.token)
+    fresh = not Run.is_begun(folder, resume)
+    run = pipeline.begin(folder, plan, account.token, resume, yielding=yielding, here=False)
+    try:
+        job = make_offer(plan, run.inspection, account, hardware, minutes, push)
+        if not yes and most_usd < job.cap:
+            raise NotAgreed(f"{job.in_words}: add --yes to begin it; {NOTHING_BEGUN}")
+        write_hub_job(run, job)
+        control.start(run, token, cap=job.cap)
+    except BaseException:
+        if fresh:
+            run.remove_unstarted()
+        raise
+    return run
+
+
+def check_elsewhere(plan: Plan) -> None:
+    """Refuse what a job cannot see: files of this machine."""
+    kind, _, rest = plan.text.partition(":")
+    refused = [f"the model {plan.model!r}"] if plan.model != "demo" and is_path(plan.model) else []
+    if kind == "file" or (kind == "dataset" and is_path(rest.partition(":")[0])):
+        refused.append(f"the text {plan.text!r}")
+    if refused:
+        raise RequestError(
+            f"{' and '.join(refused)} is on this machine, which a job cannot read: name one of the Hub; {NOTHING_BEGUN}"
+        )
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a name stands for a file or folder of this machine."""
+    path = os.path.expanduser(name)
+    return os.path.exists(path) or path.startswith(("/", "."))
+
+
+def choose_hardware(flavor: str, token: str | None = None) -> Hardware:
+    """Find a kind of hardware by its name."""
+    offered = {each.name: each for each in list_hardware(token)}
+    if flavor not in offered:
+        names = ", ".join(f"{each.name} (${each.usd_per_hour:.2f} an hour)" for each in offered.values())
+        raise RequestError(f"jobs have no hardware {flavor!r}: choose from {names or 'nothing now'}; {NOTHING_BEGUN}")
+    return offered[flavor]
+
+
+def offer_job(
+    plan: Plan,
+    inspection: Inspection,
+    flavor: str,
+    *,
+    minutes: int | None = None,
+    push: str | None = None,
+    token: str | None = None,
+) -> HubJob:
+    """Say what a job for a plan costs at most."""
+    check_elsewhere(plan)
+    account = Account(token)
+    return make_offer(plan, inspection, account, choose_hardware(flavor, account.token), minutes, push)
+
+
+def make_offer(
+    plan: Plan, inspection: Inspection, account: Account, hardware: Hardware, minutes: int | None, push: str | None
+) -> HubJob:
+    """Say what a job for a plan costs at most, once nothing speaks against it."""
+    needed = inspection.weight_bytes + INSTALLED_BYTES
+    if 0 < hardware.disk_bytes < needed:
+        raise RequestError(
+            f"{hardware.name} has a disk of {hardware.disk}, and {needed / 1e9:.0f} GB are needed: choose hardware "
+            f"with a larger one; {NOTHING_BEGUN}"
+        )
+    if plan.device not in hardware.devices:
+        raise RequestError(
+            f"{hardware.name} has no device {plan.device!r} ({hardware.gpu or 'no GPU'}): leave --device out, or "
+            f"choose other hardware; {NOTHING_BEGUN}"
+        )
+    if push is not None:
+        push = check_target(push, account.token)
+    minutes = guess_minutes(plan, inspection, hardware) if minutes is None else minutes
+    if not 1 <= minutes <= MAX_MINUTES:
+        raise RequestError(f"a job of {minutes} minutes is not allowed: give 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
+    return HubJob(account.name, hardware.name, minutes, hardware.usd_per_hour, push)
+
+
+def guess_minutes(plan: Plan, inspection: Inspection, hardware: Hardware) -> int:
+    """Give a job twice the time that the run is forecast to take on the slowest GPU, or the slowest CPU, on offer."""
+    room = FILLED * hardware.memory_bytes or math.inf
+    speeds = replace(GPU_SPEEDS if hardware.gpu else CPU_SPEEDS, room=room)
+    dtype = "float32" if plan.dtype == "auto" and not hardware.gpu else plan.dtype
+    there = replace(plan, device="cuda" if hardware.gpu else "cpu", dtype=dtype)
+    seconds = MACHINE_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE + forecast_seconds(there, inspection, speeds)
+    return min(MAX_MINUTES, max(MIN_MINUTES, round(MARGIN * seconds / 60)))
+
+
+def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: str = "add --yes") -> None:
+    """Go on with a run in its job, if that is at work or its results are not here yet, or else in another job."""
+    job = read_hub_job(run)
+    assert job is not None
+    job = replace(job, usd_per_hour=choose_hardware(job.flavor, token).usd_per_hour)
+    if yes:
+        write_hub_job(run, job)
+    elif open_job(run) is None:
+        account = Account(token, job.owner)
+        with explain_job_errors("the jobs of this run"):
+            live = account.find_live_job(run.id)
+        if live is None:
+            raise NotAgreed(f"the run needs another job, and {job.in_words}: {agree} to begin it; {NOTHING_BEGUN}")
+    control.start(run, token, cap=job.cap if yes else 0.0)
+
+
+def forget_in_bucket(run: Run, token: str | None = None) -> None:
+    """Remove what the jobs of a run left in the bucket; where the Hub cannot be asked, it stays there."""
+    with suppress(RequestError, *TROUBLE):
+        if (job := read_hub_job(run)) is not None and newest_job(run) is not None:
+            account = Account(token, job.owner)
+            account.send({}, account.list_files(f"runs/{run.id}"))

@@ -1,0 +1,40 @@
+"""Resume and delete a run wherever it works: in a process of this machine, or in jobs of the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from linearizer.run.folder import Run
+from linearizer.run.hub_job import read_hub_job
+from linearizer.workers import control
+
+
+def resume_run(
+    run: Run,
+    token: str | None = None,
+    *,
+    yes: bool = False,
+    agree: str = "add --yes",
+    begin: Callable[..., None] = control.start,
+) -> None:
+    """Resume a run; where it is done, the evaluation of its student.
+
+    `yes` agrees to what another job costs at most; the error of a run that needs one says how to `agree`.
+    """
+    if run.done and (evaluation := control.status(run).evaluation) is not None and evaluation.state != "done":
+        control.evaluate(run, token=token, begin=begin)
+    elif run.done or read_hub_job(run) is None:
+        begin(run, token)
+    else:
+        from linearizer.workers.hub_start import resume_in_job
+
+        resume_in_job(run, token, yes=yes, agree=agree)
+
+
+def delete_run(run: Run, token: str | None = None) -> None:
+    """Delete a run that is not at work, for good, and what its jobs left on the Hub."""
+    if read_hub_job(run) is not None and not control.status(run).live:
+        from linearizer.workers.hub_start import forget_in_bucket
+
+        forget_in_bucket(run, token)
+    control.delete(run)

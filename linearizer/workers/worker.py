@@ -1,0 +1,140 @@
+"""Work on a run: wait for the device, do what the plan asks for, and log how that ended.
+
+python -m linearizer.workers.worker FOLDER is the process of a run, or of its evaluation. Its request, with the token
+and the numbers of the locks that it is handed, comes through standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from linearizer.errors import FaultError, FolderError, LinearizerError, RequestError, Stopped
+from linearizer.progress import Progress, Steps, finish
+from linearizer.run.events import EventName
+from linearizer.run.files import open_in_place
+from linearizer.run.folder import Run
+from linearizer.run.hub_job import read_hub_job
+from linearizer.run.locks import Lock
+from linearizer.run.stopping import check_stop, log_end
+from linearizer.workers.control import lock_and_queue
+from linearizer.workers.device_queue import Ticket
+from linearizer.workers.helpers import HelperProcesses, devices_to_hold
+
+Product = TypeVar("Product")
+QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
+
+
+def main() -> NoReturn:
+    """Do what is requested through standard input."""
+    code = 1
+    try:
+        code = work(**json.loads(sys.stdin.readline()))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for the threads of an abandoned download
+
+
+def work(lock: int, ticket_lock: int, folder: str, job: str | None, ticket: str, token: str | None) -> int:
+    """Work on a run that was handed over, and return an exit code; errors are in the run's log."""
+    for file in (lock, ticket_lock):
+        os.set_inheritable(file, False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run, own = Run(Path(folder), job), Ticket(Path(ticket), Lock(ticket_lock))
+    try:
+        with Lock(lock), stop_on_sigterm(run), keep_faults(run, token):
+            if read_hub_job(run) is None:
+                finish(work_in_turn(run, own, lambda: work_on(run, token)))
+            else:
+                from linearizer.workers.hub_follow import follow_job
+
+                own.remove()  # a job of the Hub waits for no device of this machine
+                follow_job(run, token)
+    except LinearizerError as error:
+        return error.exit_code
+    except KeyboardInterrupt:
+        return Stopped.exit_code
+    return 0
+
+
+def work_on(run: Run, token: str | None) -> Steps[Any]:
+    """Begin to work."""
+    if run.job is not None:
+        from linearizer.pipeline import resume_evaluation
+
+        return resume_evaluation(run, token)
+    from linearizer.pipeline import linearize
+
+    return linearize(run, token, held=True, helpers=HelperProcesses(run, token))
+
+
+def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
+    """Work on a run in this process; a request that cannot be served leaves no run. The log holds the details."""
+    lock, ticket = lock_and_queue(run, **details)
+    with lock, stop_on_sigterm(run), keep_faults(run):
+        try:
+            return (yield from work_in_turn(run, ticket, lambda: steps))
+        except RequestError:
+            if run.job is None and not run.has_file("profile.json"):
+                run.remove_unstarted()
+            raise
+
+
+def work_in_turn(
+    run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]], device: str | None = None
+) -> Steps[Product]:
+    """Work on a run when its devices, or the one named, are free; the caller holds the run."""
+    try:
+        with log_end(run):
+            ticket.set_devices([device] if device else devices_to_hold(run))
+            while before := ticket.count_before():
+                check_stop(run)
+                yield Progress("queue", 0, before, "runs before")
+                time.sleep(QUEUE_POLL_SECONDS)
+            check_stop(run)
+        return (yield from steps())
+    finally:
+        ticket.remove()
+
+
+@contextmanager
+def keep_faults(run: Run, token: str | None = None, file: Path | None = None) -> Iterator[None]:
+    """Log an unexpected exception; keep its traceback in a file or on standard error, never the token."""
+    try:
+        yield
+    except LinearizerError:
+        raise
+    except Exception as fault:
+        text = "".join(traceback.format_exception(fault))
+        error = f"{type(fault).__name__}, a fault of Linearizer itself"
+        where = "on standard error, which a run in the background keeps in its folder as worker.log"
+        with suppress(OSError, FolderError):  # neither can be written
+            with nullcontext(sys.stderr) if file is None else open(file, "a", opener=open_in_place) as kept:
+                kept.write(text.replace(token, "…") if token else text)
+                kept.flush()
+            run.log(EventName.FAILED, error=f"{error}: its traceback is {where}")
+        raise FaultError(error) from None
+
+
+@contextmanager
+def stop_on_sigterm(run: Run) -> Iterator[None]:
+    """While this lasts, let SIGTERM stop the run as `control.stop` does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    main()

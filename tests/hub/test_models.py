@@ -1,0 +1,187 @@
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+import torch
+
+from linearizer.errors import ModelNotAvailable
+from linearizer.hub.models import access_token, download_bytes, fetch, find_model
+
+OWNER = "hf_fake_org"
+
+
+@pytest.fixture
+def files(tiny_llama):
+    return {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
+
+
+def asked_for_weights(hub):
+    return [line for line in hub.requests if ".safetensors" in line and "index" not in line and line.startswith("GET")]
+
+
+def test_demo_is_found_without_a_network(hub):
+    source = find_model("demo")
+    assert (source.weights.parameters, source.licence, source.revision) == (6_951_168, "apache-2.0", None)
+    assert not hub.requests
+
+
+def test_local_folder_is_weighed_from_its_headers(tiny_llama):
+    source = find_model(str(tiny_llama))
+    assert source.folder == tiny_llama and source.weights.parameters == 108_992
+    assert source.weights.bytes == sum(path.stat().st_size for path in tiny_llama.glob("*.safetensors"))
+    assert len(source.weights.files) > 1
+
+
+def test_model_of_the_hub_is_pinned_and_weighed_without_its_weights(hub, files):
+    commit = hub.add("org/tiny", files)
+    source = find_model("org/tiny")
+    assert (source.revision, source.repo_id, source.licence) == (commit, "org/tiny", "mit")
+    assert source.weights.parameters == 108_992
+    assert source.weights.bytes == sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
+    assert not list(fetch(source, ("config.json",)).glob("*.safetensors"))
+
+
+def test_what_is_left_to_download_is_known(hub, files, tiny_llama):
+    hub.add("org/heavy", {**files, "note.txt": b"a repository of its own"})
+    source = find_model("org/heavy")
+    assert download_bytes(find_model(str(tiny_llama))) == 0 and download_bytes(source) == source.weights.bytes
+    fetch(source, (source.weights.files[0],))
+    assert 0 < download_bytes(source) < source.weights.bytes
+    fetch(source, source.weights.files)
+    assert download_bytes(source) == 0
+
+
+def test_revision_is_resolved_to_its_commit(hub, files):
+    first = hub.add("org/tiny", files)
+    hub.add("org/tiny", {"note.txt": b"later"})
+    assert find_model(f"org/tiny@{first}").revision == first
+    assert find_model("org/tiny@main").revision != first
+
+
+def test_pinned_files_are_fetched_although_the_branch_moved(hub, files):
+    hub.add("org/tiny", files)
+    source = find_model("org/tiny")
+    hub.add("org/tiny", {"config.json": b"{}"})
+    assert json.loads((fetch(source, ("config.json",)) / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_gated_model_is_open_to_who_has_access_and_says_so(hub, files):
+    hub.add("org/gated", files, gated="manual")
+    assert find_model("org/gated", token=OWNER).gated
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "sentence"),
+    [
+        ("org/none", None, "'org/none' is no folder here and not on the Hub, or it is private: check the spelling"),
+        ("org/none", OWNER, "'org/none' is not on the Hub, or is private and the token in use may not see it"),
+        ("org/private", None, "'org/private' is no folder here and not on the Hub, or it is private"),
+        ("org/gated", None, "'org/gated' is gated: accept its terms at http"),
+        ("org/gated", "hf_fake_guest", "'org/gated' is gated: accept its terms at http"),
+        ("org/open@v9", None, "'org/open@v9' names a revision that the model does not have"),
+        ("no such/thing", None, "'no such/thing' is neither a folder here nor an id of the Hub"),
+        ("./nowhere", None, "'./nowhere' is no folder here"),
+        ("a/b/c", None, "'a/b/c' is no folder here"),
+        ("", None, "'' is neither a folder here nor an id of the Hub"),
+        (__file__, None, "is a file: name the folder"),
+    ],
+)
+def test_model_that_cannot_be_had_is_one_sentence(hub, files, name, token, sentence):
+    hub.add("org/open", files)
+    hub.add("org/private", files, private=True)
+    hub.add("org/gated", files, gated="manual")
+    with pytest.raises(ModelNotAvailable) as caught:
+        find_model(name, token)
+    assert sentence in str(caught.value) and "hf_fake" not in str(caught.value)
+
+
+def test_visitor_of_a_space_is_sent_to_its_button_and_to_no_terminal(hub, files, monkeypatch):
+    hub.add("org/gated", files, gated="manual")
+    monkeypatch.setenv("SPACE_ID", "org/space")
+    for name in ("org/gated", "org/none"):
+        with pytest.raises(ModelNotAvailable, match="press the button that signs in") as caught:
+            find_model(name)
+        assert "hf auth login" not in str(caught.value)
+
+
+def test_busy_hub_is_no_missing_model(hub, files):
+    hub.add("org/open", files)
+    hub.fail_next("/api/models/org/open", 503, times=9)
+    with pytest.raises(ModelNotAvailable, match="the Hub answered 503: try again later"):
+        find_model("org/open")
+
+
+def test_without_network_the_error_says_whether_the_cache_has_it(hub, files, monkeypatch):
+    hub.add("org/cached", files)
+    folder = fetch(find_model("org/cached"), ("*",))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelNotAvailable, match=f"the Hub does not answer: a copy is in the cache, .*{folder}"):
+        find_model("org/cached")
+    with pytest.raises(ModelNotAvailable, match="the Hub does not answer: it is not in the cache either"):
+        find_model("org/uncached")
+
+
+def without(files, *names):
+    return {name: data for name, data in files.items() if name not in names}
+
+
+def shard_of(files):
+    return next(name for name in sorted(files) if name.endswith(".safetensors"))
+
+
+DAMAGES = {
+    "truncated": (lambda f: {**f, shard_of(f): f[shard_of(f)][:5000]}, "has damaged weights"),
+    "no header": (lambda f: {**f, shard_of(f): b"\xff" * 500}, "has damaged weights"),
+    "empty file": (lambda f: {**f, shard_of(f): b""}, "has damaged weights"),
+    "missing shard": (lambda f: without(f, shard_of(f)), "has damaged weights"),
+    "index no JSON": (lambda f: {**f, "model.safetensors.index.json": b"{"}, "no JSON|damaged weights"),
+    "index empty": (lambda f: {**f, "model.safetensors.index.json": b"{}"}, "names no files"),
+    "no config": (lambda f: without(f, "config.json"), r"(a folder without|has no) config\.json"),
+    "no weights": (lambda f: {"config.json": f["config.json"]}, "holds no weights at all"),
+    "pickle": (lambda f: {"config.json": f["config.json"], "pytorch_model.bin": b"x"}, "a pickle .* can run any code"),
+    "other format": (lambda f: {"config.json": f["config.json"], "m.gguf": b"x"}, "holds its weights as GGUF"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("place", ["hub", "folder"])
+def test_damaged_model_is_one_sentence(hub, files, tmp_path, place, damage):
+    break_files, sentence = DAMAGES[damage]
+    broken = break_files(files)
+    name = str(tmp_path)
+    if place == "hub":
+        name = f"org/{damage.replace(' ', '-')}"
+        hub.add(name, broken)
+    else:
+        for file, data in broken.items():
+            (tmp_path / file).write_bytes(data)
+    with pytest.raises(ModelNotAvailable, match=sentence):
+        find_model(name)
+
+
+def test_pickles_beside_safetensors_do_no_harm(tiny_llama, tmp_path):
+    folder = tmp_path / "both"
+    shutil.copytree(tiny_llama, folder)
+    torch.save({}, folder / "pytorch_model.bin")
+    assert find_model(str(folder)).weights.parameters == 108_992
+
+
+def test_token_of_the_user_is_used_at_home_but_never_on_a_space(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_fake_me")
+    assert access_token() == "hf_fake_me"
+    monkeypatch.setenv("SPACE_ID", "org/space")
+    assert access_token() is False
+    assert access_token("hf_fake_visitor") == "hf_fake_visitor"
+
+
+@pytest.mark.parametrize("address", ["https://huggingface.co/org/name", "https://hf.co/org/name/tree/main/folder"])
+def test_the_address_of_a_page_is_understood(hub, address):
+    hub.add("org/name", {"config.json": b"{}"})
+    with pytest.raises(ModelNotAvailable, match="^'org/name.* holds no weights at all"):
+        find_model(address)
+
+
+def test_the_address_of_another_site_is_no_model():
+    with pytest.raises(ModelNotAvailable, match="is no folder here"):
+        find_model("https://example.com/org/name")

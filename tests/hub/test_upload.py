@@ -1,0 +1,122 @@
+"""An upload that breaks goes on where it was, sends nothing twice, and is believed only when it was looked at."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from linearizer.errors import FaultError, LinearizerError, PublishError
+from linearizer.hub.upload import LARGE_BYTES
+from linearizer.progress import finish
+from linearizer.publish import push
+from linearizer.run.folder import Run
+from tests.support.publishing import copy_run
+from tests.support.runs import wait_until
+
+ME = "hf_fake_me"
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # how the Hub's client sends files
+
+
+@pytest.fixture(scope="module")
+def sharded(quick_run, tmp_path_factory):
+    """A finished run whose checkpoint has several large files; no test may change it but for its log."""
+    run = copy_run(quick_run, tmp_path_factory.mktemp("run") / "demo")
+    for number in range(3):
+        (run.checkpoint / f"more-{number}.safetensors").write_bytes(bytes([number]) * LARGE_BYTES)
+    return run
+
+
+def publish(run, name="me/student", **how):
+    return finish(push.publish(run, name, token=ME, **how))
+
+
+def sent(hub):
+    return [line for line in hub.requests if line.startswith("PUT /lfs/")]
+
+
+def large(run):
+    return {path.name for path in run.checkpoint.iterdir() if path.suffix in (".safetensors", ".png")}
+
+
+def test_files_that_arrived_before_an_upload_broke_are_not_sent_again(hub, sharded):
+    hub.fail_next("PUT /lfs/", 403, skip=3)
+    with pytest.raises(PublishError, match="has arrived is not sent again"):
+        publish(sharded)
+    arrived = set(hub.objects)
+    assert len(arrived) == 3 < len(large(sharded))
+    hub.requests.clear()
+    publish(sharded)
+    again = [line.removeprefix("PUT /lfs/") for line in sent(hub)]
+    assert len(again) == len(set(again)) == len(large(sharded)) - 3 and not arrived & set(again)
+    repo = hub.repos["models", "me/student"]
+    assert large(sharded) <= set(repo.commits[repo.branches["main"]])
+
+
+def test_a_process_that_is_killed_while_it_sends_leaves_no_half_repository_and_is_gone_on_from(hub, sharded, tmp_path):
+    hub.fail_next("PUT /lfs/", "hold", skip=3)
+    known = {**os.environ, "HF_TOKEN": ME}
+    command = [sys.executable, "-m", "linearizer", "push", str(sharded.folder), "me/student"]
+    sending = subprocess.Popen(command, env=known, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    wait_until(lambda: len(sent(hub)) == 4)
+    sending.send_signal(signal.SIGKILL)
+    sending.wait()
+    arrived = set(hub.objects)
+    repo = hub.repos["models", "me/student"]
+    assert len(arrived) == 3 and set(repo.commits[repo.branches["main"]]) == {".gitattributes"}
+    hub.requests.clear()
+    ran = subprocess.run(command, env=known, capture_output=True, text=True)
+    hub.released.set()
+    assert ran.returncode == 0, ran.stderr
+    assert not arrived & {line.removeprefix("PUT /lfs/") for line in sent(hub)}
+    assert len(repo.commits) == 2 and large(sharded) <= set(repo.commits[repo.branches["main"]])
+    assert "from_pretrained(name, revision=revision" in ran.stdout and sharded.published["revision"] in ran.stdout
+
+
+@pytest.mark.parametrize("name", ["config.json", "modeling_linearized.py", "README.md", "more-1.safetensors"])
+def test_a_file_that_the_hub_holds_otherwise_is_found(hub, sharded, name):
+    hub.spoiled[name] = b"something else"
+    before = len(sharded.events())
+    with pytest.raises(FaultError, match=f"does not hold {name} as it was sent"):
+        publish(sharded)
+    assert len(sharded.events()) == before  # nothing is said to be published
+
+
+def test_the_published_revision_is_loaded_by_its_config_before_it_is_called_published(hub, sharded):
+    hub.fail_next("/resolve/", 404)
+    before = len(sharded.events())
+    with pytest.raises(LinearizerError, match="has arrived is not sent again"):
+        publish(sharded, "me/unread")
+    assert len(sharded.events()) == before
+    done = publish(sharded, "me/unread")
+    assert any(f"/me/unread/resolve/{done.revision}/config.json" in line for line in hub.requests)
+
+
+@pytest.mark.parametrize("kind", ["model", "space"])
+def test_a_token_that_may_not_write_what_is_there_is_refused_before_anything_is_sent(hub, sharded, kind):
+    files = {"config.json": b'{"model_type": "linearized"}'} if kind == "model" else {"app.py": b"", "README.md": b""}
+    hub.add("me/there", {**files, "linearizer/__main__.py": b""}, f"{kind}s", private=True)
+    hub.fail_next("auth-check/write", 403)
+    with pytest.raises(PublishError, match="may not write there"):
+        publish(sharded, "me/there") if kind == "model" else finish(push.publish_space("me/there", token=ME))
+    assert not [line for line in hub.requests if not line.startswith(("GET", "HEAD"))]
+
+
+def test_what_someone_else_adds_meanwhile_stays(hub, sharded):
+    steps = push.publish(sharded, "me/student", token=ME)
+    while next(steps).details.get("file") != "the commit":
+        pass
+    hub.add("me/student", {"theirs.txt": b"theirs"})
+    finish(steps)
+    repo = hub.repos["models", "me/student"]
+    assert {"theirs.txt", "config.json"} <= set(repo.commits[repo.branches["main"]])
+
+
+def test_a_copy_of_a_run_knows_where_it_was_published(hub, sharded, tmp_path):
+    done = publish(sharded)
+    shutil.copytree(sharded.folder, tmp_path / "copy")
+    assert Run.open(tmp_path / "copy").published["url"] == done.url
+    assert time.time() - Run.open(tmp_path / "copy").published["time"] < 60

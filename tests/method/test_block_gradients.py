@@ -1,0 +1,54 @@
+"""Gradients that are computed block by block are those of one graph."""
+
+import pytest
+import torch
+
+from linearizer.method.block_gradients import at_once, by_blocks, recording
+from linearizer.method.blockwise_pass import chain_of
+from linearizer.method.head_prices_by_gradient import recording_of
+from linearizer.teacher.layers import blocks_of
+from tests.support.models import layers_of, teacher_of, tokens
+
+
+def recordings_of(teacher):
+    return {
+        index: recording_of(layer, 2, lambda student, index: None, index, teacher.device)
+        for index, layer in enumerate(layers_of(teacher))
+        if layer.native_window is None
+    }
+
+
+def likelihoods(batch, logits):
+    logs = logits.float().log_softmax(-1)
+    return [logs[..., token + batch].sum() for token in (5, 9)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_neox"])
+def test_blocks_one_by_one_give_the_bits_of_one_graph(family):
+    teacher, batches = teacher_of(family), tokens(3, 20).split(2)
+    recordings, chain, whole = recordings_of(teacher), chain_of(teacher, batches[0]), {}
+    with recording(teacher, recordings):
+        for index, gradient in at_once(teacher, recordings, batches, likelihoods):
+            each = recordings[index]
+            whole.setdefault(index, []).append((gradient, each.output.detach(), *each.inputs[:3]))
+        for index, gradient in by_blocks(teacher, recordings, batches, likelihoods, chain):
+            each = recordings[index]
+            assert all(map(torch.equal, (gradient, each.output, *each.inputs[:3]), whole[index].pop(0)))
+            assert gradient.any()
+    assert whole and not any(whole.values())
+
+
+@pytest.mark.parametrize("handed", ["aside", "changed"])
+def test_blocks_that_hand_on_more_than_hidden_states_are_no_chain(handed):
+    teacher, seen = teacher_of("llama"), []
+    first, _, last = blocks_of(teacher)
+    first.register_forward_hook(lambda block, args, answer: seen.append(answer))
+
+    def hand_on(block, args, kwargs):
+        if handed == "aside":
+            return args, {**kwargs, "aside": (seen[-1],)}
+        return (args[0] + 0, *args[1:]), kwargs
+
+    assert chain_of(teacher, tokens(1, 20)) is not None
+    last.register_forward_pre_hook(hand_on, with_kwargs=True, prepend=True)
+    assert chain_of(teacher, tokens(1, 20)) is None

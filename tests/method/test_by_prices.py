@@ -1,0 +1,218 @@
+"""Prices buy what spares most per byte, within the budget."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linearizer.errors import BudgetError, RequestError
+from linearizer.method.by_prices import (
+    DEAR_KL,
+    MIN_KL,
+    STEEPEST,
+    OffersOfHeads,
+    allocate_by_prices,
+    correct_prices,
+    dear_offers,
+    exchange_once,
+    kl_by_bytes,
+)
+from linearizer.method.decide import allocate_alike, sinks_to_try
+from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
+from linearizer.plan.plan import Plan
+from linearizer.run.prices import Prices
+
+LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
+WINDOWS = (4, 16, 64)
+OPTIONS = tuple(Head(window=window) for window in WINDOWS) + (Head(window=4, features=32),)
+
+
+def prices_of(rows):
+    return Prices(2, OPTIONS, (tuple(map(tuple, rows[:2])), (), tuple(map(tuple, rows[2:]))))
+
+
+def believed(kl):
+    """Sort the kl of the windows, and let none fall steeper than is believed: the largest may fall to nothing."""
+    small, large, whole = sorted(kl[:3], reverse=True)
+    return [small, max(large, small * (64 - 16) / (64 - 4) * (4 / 16) ** STEEPEST), whole, kl[3]]
+
+
+falling = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4).map(believed)
+four_heads = st.lists(falling, min_size=4, max_size=4).map(prices_of)
+
+
+def allocate(prices, budget, length, may_grow=True):
+    offers = OffersOfHeads.of(prices, LAYERS, budget, length, may_grow)
+    allocation = allocate_by_prices(offers)
+    return allocation, offers.kl(offers.levels(allocation))
+
+
+def spent(allocation, length):
+    return allocation.state_bytes(LAYERS, length)
+
+
+@given(prices=four_heads, budget=st.integers(6, 300))
+def test_the_frontier_has_every_allocation_on_or_above_it(prices, budget):
+    offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
+    points = kl_by_bytes(offers)
+    assert all(low[0] < high[0] and low[1] >= high[1] - 1e-12 for low, high in itertools.pairwise(points))
+    allocation, kl = allocate(prices, budget, 4096, may_grow=False)
+    assert min(left for bytes, left in points if bytes <= spent(allocation, 0)) >= kl - 1e-12
+    whole, least = allocate(prices, 10**6, 4096, may_grow=False)
+    assert points[-1] == (spent(whole, 0), pytest.approx(least))
+
+
+@given(prices=four_heads, budget=st.integers(6, 300), may_grow=st.booleans(), length=st.integers(64, 4096))
+def test_the_budget_is_kept_and_every_head_served(prices, budget, may_grow, length):
+    allocation, kl = allocate(prices, budget, length, may_grow)
+    assert spent(allocation, length) <= cache_bytes(LAYERS, budget)
+    assert [len(row) for row in allocation.heads] == [2, 0, 2]
+    assert math.isfinite(kl)
+    assert may_grow or not any(head.softmax for row in allocation.heads for head in row)
+
+
+def test_nothing_is_offered_between_a_large_head_and_one_that_holds_a_whole_text():
+    options = tuple(Head(window=4, slots=slots) for slots in (12, 60, 76))
+    prices = Prices(2, options, (((1e-2, 1e-3, 5e-4),) * 2, (), ((1e-2, 1e-3, 5e-4),) * 2))
+    for offers in OffersOfHeads.of(prices, LAYERS, 300, 80).offers:
+        slots = [offer.head.slots for offer in offers]
+        assert {12, 60, 76} <= {*slots} and max(slots[:-1]) == 60 and any(12 < count < 60 for count in slots)
+
+
+def test_a_price_that_falls_steeper_than_any_price_does_is_not_believed():
+    options = tuple(Head(window=4, slots=slots) for slots in (12, 28, 60))
+    prices = Prices(2, options, (((1e-2, 1e-7, 1e-8),) * 2, (), ((1e-2, 8e-3, 7e-3),) * 2))
+    steep, flat = (OffersOfHeads.of(prices, LAYERS, 300, 80).offers[place] for place in (0, -1))
+    assert {offer.head.slots: offer.kl for offer in steep if offer.head in options} == pytest.approx(
+        {12: 1e-2, 28: 1e-2 / 8 * (64 - 32) / (64 - 16), 60: 1e-8}
+    )
+    assert {offer.kl for offer in flat} >= {1e-2, 7e-3}
+
+
+@given(
+    budget=st.integers(8, 300),
+    bits=st.sampled_from([8, 16]),
+    strategy=st.sampled_from(["gain", "gain-features", "windows"]),
+)
+def test_students_whose_heads_hold_the_same_spend_the_budget_whatever_sinks_they_keep(budget, bits, strategy):
+    plan = Plan("demo", budget=budget, bits=bits, strategy=strategy)
+    for sinks in sinks_to_try(plan):
+        result = allocate_alike(LAYERS, plan, sinks)
+        (held,) = {head for row in result.heads for head in row}
+        assert result.sinks == sinks and held.window and held.bits == bits
+        assert spent(result, 999) <= cache_bytes(LAYERS, budget)
+        longer = replace(held, window=held.window + 1)
+        dearer = replace(result, heads=tuple((longer,) * len(row) for row in result.heads))
+        assert spent(dearer, 999) > cache_bytes(LAYERS, budget)
+
+
+def test_sinks_that_are_asked_for_are_not_tried_against_others():
+    assert sinks_to_try(Plan("demo", budget=64, sinks=3)) == (3,)
+    assert sinks_to_try(Plan("demo", budget=64)) == (4, 2, 1, 0)
+    assert sinks_to_try(Plan("demo", budget=16)) == (2, 1, 0), "an eighth of the budget at most"
+
+
+@given(prices=four_heads, budget=st.integers(6, 120))
+def test_it_is_the_best_choice_but_for_one_step(prices, budget):
+    """Against all choices: no budget of one head's dearest option less does better."""
+    _, kl = allocate(prices, budget, 10_000, may_grow=False)
+    dearest = max(head_bytes(option, LAYERS[0], 2, 10_000) for option in OPTIONS)
+    budget_bytes = cache_bytes(LAYERS, budget) - dearest
+    rows = [row for layer in prices.kl for row in layer]
+    best = min(
+        (
+            sum(row[i] for row, i in zip(rows, chosen, strict=True))
+            for chosen in itertools.product(range(4), repeat=4)
+            if sum(head_bytes(OPTIONS[i], LAYERS[0], 2, 10_000) for i in chosen) <= budget_bytes
+        ),
+        default=math.inf,
+    )
+    assert kl <= best + 1e-9
+
+
+@given(prices=four_heads, budget=st.integers(6, 200), more=st.integers(0, 200))
+def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
+    small, large = (allocate(prices, spend, 4096, may_grow=False)[1] for spend in (budget, budget + more))
+    assert large <= small + 1e-12
+
+
+@given(prices=four_heads, budget=st.integers(6, 200))
+def test_exchanges_keep_the_budget_and_end(prices, budget):
+    offers, tried = OffersOfHeads.of(prices, LAYERS, budget, 4096, may_grow=False), set()
+    first = best = allocate(prices, budget, 4096, may_grow=False)[0]
+    assert offers.allocation(offers.levels(first)) == first
+    for _ in range(4):
+        best = exchange_once(offers, best, tried) or best
+        assert spent(best, 4096) <= cache_bytes(LAYERS, budget)
+    assert exchange_once(offers, best, tried) is None
+
+
+@pytest.mark.parametrize("far", [{}, {"slots": 4}, {"features": 32}])
+def test_fewer_bits_are_bought_where_their_rounding_costs_less_than_the_tokens_they_spare(far):
+    sizes = [Head(window=window, bits=8, **far) for window in (4, 16, 64)]
+    rough, fine = [1.0, 0.3, 0.1, 0.5, 1e-3], [1.0, 0.3, 0.1, 0.01, 1e-3]  # what 4 and 6 bits cost stands last
+    options = (*sizes, Head(softmax=True, bits=4), Head(softmax=True, bits=6))
+    prices = Prices(2, options, ((tuple(rough), tuple(fine)), (), (tuple(rough), tuple(fine))))
+    budget = 40 if "features" in far else 14
+    offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
+    allocation = allocate_by_prices(offers)
+    assert spent(allocation, 0) <= cache_bytes(LAYERS, budget)
+    bits = [head.bits for row in allocation.heads for head in row]
+    if "features" in far:  # which see no rotated keys
+        assert bits == [8] * 4
+    else:
+        assert set(bits[::2]) <= {6, 8} and 4 in bits[1::2]
+        coarse = [offer for offer in offers.offers[1] if offer.head.bits == 4]
+        assert coarse and all(offer.kl > 0.01 for offer in coarse)
+    grown = OffersOfHeads.of(prices, LAYERS, 10**6, 64, may_grow=True).offers[0][-1].head
+    assert grown == Head(softmax=True, bits=8), "the whole cache costs nothing in the bits that all was priced with"
+
+
+def test_a_dear_head_is_left_softmax_where_its_length_can_be_budget_bytes():
+    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] + [[1e-4, 1e-5, 1e-6, 1e-4]] * 3)
+    kinds = [allocate(prices, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]
+    assert kinds == [True, False]
+
+
+def test_a_budget_below_the_least_options_says_what_would_do():
+    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
+    with pytest.raises(BudgetError, match="the least options of all KV heads take 6"):
+        allocate(prices, 5, 4096)
+    assert allocate(prices, 6, 4096)
+
+
+def test_prices_survive_a_round_trip_and_damage_is_said():
+    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
+    assert Prices.from_json(prices.to_json()) == prices
+    with pytest.raises(RequestError, match="measure them again"):
+        Prices.from_json("{}")
+
+
+@given(prices=four_heads, budget=st.integers(6, 120))
+def test_the_dear_offers_beside_an_allocation_are_few_and_dear(prices, budget):
+    allocation, _ = allocate(prices, budget, 512, may_grow=False)
+    dear = dear_offers(prices, LAYERS, allocation, 512)
+    assert len(set(dear)) == len(dear) <= 2 * 4
+    result = [prices.kl[layer][head][option] for layer, head, option in dear]
+    assert all(kl > DEAR_KL for kl in result) and result == sorted(result, reverse=True)
+    sides = set()
+    for layer, head, option in dear:
+        mine, held = (head_bytes(x, LAYERS[layer], 2, 512) for x in (OPTIONS[option], allocation.heads[layer][head]))
+        sides.add((layer, head, mine <= held))
+    assert len(sides) == len(dear)  # one on either side of what a head holds
+
+
+def test_what_was_measured_takes_the_place_of_estimates_and_scales_the_dear_ones_beside():
+    estimated = prices_of([[0.8, 0.2, 0.004, 0.4], [0.1, 0.05, 0.02, 0.03], [0.8, 0.2, 0.004, 0.4], [1, 1, 1, 1]])
+    result = correct_prices(estimated, {(0, 0, 1): 0.1, (0, 0, 0): 0.2})
+    assert result.kl[0][0] == pytest.approx((0.2, 0.1, 0.004, 0.2))  # the last is nearer to .2 than to .8, in ratio
+    assert result.kl[0][1:] == estimated.kl[0][1:] and result.kl[1:] == estimated.kl[1:]
+
+
+@pytest.mark.parametrize("rounded", [0.0, -1e-8])
+def test_a_kl_that_rounding_made_nothing_makes_no_other_option_free(rounded):
+    estimated = prices_of([[0.8, 0.2, 0.004, 0.4], [0.1, 0.05, 0.02, 0.03], [0.8, 0.2, 0.004, 0.4], [1, 1, 1, 1]])
+    assert min(correct_prices(estimated, {(0, 0, 1): rounded}).kl[0][0]) >= MIN_KL

@@ -1,0 +1,238 @@
+"""A saved student loads anywhere, and is the same student."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from linearizer.errors import FolderError, RequestError
+from linearizer.hub.models import find_model
+from linearizer.method.checkpoint import load, put_student_into, restore_type, save
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head
+from linearizer.teacher.load import load_teacher, load_tokenizer
+from tests.support.bare_environment import make_bare_environment, run_bare
+from tests.support.families import FAMILIES
+from tests.support.models import layers_of, student_of, tokens
+
+LOADED_BARE = ("llama", "gpt2", "mixtral", "gemma3_text", "opt")  # families
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory):
+    return make_bare_environment(tmp_path_factory.mktemp("bare"))
+
+
+@pytest.fixture(scope="module")
+def answers(bare, tmp_path_factory):
+    """Students, and the folder of what they answer where only torch and transformers are: one process for all."""
+    root, students = tmp_path_factory.mktemp("answers"), {family: student_of(family) for family in LOADED_BARE}
+    for family, student in students.items():
+        save(student, None, root / family / "checkpoint")
+    save_file({"ids": tokens(2, 20)}, root / "ids.safetensors")
+    run_bare(
+        bare,
+        """
+        import sys
+        import torch
+        from safetensors.torch import load_file, save_file
+        from transformers import AutoModelForCausalLM
+        torch.set_grad_enabled(False)
+        try:
+            import linearizer
+            raise SystemExit("the environment is not bare")
+        except ImportError:
+            pass
+        ids = load_file("ids.safetensors")["ids"]
+        for family in sys.argv[1:]:
+            model = AutoModelForCausalLM.from_pretrained(f"{family}/checkpoint", trust_remote_code=True)
+            text = model.generate(ids, attention_mask=ids > 0, max_new_tokens=12, do_sample=False)
+            save_file({"logits": model(ids).logits.contiguous(), "text": text}, f"{family}/answer.safetensors")
+        """,
+        *LOADED_BARE,
+        cwd=root,
+    )
+    return students, root
+
+
+@pytest.mark.parametrize("family", LOADED_BARE)
+@torch.no_grad()
+def test_torch_and_transformers_alone_give_equal_logits_and_equal_text(family, answers):
+    students, root = answers
+    student, ids, answer = students[family], tokens(2, 20), load_file(root / family / "answer.safetensors")
+    assert torch.equal(answer["logits"], student(ids).logits)
+    text = student.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert torch.equal(answer["text"], text)
+
+
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
+    save(student_of("llama"), None, tmp_path / "checkpoint")
+    modes = {path.stat().st_mode for path in (tmp_path / "checkpoint").iterdir() if path.is_file()}
+    (tmp_path / "usual").touch()
+    assert modes == {(tmp_path / "usual").stat().st_mode}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("feature_map", ["mlp", "codebook"])
+@torch.no_grad()
+def test_a_reloaded_checkpoint_gives_equal_logits(family, feature_map, tmp_path):
+    student, ids = student_of(family, feature_map=feature_map), tokens(2, 20)
+    save(student, None, tmp_path / "checkpoint")
+    assert torch.equal(load(tmp_path / "checkpoint")(ids).logits, student(ids).logits)
+
+
+def test_saving_what_was_loaded_keeps_it_loadable(bare, tmp_path):
+    save(student_of("llama"), None, tmp_path / "first")
+    run_bare(
+        bare,
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+        first = AutoModelForCausalLM.from_pretrained("first", trust_remote_code=True)
+        first.save_pretrained("second")
+        second = AutoModelForCausalLM.from_pretrained("second", trust_remote_code=True)
+        ids = torch.arange(3, 30)[None]
+        assert torch.equal(first(ids).logits, second(ids).logits)
+        first(ids, cache=(cache := first.empty_cache()))
+        cache.save("state")
+        more = [(first, cache), (second, second.load_cache("state")), (first, cache.fork())]
+        logits = [model(ids[:, :4], cache=state).logits for model, state in reversed(more)]
+        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+        """,
+        cwd=tmp_path,
+    )
+    assert load(tmp_path / "first").load_cache(tmp_path / "state").get_seq_length() == 27
+    first, second = ({path.name for path in (tmp_path / name).iterdir()} for name in ("first", "second"))
+    assert first == second
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_half_precision_keeps_features_in_fp32_and_the_answer(dtype, tmp_path):
+    student, ids = student_of("llama", dtype=dtype), tokens(2, 20)
+    save(student, None, tmp_path / "checkpoint")
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in half.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if ".student." in name} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if ".student." not in name} == {torch.bfloat16}
+    logits = half(ids).logits
+    assert logits.dtype == torch.bfloat16
+    for name, parameter in student.named_parameters():
+        if ".student." not in name:
+            parameter.data = parameter.data.bfloat16()
+    assert torch.equal(logits, student(ids).logits)
+
+
+@torch.no_grad()
+def test_weights_that_were_computed_with_in_float32_are_saved_as_the_teacher_has_them(tmp_path):
+    stored = load_teacher(find_model("demo"))
+    teacher = load_teacher(find_model("demo"), "float32")
+    layers = layers_of(teacher)
+    student = put_student_into(teacher, layers, Allocation("by hand", 4, ((Head(window=28, features=32),) * 4,) * 8))
+    restore_type(student, torch.bfloat16)
+    save(student, None, tmp_path / "checkpoint")
+    loaded = load(tmp_path / "checkpoint")
+    saved, expected = dict(loaded.base.named_parameters()), dict(stored.named_parameters())
+    assert loaded.dtype == torch.bfloat16 and all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert {x.dtype for name, x in saved.items() if ".student." in name} == {torch.float32}
+
+
+def test_no_weight_is_saved_in_a_larger_type_than_it_was_computed_in(tmp_path):
+    student = student_of("llama", dtype="bfloat16")
+    restore_type(student, torch.float32)
+    assert student.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_a_device_map_places_it(tmp_path):
+    pytest.importorskip("accelerate")
+    student, ids = student_of("llama"), tokens(1, 12)
+    save(student, None, tmp_path / "checkpoint")
+    placed = load(tmp_path / "checkpoint", device_map="auto")
+    assert torch.equal(placed(ids).logits, student(ids).logits)
+
+
+@torch.no_grad()
+def test_the_demo_model_keeps_its_tokenizer_and_generation_settings(tmp_path):
+    source = find_model("demo")
+    teacher, tokenizer = load_teacher(source), load_tokenizer(source)
+    layers = layers_of(teacher)
+    heads = ((Head(window=28, features=32),) * 4,) * 8
+    student = put_student_into(teacher, layers, Allocation("by hand", 4, heads))
+    save(student, tokenizer, tmp_path / "checkpoint")
+    again = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    text = "The quick brown fox"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    loaded = load(tmp_path / "checkpoint")
+    assert loaded.generation_config.max_new_tokens == teacher.generation_config.max_new_tokens
+    assert loaded.dtype == torch.bfloat16
+    ids = again(text, return_tensors="pt")
+    assert torch.equal(loaded.generate(**ids), student.generate(**ids))
+    weights = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    kept = sum(tensor.numel() for name, tensor in weights.items() if ".student." not in name)
+    assert kept == source.weights.parameters
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # peft asks for a deprecated name
+def test_peft_wraps_it_trains_it_and_merges(tmp_path):
+    peft = pytest.importorskip("peft")
+    student, ids = student_of("llama"), tokens(2, 20)
+    wrapped = peft.get_peft_model(student, peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = wrapped(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    merged = wrapped.merge_and_unload().eval()
+    save(merged, None, tmp_path / "checkpoint")
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "checkpoint")(ids).logits, merged(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore")  # lm_eval's own imports warn
+def test_lm_eval_scores_it_as_its_logits_say():
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    tokenizer = load_tokenizer(find_model("demo"))
+    student = student_of("llama", vocab_size=4096)
+    model = huggingface.HFLM(pretrained=student, tokenizer=tokenizer, batch_size=2)
+    context, continuation = "The quick brown fox", " jumps over"
+    request = Instance("loglikelihood", {}, (context, continuation), 0)
+    ((score, _),) = model.loglikelihood([request], disable_tqdm=True)
+    prefix, whole = (tokenizer(text, return_tensors="pt")["input_ids"] for text in (context, context + continuation))
+    with torch.no_grad():
+        logits = student(whole).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(-1, whole[0, 1:, None])[prefix.shape[1] - 1 :].sum()
+    assert score == pytest.approx(expected.item(), abs=1e-3)
+
+
+def test_a_failed_save_keeps_the_checkpoint_that_was_there(tmp_path):
+    student = student_of("llama")
+    save(student, None, tmp_path / "checkpoint")
+    before = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    student.save_pretrained = full_disk
+    with pytest.raises(FolderError, match="No space left on device.*free the disk"):
+        save(student, None, tmp_path / "checkpoint")
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def full_disk(folder, **how):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    save(student_of("llama"), None, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({f"base.{name}": x for name, x in weights.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match="lacks 36 weights, such as lm_head.weight: write the checkpoint again"):
+        load(tmp_path)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="holds no checkpoint"):
+        load(tmp_path)

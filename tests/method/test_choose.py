@@ -1,0 +1,87 @@
+"""Where prices mislead, a plain allocation of the same bytes is made, and the log, the card and the page say so."""
+
+import pytest
+
+from linearizer import pipeline
+from linearizer.cli.text import describe_run
+from linearizer.method.choose import PRICED, SLOTS, WINDOW, choose_student
+from linearizer.method.head_prices import options_to_price
+from linearizer.page.cards import candidates_card
+from linearizer.pipeline import linearize, reallocate
+from linearizer.plan.allocation import Allocation, heads_replaced
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.plan import Plan
+from linearizer.progress import finish
+from linearizer.publish.card import write_card
+from linearizer.run.candidates import Candidate, Candidates
+from linearizer.run.prices import Prices
+
+pytestmark = pytest.mark.usefixtures("judged_briefly")
+PLAN = Plan("demo", budget=24, texts=4, length=128, samples=64, exchanges=0, bits=8, sinks=2, dtype="float32")
+
+
+def priced(folder, kl):
+    """Begin a run whose prices of every head are what `kl` says of an option."""
+    run = pipeline.begin(folder, PLAN)
+    options = options_to_price(128, "slots", 8)
+    rows = tuple((tuple(map(kl, options)),) * heads_replaced(layer) for layer in run.layers)
+    run.write_product("prices.json", Prices(2, options, rows).to_json())
+    return run
+
+
+@pytest.fixture(scope="module")
+def deceived(tmp_path_factory):
+    """A run whose prices say that more memory makes every head worse; it stands before judging."""
+    run = priced(tmp_path_factory.mktemp("choose") / "run", lambda option: (option.window + option.slots) / 1000)
+    steps = linearize(run)
+    while next(steps).step != "evaluate":
+        pass
+    steps.close()
+    return run
+
+
+def test_where_prices_lie_a_plain_allocation_is_kept_and_the_log_says_which_and_why(deceived):
+    candidates = deceived.candidates
+    measured = {each.name: each.kl for each in candidates.measured}
+    assert candidates.lengths == (32, 128, 256) and list(measured) == [PRICED, SLOTS, WINDOW]
+    assert candidates.kept.name in (SLOTS, WINDOW)
+    assert all(kept < priced for kept, priced in zip(candidates.kept.kl, measured[PRICED], strict=True))
+    (checked,) = (event for event in deceived.events() if event["event"] == "checked")
+    assert checked["kept"] == candidates.kept.name
+    assert {name: tuple(kl) for name, kl in checked["kl"].items()} == measured
+    held = {head for row in deceived.allocation.heads for head in row}
+    assert len(held) == 1 and held.pop().window > 4  # what prices would have bought is a window of four
+    (allocated,) = (event for event in deceived.events() if event["event"] == "allocated")
+    assert allocated["strategy"] == deceived.allocation.strategy != "gain"
+
+
+def test_the_student_that_is_made_is_the_kept_one_and_every_account_says_why(deceived):
+    finish(linearize(deceived))
+    assert [event["event"] for event in deceived.events()].count("checked") == 1  # it was not chosen anew
+    kept = f"Kept: {deceived.candidates.kept.name}, the smallest KL of 3 allocations of the same bytes."
+    assert kept in describe_run(deceived) and kept in candidates_card(deceived) and kept in write_card(deceived)
+    assert f"| {PRICED} |" in write_card(deceived)
+
+
+def test_a_kill_before_the_kept_allocation_was_written_changes_nothing(deceived):
+    kept, priced = deceived.allocation, Allocation("gain", 2, tuple((Head(window=4, bits=8),) * 4 for _ in range(8)))
+    steps = choose_student(deceived, None, priced, None)
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value == kept != priced
+
+
+def test_another_budget_is_compared_anew(tmp_path):
+    run = priced(tmp_path / "run", lambda option: 1 / (option.window + option.slots))
+    run.write("candidates.json", Candidates((32,), (Candidate(PRICED, (0.1,)),)).to_json())
+    reallocate(run, PLAN)
+    assert run.candidates is None
+
+
+def test_the_longest_texts_do_not_decide_alone_and_rounding_decides_nothing():
+    lengths = (128, 512, 1024)
+    near = Candidate("by prices", (0.0003, 0.0010, 0.34))
+    steady, window = Candidate("equal slots", (0.0005, 0.0749, 0.20)), Candidate("plain window", (0.0001, 0.0012, 0.34))
+    assert Candidates(lengths, (near, steady)).kept == near
+    assert Candidates(lengths, (near, window)).kept == near
+    assert Candidates(lengths, (near,)).why == "Kept: by prices, the only allocation of these bytes."

@@ -1,0 +1,161 @@
+"""Another budget is shared out from what a run has measured, or is refused in a sentence that says what to do."""
+
+import pytest
+
+from linearizer.cli.main import main
+from linearizer.errors import BudgetError, RequestError
+from linearizer.method.by_freedoms import UNITS_BY_STRATEGY
+from linearizer.method.decide import decide
+from linearizer.method.head_prices import options_to_price
+from linearizer.pipeline import inspect
+from linearizer.plan.head_bytes import cache_bytes
+from linearizer.plan.plan import Plan
+from linearizer.plan.recipes import STRATEGIES
+from linearizer.plan.update_rules import MEMORIES
+from linearizer.run.disk import checkpoint_bytes
+from linearizer.run.folder import Run
+from linearizer.run.prices import Prices
+
+
+@pytest.fixture(scope="module")
+def inspection():
+    return inspect("demo")
+
+
+@pytest.fixture
+def priced(tmp_path, inspection):
+    """A run whose heads were priced with one sink, with slots or what is named."""
+
+    def begin(far="slots", recipe="best", fewer=()):
+        run = Run.create(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
+        run.write("inspection.json", inspection.to_json())
+        if run.plan.rules.decided_by == "prices":
+            offered = options_to_price(64, far, 8, fewer)
+            sizes = [option.window + option.slots + option.features or 1000 for option in offered]
+            rows = [[[1 / size for size in sizes]] * 4] * 8
+            run.write("prices.json", Prices(1, offered, rows).to_json())
+        return run
+
+    return begin
+
+
+def refusal(capsys, run, *options):
+    """What is said of a request that is refused; the run stays as it was."""
+    before = run.plan
+    assert main(["allocate", str(run.folder), *options]) == 2
+    assert run.plan == before and not run.has_file("allocation.json")
+    return capsys.readouterr().err
+
+
+def test_prices_are_shared_out_as_they_were_measured(priced):
+    run = priced()
+    for options in (["--budget", "64"], ["--sinks", "1"], ["--bits", "8"], ["--strategy", "windows"]):
+        assert main(["allocate", str(run.folder), *options]) == 0
+    assert run.allocation.sinks == 1 and {head.slots for row in run.allocation.heads for head in row} == {0}
+
+
+def test_bits_that_are_asked_for_leave_out_fewer(priced):
+    run = priced(fewer=(6, 4))
+    kept = []
+    for asked in ([], ["--bits", "8"]):
+        assert main(["allocate", str(run.folder), *asked]) == 0
+        kept.append({head.bits for row in run.allocation.heads for head in row})
+    assert min(kept[0]) < 8 and kept[1] == {8}
+
+
+def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
+    run = priced()
+    assert "measured with sinks 1, not 0: start a new run" in refusal(capsys, run, "--sinks", "0")
+    assert "measured with 8 bits a number, not 16: start a new run" in refusal(capsys, run, "--bits", "16")
+    said = "measured without features, which the strategy gain-features needs: start a new run with --strategy gain-"
+    assert said in refusal(capsys, run, "--strategy", "gain-features")
+    assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
+
+
+@pytest.mark.parametrize("strategy", ["window", "duo", "gain", "windows", "gain-features", "fix"])
+def test_a_budget_that_nobody_can_mean_is_refused_as_such(strategy, priced, tmp_path, capsys):
+    options = ["--budget", "99999999999999999", "--strategy", strategy, "--may-grow"]
+    said = refusal(capsys, priced(), *options)
+    assert said.startswith(
+        "linearizer: budget 99999999999999999 is not allowed: give a whole number, at least 1 and at most"
+    )
+    assert f"at most {2**40}" in said and said.count("\n") == 1
+    assert main(["run", "demo", "--out", str(tmp_path / "new"), *options]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_room_for_features_is_asked_for_where_there_will_be_some(inspection):
+    plain = checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection)
+    assert plain == 0 and checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection, linked=False) > 1e6
+    adapted = Plan("demo", budget=64, strategy="common-lambda", steps=60, lora=8)
+    assert checkpoint_bytes(adapted, inspection) >= inspection.weight_bytes  # adapters change the weights
+    for recipe, none in {"swa": True, "duo": True, "windows": True, "best": True, "features": False}.items():
+        sizes = {
+            checkpoint_bytes(Plan.of(recipe, model="demo", budget=budget, may_grow=True), inspection)
+            for budget in (64, 2**30)
+        }
+        assert (sizes == {plain}) == none
+    assert checkpoint_bytes(Plan("demo", budget=64, strategy="gain-features"), inspection) > plain
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--strategy", "window", "--budget", "2", "--sinks", "4"],
+        ["--strategy", "duo", "--budget", "1", "--may-grow"],
+        ["--strategy", "duo", "--budget", "2", "--may-grow"],
+        ["--budget", "1"],
+        ["--strategy", "windows", "--budget", "2"],
+    ],
+    ids=" ".join,
+)
+def test_a_budget_that_a_run_would_refuse_is_refused(asked, priced, tmp_path, capsys):
+    said = refusal(capsys, priced(), *asked)
+    assert "is too small" in said
+    assert main(["run", "demo", "--out", str(tmp_path / "new"), *asked]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_what_only_a_new_run_measures_is_said(priced, capsys):
+    run, alike = priced(), priced(recipe="swa")
+    for folder, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
+        said = refusal(capsys, folder, "--strategy", strategy, "--may-grow")
+        assert f"resuming it measures none: start a new run with --strategy {strategy}" in said
+    (run.folder / "prices.json").unlink()
+    assert "has no prices yet: `linearizer run --resume` measures them" in refusal(capsys, run)
+    assert "has no profile yet" in refusal(capsys, run, "--strategy", "fix")
+    run.checkpoint.mkdir()
+    assert "start a new run with --strategy gain" in refusal(capsys, run)
+
+
+def test_every_strategy_of_freedoms_turns_curves_into_units():
+    by_freedoms = {name for name, strategy in STRATEGIES.items() if strategy.decided_by == "freedoms"}
+    assert set(UNITS_BY_STRATEGY) == by_freedoms
+
+
+@pytest.mark.parametrize("budget", [16, 32, 64, 128])
+def test_a_memory_takes_what_a_window_leaves_of_the_budget(budget, inspection):
+    for memory in MEMORIES:
+        plan = Plan.of("gdn", model="demo", budget=budget, feature_map=memory)
+        allocation = decide(None, plan, inspection.layers)
+        (head,) = {head for row in allocation.heads for head in row}
+        spent, paid = allocation.state_bytes(inspection.layers, 512), cache_bytes(inspection.layers, budget)
+        assert head.memory == memory and head.window >= plan.kept_window and head.features
+        assert paid - 2 * paid / budget < spent <= paid
+        assert head.features <= MEMORIES[memory].most_rows(inspection.layers[0].key_dim)
+
+
+def test_a_memory_that_cannot_be_is_refused(inspection):
+    with pytest.raises(
+        BudgetError, match="no room for a row of mom beside a window of 60 and 4 sinks: ask for at least"
+    ):
+        decide(None, Plan.of("mom", model="demo", budget=64, window=60), inspection.layers)
+    with pytest.raises(RequestError, match="shares out features, of which gdn has none: ask for --strategy memory"):
+        Plan.of("features", model="demo", budget=64, feature_map="gdn")
+    with pytest.raises(RequestError, match="needs a memory, and feature map 'mlp' is none"):
+        Plan.of("gdn", model="demo", budget=64, feature_map="mlp")
+    with pytest.raises(RequestError, match="no rows of positive weights, .* ask for --loss output"):
+        Plan.of("gdn", model="demo", budget=64, loss="softmax")
+    with pytest.raises(RequestError, match="cells has no products of features, which the loss l2 compares"):
+        Plan.of("cells", model="demo", budget=64, loss="l2")
+    assert Plan.of("cells", model="demo", budget=64, loss="softmax").kept_loss == "softmax"

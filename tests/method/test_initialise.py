@@ -1,0 +1,130 @@
+import pytest
+import torch
+
+from linearizer.method.initialise import cluster, initialise, initialise_codebook, initialise_layer, symmetric_root
+from linearizer.method.measure_run import measure_profile
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.profile import ProfileSettings
+from linearizer.progress import finish
+from linearizer.student.attention_interface import observing
+from linearizer.student.feature_maps import FEATURE_MAPS
+from linearizer.teacher.layers import featured
+from linearizer.train.losses import AttentionInputs, layer_loss
+from tests.support.models import MIXED, layers_of, student_of, teacher_of, tokens
+
+HELD = [Head(window=4, features=16), Head(features=16)]
+
+
+def samples_of(family="llama"):
+    teacher = teacher_of(family)
+    options = ProfileSettings(samples=256, rows=8, sinks=2)
+    return finish(measure_profile(teacher, tokens(8, 64), layers_of(teacher), options)).samples
+
+
+@torch.no_grad()
+def kl_of_rows(student):
+    """KL of the student's attention rows, a mean over its layers."""
+    result = []
+
+    def observe(module, query, key, value, scale, _):
+        seen = AttentionInputs(query, key, value, scale)
+        result.append(layer_loss("softmax", module.student, seen, None, 1.0).excess)
+
+    with observing(student.base, observe):
+        student.base.base_model(tokens(4, 64, seed=1), use_cache=False)
+    return torch.stack(result).mean()
+
+
+@pytest.mark.parametrize("feature_map,gain", [("codebook", 0.8), ("clusters", 0.95)])
+def test_a_map_begun_from_samples_is_nearer_to_its_teacher(feature_map, gain):
+    samples, before, after = samples_of(), [], []
+    for seed in range(3):
+        student = student_of("llama", HELD, feature_map=feature_map)
+        for layer in student.students():
+            layer.reset(torch.Generator().manual_seed(seed))
+        before.append(kl_of_rows(student))
+        initialise(student, samples, seed)
+        after.append(kl_of_rows(student))
+    assert sum(after) < gain * sum(before)
+
+
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_the_same_seed_initialises_the_same_and_only_codebooks_change(feature_map):
+    held = [head for head in MIXED if not head.slots]
+    samples, students = samples_of(), [student_of("llama", held, feature_map=feature_map) for _ in range(3)]
+    for student, seed in zip(students, (0, 0, 1), strict=True):
+        initialise(student, samples, seed)
+    states = [list(student.state_dict().values()) for student in students]
+    untouched = list(student_of("llama", held, feature_map=feature_map).state_dict().values())
+
+    def equal(a, b):
+        return all(map(torch.equal, a, b))
+
+    initialised = feature_map in ("codebook", "clusters")
+    assert equal(states[0], states[1])
+    assert equal(states[0], untouched) == equal(states[0], states[2]) == (not initialised)
+
+
+def test_what_a_head_begins_with_depends_on_no_other_head_and_on_no_order():
+    samples = samples_of()
+    mixed = student_of("llama", [Head(window=4, features=16), Head(window=3)], feature_map="codebook")
+    alike = student_of("llama", [Head(window=4, features=16)], feature_map="codebook")
+    initialise(mixed, samples)
+    for index, layer in reversed(list(enumerate(alike.students()))):
+        initialise_layer(layer, samples.layers[index], 0, index)
+    for one, other in zip(mixed.students(), alike.students(), strict=True):
+        (group,), (whole,) = featured(one), featured(other)
+        assert torch.equal(group.feature_map.centres[0], whole.feature_map.centres[group.heads[0]])
+
+
+def test_layers_that_the_teacher_bounds_itself_are_left_alone():
+    initialise(student_of("gemma3_text", HELD, feature_map="codebook"), samples_of("gemma3_text"))
+
+
+def test_each_head_begins_from_its_own_keys():
+    student, samples = student_of("llama", [Head(window=3), Head(features=16)], feature_map="codebook"), samples_of()
+    initialise(student, samples)
+    for layer, result in zip(student.students(), samples.layers, strict=True):
+        (group,) = featured(layer)
+        nearest = [torch.cdist(group.feature_map.centres[0], keys).amin(-1).mean() for keys in result.keys]
+        assert nearest.index(min(nearest)) == group.heads[0]
+
+
+def test_slots_begin_with_the_metric_of_the_queries():
+    student, samples = student_of("llama", [Head(window=4, slots=5)]), samples_of()
+    initialise(student, samples)
+    for layer, result in zip(student.students(), samples.layers, strict=True):
+        (group,) = layer.groups
+        queries = result.queries.unflatten(0, (2, -1)).flatten(1, 2)
+        differences = torch.randn(2, 7, queries.shape[-1], generator=torch.Generator().manual_seed(0))
+        distances = (differences @ group.merger.metric.mT).square().sum(-1)
+        torch.testing.assert_close(distances, (queries @ differences.mT).square().mean(1), rtol=1e-2, atol=1e-3)
+
+
+def test_centres_find_the_clusters_that_are_there():
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(8, 4, generator=generator) * 10
+    points = truth.repeat(20, 1) + torch.randn(160, 4, generator=generator) * 0.01
+    result = cluster(points, 8, generator)
+    assert torch.cdist(truth, result).amin(-1).max() < 0.1
+
+
+def test_more_centres_than_keys_are_all_finite():
+    student = student_of("llama", [Head(features=400)], feature_map="codebook")
+    initialise(student, samples_of())
+    assert all(tensor.isfinite().all() for tensor in student.state_dict().values())
+
+
+def test_the_metric_measures_what_queries_see():
+    q, x = torch.randn(500, 6) @ torch.randn(6, 6), torch.randn(6)
+    metric = symmetric_root(q.mT @ q / len(q))
+    torch.testing.assert_close((metric @ x).square().sum(), (q @ x).square().mean(), rtol=1e-3, atol=0)
+
+
+def test_a_head_keeps_what_others_began_with():
+    feature_map = FEATURE_MAPS["codebook"](2, 4, 8)
+    feature_map.reset(torch.Generator().manual_seed(0))
+    kept = feature_map.centres[0].clone()
+    with torch.no_grad():
+        initialise_codebook(feature_map, 1, torch.randn(64, 4), torch.randn(64, 4), torch.Generator().manual_seed(0))
+    assert torch.equal(feature_map.centres[0], kept) and feature_map.log_sharpness[1] > 0

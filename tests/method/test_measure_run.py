@@ -1,0 +1,240 @@
+"""What is read off a running model, against the same thing computed plainly from its whole attention."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.method.degrees_of_freedom import degrees_of_freedom
+from linearizer.method.measure_run import head_points, measure_profile
+from linearizer.method.samples import Samples
+from linearizer.plan.profile import Profile, ProfileSettings
+from linearizer.progress import finish
+from linearizer.student.attention_interface import observing
+from tests.support.families import FAMILIES
+from tests.support.models import layers_of, teacher_of
+
+SMALL = ProfileSettings(samples=64, rows=10**6, sinks=2)
+
+
+def texts(count=4, tokens=40, seed=0):
+    return torch.randint(3, 128, (count, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def measured(model, windows, settings=SMALL, **how):
+    return finish(measure_profile(model, windows, layers_of(model), settings, **how))
+
+
+def attended(model, **given):
+    """Each layer's queries, keys (scaled) and values, from one pass over all texts."""
+    seen = {}
+
+    def see(module, query, key, value, scaling, others):
+        seen[module.layer_idx] = (query * scaling**0.5, key * scaling**0.5, value)
+
+    with torch.no_grad(), observing(model, see):
+        model(**given)
+    return seen
+
+
+def close(result, expected, tolerance=1e-4):
+    assert torch.as_tensor(result).double().tolist() == pytest.approx(
+        torch.as_tensor(expected).double().tolist(), rel=tolerance, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_measured_in_all_layers_that_it_does_not_bound(family):
+    teacher = teacher_of(family)
+    layers = layers_of(teacher)
+    result = finish(measure_profile(teacher, texts(), layers, SMALL))
+    for layer, profile, samples in zip(layers, result.profile.layers, result.samples.layers, strict=True):
+        bounded = layer.native_window is not None
+        assert len(profile.heads) == (0 if bounded else layer.kv_heads)
+        assert (samples is None) == bounded
+        for head in profile.heads:
+            assert 0 < head.freedoms[0] <= 1 and list(head.freedoms) == sorted(head.freedoms)
+            assert head.entropy > 0
+    assert Profile.from_json(result.profile.to_json()) == result.profile
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_bigcode"])
+def test_masses_and_entropy_equal_those_of_the_whole_attention(family):
+    teacher, windows = teacher_of(family), texts()
+    profile = measured(teacher, windows).profile
+    assert profile.windows == (16, 32)
+    for index, (query, key, _) in attended(teacher, input_ids=windows).items():
+        heads, tokens = key.shape[1], key.shape[2]
+        scores = query @ key.repeat_interleave(query.shape[1] // heads, 1).mT
+        attention = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf).softmax(-1)
+        rows = attention[:, :, SMALL.sinks :].unflatten(1, (heads, -1))  # (texts, kv heads, group, rows, tokens)
+        distance = torch.arange(SMALL.sinks, tokens)[:, None] - torch.arange(tokens)
+        for head, result in enumerate(profile.layers[index].heads):
+            mass = rows[:, head]
+            close(result.entropy, torch.special.entr(mass).sum(-1).mean())
+            close(result.sink_mass, mass[..., : SMALL.sinks].sum(-1).mean())
+            for window, inside in zip(profile.windows, result.window_mass, strict=True):
+                within = (distance < window) & (torch.arange(tokens) >= SMALL.sinks)
+                close(inside, (mass * within).sum(-1).mean())
+
+
+def test_half_precision_measures_what_full_precision_does():
+    teacher = teacher_of("gpt2")
+    for name, parameter in teacher.named_parameters():
+        parameter.copy_(parameter.bfloat16())
+        if name.endswith("bias"):
+            parameter.fill_(1.0)
+    full, half = measured(teacher, texts()).profile, measured(teacher.bfloat16(), texts()).profile
+    for head, same in zip(full.layers[0].heads, half.layers[0].heads, strict=True):
+        close(same.entropy, head.entropy, 0.03)
+        close(same.freedoms[:9], head.freedoms[:9], 0.03)
+
+
+def test_sample_that_holds_everything_is_everything():
+    """64 texts' tokens, streamed two texts at a time, against all queries and keys at once."""
+    teacher, windows = teacher_of("llama"), texts(4, 18)
+    result = measured(teacher, windows, ProfileSettings(samples=128, rows=8, sinks=2), batch_tokens=36)
+    for index, (query, key, _) in attended(teacher, input_ids=windows).items():
+        samples, profile = result.samples.layers[index], result.profile.layers[index]
+        for kept, vectors in ((samples.queries, query), (samples.keys, key)):
+            torch.testing.assert_close(kept, vectors[:, :, 2:].transpose(0, 1).flatten(1, 2))
+        points = head_points(samples.queries, samples.keys, 1, "centred")
+        close(profile.heads[1].freedoms, degrees_of_freedom(points, result.profile.settings.ridges), 1e-5)
+
+
+def test_samples_may_keep_the_whole_first_text_in_its_order():
+    teacher, windows = teacher_of("llama"), texts(4, 18)
+    settings = ProfileSettings(samples=32, rows=8, sinks=2)
+    plain, result = measured(teacher, windows, settings), measured(teacher, windows, settings, keep_text=True)
+    for index, expected in attended(teacher, input_ids=windows).items():
+        text = result.samples.layers[index].text
+        assert plain.samples.layers[index].text is None
+        for kept, vectors in zip((text.queries, text.keys, text.values), expected, strict=True):
+            torch.testing.assert_close(kept, vectors[0])
+
+
+def test_sample_of_a_kv_head_is_half_keys_and_half_queries_evenly_of_its_group():
+    queries = torch.arange(4.0)[:, None, None].expand(4, 32, 8)  # each vector tells its head
+    points = head_points(queries, torch.full((2, 32, 8), 9.0), 1, "raw")
+    counts = {value: (points[:, 0] == value).sum().item() for value in (0, 1, 2, 3, 9)}
+    assert counts == {0: 0, 1: 0, 2: 16, 3: 16, 9: 32}
+
+
+def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
+    torch.manual_seed(0)
+    queries, keys = torch.randn(2, 32, 8).double(), torch.randn(1, 32, 8).double()
+    curves = [
+        degrees_of_freedom(head_points(queries, keys + shift, 0, "centred"), (0.1, 0.01))
+        for shift in (0.0, 5 * torch.randn(8))
+    ]
+    torch.testing.assert_close(*curves)
+
+
+def test_batches_and_a_second_run_change_nothing():
+    teacher, windows = teacher_of("qwen3"), texts(6)
+    settings = ProfileSettings(samples=64, rows=32, seed=3)
+    measurement, other = (measured(teacher, windows, settings, batch_tokens=tokens) for tokens in (40, 240))
+    for a, b in zip(measurement.profile.layers, other.profile.layers, strict=True):
+        for head, same in zip(a.heads, b.heads, strict=True):
+            close(head.freedoms, same.freedoms)
+            close(head.window_mass, same.window_mass)
+    again = measured(teacher, windows, settings, batch_tokens=40)
+    assert again.profile == measurement.profile
+    assert all(torch.equal(again.samples.tensors()[name], kept) for name, kept in measurement.samples.tensors().items())
+
+
+def test_paper_mode_has_a_curve_for_every_query_head():
+    settings = ProfileSettings(samples=64, rows=8, sinks=0, gauge="raw", per="query")
+    shared, apart = (measured(teacher_of(family), texts(), settings) for family in ("llama", "gpt2"))
+    samples, profile = shared.samples.layers[0], shared.profile.layers[0]
+    assert len(profile.query_freedoms) == 4
+    points = torch.cat([samples.queries[3], samples.keys[1]])
+    close(profile.query_freedoms[3], degrees_of_freedom(points, settings.ridges), 1e-5)
+    for layer in apart.profile.layers:
+        assert layer.query_freedoms == tuple(head.freedoms for head in layer.heads)
+
+
+def live_bytes():
+    gc.collect()
+    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_what_is_kept_does_not_grow_with_the_text():
+    def most_held(count):
+        teacher, windows = teacher_of("llama"), texts(count)
+        before, held = live_bytes(), []
+        steps = measure_profile(
+            teacher, windows, layers_of(teacher), ProfileSettings(samples=64, rows=32), batch_tokens=40
+        )
+        for progress in steps:
+            if progress.done == progress.total or progress.unit != "heads" and progress.done % 16 == 0:
+                held.append(live_bytes() - before)  # not while threads work on heads
+        return max(held)
+
+    few = most_held(4)  # first, so that what is made once and kept is not taken for growth
+    assert most_held(32) - few <= 28 * 40 * 2 * 8  # two marks for each token
+
+
+def test_samples_come_back_from_their_tensors():
+    samples = measured(teacher_of("gemma3_text"), texts()).samples
+    again = Samples.of_tensors(samples.tensors(), len(samples.layers))
+    assert again.layers[0] is None
+    assert all(torch.equal(again.tensors()[name], kept) for name, kept in samples.tensors().items())
+
+
+def test_model_is_left_as_it_was():
+    teacher = teacher_of("llama").train()
+    before = teacher.config._attn_implementation
+    steps = measure_profile(teacher, texts(), layers_of(teacher), SMALL)
+    next(steps)
+    assert teacher.training and teacher.config._attn_implementation == before and torch.is_grad_enabled()
+    assert not any(module._forward_pre_hooks for module in teacher.modules())
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj"])
+def test_damaged_weights_name_the_layer(part):
+    teacher = teacher_of("llama")
+    getattr(teacher.model.layers[1].self_attn, part).weight[:8] = torch.nan
+    with pytest.raises(RequestError, match="layer 1: the (queries|keys|values) are not finite"):
+        measured(teacher, texts())
+
+
+def test_too_little_text_says_how_much_is_needed():
+    with pytest.raises(TextError, match="leaves 36 tokens .* need 64"):
+        measured(teacher_of("llama"), texts(2, 20), ProfileSettings(samples=128, sinks=2))
+
+
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_windows_of_sinks_alone_are_said_to_be_too_short_however_many(tokens):
+    with pytest.raises(TextError, match=f"texts of {tokens} tokens leave none .* beside 4 sinks: ask for a --length"):
+        measured(teacher_of("llama"), texts(200, tokens), ProfileSettings(samples=64, rows=8, sinks=4))
+
+
+def test_layers_that_were_not_seen_are_an_error():
+    teacher = teacher_of("llama")
+    layers = layers_of(teacher)
+    with pytest.raises(FaultError, match=r"the attention of layers \[3\] was not seen"):
+        finish(measure_profile(teacher, texts(), (*layers, layers[0]), SMALL))
+
+
+@pytest.mark.parametrize("per", ["kv", "query"])
+def test_each_layer_is_told_of_once_as_soon_as_its_heads_are_known(per):
+    model = teacher_of("llama")
+    settings = ProfileSettings(samples=64, rows=8, sinks=2, per=per)
+    freedoms, steps = {}, measure_profile(model, texts(), layers_of(model), settings)
+    while True:
+        try:
+            details = next(steps).details
+        except StopIteration as end:
+            profile = end.value.profile
+            break
+        if "layer" in details:
+            assert details["layer"] not in freedoms
+            freedoms[details["layer"]] = details["freedoms"]
+    assert list(freedoms) == list(range(len(profile.layers)))
+    for index, layer in enumerate(profile.layers):
+        close(freedoms[index], [head.freedoms[8] for head in layer.heads])
+        assert settings.ridges[8] == settings.reference

@@ -1,0 +1,55 @@
+"""Products come back from their JSON as they were; damage is named by its field."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from linearizer.errors import RequestError
+from linearizer.plan.json_products import JsonProduct
+
+
+@dataclass(frozen=True)
+class Part:
+    size: int
+    share: float = 0.5
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Whole(JsonProduct):
+    parts: tuple[tuple[Part, ...], ...]
+    terms: dict[str, int]
+    done: bool = False
+
+
+WHOLE = Whole(((Part(1), Part(2, 1, "b")), ()), {"a": 1}, True)
+
+
+def test_a_product_of_all_kinds_comes_back_from_its_json():
+    assert Whole.from_json(WHOLE.to_json()) == WHOLE
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ('"size": 2', '"size": "2"', r"parts\[0\]\[1\].size '2' is not allowed: give a whole number"),
+        ('"size": 2', '"size": true', r"parts\[0\]\[1\].size True is not allowed: give a whole number"),
+        ('"size": 2, ', "", r"parts\[0\]\[1\].size is missing"),
+        ('"size": 2', '"sise": 2', r"sise is unknown: there are name, share, size"),
+        ('"b"', "[]", r"parts\[0\]\[1\].name \[\] is not allowed: give text"),
+        ('"done": true', '"done": null', "done None is not allowed: give true or false"),
+        ('{"a": 1}', "3", "terms 3 is not allowed: give a dictionary"),
+        ('{"parts"', "{", r"the whole cannot be read \(.*double quotes.*\): start a new run"),
+    ],
+)
+def test_damage_is_named_by_its_field(before, after, sentence):
+    text = WHOLE.to_json()
+    assert before in text
+    with pytest.raises(RequestError, match=sentence):
+        Whole.from_json(text.replace(before, after))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"text"'])
+def test_json_of_another_kind_is_refused(text):
+    with pytest.raises(RequestError, match="the whole cannot be read .it .* is not allowed: give a dictionary"):
+        Whole.from_json(text)

@@ -1,0 +1,159 @@
+"""Options say what they may be once: checks, help, commands and text derive from the fields of the plan."""
+
+import json
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from linearizer.cli.main import parser
+from linearizer.cli.options import plan_changes
+from linearizer.errors import BudgetError, RequestError
+from linearizer.plan.options import check_options, option, options_of
+from linearizer.plan.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
+from linearizer.plan.recipes import CHOSEN, NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
+from linearizer.plan.update_rules import MEMORIES
+from linearizer.run.evaluation_request import Request
+from linearizer.student.feature_maps import FEATURE_MAPS
+from linearizer.student.matrix_rule import RULES
+
+
+@dataclass(frozen=True)
+class Oven:
+    heat: int | None = option(None, "degrees", least=0, most=300, default_text="off", error=BudgetError)
+    share: float = option(0.5, above=0)
+    mode: str = option("fan", "how", choices=("fan", "grill"))
+    trays: tuple[int, ...] = option((), least=1)
+    light: bool = False
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"heat": -1}, "heat -1 is not allowed: give a whole number, at least 0 and at most 300, or leave it out"),
+        ({"heat": True}, "heat True is not allowed: give a whole number"),
+        ({"heat": 2.5}, "heat 2.5 is not allowed: give a whole number"),
+        ({"share": 0}, "share 0 is not allowed: give a number, above 0"),
+        ({"share": float("nan")}, "share nan is not allowed"),
+        ({"mode": "gril"}, r"mode 'gril' is none of fan, grill \(did you mean 'grill'\?\)"),
+        ({"mode": None}, "mode None is none of fan, grill"),
+        ({"trays": (1, 0)}, "trays 0 is not allowed: give a list, each a whole number, at least 1"),
+        ({"trays": 1}, "trays 1 is not allowed: give a list"),
+        ({"light": "yes"}, "light 'yes' is not allowed: give true or false"),
+        ({"mode": "x" * 90}, "mode 'x{39}… is none of"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_the_values_that_can(given, sentence):
+    with pytest.raises(RequestError, match=sentence) as refused:
+        Oven(**given)
+    assert isinstance(refused.value, BudgetError) == ("heat" in given)
+
+
+def test_values_are_read_from_text():
+    options = options_of(Oven)
+    assert [options[name].parse(text) for name, text in (("heat", "20"), ("share", "1"), ("mode", "grill"))] == [
+        20, 1.0, "grill"
+    ]  # fmt: skip
+    assert options["trays"].parse("1, 3,") == (1, 3) and options["trays"].parse("") == ()
+    with pytest.raises(RequestError, match="trays '1,few' is not allowed"):
+        options["trays"].parse("1,few")
+
+
+def test_help_says_what_an_option_means_and_its_default():
+    options = options_of(Oven)
+    assert options["heat"].help == "degrees (default: off)" and options["mode"].help == "how: fan, grill (default: fan)"
+    for described in (*options_of(Plan).values(), *options_of(Request).values()):
+        assert described.limits.about or described.name == "model"
+
+
+def test_every_option_of_a_plan_is_an_option_of_the_command_line():
+    for described in options_of(Plan).values():
+        if described.name != "model":
+            assert described.limits.group, described.name
+    text = next(action for action in parser()._actions if action.choices).choices["run"].format_help()
+    for name in (*RECIPES, *STRATEGIES, ALLOCATION):
+        assert name in text
+    assert all(recipe.origin in text for recipe in RECIPES.values())
+
+
+def test_the_command_of_a_plan_makes_the_plan():
+    for plan in (
+        Plan.of("lolcats", model="demo", budget=64, steps=7, may_grow=False, minutes=None),
+        Plan.of(model="a/b", budget=64, may_grow=True, window=8, device="cuda:1"),
+        Plan.of(model="a b", features=32, minutes=2.5),
+    ):
+        options = parser().parse_args(shlex.split(plan.command())[1:])
+        assert Plan.of(**{"model": options.model, **plan_changes(options)}) == plan
+
+
+def test_a_default_shrinks_to_what_the_texts_hold_and_only_a_number_that_was_given_is_refused():
+    usual, few = Plan.of(model="demo", budget=64), Plan.of(model="demo", budget=64, texts=2, length=256)
+    assert usual.kept_samples == USUAL_SAMPLES == 1024
+    assert few.kept_samples == 2 * 2 * (256 - few.kept_sinks) // 8 * 8 < 1024
+    assert Plan.of(model="demo", budget=64, texts=2, length=256, samples=2048).kept_samples == 2048  # refused later
+    assert usual.most_samples(positions=64) == 2 * 8 * (64 - usual.kept_sinks) // 8 * 8
+    with pytest.raises(BudgetError, match="too small for a window of 999999 and 4 sinks: .* at most 60"):
+        Plan.of("features", model="demo", budget=64, window=999999)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"budget": 0},
+        {"budget": -5},
+        {"budget": math.nan},
+        {"budget": math.inf},
+        {"budget": 64.5},
+        {"budget": "64"},
+        {"budget": True},
+        {"budget": 10**30},
+        {"features": 15},
+        {"features": -16},
+        {"budget": 64, "features": 64},
+        {},
+        {"budget": 64, "strategy": "best"},
+        {"budget": 64, "window": 61},
+    ],
+)
+def test_what_buys_nothing_is_refused(asked):
+    with pytest.raises(BudgetError):
+        Plan.of("features", model="demo", **asked)
+
+
+@pytest.mark.parametrize("exact", [{"window": -1}, {"window": 1.5}, {"sinks": -1}, {"sinks": 1.5}])
+def test_tokens_that_cannot_be_kept_are_refused(exact):
+    with pytest.raises(RequestError, match="give a whole number, at least 0"):
+        Plan.of("features", model="demo", budget=64, **exact)
+
+
+def test_what_recipes_decide_is_said_to_be_theirs():
+    texts = {each.name: each.limits.default_text or "" for each in options_of(Plan).values()}
+    said = {name for name, text in texts.items() if text.startswith(BY_RECIPE)}
+    assert said == CHOSEN - {"window", "sinks"}
+
+
+def test_the_plan_knows_every_feature_map_and_rule():
+    assert set(options_of(Plan)["feature_map"].limits.choices) == {*FEATURE_MAPS, *RULES}
+
+
+def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_the_table(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["run", "--recipe", "list"])
+    text, measured = capsys.readouterr().out, measured_quality()
+    assert ended.value.code == 0 and all(recipe.origin in text for recipe in RECIPES.values())
+    assert all(f"{name}: {why}" in text for name, why in NOT_EXPRESSED.items())
+    assert all(memory.origin in text for name, memory in MEMORIES.items() if name not in RECIPES)
+    alike = [memory.begins_like for memory in MEMORIES.values() if memory.begins_like]
+    assert all(text.count(f"the same as {name}\n") == alike.count(name) > 0 for name in set(alike))
+    records = json.loads(Path("tests/benchmarks/results/quality-demo.json").read_text())
+    for name, row in [(each, row) for each in ("best", *MEMORIES) for row in measured.get(each, ())]:
+        kind = f"{name}, {'untrained' if row.untrained else '300 steps'}" if name in MEMORIES else name
+        result = [r["kl"] for r in records if (r["row"], r["budget"]) == (kind, row.budget) and "kl" in r]
+        assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
+        assert f"{row.budget} tokens {row.kl:.3g}" in text
+    assert measured.keys() <= {*RECIPES, *MEMORIES}

@@ -1,0 +1,232 @@
+"""Figures, as data: they say what the products say, and say it without colour too."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from plotly.colors import sample_colorscale
+
+from linearizer.evaluate.setup import RIVAL_BITS
+from linearizer.plan import head_bytes
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
+from linearizer.report import allocation_charts, chart_style, language_charts, training_charts
+from linearizer.run.prices import Prices
+from tests.support.evaluation_results import TYPED
+
+LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
+MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
+FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Head(28, 32))))
+
+
+def profile_of(scales):
+    """Make up a profile with N(λ) = scale · λ^-½."""
+    options = ProfileSettings()
+
+    def head(scale):
+        counts = tuple(scale * ridge**-0.5 for ridge in options.ridges)
+        return HeadProfile(counts, False, 1.0, (0.5,), 1.0)
+
+    return Profile(options, 1000, (16,), tuple(LayerProfile(tuple(map(head, row))) for row in scales))
+
+
+PROFILE = profile_of([(1.0, 2.0), (), (3.0, 4.0)])
+PRICES = Prices(4, (Head(window=8), Head(window=32)), (((0.5, 0.1), (0.6, 0.2)), (), ((0.3, 0.0), (0.4, 0.2))))
+STEPS = [{"event": "distill", "done": n, "kl": 1 / n, "layers": {"0": 1 / n, "2": 2 / n}} for n in range(1, 1001)]
+
+
+def contrast(first, second):
+    """The contrast of two colours as WCAG 2 defines it: text must have at least 4.5."""
+
+    def light(colour):
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted(light(colour) + 0.05 for colour in (first, second))
+    return high / low
+
+
+def everything():
+    return {
+        "map": allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(PROFILE), LAYERS),
+        "curves": allocation_charts.draw_freedom_curves(PROFILE),
+        "prices": allocation_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
+        "frontier": allocation_charts.draw_frontier([(100, 1.0), (900, 0.1)], 500, {"student": 0.2}, LAYERS),
+        "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
+        "losses": training_charts.draw_training_losses(STEPS),
+        "error": training_charts.draw_errors(STEPS),
+        "positions": language_charts.draw_loss_by_position(TYPED["language"]),
+        "recall": language_charts.draw_recall(TYPED["recall"]),
+        "memory": training_charts.draw_state_size(LAYERS, 10**6),
+    }
+
+
+@pytest.mark.parametrize("name", everything())
+def test_every_figure_is_plain_json_on_a_transparent_ground(name):
+    figure = json.loads(everything()[name].to_json())
+    assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
+    ground = figure["layout"]["paper_bgcolor"]
+    assert ground == "rgba(0,0,0,0)"
+    assert figure["data"]
+
+
+def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
+    result = allocation_charts.read_freedoms(PROFILE)
+    whole = allocation_charts.draw_freedom_map(result, LAYERS).data[0]
+    assert [tuple(row) for row in whole.text] == [("16", "32"), ("", ""), ("48", "64")]
+    assert whole.colorbar.title.text == "degrees of freedom" and whole.coloraxis is None  # its own scale of colours
+    partly = allocation_charts.draw_freedom_map({0: result[0]}, LAYERS).data[0]
+    assert tuple(partly.z[0]) == tuple(whole.z[0])
+    assert tuple(partly.z[2]) == (None, None)
+
+
+def test_every_number_is_written_on_the_map_unless_cells_are_too_small():
+    for heads, written in ((12, True), (17, False)):
+        profile = profile_of([tuple(1.3**n for n in range(heads))] * 3)
+        layers = (Layer(heads, heads, 32, 32),) * 3
+        (cells,) = allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(profile), layers).data
+        assert all(map(all, cells.text)) and (cells.texttemplate == "%{text}") == written
+
+
+def test_lines_of_layers_differ_by_more_than_colour():
+    for figure in (allocation_charts.draw_freedom_curves(PROFILE), training_charts.draw_training_losses(STEPS)):
+        first, second = figure.data
+        assert first.line.dash != second.line.dash and first.line.color != second.line.color
+
+
+def test_a_map_of_nothing_yet_can_be_drawn():
+    assert tuple(allocation_charts.draw_freedom_map({}, LAYERS).data[0].z[0]) == (None, None)
+
+
+def test_curves_are_the_means_of_layers():
+    lines = allocation_charts.draw_freedom_curves(PROFILE).data
+    assert [line.name for line in lines] == ["layer 0", "layer 2"]
+    assert lines[1].y[0] == pytest.approx(3.5 * PROFILE.settings.ridges[0] ** -0.5)
+
+
+def test_bars_add_up_to_the_bytes_of_each_head():
+    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(MIXED, LAYERS, FIX).data}
+    for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
+        held = MIXED.heads[row][head]
+        if not held.softmax:
+            tokens = bars["exact tokens"].y[place] + bars["features"].y[place]
+            assert tokens * head_bytes.token_bytes(LAYERS[row]) == head_bytes.head_bytes(held, LAYERS[row], 4, 0)
+    assert bars["whole cache, grows"].y[1] > 0
+    assert bars["whole cache, grows"].y[0] == 0
+    fix = bars["Fix: the same for every head"].y
+    assert fix[0] * head_bytes.token_bytes(LAYERS[0]) == head_bytes.head_bytes(FIX.heads[0][0], LAYERS[0], 4, 0)
+
+
+def test_bars_say_in_words_and_by_pattern_what_each_head_became():
+    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(MIXED, LAYERS, FIX).data}
+    assert bars["features"].customdata[0] == "layer 0, KV head 0: 28 + 32 features"
+    assert bars["features"].customdata[1] == "layer 0, KV head 1: softmax"
+    assert bars["features"].customdata[2] == "layer 2, KV head 0: 8 tokens"
+    patterns = [trace.marker.pattern.shape for trace in bars.values() if trace.type == "bar"]
+    assert len(set(patterns)) == 3
+
+
+def test_slots_are_told_from_features():
+    held = Allocation("gain", 4, ((Head(8, slots=16), Head(8)), (), (Head(8, 16), Head(8, slots=6))))
+    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(held, LAYERS).data}
+    assert bars["slots"].y[0] * head_bytes.token_bytes(LAYERS[0]) == 16 * head_bytes.slot_bytes(LAYERS[0])
+    assert [height > 0 for height in bars["slots"].y] == [True, False, False, True]
+    assert bars["slots"].customdata[0] == "layer 0, KV head 0: 8 + 16 slots"
+
+
+def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
+    for budget, window in ((40, 32), (20, 8), (1, 8)):  # beside 4 sinks
+        option = allocation_charts.priced_alike(PRICES, LAYERS, budget)
+        assert option == Head(window=window)
+    drawn = allocation_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
+    assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
+    assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
+
+
+def test_the_curves_name_their_layers_and_the_dashed_line():
+    figure = allocation_charts.draw_freedom_curves(PROFILE)
+    (line,) = figure.layout.shapes
+    assert line.showlegend and line.name.startswith("λ of the map") and all(each.showlegend for each in figure.data)
+
+
+def test_loss_charts_have_whole_steps():
+    few, many = (training_charts.draw_errors(STEPS[:count]).layout.xaxis for count in (3, 1000))
+    assert few.dtick == 1 and few.tickformat == many.tickformat == ",d"
+
+
+def test_every_axis_says_its_unit():
+    for name, figure in everything().items():
+        for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
+            assert axis.title.text, name
+
+
+def test_hover_labels_can_be_read():
+    label = everything()["recall"].layout.hoverlabel
+    assert contrast(label.bgcolor, label.font.color) >= 4.5
+
+
+def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
+    line = training_charts.draw_errors(STEPS).data[0]
+    assert len(line.x) <= chart_style.MAX_POINTS
+    assert line.x[-1] == 1000
+    assert line.y[-1] == pytest.approx(0.001)
+
+
+def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
+    events = [*STEPS[:5], {"event": "distill", "done": 6, "layers": {"0": 0.1}}]
+    lines = training_charts.draw_training_losses(events).data
+    assert [line.name for line in lines] == ["layer 0", "layer 2"]
+    assert lines[1].y[-1] is None
+
+
+def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
+    lines = language_charts.draw_recall(TYPED["recall"]).data[:3]
+    assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
+    assert [line.y[0] for line in lines] == [2.5] * 3
+
+
+def test_no_two_models_of_an_evaluation_look_alike():
+    styles = chart_style.SUBJECT_STYLES.values()
+    assert {f"cache, {bits} bits" for bits in RIVAL_BITS} < chart_style.SUBJECT_STYLES.keys()
+    assert len({marker for *_, marker, _ in styles}) == len({dash for *_, dash in styles}) == len(styles)
+    for _, colour, *_ in styles:
+        assert min(contrast(colour, ground) for ground in ("#ffffff", "#000000")) > 3
+
+
+def test_an_evaluation_with_a_control_of_another_name_is_drawn():
+    language = TYPED["language"].result
+    subjects = (*language.subjects, replace(language.subjects[2], name="no features"))
+    part = replace(TYPED["language"], result=replace(language, subjects=subjects))
+    assert language_charts.draw_loss_by_position(part).data[-1].name == "no features"
+
+
+def test_memory_crosses_where_the_student_breaks_even():
+    figure = training_charts.draw_state_size(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
+    assert figure.data[2].x == (300,)
+    assert "300" in figure.layout.annotations[0].text
+    never = training_charts.draw_state_size(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
+    assert len(never.data) == 2
+
+
+def test_numbers_can_be_read_on_every_colour_of_a_map():
+    scale = [list(stop) for stop in chart_style.MAP_COLOURS]
+    for colour in sample_colorscale(scale, [place / 20 for place in range(21)], colortype="tuple"):
+        hexadecimal = "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+        assert contrast(hexadecimal, chart_style.MAP_INK) >= 4.5
+
+
+def test_a_head_is_named_by_what_it_holds_and_its_far_errors_are_read_on_the_map():
+    assert Head(4, 6, memory="gdn").in_brief == "4 + 6 rows of gdn"
+    layers = tuple(
+        replace(row, heads=tuple(replace(head, mass_error=0.0123, values_error=0.5) for head in row.heads))
+        for row in PROFILE.layers
+    )
+    notes = allocation_charts.describe_far_errors(replace(PROFILE, layers=layers))
+    figure = allocation_charts.draw_freedom_map(
+        allocation_charts.read_freedoms(PROFILE), LAYERS, notes
+    ).to_plotly_json()
+    said = figure["data"][0]["customdata"][0][0]
+    assert "beyond a window of 16" in said and "is off by 0.012, mean values by 0.5" in said
+    assert not any("".join(row) for row in allocation_charts.describe_far_errors(PROFILE).values())

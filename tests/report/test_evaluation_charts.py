@@ -1,0 +1,157 @@
+"""Figures of an evaluation, as data: every subject is there, numbers are in the cells, and guesses are marked."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from linearizer.plan.plan import Plan
+from linearizer.report.markup import part_html, write_page
+from linearizer.report.parts import PART_VIEWS, evaluation_report
+from linearizer.run.evaluation_request import PARTS
+from linearizer.run.folder import Run
+from linearizer.run.results import read_part
+from tests.support.evaluation_results import NAMES, STORED, TYPED
+
+
+def drawn(name, part):
+    figures = {chart.title: chart.draw(part) for chart in PART_VIEWS[name].charts}
+    return {title: figure for title, figure in figures.items() if figure is not None}
+
+
+def figures(part):
+    return {title: json.loads(figure.to_json()) for title, figure in drawn(part, TYPED[part]).items()}
+
+
+def traces(part, title):
+    return {trace["name"]: trace for trace in figures(part)[title]["data"] if "name" in trace}
+
+
+def test_every_part_has_charts_and_tables():
+    assert set(PART_VIEWS) == set(PARTS) == set(TYPED)
+    assert all(view.tables(TYPED[part]) and figures(part) for part, view in PART_VIEWS.items())
+    report = evaluation_report(TYPED)
+    assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_figure_is_plain_json_on_a_transparent_ground(part):
+    for title, figure in figures(part).items():
+        assert figure["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)" and figure["data"], title
+        assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
+
+
+@pytest.mark.parametrize(("part", "title"), [
+    ("language", "Loss"), ("language", "Loss by position"), ("language", "Calibration"), ("recall", "Recall"),
+    ("recall", "Longer texts"), ("speed", "Writing"), ("speed", "Memory"),
+])  # fmt: skip
+def test_subjects_differ_by_marker_not_only_by_colour(part, title):
+    lines = [trace for trace in figures(part)[title]["data"] if "marker" in trace]
+    symbols = [trace["marker"]["symbol"] for trace in lines]
+    first = [symbol if isinstance(symbol, str) else symbol[0] for symbol in symbols]
+    assert len(set(first)) == len(first) == (3 if part == "speed" else len(NAMES))
+
+
+def test_losses_carry_the_interval_that_was_found():
+    student = traces("language", "Loss")["student"]
+    assert student["x"] == [3.5] and student["text"] == ["3.500"]
+    assert student["error_x"]["array"] == pytest.approx([0.2]) and student["error_x"]["arrayminus"] == pytest.approx(
+        [0.1]
+    )
+
+
+def test_positions_bins_and_gaps_are_those_that_were_measured():
+    assert traces("language", "Loss by position")["student"]["x"] == ["0–64", "64–127"]
+    error = traces("language", "Loss by position")["student"]["error_y"]
+    assert error["arrayminus"] == pytest.approx([0.1, 0.1]) and error["array"] == pytest.approx([0.2, 0.1])
+    assert traces("language", "Calibration")["student"]["y"] == [0.2, 0.7]
+    recall = traces("recall", "Recall")
+    assert recall["student"]["x"] == [16, 32] and recall["student"]["y"] == [2.5, 3.0]
+    assert recall["the first time, teacher"]["y"] == [4.5, 4.5]
+
+
+def test_a_map_of_pairs_has_the_share_in_every_cell_depth_down_and_length_across():
+    figure = figures("needle")["Pairs hidden in text"]
+    assert [note["text"] for note in figure["layout"]["annotations"]] == NAMES
+    student = figure["data"][1]
+    assert student["x"] == ["160", "320*"] and student["y"] == ["5%", "95%"]
+    assert student["text"] == [["25%", "–"], ["100%", "–"]] and student["texttemplate"] == "%{text}"
+
+
+def test_what_was_extrapolated_is_an_open_marker():
+    writing = traces("speed", "Writing")["student"]
+    assert writing["marker"]["symbol"] == ["diamond", "diamond-open"] and writing["x"] == [1024, 4096]
+    assert "for lack of memory" in writing["customdata"][1] and not writing["customdata"][0]
+    memory = traces("speed", "Memory")["teacher"]  # where nothing could be extrapolated, the prediction stands
+    assert memory["y"] == [1000, 4000] and memory["marker"]["symbol"] == ["circle", "circle-open"]
+    beyond = traces("recall", "Longer texts")["student"]
+    assert beyond["marker"]["symbol"] == ["diamond", "diamond-open"]
+
+
+def test_the_axis_of_rates_ends_where_rates_are_known():
+    result = json.loads(json.dumps(STORED["speed"]))
+    for subject in result["subjects"]:
+        subject["paces"][1].update(read_rate=None, write_rate=None, extrapolated="time")
+    charts = drawn("speed", read_part("speed", result))
+    ends = {title: round(10 ** charts[title].layout.xaxis.range[1] / 1.15) for title in charts}
+    assert ends == {"Writing": 1024, "Reading": 1024, "Memory": 4096}
+
+
+def test_bars_of_tasks_have_standard_errors_and_patterns():
+    bars = [trace for trace in figures("tasks")["Scores"]["data"] if trace["type"] == "bar"]
+    assert [bar["x"] for bar in bars] == [["piqa, acc"]] * len(NAMES)
+    assert all(bar["error_y"]["array"] == [0.02] for bar in bars)
+    assert len({bar["marker"]["pattern"]["shape"] for bar in bars}) == len(NAMES)
+
+
+def test_heads_are_shown_before_and_after_training_and_the_curve_beside_its_promise():
+    maps = figures("approximation")["Error of every head"]
+    assert [note["text"] for note in maps["layout"]["annotations"]] == ["before training", "after training"]
+    assert maps["data"][1]["text"] == [["0.10", "0.20"], ["", ""]]  # the second layer is bounded by itself
+    curve = traces("approximation", "Error by features")
+    assert curve["untrained"]["y"] == [0.5, 0.4] and curve["λ where N(λ) is that many"]["y"] == [0.1, 0.01]
+
+
+def test_writing_tells_greedy_from_drawn():
+    assert traces("generation", "Where they leave the teacher")["student, drawn"]["x"] == [3, 8]
+    likely = [trace for trace in figures("generation")["What they write: the likeliest tokens"]["data"]]
+    assert [trace["name"] for trace in likely if trace["type"] == "bar"] == [
+        "teacher", "student", "window control", "untrained student"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_student_measured_alone_can_be_shown(part):
+    result = json.loads(json.dumps(STORED[part]))
+    result["subjects"] = [subject for subject in result["subjects"] if subject["name"] == "student"]
+    if part == "language":
+        result["subjects"][0].update(excess=None, kl=None, agreement=None)
+    if part == "generation":
+        result["subjects"] = [
+            {**subject, "diverged": None, "loss": None, "likeliest": None} for subject in result["subjects"]
+        ]
+    if part == "speed":
+        result["breakeven"] = None
+    if part == "approximation":
+        result.update(predicted=result["predicted"][:1], correlation=[None], curve=None)
+    if part == "recall":
+        result["longer"] = None
+    alone = read_part(part, result)
+    assert drawn(part, alone) and "student" in part_html(part, alone)
+
+
+def test_words_from_elsewhere_are_no_markup():
+    hostile = "<img src=x onerror=alert(1)>"
+    language, tasks = TYPED["language"], TYPED["tasks"]
+    assert "<img" not in part_html("language", replace(language, read=replace(language.read, text=hostile)))
+    subject = tasks.result.subjects[0]
+    scored = replace(subject, scores=(replace(subject.scores[0], task=hostile),))
+    assert "<img" not in part_html("tasks", replace(tasks, result=replace(tasks.result, subjects=(scored,))))
+
+
+def test_a_page_holds_all_charts_and_needs_nothing_from_elsewhere(tmp_path):
+    run = Run.create(tmp_path / "run", Plan("a<b", budget=64))
+    text = write_page(run, TYPED)
+    assert "What a&lt;b kept" in text and "Plotly.newPlot" in text
+    assert text.count('class="plotly-graph-div"') == sum(len(figures(part)) for part in PARTS)
+    assert '<script src="http' not in text and "cdn.plot.ly/plotly" not in text

@@ -1,0 +1,80 @@
+"""Wherever a predicted kl is shown, what was measured of whole students stands beside it, or multiplies it."""
+
+import json
+
+import pytest
+
+from linearizer.cli.text import describe_run
+from linearizer.method.decide import decide
+from linearizer.page.cards import candidates_card
+from linearizer.page.run_state import RunState
+from linearizer.plan.allocation import heads_replaced
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.plan import Plan
+from linearizer.publish.card import write_card
+from linearizer.report.prediction import find_correction, predict_kl
+from linearizer.run.candidates import Candidate, Candidates
+from linearizer.run.prices import Prices
+from tests.support.cards import made
+
+PLAN = Plan("org/base@main", budget=64, length=128, bits=8)
+OPTIONS = (*(Head(window=window, bits=8) for window in (4, 16, 64)), Head(window=4, slots=8, bits=8))
+CANDIDATES = Candidates((32, 128), (Candidate("by prices", (0.01, 0.06)), Candidate("plain window", (0.02, 0.6))))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run by prices: of each head they predict 0.01 nats where it holds a window of 16."""
+    run = made(tmp_path / "run", PLAN)
+    rows = tuple(((0.1, 0.01, 0.001, 0.05),) * heads_replaced(layer) for layer in run.layers)
+    run.write_product("prices.json", Prices(4, OPTIONS, rows).to_json())
+    return run
+
+
+def exchanged(run):
+    run.log("exchanged", predicted=0.02, measured=0.03, changed=False)
+
+
+def test_a_prediction_is_multiplied_by_what_the_run_measured(run):
+    allocation = decide(run, PLAN, run.layers)
+    alone = predict_kl(run, PLAN, allocation)
+    assert alone.endswith("predicted; no whole student was measured")
+    predicted = float(alone.split()[0])
+    exchanged(run)
+    assert find_correction(run).factor == pytest.approx(1.5)
+    said = f"about {1.5 * predicted:.4f}: {predicted:.4f} predicted, × 1.5 as this run measured"
+    assert predict_kl(run, PLAN, allocation) == said
+    run.write("candidates.json", CANDIDATES.to_json())  # on text that was not priced, as long as that
+    assert find_correction(run).measured == 0.06
+    assert predict_kl(run, PLAN, allocation).endswith("× 3 as this run measured")
+    assert predict_kl(run, PLAN, run.allocation) == ""  # it is not made of priced options
+
+
+def test_terminal_page_and_card_show_what_was_measured_beside_what_was_predicted(run):
+    exchanged(run)
+    run.write("candidates.json", CANDIDATES.to_json())
+    sentences = (
+        "KL on the text that heads were priced on: 0.0200 predicted, 0.0300 measured",
+        "KL on 128 tokens of text that was not priced: 0.0200 predicted, 0.0600 measured",
+        "Kept: by prices, the smallest KL of 2 allocations of the same bytes.",
+    )
+    for shown in (describe_run(run), candidates_card(run), write_card(run)):
+        assert all(sentence in shown for sentence in sentences)
+
+
+def test_the_curve_of_budgets_is_multiplied_and_says_so(run):
+    def curve():
+        figure = json.loads(RunState(run).draw_frontier(run.allocation, run.results["language"].result))
+        return next(line for line in figure["data"] if line["name"].startswith("predicted from the prices"))
+
+    before = curve()
+    exchanged(run)
+    after = curve()
+    assert after["name"] == before["name"] + ", × 1.5 as measured"
+    assert after["y"] == pytest.approx([1.5 * kl for kl in before["y"]])
+
+
+def test_what_was_measured_of_another_budget_is_not_said_of_this_one(run):
+    exchanged(run)
+    run.log("allocated", changed=True)
+    assert find_correction(run) is None

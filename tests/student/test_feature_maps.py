@@ -1,0 +1,149 @@
+"""Each feature map is what its name says."""
+
+import pytest
+import torch
+
+from linearizer.student.feature_maps import FEATURE_MAPS, cosine_transform, orthogonal
+
+DIM = 8
+
+
+def make(kind, features, heads=2, seed=0):
+    feature_map = FEATURE_MAPS[kind](heads, DIM, features).double().eval()
+    feature_map.reset(torch.Generator().manual_seed(seed))
+    return feature_map
+
+
+def draw(*shape, size=0.5, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size
+
+
+def kernel(feature_map, q, k):  # (batch, heads, group, rows, dim), (batch, heads, columns, dim)
+    u, w = feature_map.queries(q), feature_map.keys(k)
+    return (u[..., :, None, :] + w[:, :, None, None]).exp().sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["prf", "performer", "mlp"])
+def test_random_features_estimate_the_kernel_without_bias(kind):
+    q, k = draw(1, 2, 2, 5, DIM, size=0.2), draw(1, 2, 6, DIM, size=0.2, seed=2)
+    exact = (q @ k[:, :, None].mT).exp()
+    assert (kernel(make(kind, 100_000), q, k) / exact - 1).abs().max() < 0.04
+
+
+def test_cosine_features_beat_gaussian_ones_at_equal_number():
+    q, k = draw(1, 2, 2, 20, DIM), draw(1, 2, 20, DIM, seed=2)
+    exact = (q @ k[:, :, None].mT).exp()
+
+    def error(kind):
+        return sum((kernel(make(kind, 64, seed=s), q, k) / exact - 1).square().mean() for s in range(10))
+
+    assert error("dijiang") < error("prf")
+    assert error("performer") < error("prf")
+
+
+@pytest.mark.parametrize("draw_directions", [orthogonal, cosine_transform])
+def test_directions_are_orthogonal_within_a_block(draw_directions):
+    z = draw_directions(2 * DIM, DIM, torch.Generator().manual_seed(0))
+    for block in z.split(DIM):
+        unit = block / block.norm(dim=-1, keepdim=True)
+        torch.testing.assert_close(unit @ unit.T, torch.eye(DIM), atol=1e-5, rtol=0)
+
+
+def test_hedgehog_is_the_softmax_of_both_signs():
+    feature_map, k = make("hedgehog", 12), draw(1, 2, 6, DIM)
+    x = k @ feature_map.key_weight.mT
+    expected = torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+    torch.testing.assert_close(feature_map.keys(k).exp(), expected)
+
+
+def test_mlp_starts_as_prf():
+    mlp, prf = make("mlp", 16), make("prf", 16)
+    prf.z.data.copy_(mlp.query_side.z)
+    q, k = draw(1, 2, 2, 5, DIM), draw(1, 2, 6, DIM, seed=2)
+    torch.testing.assert_close(mlp.queries(q), prf.queries(q))
+    torch.testing.assert_close(mlp.keys(k), prf.keys(k))
+
+
+def test_a_codebook_holding_every_key_is_exact():
+    q, k = draw(1, 2, 2, 5, DIM), draw(1, 2, 6, DIM, seed=2)
+    feature_map = make("codebook", 6)
+    feature_map.centres.data.copy_(k[0])
+    torch.testing.assert_close(kernel(feature_map, q, k), (q @ k[:, :, None].mT).exp())
+
+
+def test_clusters_start_as_a_codebook_in_training_and_stay_soft():
+    book, clusters = make("codebook", 6).train(), make("clusters", 6)
+    q, k = draw(1, 2, 2, 5, DIM), draw(1, 2, 6, DIM, seed=2)
+    torch.testing.assert_close(kernel(clusters, q, k), kernel(book, q, k))
+    torch.testing.assert_close(clusters.keys(k), clusters.train().keys(k))
+
+
+def test_a_soft_codebook_hardens_as_it_sharpens():
+    feature_map, k = make("codebook", 6), draw(1, 2, 6, DIM)
+    hard = feature_map.keys(k).exp()
+    feature_map.train().log_sharpness.data.fill_(12.0)
+    torch.testing.assert_close(feature_map.keys(k).exp(), hard, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", FEATURE_MAPS)
+def test_the_same_seed_draws_the_same_features(kind):
+    first, second, other = make(kind, 16), make(kind, 16), make(kind, 16, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    if kind != "hedgehog" or 16 // 2 > DIM:  # a hedgehog within the head size starts at the identity
+        assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind, learned", [("performer", 0), ("dijiang", 1), ("prf", 2)])
+def test_what_is_fixed_by_its_authors_stays_fixed(kind, learned):
+    assert sum(p.requires_grad for p in make(kind, 16).parameters()) == learned
+
+
+@pytest.mark.parametrize("kind", FEATURE_MAPS)
+def test_a_folded_map_is_the_map(kind):
+    feature_map = make(kind, 20)
+    for parameter in feature_map.parameters():
+        parameter.data += 0.3 * draw(*parameter.shape)
+    q, k = draw(1, 2, 2, 9, DIM, size=1.0), draw(1, 2, 9, DIM, size=1.0, seed=2)
+    folded = feature_map.folded(0.6)
+    assert (folded is None) == (kind == "mlp")
+    if folded is not None:
+        torch.testing.assert_close(folded.queries(q), feature_map.queries(q / 0.6))
+        torch.testing.assert_close(folded.keys(k), feature_map.keys(k * 0.6))
+
+
+@pytest.mark.parametrize("change", ["step", "reset", "load", "train"])
+def test_a_map_is_folded_again_when_it_changes_and_only_then(change):
+    feature_map = make("clusters" if change == "step" else "codebook", 20)
+    with torch.no_grad():
+        feature_map.metric += draw(2, DIM, DIM)
+    before = feature_map.folded(0.6)
+    assert feature_map.folded(0.6) is before
+    if change == "step":
+        feature_map.queries(draw(1, 2, 2, 9, DIM)).sum().backward()
+        torch.optim.Adam(feature_map.parameters(), lr=0.1).step()
+    elif change == "reset":
+        feature_map.reset(torch.Generator().manual_seed(1))
+    elif change == "load":
+        feature_map.load_state_dict({name: 2 * x for name, x in feature_map.state_dict().items()})
+    else:
+        feature_map.train()
+    k = draw(1, 2, 9, DIM, size=1.0)
+    torch.testing.assert_close(feature_map.folded(0.6).keys(k), feature_map.keys(k * 0.6))
+    assert not torch.equal(before.keys(k), feature_map.folded(0.6).keys(k)) or change == "step"
+
+
+@pytest.mark.parametrize("kind", FEATURE_MAPS)
+def test_a_map_folded_under_autocast_is_no_rounder(kind):
+    exact, feature_map = (make(kind, 12).float() for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        result = feature_map.folded(0.6)
+    if result is not None:
+        assert torch.equal(result.key, exact.folded(0.6).key)
+
+
+def test_a_map_whose_changes_cannot_be_seen_is_folded_every_time():
+    with torch.inference_mode():
+        feature_map = make("prf", 20)
+        before = feature_map.folded()
+        feature_map.z *= 2
+        assert torch.equal(feature_map.folded().key, 2 * before.key)

@@ -1,0 +1,158 @@
+"""Chunked and step agree with the reference, whatever the sizes, splits, paddings and magnitudes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linearizer.student.feature_maps import FEATURE_MAPS
+from linearizer.student.features_torch import attend_text_with_features, attend_token_with_features, reference
+from linearizer.student.kernel_dispatch import linear_attention
+from linearizer.student.state import FeatureState, tensors
+from tests.support.log_features import VALUE_DIM, extreme, make
+
+
+def run(q, k, v, feature_map, window, sinks, real=None, cuts=()):
+    """The whole text through the door, in pieces that end at the cuts."""
+    state = FeatureState.empty(k, v, window, sinks, feature_map.features if feature_map else 0)
+    edges = [0, *cuts, q.shape[-2]]
+    out = []
+    for a, b in zip(edges, edges[1:], strict=False):
+        piece = None if real is None else real[:, a:b]
+        out.append(linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], feature_map, window, piece, state))
+    return torch.cat(out, -2), state
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(1, 40),
+    window=st.sampled_from([0, 1, 3, 8, 50]),
+    sinks=st.sampled_from([0, 1, 4]),
+    features=st.sampled_from([0, 4]),
+    group=st.sampled_from([1, 2, 4]),
+    cuts=st.lists(st.integers(1, 39), max_size=4),
+    padded=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_pieces_of_any_length_give_the_reference(tokens, window, sinks, features, group, cuts, padded, seed):
+    q, k, v, feature_map = make(tokens, group=group, features=features, seed=seed)
+    real = None
+    if padded:
+        real = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
+    cuts = sorted({cut for cut in cuts if cut < tokens})
+    out, _ = run(q, k, v, feature_map, window, sinks, real, cuts)
+    expected = reference(q, k, v, feature_map, window, sinks, real)
+    rows = torch.ones(2, tokens, dtype=torch.bool) if real is None else real
+    if not (window or sinks or features):
+        return  # nothing to attend to: the student refuses such heads
+    if not window and not features:  # a row behind the sinks' first token sees the sinks
+        rows = rows & (rows.cumsum(-1) > 0)
+    difference = (out - expected).abs().amax((1, 2, 4))[rows]
+    assert difference.numel() == 0 or difference.max() < 1e-10
+
+
+@pytest.mark.parametrize("kind", [None, *FEATURE_MAPS])
+@torch.no_grad()
+def test_token_by_token_is_the_reference(kind):
+    q, k, v, feature_map = make(24, features=4 if kind else 0, kind=kind)
+    out, _ = run(q, k, v, feature_map, window=5, sinks=3, cuts=range(1, 24))
+    torch.testing.assert_close(out, reference(q, k, v, feature_map, 5, 3))
+
+
+@pytest.mark.parametrize("kind", FEATURE_MAPS)
+@pytest.mark.parametrize("window, sinks", [(0, 0), (5, 2)])
+def test_chunks_and_steps_agree_for_every_feature_map(kind, window, sinks):
+    q, k, v, feature_map = make(37, kind=kind)
+    expected = reference(q, k, v, feature_map, window, sinks)
+    for chunk in (1, 7, 16, 64):
+        state = FeatureState.empty(k, v, window, sinks, 4)
+        assert (
+            attend_text_with_features(q, k, v, feature_map, window, None, state, chunk) - expected
+        ).abs().max() < 1e-10
+    stepped, _ = run(q, k, v, feature_map, window, sinks, cuts=range(1, 37))
+    assert (stepped - expected).abs().max() < 1e-10
+
+
+def test_every_way_leaves_the_same_state():
+    q, k, v, feature_map = make(30)
+    _, at_once = run(q, k, v, feature_map, 5, 2)
+    _, in_steps = run(q, k, v, feature_map, 5, 2, cuts=range(1, 30))
+    for name, tensor in tensors(at_once).items():
+        torch.testing.assert_close(tensor, tensors(in_steps)[name])
+
+
+@pytest.mark.parametrize("side", ["left", "right", "inside"])
+def test_padding_changes_nothing(side):
+    q, k, v, feature_map = make(20, batch=1)
+    alone, _ = run(q, k, v, feature_map, 4, 2)
+    kept = {"left": range(9, 29), "right": range(20), "inside": [*range(7), *range(16, 29)]}[side]
+    real = torch.zeros(1, 29, dtype=torch.bool)
+    real[:, list(kept)] = True
+    spread = [torch.full((*x.shape[:-2], 29, x.shape[-1]), 9.0, dtype=x.dtype) for x in (q, k, v)]
+    for wide, narrow in zip(spread, (q, k, v), strict=True):
+        wide[..., list(kept), :] = narrow
+    out, _ = run(*spread, feature_map, 4, 2, real, cuts=[3, 4, 18])
+    torch.testing.assert_close(out[..., list(kept), :], alone)
+
+
+def test_output_ignores_later_tokens():
+    q, k, v, feature_map = make(40)
+    before, _ = run(q, k, v, feature_map, 4, 2)
+    for x in (q, k, v):
+        x[..., 25:, :] = 7 * torch.randn_like(x[..., 25:, :])
+    after, _ = run(q, k, v, feature_map, 4, 2)
+    torch.testing.assert_close(after[..., :25, :], before[..., :25, :], rtol=1e-12, atol=1e-12)
+    assert (after[..., 25:, :] - before[..., 25:, :]).abs().min() > 0
+
+
+def test_a_window_over_the_whole_text_is_softmax_attention():
+    q, k, v, _ = make(20, features=0)
+    out, _ = run(q, k, v, None, 20, 0)
+    softmax = (q @ k[:, :, None].mT).masked_fill(~torch.ones(20, 20).tril().bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(out, softmax @ v[:, :, None])
+
+
+@pytest.mark.parametrize("window, sinks", [(0, 0), (3, 2)])
+@pytest.mark.parametrize(
+    "case", ["a first key of norm 60", "all keys of norm 60", "a later key of norm 60", "logits of ±80"]
+)
+def test_extreme_texts_are_finite_and_right(case, window, sinks):
+    q, k, v, feature_map = extreme(case)
+    exact = reference(q, k, v, feature_map, window, sinks)
+    plain = reference(q.float(), k.float(), v.float(), feature_map, window, sinks)
+    for cuts in ((), range(1, 48)):
+        out, _ = run(q.float(), k.float(), v.float(), feature_map, window, sinks, cuts=cuts)
+        assert out.isfinite().all()
+        # Log-features of -450 hold their 2^-24 only to 3e-5: what fp32 allows is what the fp32 reference reaches.
+        assert (out - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-5
+
+
+@pytest.mark.parametrize("cuts", [(), range(1, 48)])
+def test_bf16_costs_no_more_than_rounding_its_inputs(cuts):
+    q, k, v, feature_map = extreme("a first key of norm 60")
+    rounded = [x.bfloat16() for x in (q, k, v)]
+    exact = reference(*(x.double() for x in rounded), feature_map, 3, 2)
+    out, _ = run(*rounded, feature_map, 3, 2, cuts=cuts)
+    assert (out.double() - exact).abs().max() < 1e-4
+
+
+def test_gradients_agree_with_the_reference():
+    q, k, v, feature_map = make(30)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + [p for p in feature_map.parameters()]
+    weight = torch.randn(2, 2, 2, 30, VALUE_DIM, dtype=torch.float64)
+    state = FeatureState.empty(k, v, 5, 2, 4)
+    ours = torch.autograd.grad(
+        (attend_text_with_features(q, k, v, feature_map, 5, None, state, 7) * weight).sum(), inputs
+    )
+    theirs = torch.autograd.grad((reference(q, k, v, feature_map, 5, 2) * weight).sum(), inputs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@torch.no_grad()
+def test_a_step_changes_its_state_in_place():
+    q, k, v, feature_map = make(9)
+    _, state = run(q[..., :8, :], k[:, :, :8], v[:, :, :8], feature_map, 3, 2)
+    ring = state.window_k
+    attend_token_with_features(q[..., 8:, :], k[:, :, 8:], v[:, :, 8:], feature_map, 3, state)
+    assert state.window_k is ring and torch.equal(ring[:, :, 8 % 3], k[:, :, 8])

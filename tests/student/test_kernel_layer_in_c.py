@@ -1,0 +1,186 @@
+"""The kernel in C that reads on a CPU: PyTorch's results, whatever heads hold, however texts are cut."""
+
+import copy
+
+import pytest
+import torch
+
+from linearizer.student import kernel_in_c, layer_student
+from linearizer.student.kernel_in_c import load_kernel
+from linearizer.student.kernel_layer_in_c import SOURCE
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.state import tensors
+from tests.support.kernels import needs_compiler
+
+HELD = [[8, 0, 6, 4], [9, 0], [12, 0, 10, 4], [5, 0, 7, 4, 8], [9, 0, 0, 0, 8], [6, 0, 3, 2, 6], [40, 0, 9, 16, 5],
+        [9, 0, 0, 0, 4], [0, 0, 0, 0, 16]]  # fmt: skip
+EXACT = [kind for kind in HELD if len(kind) < 5 or kind[4] >= 8]  # whose sizes may be any
+LENGTH, SINKS, GROUP, SCALE = 60, 2, 2, 0.4
+NAME = "layer_in_c"
+
+
+def layer(held=HELD, dim=8, value_dim=8, dtype=torch.float64):
+    student = LayerStudent(held, SINKS, dim, "prf", value_dim).to(dtype).eval()
+    student.reset(torch.Generator().manual_seed(0))
+    return student
+
+
+def text(held=HELD, dim=8, value_dim=8, dtype=torch.float64, batch=2):
+    generator, heads = torch.Generator().manual_seed(1), len(held)
+    shapes = (GROUP * heads, LENGTH, dim), (heads, LENGTH, dim), (heads, LENGTH, value_dim)
+    drawn = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [x.to(dtype) for x in drawn]
+
+
+@torch.no_grad()
+def read(student, given, edges=(LENGTH,), real=None, memory=None):
+    """Read in calls that end at these edges; give what is put out, and the states."""
+    memory, out = [] if memory is None else memory, []
+    for begin, end in zip((0, *edges), edges, strict=False):
+        some = None if real is None else real[:, begin:end]
+        out.append(student(*(x[:, :, begin:end] for x in given), SCALE, some, memory))
+    return torch.cat(out, -2), memory
+
+
+def in_c(memory):
+    """Tell whether the kernel read."""
+    return any(getattr(state, NAME, None) is not None for state in memory)
+
+
+def assert_same_states(states, other, **tolerance):
+    for mine, theirs in zip(states, other, strict=True):
+        for name, x in tensors(mine).items():
+            torch.testing.assert_close(x, tensors(theirs)[name], msg=name, **tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("edges", [(LENGTH,), (1, 10, *range(11, 30), LENGTH), (3, 4, 40, 41, LENGTH)], ids=str)
+@pytest.mark.parametrize("held, dim, value_dim", [(HELD, 8, 8), (HELD, 8, 16), (HELD, 24, 8), (EXACT, 5, 3)])
+def test_it_reads_as_pytorch_does(held, dim, value_dim, edges, padded, monkeypatch):
+    student, given = layer(held, dim, value_dim), text(held, dim, value_dim)
+    real = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7 if padded else None
+    found, memory = read(student, given, edges, real)
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected, other = read(student, given, edges, real)
+    assert in_c(memory) and not in_c(other)
+    seen = 1 if real is None else real[:, None, :, None]
+    torch.testing.assert_close(found * seen, expected * seen)
+    assert_same_states(memory, other)
+
+
+@needs_compiler
+def test_it_goes_on_where_pytorch_ended_and_the_other_way_round(monkeypatch):
+    student, given = layer(), text()
+    expected, _ = read(student, given)
+    for first, then in (("0", "1"), ("1", "0")):
+        monkeypatch.setenv("LINEARIZER_KERNELS", first)
+        begun, memory = read(student, given, (20, 21, 22))
+        monkeypatch.setenv("LINEARIZER_KERNELS", then)
+        rest = [x[:, :, 22:] for x in given]
+        more, _ = read(student, rest, (1, 2, LENGTH - 22), memory=memory)
+        torch.testing.assert_close(torch.cat([begun, more], -2), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_neither_the_cut_of_a_text_nor_other_texts_change_a_bit(dtype):
+    student, given = layer(dtype=dtype), text(dtype=dtype)
+    whole, memory = read(student, given)
+    for edges in ((7, 20, LENGTH), range(1, LENGTH + 1)):
+        cut, other = read(student, given, edges)
+        assert torch.equal(cut, whole)
+        assert_same_states(other, memory, rtol=0, atol=0)
+    alone, _ = read(student, [x[1:] for x in given])
+    assert torch.equal(alone, whole[1:])
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_no_bit():
+    student, given, threads, found = layer(dtype=torch.float32), text(dtype=torch.float32), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(read(student, given, (20, LENGTH)))
+    finally:
+        torch.set_num_threads(threads)
+    for out, memory in found[1:]:
+        assert torch.equal(out, found[0][0])
+        assert_same_states(memory, found[0][1], rtol=0, atol=0)
+
+
+@needs_compiler
+def test_it_reads_in_bf16_nearly_as_pytorch_does(monkeypatch):
+    student, given = layer(dtype=torch.bfloat16), text(dtype=torch.bfloat16)
+    found, memory = read(student, given, (20, 21, LENGTH))
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected, other = read(student, given, (20, 21, LENGTH))
+    assert found.dtype == expected.dtype and in_c(memory)
+    assert (found - expected).float().norm() < 0.02 * expected.float().norm()
+    for mine, theirs in zip(memory, other, strict=True):
+        assert {name: x.dtype for name, x in tensors(mine).items()} == {
+            name: x.dtype for name, x in tensors(theirs).items()
+        }
+
+
+@needs_compiler
+@torch.no_grad()
+def test_values_may_stay_exact(monkeypatch):
+    student, given = layer(value_dim=40), text(value_dim=40)
+    student.exact_values = True
+    found = student(*given, SCALE, None, None)
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    torch.testing.assert_close(found, student(*given, SCALE, None, None))
+
+
+@needs_compiler
+def test_a_copied_state_leaves_the_first_alone():
+    student, given = layer(), text()
+    _, memory = read(student, given, (20,))
+    copied, rest = copy.deepcopy(memory), [x[:, :, 20:] for x in given]
+    edges = (1, 2, LENGTH - 20)
+    found, expected = (read(student, rest, edges, memory=states)[0] for states in (copied, memory))
+    assert torch.equal(found, expected)
+
+
+@needs_compiler
+def test_it_gives_no_gradients_and_may_be_kept_off(monkeypatch):
+    student, given = layer(), text()
+    assert in_c(read(student, given)[1])
+    q, k, v = given
+    memory = []
+    student(q, k.clone().requires_grad_(), v, SCALE, None, memory)
+    assert not in_c(memory)
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    assert not in_c(read(student, given)[1])
+
+
+@needs_compiler
+def test_pytorch_reads_where_the_kernel_errs(monkeypatch):
+    monkeypatch.setattr(layer_student, "passes_trial", lambda family, x, sizes, compute: wrong(compute))
+    student, given = layer(), text()
+    assert not in_c(read(student, given)[1])
+
+
+def wrong(compute):
+    """Compare what a trial computes by the kernel with what PyTorch does, and call it wrong."""
+    for mine, other in zip(compute(True, torch.float64), compute(False, torch.float64), strict=True):
+        torch.testing.assert_close(mine, other)
+    return False
+
+
+def test_without_a_compiler_pytorch_does_the_work(uncompiled, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_in_c, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_in_c.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert load_kernel("read_heads", SOURCE, torch.float32) is None
+    assert not in_c(read(layer(), text(), (10, 11, 12))[1])
+
+
+@needs_compiler
+@torch.no_grad()
+def test_a_state_of_other_texts_is_refused():
+    student, given = layer(), text()
+    _, memory = read(student, given, (20,))
+    with pytest.raises(RuntimeError):
+        student(*(x[:1, :, 20:22] for x in given), SCALE, None, memory)

@@ -1,0 +1,212 @@
+"""Kernels are believed where a trial has found them right, and PyTorch does their work where it has not."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from linearizer.student import (
+    kernel_dispatch,
+    kernel_text_features,
+    kernel_text_gradients,
+    kernel_text_slots,
+    kernel_token_features,
+    kernel_token_slots,
+    kernel_trial,
+)
+from linearizer.student.kernel_dispatch import linear_attention, slot_attention
+from linearizer.student.slots_merging import Merging
+from linearizer.student.state import FeatureState, SlotState
+from linearizer.train import attention_loss as losses
+from linearizer.train import attention_loss_kernels
+from linearizer.train.attention_loss import attention_loss
+from tests.support.attention_losses import make as make_loss
+from tests.support.kernels import mutate
+from tests.support.log_features import make
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch):
+    """Nothing is known yet, and Triton's interpreter counts as a device."""
+    monkeypatch.setattr(kernel_trial, "_verdicts", {})
+    monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
+    monkeypatch.setattr(kernel_text_features, "SEGMENT", 32)
+    if not ON_GPU:  # the interpreter is slow: shorter trials
+        for name, size in (("ENDS", (4, 38)), ("WINDOW", 4), ("FEATURES", 20), ("SLOTS", 4), ("BLOCK", 3)):
+            monkeypatch.setattr(kernel_dispatch, f"TRIAL_{name}", size)
+        monkeypatch.setattr(losses, "TRIAL_TOKENS", 34)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Count what the doors hand to kernels, trials included."""
+    counted = []
+    for module, name in (
+        (kernel_dispatch, "run_token_features"),
+        (kernel_dispatch, "run_token_slots"),
+        (kernel_dispatch, "run_slot_merging"),
+        (losses, "loss_kernels"),
+    ):
+        kept = getattr(module, name)
+        count = Counted(kept, name, counted)
+        monkeypatch.setattr(module, name, count)
+    apply = kernel_dispatch.FeatureAttention.apply
+    monkeypatch.setattr(
+        kernel_dispatch.FeatureAttention, "apply", lambda *args: (counted.append("FeatureAttention"), apply(*args))[1]
+    )
+    return counted
+
+
+class Counted:
+    def __init__(self, kept, name, counted):
+        self.kept, self.name, self.counted = kept, name, counted
+
+    def __call__(self, *args, **kwargs):
+        self.counted.append(self.name)
+        return self.kept(*args, **kwargs)
+
+    def losses(self, *args):
+        self.counted.append(self.name)
+        return self.kept.losses(*args)
+
+
+def inputs(tokens):
+    q, k, v, feature_map = make(tokens, heads=1, batch=1, dtype=torch.float32)
+    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), feature_map.to(DEVICE)
+
+
+def read(tokens=5, attend=linear_attention):
+    q, k, v, feature_map = inputs(tokens)
+    state = FeatureState.empty(k, v, 2, 1, 4)
+    with torch.no_grad():
+        return attend(q, k, v, feature_map, 2, None, state)
+
+
+def train():
+    q, k, v, feature_map = inputs(5)
+    out = linear_attention(q.requires_grad_(), k, v, feature_map, 2, None, FeatureState.empty(k, v, 2, 1, 4))
+    return torch.autograd.grad(out.sum(), q)[0]
+
+
+def compare():
+    return attention_loss(*(x.float().to(DEVICE) for x in make_loss(9, heads=1, batch=1)), 2, 1).value
+
+
+def merge(tokens=5, attend=slot_attention):
+    q, k, v, _ = inputs(tokens)
+    merging = Merging(torch.eye(k.shape[-1], device=DEVICE)[None], torch.ones(1, device=DEVICE), 2, 2)
+    with torch.no_grad():
+        return attend(q, k, v, merging, None, SlotState.empty(k, v, 2, 1, 2))
+
+
+DOORS = {
+    "attention": (read, "FeatureAttention"),
+    "attention and its gradients": (train, "FeatureAttention"),
+    "single tokens": (lambda: read(1), "run_token_features"),
+    "slots": (merge, "run_slot_merging"),
+    "single tokens and slots": (lambda: merge(1), "run_token_slots"),
+    "losses of attention rows": (compare, "loss_kernels"),
+}
+
+
+@pytest.mark.parametrize("family", DOORS)
+def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
+    call, name = DOORS[family]
+    first = call()
+    tried = len(launches)
+    assert tried > 1 and set(launches) == {name}
+    again = call()
+    assert len(launches) == tried + 1
+    assert torch.equal(first, again)
+    assert [key[0] for key in kernel_trial._verdicts] == [family]
+
+
+WRONG = {  # a line of each kernel, and what it is exchanged for
+    "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
+    "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
+    "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
+    "slots": (kernel_text_slots, "apart * apart * (apart * apart)", "values * values"),
+    "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
+    "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
+}
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
+@pytest.mark.parametrize("line, reason", [(None, "they err by"), ("-tl.no_such_function(1)", "they failed there with")])
+@pytest.mark.parametrize("family", DOORS)
+def test_a_broken_kernel_is_left_alone_and_said_so_once(family, line, reason, monkeypatch, tmp_path):
+    call, _ = DOORS[family]
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected = call()
+    monkeypatch.delenv("LINEARIZER_KERNELS")
+    module, right, wrong = WRONG[family]
+    mutate(module, right, line or wrong, tmp_path, monkeypatch)
+    with pytest.warns(
+        RuntimeWarning, match=f"^on {DEVICE} PyTorch does the work .* {family}, because {reason}"
+    ) as said:
+        assert torch.equal(call(), expected)
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(call(), expected)
+
+
+def test_the_environment_keeps_kernels_off(launches, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    for call, _ in DOORS.values():
+        call()
+    assert not launches and not kernel_trial._verdicts
+
+
+def test_nothing_is_tried_while_it_is_recorded(launches, monkeypatch):
+    monkeypatch.setattr(kernel_trial, "is_recorded", lambda x: True)
+    read()
+    assert not launches and not kernel_trial._verdicts
+
+
+@pytest.mark.filterwarnings("ignore")  # what a compiler says of its own
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(tokens, monkeypatch):
+    if not ON_GPU:  # the compiler is not to look into the interpreter
+        from triton.runtime.interpreter import GridExecutor
+
+        monkeypatch.setattr(GridExecutor, "__call__", torch.compiler.disable(GridExecutor.__call__))
+    for call, door in ((read, linear_attention), (merge, slot_attention)):
+        expected = call(tokens)
+        assert torch.equal(call(tokens, torch.compile(door, backend="eager")), expected)
+    assert len(kernel_trial._verdicts) == 2 and all(kernel_trial._verdicts.values())
+
+
+def test_a_trial_that_finds_no_memory_says_nothing_of_the_kernels(launches, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected = read()
+    monkeypatch.delenv("LINEARIZER_KERNELS")
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(kernel_trial, "relative_error", full)
+        assert torch.equal(read(), expected) and not kernel_trial._verdicts
+    launches.clear()
+    read()
+    assert launches and all(kernel_trial._verdicts.values())
+
+
+def test_a_result_that_is_no_number_is_wrong():
+    x = torch.ones(3)
+    assert "err by nan" in kernel_trial.find_fault(
+        lambda kernels, dtype: [x * torch.nan if kernels else x.to(dtype)], x
+    )
+
+
+def test_documents_name_the_switch():
+    assert "LINEARIZER_KERNELS=0" in Path("README.md").read_text(encoding="utf-8")

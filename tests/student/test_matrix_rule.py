@@ -1,0 +1,456 @@
+"""The matrix rule is what its formula says: against a plain loop, however a text is cut, padded or grouped."""
+
+from dataclasses import replace
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from linearizer.plan.update_rules import MEMORIES
+from linearizer.student.features_torch import attend_text_with_features
+from linearizer.student.kernel_dispatch import linear_attention
+from linearizer.student.matrix_rule import RULES, MatrixRule, Rule, ScaledRule
+from linearizer.student.matrix_torch import read_and_write, running_moments
+from linearizer.student.state import ExactState, FeatureState, tensors
+
+DIM, VALUE_DIM, ROWS = 6, 5, 4
+WINDOW, SINKS = 3, 2
+
+
+def texts(tokens, heads=2, group=2, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return (
+        draw(batch, heads, group, tokens, DIM),
+        draw(batch, heads, tokens, DIM),
+        draw(batch, heads, tokens, VALUE_DIM),
+    )
+
+
+def memory_of(rule, heads=2, rows=ROWS, seed=1):
+    """A rule whose parameters are all at random, so that none of them hides what it does."""
+    rule = RULES[rule] if isinstance(rule, str) else rule
+    made = MatrixRule(heads, DIM, VALUE_DIM, rows, rule).double()
+    generator = torch.Generator().manual_seed(seed)
+    made.reset(generator)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return ScaledRule(made, 0.7)
+
+
+def read(q, k, v, memory, window=WINDOW, sinks=SINKS, real=None, cuts=()):
+    """The whole text, in calls that end at the cuts."""
+    state = memory.empty(k, v, window, sinks)
+    edges, out = [0, *cuts, q.shape[-2]], []
+    for a, b in zip(edges, edges[1:], strict=False):
+        piece = None if real is None else real[:, a:b]
+        out.append(linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], memory, window, piece, state))
+    return torch.cat(out, -2), state
+
+
+def test_memories_begin_like_those_that_they_name_and_like_no_others():
+    def begun(name):
+        made = MatrixRule(2, DIM, VALUE_DIM, ROWS, RULES[name]).double()
+        made.reset(torch.Generator().manual_seed(1))
+        return read(*texts(11), ScaledRule(made, 0.7))[0]
+
+    out = {name: begun(name) for name in RULES}
+    found = {(a, b) for a, b in combinations(RULES, 2) if torch.allclose(out[a], out[b])}
+    first = {name: MEMORIES[name].begins_like or name for name in RULES}
+    assert found == {(a, b) for a, b in combinations(RULES, 2) if first[a] == first[b]}
+
+
+def steps_of(tokens=11, channels=True, memories=1, steps=1, seed=0, columns=VALUE_DIM):
+    """What a rule may write: q, k, e, w and log decays, and the matrix before."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    k = torch.nn.functional.normalize(draw(2, 3, memories, tokens * steps, ROWS), dim=-1)
+    beta = torch.rand(2, 3, memories, tokens * steps, 1, generator=generator, dtype=torch.float64) * 1.9
+    decay = -draw(2, 3, memories, tokens * steps, ROWS if channels else 1).abs()
+    write, q = draw(2, 3, 1, tokens * steps, columns), draw(2, 3, 1, 2, tokens, ROWS)
+    return q, k, beta * k, write, decay, draw(2, 3, memories, ROWS, columns)
+
+
+def plain_loop(q, k, erase, write, decay, matrix, steps=1, order="decay erase write read"):
+    """S <- Diag(a) S; S <- S + k (w - e'S); q'S: one step after the other, or in another order."""
+    out = []
+    for t in range(q.shape[-2]):
+        before = torch.einsum("bhmkc,bhmgk->bhmgc", matrix, q[..., t, :].expand(*k.shape[:3], -1, -1))
+        for step in range(t * steps, (t + 1) * steps):
+            a = decay[..., step, :, None].exp()
+            kept = matrix if order.startswith("erase ") else a * matrix
+            found = torch.einsum("bhmkc,bhmk->bhmc", kept, erase[..., step, :])
+            taken, put = (torch.einsum("bhmk,bhmc->bhmkc", k[..., step, :], x) for x in (found, write[..., step, :]))
+            matrix = a * (matrix - taken) + put if order == "erase before decay" else a * matrix - taken + put
+        after = torch.einsum("bhmkc,bhmgk->bhmgc", matrix, q[..., t, :].expand(*k.shape[:3], -1, -1))
+        out.append(before if order == "read first" else after)
+    return torch.stack(out, -2), matrix
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("memories, steps", [(1, 1), (3, 1), (1, 2)])
+def test_chunks_are_the_plain_loop(channels, memories, steps):
+    given = steps_of(11, channels, memories, steps)
+    expected, matrix = plain_loop(*given, steps)
+    for size in (1, 4, 16):
+        out, last = read_and_write(*given, steps, size)
+        assert (out - expected).abs().max() < 1e-12 and (last - matrix).abs().max() < 1e-12
+
+
+def naive(name):
+    """A plain file of flash-linear-attention, which needs no GPU; its package does."""
+    if find_spec("fla") is None or find_spec("einops") is None:
+        pytest.skip("fla-core is not installed")
+    (root,) = find_spec("fla").submodule_search_locations
+    spec = spec_from_file_location(f"naive_{name}", Path(root) / "ops" / name / "naive.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["gla", "delta_rule", "gated_delta_rule", "kda", "generalized_delta_rule/dplr"])
+def test_rules_are_those_of_their_authors(name):
+    module = naive(name)
+    q, k, _, write, decay, nothing = (x.float() for x in steps_of(33, channels=name != "gated_delta_rule"))
+    decay, beta = decay / 8, torch.rand(2, 3, 1, 33, 1, generator=torch.Generator().manual_seed(1))
+    asks, keys, values, logs = q[:, :, 0, 0] * ROWS**0.5, k[:, :, 0], write[:, :, 0], decay[:, :, 0]  # (…, tokens, dim)
+    shares, erase, steps = beta[:, :, 0], beta * k, 1
+    first = [x.transpose(1, 2) for x in (asks, keys, values, logs, shares[..., 0])]
+    if name == "gla":
+        expected, erase = module.naive_recurrent_gla(*first[:4])[0].transpose(1, 2), None
+    elif name == "delta_rule":
+        expected, write, decay = module.delta_rule_recurrence(asks, keys, values, shares)[0], beta * write, 0 * decay
+    elif name == "gated_delta_rule":
+        given = *first[:3], first[4], first[3][..., 0]
+        expected, write = module.naive_recurrent_gated_delta_rule(*given)[0].transpose(1, 2), beta * write
+    elif name == "kda":
+        expected, write = module.naive_recurrent_kda(*first)[0].transpose(1, 2), beta * write
+    else:  # what is found before the decay is taken out in a step of its own
+        expected = module.dplr_recurrence(asks, keys, values, -shares * keys, keys.roll(1, -1), logs)[0]
+        takes, nothing_written = shares * keys, torch.zeros_like(write)
+        found = takes[:, :, None] / decay.exp()
+        erase = torch.stack([found, torch.zeros_like(found)], 4).flatten(3, 4)
+        write = torch.stack([nothing_written, write], 4).flatten(3, 4)
+        decay = torch.stack([decay, torch.zeros_like(decay)], 4).flatten(3, 4)
+        k, steps = torch.stack([k.roll(1, -1), k], 4).flatten(3, 4), 2
+    out, _ = read_and_write(q, k, erase, write, decay, torch.zeros_like(nothing), steps, 16)
+    torch.testing.assert_close(out[:, :, 0, 0], expected, atol=2e-6, rtol=1e-4)
+
+
+def by_time(*tensors):
+    """(batch, heads, tokens, …) of one memory as the authors have it: (batch, tokens, heads, …)."""
+    return [x[:, :, 0].transpose(1, 2) for x in tensors]
+
+
+@pytest.mark.parametrize("name", ["retention", "simple_gla", "linear_attn", "gated_delta_product", "gdn2"])
+def test_further_rules_are_those_of_their_authors(name):
+    module, steps = naive(name), 2 if name == "gated_delta_product" else 1
+    given = steps_of(21, name == "gdn2", steps=steps)
+    q, k, _, write, decay, matrix = (x.float() for x in given)
+    erase, decay, matrix = None, decay / 8, torch.zeros_like(matrix)
+    asks, scale = q[:, :, :, 0], ROWS**-0.5
+    beta, wide = (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) for x in (write[..., :1], write))
+    if name == "retention":
+        expected = module.naive_retention(asks[:, :, 0] / scale, k[:, :, 0], write[:, :, 0]).transpose(1, 2)
+        decay = (1 - 2.0 ** (-5.0 - torch.arange(3)))[:, None, None, None].log().expand_as(decay)
+    elif name == "simple_gla":
+        expected = module.naive_recurrent_simple_gla(*by_time(asks / scale, k, write, decay[..., 0]))[0]
+    elif name == "linear_attn":  # the sum of weights is one more column of values
+        q, asks, k, decay = q.abs(), asks.abs(), k.abs(), 0 * decay
+        expected = module.naive_recurrent_linear_attn(*by_time(asks / scale, k, write), normalize=True)[0]
+        write, matrix = torch.cat([write, torch.ones_like(beta)], -1), torch.cat([matrix, matrix[..., :1]], -1)
+    elif name == "gated_delta_product":
+        decay = torch.where(torch.arange(42)[:, None] % 2 == 0, decay, 0.0)  # of each token, in its first step
+        own = by_time(asks, k, write, decay[..., ::2, 0], beta[..., 0])
+        expected = module.naive_recurrent_gated_delta_product(*own, scale=1.0, num_householder=2)[0]
+        erase, write = beta * k, beta * write
+    else:
+        gate = torch.rand(k.shape, generator=torch.Generator().manual_seed(2))
+        expected = module.naive_recurrent_gdn2(*by_time(asks / scale, k, write, decay, gate, wide))[0]
+        erase, write = gate * k, wide * write
+    for size in (1, 8):
+        out, _ = read_and_write(q, k, erase, write, decay, matrix, steps, size)
+        out = out[..., :-1] / out[..., -1:] if name == "linear_attn" else out
+        torch.testing.assert_close(out[:, :, 0, 0].transpose(1, 2), expected, atol=5e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_means_over_the_past_are_those_of_lightnet():
+    """A row's level is the logarithm of all that was written: what is written, and kept, is a share of it."""
+    memory, (_, k, v) = memory_of("lightnet"), texts(13)
+    keys, there = torch.randn(2, 2, 13, 1, ROWS, dtype=torch.float64), torch.ones(1, 1, 13, 1, dtype=torch.float64)
+    writes, decay = memory.rule.leveled(memory.empty(k, v, 0, 0), keys, there)
+    level = keys[..., 0, :].logcumsumexp(-2)
+    torch.testing.assert_close(writes[..., 0, :], (keys[..., 0, :] - level).exp())
+    torch.testing.assert_close(decay[..., 1:, :], level[..., :-1, :] - level[..., 1:, :])
+
+
+@pytest.mark.parametrize("order", ["erase before decay", "read first", "erase undecayed"])
+def test_another_order_is_another_rule(order):
+    given = steps_of(11)
+    out, _ = read_and_write(*given, 1, 4)
+    assert (plain_loop(*given, order=order)[0] - out).abs().max() > 0.1
+
+
+def test_chunks_have_the_gradients_of_the_plain_loop():
+    given = [x.requires_grad_() for x in steps_of(9)]
+    wanted = torch.autograd.grad(sum(x.square().sum() for x in plain_loop(*given)), given)
+    found = torch.autograd.grad(sum(x.square().sum() for x in read_and_write(*given, 1, 4)), given)
+    assert max((a - b).abs().max() for a, b in zip(wanted, found, strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
+def test_a_text_may_be_cut_anywhere(name):
+    q, k, v = texts(23)
+    memory = memory_of(name)
+    whole, state = read(q, k, v, memory)
+    for cuts in ((1, 2, 9), (14,), range(1, 23)):
+        pieces, other = read(q, k, v, memory, cuts=cuts)
+        assert (pieces - whole).abs().max() < 1e-9
+        for key, tensor in tensors(state).items():
+            assert (tensors(other)[key] - tensor).abs().max() < 1e-9 if tensor.numel() else True, key
+    chunked = attend_text_with_features(q, k, v, memory, WINDOW, None, memory.empty(k, v, WINDOW, SINKS), chunk=7)
+    assert (chunked - whole).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
+def test_padding_and_later_tokens_change_nothing(name):
+    q, k, v = texts(19)
+    memory, real = memory_of(name), torch.ones(2, 19, dtype=torch.bool)
+    real[0, [0, 3, 4, 11]] = False
+    padded, state = read(q, k, v, memory, real=real, cuts=(8,))
+    alone, expected = read(q[:1, ..., real[0], :], k[:1, :, real[0]], v[:1, :, real[0]], memory)
+    assert (padded[:1, ..., real[0], :] - alone).abs().max() < 1e-9
+    for key, tensor in tensors(expected).items():
+        assert (tensors(state)[key][:1] - tensor).abs().max() < 1e-9 if tensor.numel() else True, key
+    before = {key: x.clone() for key, x in tensors(state).items()}
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    linear_attention(q[..., :3, :], k[:, :, :3], v[:, :, :3], memory, WINDOW, nothing, state)
+    assert [key for key, x in tensors(state).items() if not torch.equal(x, before[key]) and "window" not in key] == []
+    q[..., 12:, :], k[:, :, 12:], v[:, :, 12:] = 9.0, -9.0, 9.0
+    again, _ = read(q, k, v, memory, real=real, cuts=(8,))
+    rows = real[0, :12]
+    assert (again[:1, ..., :12, :][..., rows, :] - padded[:1, ..., :12, :][..., rows, :]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_state_takes_the_bytes_that_are_counted(name):
+    q, k, v = (x.float() for x in texts(9))
+    for rows in (3, 4):
+        memory = memory_of(name, rows=rows)
+        memory.rule.float()
+        with torch.no_grad():
+            _, state = read(q, k, v, memory)
+        exact = {*ExactState.nothing(k, v, 0, 0)}
+        held = sum(x.numel() for key, x in tensors(state).items() if key not in exact) // (len(k) * k.shape[1])
+        assert held == MEMORIES[name].numbers(rows, DIM, VALUE_DIM, q.shape[2])
+
+
+def test_every_memory_has_a_rule():
+    assert MEMORIES.keys() == RULES.keys()
+    sums = {name for name, rule in RULES.items() if rule.mass == "sum"}
+    assert {name for name, memory in MEMORIES.items() if memory.is_positive} == sums
+
+
+def outputs(memory, tokens=17, window=WINDOW):
+    with torch.no_grad():
+        return read(*texts(tokens), memory, window)[0]
+
+
+def aligned(rule, other, **gates):
+    """Two rules with the same maps; gates of the second are those of the first, or what is given for their kinds."""
+    first, second = memory_of(rule), memory_of(other)
+    for name, parameter in second.rule.named_parameters():
+        source = getattr(first.rule, name)
+        if source is not None and source.shape == parameter.shape:
+            parameter.data.copy_(source.data)
+    return first, second
+
+
+def test_rules_reduce_to_one_another():
+    gated, plain = aligned("gdn", "deltanet")
+    for one, places in ((gated, (0, 1)), (plain, (0,))):  # decay and β, or β alone
+        one.rule.gate_up.data.zero_()
+        one.rule.gate_bias.data[:, places[-1]] = 0.3
+    gated.rule.gate_bias.data[:, 0] = 500.0  # a = 1
+    assert (outputs(gated) - outputs(plain)).abs().max() < 1e-9
+
+    scalar, channel = aligned("gdn", "kda")
+    for gates in ("gate_bias", "gate_up"):
+        a, b = getattr(scalar.rule, gates).data, getattr(channel.rule, gates).data
+        b[:, :ROWS], b[:, ROWS:] = a[:, :1], a[:, 1:]
+    assert (outputs(scalar) - outputs(channel)).abs().max() < 1e-9
+
+    together, apart = aligned("kda", "gdn2")
+    for gates in ("gate_bias", "gate_up"):
+        a, b = getattr(together.rule, gates).data, getattr(apart.rule, gates).data
+        b[:, :ROWS], b[:, ROWS:] = a[:, :ROWS], a[:, ROWS : ROWS + 1]
+    assert (outputs(together) - outputs(apart)).abs().max() < 1e-9
+
+    none = memory_of(Rule("unit", "scalar", "scalar"))
+    none.rule.gate_up.data.zero_()
+    none.rule.gate_bias.data[:, 1] = -500.0  # β = 0 writes nothing: the mean of values is left
+    none.rule.value_scale.data.fill_(1e6)
+    other = memory_of(Rule("unit", "scalar", "scalar"))
+    other.rule.value_scale.data.zero_()
+    assert (outputs(none) - outputs(other)).abs().max() < 1e-9
+
+
+def test_without_decay_or_erasure_sums_are_left():
+    kept, plain = aligned(Rule("unit", "scalar"), Rule("unit"))
+    kept.rule.gate_up.data.zero_()
+    kept.rule.gate_bias.data.fill_(500.0)
+    assert (outputs(kept) - outputs(plain)).abs().max() < 1e-9
+
+
+def test_memories_that_every_token_is_routed_to_are_one():
+    """The shared memory and those that are routed to hold the same, and are read with weights that sum to two."""
+    routed, alone = aligned(replace(RULES["mom"], memories=2), "gdn")
+    alone.rule.value_scale.data.mul_(2)
+    assert (outputs(routed) - outputs(alone)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["kda", "lawcat", "mom", "cells"])
+def test_every_query_head_of_a_group_reads_as_if_it_were_alone(name):
+    q, k, v = texts(13, group=3)
+    with torch.no_grad():
+        whole, _ = read(q, k, v, memory_of(name))
+        for head in range(3):
+            alone, _ = read(q[:, :, head : head + 1], k, v, memory_of(name))
+            assert (alone[:, :, 0] - whole[:, :, head]).abs().max() < 1e-9
+
+
+def test_one_cell_that_takes_a_share_of_each_token_is_the_mean_so_far():
+    _, _, values = texts(7, heads=1, batch=1)
+    cell = torch.ones(1, 1, 1, 7, 1, dtype=torch.float64)
+    share = 1 / torch.arange(1.0, 8.0, dtype=torch.float64)[:, None]
+    nothing = torch.zeros(1, 1, 1, 1, VALUE_DIM, dtype=torch.float64)
+    out, _ = read_and_write(
+        cell[:, :, :, None], cell, share * cell, share * values[:, :, None], 0 * cell, nothing, 1, 4
+    )
+    torch.testing.assert_close(out[0, 0, 0, 0], values[0, 0].cumsum(0) * share)
+
+
+def test_convolutions_that_learned_nothing_change_nothing():
+    plain, other = aligned(RULES["gdn"], replace(RULES["gdn"], taps=3))
+    for weight in (other.rule.tap_weight, other.rule.query_tap_weight):
+        weight.data.zero_()[:, -1] = 1.0
+    assert (outputs(plain) - outputs(other)).abs().max() < 1e-9
+
+
+def test_cells_are_read_as_tokens_of_their_mean_keys_and_values():
+    """One softmax over cells, as a plain loop has it; with a cell for every token it is softmax attention."""
+    q, k, v = texts(9, heads=1, batch=1)
+    memory = memory_of("cells", heads=1)
+    with torch.no_grad():
+        out, _ = read(q, k, v, memory, window=0, sinks=0)
+        rule = memory.rule
+        shares = ((k * 0.7 - rule.key_shift[:, None]) @ rule.key_map[:, 0].mT + rule.key_bias[:, None]).softmax(-1)[
+            0, 0
+        ]
+    for t in range(9):
+        seen, number = slice(t + 1), shares[: t + 1].sum(0)
+        keys, values = ((shares[seen].T @ x[0, 0, seen]) / number[:, None] for x in (k, v))
+        expected = (q[0, 0, :, t] @ keys.T + number.log()).softmax(-1) @ values
+        assert (out[0, 0, :, t] - expected).abs().max() < 1e-9
+    memory = memory_of("cells", heads=1, rows=9)
+    memory.rule.key_map.data.zero_()[:, 0, :, :] = 4000 * k[0, 0]
+    memory.rule.key_bias.data.copy_(-4000 * 0.7 * k[0, 0].square().sum(-1)[None] / 2)
+    memory.rule.key_shift.data.zero_()
+    with torch.no_grad():
+        mass = memory.rule.mass.data.zero_()
+        out, _ = read(q, k, v, memory, window=0, sinks=0)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q[:, 0], k[:, 0:1], v[:, 0:1], is_causal=True, scale=1.0, enable_gqa=True
+    )
+    assert (out[:, 0] - exact).abs().max() < 1e-9 and not mass.any()
+
+
+@pytest.mark.parametrize("name", ["gdn", "liger"])
+def test_a_mass_of_nothing_leaves_the_window_student(name):
+    memory = memory_of(name)
+    memory.rule.mass.data.fill_(-1e4)
+    with torch.no_grad():
+        expected, _ = read_window(*texts(17))
+    assert (outputs(memory) - expected).abs().max() < 1e-12
+
+
+def read_window(q, k, v):
+    state = FeatureState.empty(k, v, WINDOW, SINKS, 0)
+    return linear_attention(q, k, v, None, WINDOW, None, state), state
+
+
+def test_orthogonal_keys_are_recalled_and_overwritten_exactly():
+    keys = torch.eye(ROWS, dtype=torch.float64)[[0, 1, 2, 1]][None, None, None]
+    values = torch.arange(4 * VALUE_DIM, dtype=torch.float64).view(1, 1, 1, 4, VALUE_DIM)
+    nothing, still = torch.zeros(1, 1, 1, ROWS, VALUE_DIM, dtype=torch.float64), torch.zeros_like(keys[..., :1])
+    for erase, found in ((keys, values[0, 0, 0, 3]), (None, values[0, 0, 0, 1] + values[0, 0, 0, 3])):
+        out, _ = read_and_write(keys[:, :, :, None], keys, erase, values, still, nothing, 1, 3)
+        torch.testing.assert_close(out[0, 0, 0, 0, 3], found)
+        torch.testing.assert_close(out[0, 0, 0, 0, 2], values[0, 0, 0, 2])
+
+
+def test_strong_decays_are_finite_forward_and_backward():
+    q, k, erase, write, _, matrix = (x.float() for x in steps_of(64))
+    decay = torch.full_like(k, -5.0).requires_grad_()
+    out, last = read_and_write(q, k, erase, write, decay, matrix, 1, 16)
+    (gradient,) = torch.autograd.grad(out.square().sum() + last.square().sum(), decay)
+    assert out.isfinite().all() and last.isfinite().all() and gradient.isfinite().all()
+
+
+def test_an_erasure_below_two_keeps_the_matrix_bounded():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.nn.functional.normalize(torch.randn(1, 1, 1, 20_000, 8, generator=generator), dim=-1)
+    values = torch.randn(1, 1, 1, 20_000, 4, generator=generator)
+    asks = torch.zeros(1, 1, 1, 1, 20_000, 8)
+    matrix = torch.zeros(1, 1, 1, 8, 4)
+    _, last = read_and_write(asks, keys, 1.95 * keys, values, torch.zeros_like(keys[..., :1]), matrix, 1, 64)
+    assert last.norm() < 100
+
+
+def test_moments_are_those_of_all_far_keys_however_they_came():
+    _, k, v = texts(30)
+    memory = memory_of("gdn")
+    for edges in ((0, 30), (0, 11, 30)):
+        state = memory.empty(k, v, 0, 0)
+        for a, b in zip(edges, edges[1:], strict=False):
+            count = torch.arange(a + 1, b + 1, dtype=torch.float64)[None, None, :, None]
+            running_moments(state, k[:, :, a:b], v[:, :, a:b], torch.ones_like(count), count)
+        torch.testing.assert_close(state.key_mean, k.mean(2))
+        torch.testing.assert_close(state.key_variance, k.var(2, correction=0))
+        torch.testing.assert_close(state.value_mean, v.mean(2))
+
+
+def test_the_mass_of_gaussian_keys_is_nearly_theirs_and_of_equal_keys_exactly():
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 4000, DIM, generator=generator, dtype=torch.float64)
+    q = torch.randn(1, 1, 1, 4000, DIM, generator=generator, dtype=torch.float64) / 2
+    v = torch.zeros(1, 1, 4000, VALUE_DIM, dtype=torch.float64)
+    memory = memory_of("gdn", heads=1)
+    memory.rule.mass.data.zero_()
+    for keys, bound in ((k, 0.1), (k[:, :, :1].expand_as(k).contiguous(), 1e-9)):
+        state = memory.empty(keys, v, 0, 0)
+        comes, place = torch.ones(1, 4000, dtype=torch.bool), torch.arange(4000)[None]
+        with torch.no_grad():
+            mass = memory.chunk(state, q, keys, v, comes, place).bound[0, 0, 0, -8:, 0]
+        exact = (q[0, 0, 0, -1:] @ keys[0, 0].mT).logsumexp(-1)
+        assert (mass[-1] - exact).abs().max() < bound
+
+
+def test_rows_of_magnitude_sum_to_one():
+    q, k, v = texts(15)
+    memory = memory_of("mala")
+    with torch.no_grad():
+        out, _ = read(q, k, torch.ones_like(v), memory)
+    torch.testing.assert_close(out, torch.ones_like(out))

@@ -1,0 +1,239 @@
+"""Keys and values in few bits: near what they were, the same however often they are rounded, in as few bytes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linearizer.method.initialise import initialise_turns
+from linearizer.plan.head_bytes import Head, vector_bytes
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.packed_state import Turns, as_sink, pack_state, round_counts, unpack_state
+from linearizer.student.rounding import MAX_CODE, TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
+from linearizer.student.state import SlotState
+from tests.support.families import FAMILIES
+from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DOUBLE = [family for family, given in FAMILIES.items() if "num_experts_per_tok" not in given]  # no fp64 product
+SMALL = [replace(head, bits=8) for head in MIXED]
+FEWER = [replace(head, bits=bits) for bits in (4, 5, 6) for head in MIXED if not head.features]
+
+TOGETHER = [Head(window=4, slots=6, bits=4), Head(window=4, slots=8, bits=6)]  # they merge in one call
+
+
+def drawn(dtype, size=33):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, size, generator=generator) * torch.randn(500, 1, generator=generator).mul(4).exp()
+    return torch.cat([x.clamp(-6e4, 6e4), torch.zeros(1, size), torch.full((1, size), MAX_CODE / 128)]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_moves_no_number_by_more_than_a_127th_of_the_largest(dtype):
+    x = drawn(dtype)
+    largest = x.abs().amax(-1, keepdim=True).double()
+    assert ((round_vectors(x).double() - x.double()).abs() <= largest / MAX_CODE + 2.0**-25).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_rounded_stays_what_it_is(dtype):
+    once = round_vectors(drawn(dtype))
+    assert torch.equal(round_vectors(once), once)
+    assert torch.equal(unpack_vectors(pack_vectors(once), dtype), once)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_hold_all_that_rounding_leaves(dtype):
+    x = drawn(dtype)
+    held = pack_vectors(x)
+    assert held.dtype == torch.int8 and held.shape[-1] == x.shape[-1] + 1
+    assert torch.equal(unpack_vectors(held, dtype), round_vectors(x))
+
+
+def test_multiplying_by_a_power_of_two_changes_nothing_else():
+    x = drawn(torch.float32)[:500].clamp(-100, 100)
+    x = x[x.abs().amax(-1) > 1e-3]
+    assert torch.equal(round_vectors(8 * x), 8 * round_vectors(x))
+
+
+def test_gradients_pass_as_if_nothing_were_rounded():
+    x = drawn(torch.float32).requires_grad_()
+    found = round_vectors(x)
+    assert torch.equal(found, round_vectors(x.detach()))
+    (found * torch.arange(33.0)).sum().backward()
+    assert torch.equal(x.grad, torch.arange(33.0).expand_as(x))
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_what_is_rounded_to_fewer_bits_stays_what_it_is_in_as_few_bytes_as_are_priced(dtype, bits):
+    x = drawn(dtype, 40)
+    once = round_vectors(x, bits)
+    limit = limit_of(bits)
+    step = x.abs().amax(-1, keepdim=True) / limit  # with which no number is cut off
+    near = x.abs() <= min(TRIED) * step * limit
+    assert ((once - x).abs() <= 0.503 * step)[near].all() and near.float().mean() > 0.7
+    assert ((once - x).abs() <= (1.01 - min(TRIED)) * step * limit + step).all() and (once[-2] == 0).all()
+    assert torch.equal((once / once.abs().amin(-1, keepdim=True))[:500].abs().amax(-1) <= 2**bits, torch.ones(500) > 0)
+    held = pack_vectors(once, bits)
+    assert held.dtype == torch.uint8 and held.shape[-1] == vector_bytes(40, bits)
+    assert torch.equal(round_vectors(once, bits), once) and torch.equal(unpack_vectors(held, dtype, bits), once)
+    assert torch.equal(unpack_vectors(pack_vectors(x, bits), dtype, bits), once)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_slots_count_takes_two_bytes_each_with_few_bits_and_is_rounded_before(bits):
+    state = SlotState.empty(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 4, 1, 6)
+    state.weight, state.spread = torch.tensor([0.0, 1, 300, 4097, 32767, 9e9]).expand(1, 2, 6), torch.rand(1, 2, 6)
+    if bits < 8:
+        state.weight, state.spread = round_counts(state.weight, state.spread)
+        assert state.weight.max() == 32767 and (state.weight[..., :5] == torch.tensor([0.0, 1, 300, 4097, 32767])).all()
+    held = pack_state(state, bits)
+    assert held.weight.element_size() == held.spread.element_size() == (2 if bits < 8 else 4)
+    back = unpack_state(held, bits, torch.float32, torch.float32)
+    assert torch.equal(back.weight, state.weight) and torch.equal(back.spread, state.spread)
+
+
+@pytest.mark.parametrize("dim", [8, 32, 80, 96])
+def test_rotating_spreads_what_is_large_and_keeps_products(dim):
+    x = torch.randn(2, 5, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0] += 100 * torch.eye(dim)[3].double()
+    torch.testing.assert_close(rotate(rotate(x)), x)
+    torch.testing.assert_close(rotate(x[0]) @ rotate(x[1]).mT, x[0] @ x[1].mT)
+    assert rotate(x[0]).abs().amax() < 80 and rotate(x.bfloat16()).dtype == torch.float32
+
+
+def heads_that_differ(dim=16):
+    """Queries, keys and values of two heads that differ much in few directions, and lie off the origin."""
+    generator = torch.Generator().manual_seed(3)
+    shape = 0.7 ** torch.arange(dim).double()
+    turns = torch.linalg.qr(torch.randn(2, dim, dim, generator=generator, dtype=torch.float64))[0]
+    x = torch.randn(3, 2, 400, dim, generator=generator, dtype=torch.float64) * shape @ turns
+    return x[0], 3 * x[1] + turns[:, :1], x[2] - 2 * turns[:, 1:2]
+
+
+def begun(q, k, v, root):
+    """How heads turn what they take that begin with these queries, keys and values."""
+    turns = Turns(len(k), k.shape[-1], v.shape[-1]).double()
+    initialise_turns(turns, q * root, k * root, v)
+    return turns
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+def test_queries_see_turned_keys_as_they_came_and_rounding_moves_them_less(bits):
+    q, k, v = heads_that_differ()
+    k[..., 3], q[..., 3] = 8 * k[..., 3], q[..., 3] / 8  # as a few directions of real keys are
+    exact = (q @ k.mT / 4).softmax(-1) @ v
+    turns = begun(q, k, v, 0.5)
+    query, key, value = turns.turn(q[None, :, None], k[None], v[None], 0.5)
+    seen = (query @ key[:, :, None].mT / 4).softmax(-1) @ value[:, :, None]
+    torch.testing.assert_close(turns.turn_back(seen, slice(None))[0, :, 0], exact)
+    plain = (q @ round_vectors(k, bits).mT / 4).softmax(-1) @ round_vectors(v, bits)
+    query, key, value = turns.turn(q[None, 1:, None], k[None, 1:], v[None, 1:], 0.5, [1])
+    rounded = (query @ round_vectors(key, bits)[:, :, None].mT / 4).softmax(-1) @ round_vectors(value, bits)[:, :, None]
+    off = (turns.turn_back(rounded, [1])[0, 0, 0] - exact[1]).square().mean()
+    assert off < 0.3 * (plain[1] - exact[1]).square().mean()
+
+
+@torch.no_grad()
+def test_matrices_turn_as_heads_do():
+    q, k, v = heads_that_differ()
+    turns = begun(q, k, v, 0.5)
+    enter, back, middle, enter_v, back_v, middle_v = turns.matrices(torch.float64)
+    query, key, value = turns.turn(q[None, :, None], k[None], v[None], 0.5)
+    torch.testing.assert_close((k * 0.5 - middle[:, None]) @ enter, key[0])
+    torch.testing.assert_close(key[0] @ back + middle[:, None], k * 0.5)
+    torch.testing.assert_close(q / 0.5 @ back.mT, query[0, :, 0])
+    torch.testing.assert_close((v - middle_v[:, None]) @ enter_v @ back_v, v - middle_v[:, None])
+
+
+def test_a_metric_sees_of_turned_keys_what_it_saw():
+    q, k, v = heads_that_differ()
+    turns = begun(q, k, v, 0.5)
+    key = turns.turn(q[None, :, None], k[None], v[None], 0.5)[1][0, 1]
+    metric = torch.randn(16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    apart = (key[:1] - key[1:]) @ turns.turn_metric(metric, 1).mT
+    torch.testing.assert_close(apart.norm(dim=-1), ((k[1, :1] - k[1, 1:]) * 0.5 @ metric.mT).norm(dim=-1))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("held", [Head(window=3), Head(window=9), Head(window=4, slots=6), Head(softmax=True)])
+@torch.no_grad()
+def test_sinks_are_not_rounded_wherever_they_are_read(held, bits):
+    """Keys and values that only the first tokens have larger than others: what rounds them moves every token."""
+    student, sinks = LayerStudent([replace(held, bits=bits).held], 2, 16, "prf", 16), 2
+    student.reset(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 1, 12, 16, generator=generator) for _ in range(3))
+    k[:, :, :sinks] *= 30
+    memory: list = []
+    outs = [
+        student(*(x[:, :, a:b] for x in (q, k, v)), 0.25, None, memory) for a, b in ((0, 1), (1, 4), (4, 5), (5, 12))
+    ]
+    turned = student.turns.turn(q[:, :, None], k, v, 0.5)
+    for name, x in (("sink_k", turned[1]), ("sink_v", turned[2])):
+        assert torch.equal(getattr(memory[0], name).float(), as_sink(x[:, :, :sinks]))
+    rounded, seen = round_vectors(turned[1], bits), turned[0][:, :, 0]
+    exact = torch.cat([as_sink(turned[1][:, :, :sinks]), rounded[:, :, sinks:]], 2)
+    values = torch.cat([as_sink(turned[2][:, :, :sinks]), round_vectors(turned[2], bits)[:, :, sinks:]], 2)
+    near = 3 if not held.slots else 2
+    for place in range(near + sinks if not held.softmax else 12):  # until something else is merged or forgotten
+        own = (seen[:, :, place] * 0.25 @ exact[:, :, : place + 1].mT).softmax(-1) @ values[:, :, : place + 1]
+        expected = student.turns.turn_back(own[:, :, None], slice(None))[:, :, 0]
+        torch.testing.assert_close(torch.cat(outs, 2)[:, :, place : place + 1], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "held"),
+    [*((family, SMALL) for family in DOUBLE), ("llama", FEWER), ("llama", TOGETHER), ("gpt2", FEWER)],
+)
+@torch.no_grad()
+def test_a_state_of_few_bits_goes_on_as_the_full_pass(family, held):
+    # in fp64: a number between two that are kept falls to one side or the other by the last digit
+    student, ids = student_of(family, held).double(), tokens(2, 30)
+    full = student(ids, use_cache=False).logits
+    cache = student.empty_cache()
+    edges = [0, 9, 16, *range(17, 31)]
+    pieces = [student(ids[:, a:b], past_key_values=cache).logits for a, b in zip(edges, edges[1:], strict=False)]
+    torch.testing.assert_close(torch.cat(pieces, 1), full, atol=1e-5, rtol=0)
+    exact = [replace(head, bits=16) for head in held]
+    off = (full - student_of(family, exact).double()(ids, use_cache=False).logits).abs()
+    assert 1e-4 < off.mean() < (0.2 if held is SMALL else 0.9)  # it is not the student of 16 bits, and near it
+
+
+def test_gradients_of_heads_of_few_bits_beside_others_are_finite():
+    student = student_of("llama", [Head(window=4, slots=4, bits=4), Head(window=4, bits=8)])
+    weight = student.get_input_embeddings().weight.requires_grad_()
+    student(tokens(2, 20), use_cache=False).logits.square().sum().backward()
+    assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
+@torch.no_grad()
+def test_beams_choose_among_states_of_few_bits_as_without_a_state(held):
+    student, ids = student_of("llama", held), tokens(2, 12)
+    settings = dict(attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=8, eos_token_id=None)
+    with_state, without = (student.generate(ids, do_sample=False, use_cache=way, **settings) for way in (True, False))
+    assert torch.equal(with_state, without)
+
+
+@torch.no_grad()
+def test_a_window_over_the_whole_text_is_the_nearer_to_the_teacher_the_more_bits_it_has():
+    ids, off = tokens(2, 40), {}
+    for bits in (4, 5, 6, 8):
+        for held in (Head(window=40, bits=bits), Head(softmax=True, bits=bits)):
+            given = student_of("llama", [held])(ids).logits - teacher_of("llama")(ids).logits
+            off[bits, held.softmax] = given.abs().mean().item()
+        assert off[bits, False] == pytest.approx(off[bits, True], rel=1e-3)  # whatever holds them
+    assert 0.9 > off[4, True] > off[5, True] > off[6, True] > off[8, True] > 1e-6
+
+
+@pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
+@pytest.mark.parametrize("length", [12, 60])
+@torch.no_grad()
+def test_the_state_of_few_bits_is_as_large_as_it_is_priced(length, held):
+    layers = layers_of(teacher_of("llama"))
+    allocation, student = allocation_of(layers, held, 2), student_of("llama", held)
+    cache = student.empty_cache()
+    student(tokens(1, length), past_key_values=cache)
+    assert sum(layer.bytes() for layer in cache.layers) == allocation.state_bytes(layers, length)

@@ -1,0 +1,238 @@
+"""Slots: what is merged, that nothing is lost in sum, and that a slot which was never merged is an exact token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
+from linearizer.student.features_torch import reference as attend_exactly
+from linearizer.student.kernel_dispatch import slot_attention
+from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
+from linearizer.student.slots_torch import reference
+from linearizer.student.state import SlotState
+from tests.support.models import student_of, tokens
+
+WINDOW, SINKS, DIM = 8, 2, 4
+
+
+def drawn(batch=2, heads=3, group=2, length=50, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, DIM, generator=generator, dtype=torch.float64)
+
+    return normal(batch, heads, group, length), normal(batch, heads, length), normal(batch, heads, length)
+
+
+def merging(heads=3, window=WINDOW, block=4):
+    merger = Merger(heads, DIM)
+    merger.reset()
+    return Merging(merger.metric.double(), merger.gain.double(), window, block)
+
+
+def attend(q, k, v, slots, edges=(), block=4, real=None):
+    """Attend in calls that end at these edges."""
+    state = SlotState.empty(k, v, WINDOW, SINKS, slots)
+    ends = [*edges, q.shape[-2]]
+    parts = [
+        slot_attention(
+            q[..., a:b, :],
+            k[:, :, a:b],
+            v[:, :, a:b],
+            merging(k.shape[1], block=block),
+            None if real is None else real[:, a:b],
+            state,
+        )
+        for a, b in zip([0, *ends], ends, strict=False)
+    ]
+    return torch.cat(parts, -2), state
+
+
+def slots_of(count=12, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(1, 2, count, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    return Slots(k, v, torch.ones(1, 2, count, dtype=torch.float64), torch.zeros(1, 2, count, dtype=torch.float64))
+
+
+def unrounded():
+    return Rounding(torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1), torch.float64, (16, 16))
+
+
+def test_with_a_slot_for_every_token_nothing_is_approximate():
+    q, k, v = drawn()
+    out, _ = attend(q, k, v, slots=50)
+    torch.testing.assert_close(out, attend_exactly(q, k, v, None, window=50, sinks=0))
+
+
+@pytest.mark.parametrize("slots, block", [(6, 4), (3, 8), (9, 1)])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_outputs_are_those_of_the_reference(slots, block, padded):
+    q, k, v = drawn(length=36)
+    real = torch.rand(2, 36, generator=torch.Generator().manual_seed(0)) < 0.7 if padded else None
+    seen = torch.ones(2, 36) if real is None else real
+    expected = reference(q, k, v, merging(block=block), slots, SINKS, real)
+    for edges in ((), (1, 20, 21)):
+        out, _ = attend(q, k, v, slots, edges, block, real)
+        torch.testing.assert_close(out * seen[:, None, None, :, None], expected)
+
+
+@settings(max_examples=40)
+@given(edges=st.lists(st.integers(1, 49), max_size=6, unique=True).map(sorted), block=st.integers(1, WINDOW))
+def test_however_a_text_is_cut_into_calls_the_answer_is_the_same(edges, block):
+    q, k, v = drawn()
+    whole, state = attend(q, k, v, 6, block=block)
+    cut, other = attend(q, k, v, 6, edges, block)
+    torch.testing.assert_close(cut, whole)
+    torch.testing.assert_close(other.weight, state.weight)
+    torch.testing.assert_close(other.slot_v, state.slot_v)
+
+
+def test_token_by_token_is_the_whole_text():
+    q, k, v = drawn()
+    whole, state = attend(q, k, v, 6)
+    cut, other = attend(q, k, v, 6, range(1, 50))
+    torch.testing.assert_close(cut, whole)
+    torch.testing.assert_close(other.sink_k, state.sink_k)
+
+
+@settings(max_examples=20)
+@given(holes=st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True))
+def test_padding_anywhere_changes_nothing(holes):
+    q, k, v = drawn(batch=1, length=30)
+    real = torch.ones(1, 30, dtype=torch.bool)
+    real[0, holes] = False
+    kept = real[0].nonzero()[:, 0]
+    padded, _ = attend(q, k, v, 3, real=real)
+    alone, _ = attend(q[..., kept, :], k[:, :, kept], v[:, :, kept], 3)
+    torch.testing.assert_close(padded[..., kept, :], alone)
+
+
+@torch.no_grad()
+def test_a_token_alone_leaves_the_exact_tokens_where_they_are():
+    q, k, v = drawn(length=21)
+    _, state = attend(q[..., :20, :], k[:, :, :20], v[:, :, :20], 6)
+    ring, sinks = state.window_k, state.sink_k
+    slot_attention(q[..., 20:, :], k[:, :, 20:], v[:, :, 20:], merging(), None, state)
+    assert state.window_k is ring and state.sink_k is sinks
+    assert torch.equal(ring[:, :, 20 % WINDOW], k[:, :, 20]) and torch.equal(sinks, k[:, :, :SINKS])
+
+
+def test_the_root_multiplies_the_keys_that_are_measured():
+    q, k, v = drawn()
+    states = []
+    for own in (merging(), replace(merging(), metric=2 * merging().metric, root=0.5)):
+        states.append(SlotState.empty(k, v, WINDOW, SINKS, 5))
+        slot_attention(q, k, v, own, None, states[-1])
+    assert states[0].spread.max() > 0
+    torch.testing.assert_close(states[1].spread, states[0].spread)
+
+
+def test_merging_keeps_the_sums_and_counts_the_spread():
+    given = slots_of()
+    metric = torch.randn(2, DIM, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    result = merge_slots(given, 3, Rounding(metric, metric.dtype, (16, 16)))
+    assert result.weight.shape[-1] == 3 and (result.weight > 0).all()
+    torch.testing.assert_close(result.weight.sum(-1), given.weight.sum(-1))
+    for mine, theirs in ((result.k, given.k), (result.v, given.v)):
+        torch.testing.assert_close((mine * result.weight[..., None]).sum(2), theirs.sum(2))
+
+    def second_moment(slots):
+        return (slots.weight * (slots.spread + (slots.k @ metric.mT).square().sum(-1))).sum(-1)
+
+    torch.testing.assert_close(second_moment(result), second_moment(given))
+
+
+def test_the_pair_that_is_merged_is_the_cheapest():
+    given = slots_of(5)
+    result = merge_slots(given, 4, unrounded())
+    for head in range(2):
+        costs = {
+            (i, j): (given.k[0, head, i] - given.k[0, head, j]).square().sum()
+            * (given.v[0, head, i] - given.v[0, head, j]).norm().sqrt()
+            * (i + 1) ** 0.25
+            for i in range(5)
+            for j in range(i)
+        }
+        i, j = min(costs, key=costs.get)
+        mean = (given.k[0, head, i] + given.k[0, head, j]) / 2
+        merged = result.weight[0, head] == 2
+        assert merged.sum() == 1
+        torch.testing.assert_close(result.k[0, head][merged][0], mean)
+
+
+def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
+    given, count = slots_of(12), 5
+    given.weight[:] = torch.arange(1, 13)
+    given.weight[..., 3] = 0  # empty
+    result = merge_slots(given, count, unrounded())
+    for head in range(2):
+        k, v, weight = given.k[0, head], given.v[0, head], given.weight[0, head]
+        full = [i for i in range(12) if weight[i]]
+
+        def cost(i, j, k=k, v=v, weight=weight, full=full):
+            apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
+            newer = full.index(max(i, j)) + 1
+            return float(apart**2 * values * newer**0.5 * weight[i] * weight[j] / (weight[i] + weight[j]))
+
+        least = {i: min(cost(i, j) for j in full if j < i) for i in full[1:]}
+        gone = sorted(least, key=least.get)[: len(full) - count]
+        groups = {i: [i] for i in full if i not in gone}
+        for i in gone:
+            groups[min(groups, key=lambda j, i=i: cost(i, j))].append(i)
+        assert result.weight[0, head].tolist() == [sum(weight[group]) for group in groups.values()]
+        for mine, group in zip(result.v[0, head], groups.values(), strict=True):
+            torch.testing.assert_close(mine, (weight[group, None] * v[group]).sum(0) / weight[group].sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_equal_costs_are_decided_by_place_alike_in_every_dtype(dtype):
+    k = torch.zeros(1, 1, 8, DIM, dtype=dtype)
+    k[..., 0] = torch.arange(8)  # all neighbours cost the same to merge
+    state = SlotState.empty(k, k, WINDOW, SINKS, 5)
+    held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
+    assert held.weight.dtype == (dtype if dtype == torch.float64 else torch.float32)  # in which costs are compared
+    how = Merging(torch.eye(DIM)[None], torch.ones(1), WINDOW, 8)
+    result = merge_block(held, k, k, torch.ones(1, 8, dtype=torch.bool), how)
+    assert result.weight[0, 0].tolist() == [3, 2, 1, 1, 1]  # 1, 2 and 3 go: 1 and 2 to 0, the first of two, 3 to 4
+    assert result.k[0, 0, :, 0].tolist() == [1, 3.5, 5, 6, 7] and result.k.dtype == dtype
+
+
+def test_while_there_is_room_merging_only_keeps():
+    given = slots_of(7)
+    given.weight[..., [1, 4]] = 0
+    kept, merged = keep_slots(given, 5), merge_slots(given, 5, unrounded())
+    assert (kept.weight == 1).all()
+    assert all(torch.equal(getattr(kept, name), getattr(merged, name)) for name in ("k", "v", "weight", "spread"))
+
+
+def test_tokens_that_are_alike_are_merged_for_nothing():
+    q, k, v = drawn(length=40)
+    k, v = (x[:, :, :10].repeat(1, 1, 4, 1) for x in (k, v))  # ten tokens, four times
+    out, state = attend(q, k, v, slots=10)
+    torch.testing.assert_close(out, attend_exactly(q, k, v, None, window=40, sinks=0))
+    assert state.weight.sum() == 2 * 3 * (40 - SINKS - WINDOW)
+
+
+def test_gradients_reach_what_was_merged():
+    q, k, v = (x.requires_grad_() for x in drawn(batch=1, length=30))
+    out, _ = attend(q, k, v, slots=4)
+    out[..., -1, :].sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    assert (v.grad[:, :, SINKS:8].abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("length", [40, 400])
+@torch.no_grad()
+def test_the_state_is_as_large_as_it_is_priced(length):
+    head, layer = Head(window=16, slots=10), Layer(4, 2, 16, 16)
+    student = student_of("llama", [head], sinks=2)
+    cache = student.empty_cache()
+    student(tokens(1, length), past_key_values=cache)
+    held = sum(layer.bytes() for layer in cache.layers)
+    numbers = 3 * 2 * (2 + 16 + 10) * 32  # of keys and values: in fp32 here, priced as bf16
+    assert held == state_bytes([[head] * 2] * 3, [layer] * 3, 2, length) + 2 * numbers
+    assert head_bytes(head, layer, 2, length) == head_bytes(head, layer, 2, 10 * length)

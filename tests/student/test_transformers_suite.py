@@ -1,0 +1,111 @@
+"""What transformers tests of each of its models holds for students."""
+
+import copy
+import functools
+import unittest
+
+import pytest
+import torch
+from transformers.testing_utils import torch_device
+
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from tests.support.models import student_of, tokens
+from tests.support.transformers_suite import CHECKOUT, fetch_tests, import_mixins
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of tests that are not ours
+
+TWO_LAYERS = {"gpt2": dict(n_layer=2), "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"])}
+OWN_ATTENTION = "the attention of a student is its own and cannot be exchanged"
+NO_WEIGHTS = "a student computes no weights between tokens, so its attentions are None"
+NO_KEYS = "looks for the keys of all tokens in the cache, and a student keeps a state"
+NO_ROLLBACK = "a student cannot forget tokens, so assisted decoding and prompt lookup are refused"
+NO_STATIC_CACHE = "a student has a cache of its own, and refuses static and quantised ones"
+NO_PACKING = "packed rows and custom masks are refused"
+EXCLUDED = {  # why each test cannot hold for a student
+    "test_can_set_attention_dynamically": OWN_ATTENTION,
+    "test_config_attn_implementation_setter": OWN_ATTENTION,
+    "test_capture_outputs_decorator": NO_WEIGHTS,
+    "test_correct_missing_keys": "loads a student from a decoder, whose config does not say what heads hold",
+    "test_generation_tester_mixin_inheritance": "GenerationTesterMixin is in no source distribution",
+    "test_beam_search_generate_dict_outputs_use_cache": NO_KEYS,
+    "test_greedy_generate_dict_outputs_use_cache": NO_KEYS,
+    "test_past_key_values_format": NO_KEYS,
+    "test_generate_with_static_cache": NO_STATIC_CACHE,
+    "test_generate_with_quant_cache": NO_STATIC_CACHE,
+    "test_generate_from_inputs_embeds_with_static_cache": NO_STATIC_CACHE,
+    "test_generate_compile_model_forward_fullgraph": NO_STATIC_CACHE,
+    "test_generate_compilation_all_outputs": NO_STATIC_CACHE,
+    "test_assisted_decoding_matches_greedy_search_0_random": NO_ROLLBACK,
+    "test_assisted_decoding_matches_greedy_search_1_same": NO_ROLLBACK,
+    "test_assisted_decoding_sample": NO_ROLLBACK,
+    "test_prompt_lookup_decoding_matches_greedy_search": NO_ROLLBACK,
+    "test_prompt_lookup_decoding_stops_at_eos": NO_ROLLBACK,
+    "test_eager_padding_matches_padding_free_with_position_ids": NO_PACKING,
+    "test_sdpa_padding_matches_padding_free_with_position_ids": NO_PACKING,
+    "test_custom_4d_attention_mask": NO_PACKING,
+    "test_tied_weights_are_sharded_together": "a student is on one device, and its layers on several, but no tensor is",
+}
+
+
+@pytest.fixture(scope="session")
+def mixins(tmp_path_factory, pytestconfig):
+    return import_mixins(fetch_tests(tmp_path_factory.getbasetemp().parent), pytestconfig)
+
+
+@functools.cache
+def config_of(family):
+    """Give the config of a family's student, which takes a teacher to make."""
+    return student_of(family, num_hidden_layers=2, **TWO_LAYERS.get(family, {})).config
+
+
+class Inputs:
+    """What transformers' tests ask for a config and inputs."""
+
+    batch_size, seq_length, num_hidden_layers, num_attention_heads, hidden_size = 3, 12, 2, 4, 64
+    is_training = True
+
+    def __init__(self, family):
+        self.family = family
+
+    def get_config(self):
+        return copy.deepcopy(config_of(self.family))
+
+    def prepare_config_and_inputs_for_common(self):
+        ids = tokens(self.batch_size, self.seq_length).to(torch_device)
+        return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def suite_of(family, mixins):
+    """Make the class whose tests a model of this family has to pass."""
+
+    class Suite(*mixins, unittest.TestCase):
+        all_model_classes = (LinearizedForCausalLM,)
+        has_attentions = False  # weights between tokens
+        test_all_params_have_gradient = False  # experts that no token chose, and how slots merge
+
+        def setUp(self):
+            self.model_tester = Inputs(family)
+
+        def _prepare_for_class(self, inputs, model_class, return_labels=False):
+            inputs = super()._prepare_for_class(inputs, model_class, return_labels=return_labels)
+            return {**inputs, "labels": inputs["input_ids"]} if return_labels else inputs
+
+    return Suite
+
+
+@pytest.mark.parametrize("mixin, least", [("ModelTesterMixin", 60), ("GenerationTesterMixin", 20)])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral"])
+def test_a_student_passes_what_every_model_of_transformers_passes(family, mixin, least, mixins):
+    suite, failed, passed = suite_of(family, mixins), [], 0
+    (tests,) = (each for each in mixins if each.__name__ == mixin)
+    names = [name for name in unittest.TestLoader().getTestCaseNames(suite) if hasattr(tests, name)]
+    if not names:
+        pytest.skip(f"{mixin} is in no source distribution: name the tests of a checkout by {CHECKOUT}")
+    for name in names:
+        if name not in EXCLUDED:
+            result = unittest.TestResult()
+            suite(name).run(result)
+            failed += [f"{name}: {trace}" for _, trace in result.failures + result.errors]
+            passed += result.wasSuccessful() and not result.skipped
+    assert not failed, "\n".join(failed)
+    assert passed >= least

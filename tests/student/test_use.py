@@ -1,0 +1,108 @@
+"""A student is used as any model of transformers is: trained, cast, resized, continued, and refused what it cannot."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from linearizer.plan.head_bytes import Head
+from linearizer.student.cache import CACHE
+from tests.support.models import MIXED, student_of, tokens
+
+SMALL = [
+    Head(window=5, bits=8),
+    Head(window=4, slots=6, bits=8),
+    Head(softmax=True, bits=8),
+    Head(window=3, features=16),
+]
+OPTIMIZERS = {
+    "fused": lambda p: torch.optim.AdamW(p, 0.05, fused=True),
+    "foreach": lambda p: torch.optim.AdamW(p, 0.05, foreach=True),
+}
+
+
+def features_of(student):
+    return [p for name, p in student.named_parameters() if ".feature_map." in name and p.requires_grad]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("training", [False, True])
+def test_what_was_trained_is_what_answers(name, training):
+    student, ids = student_of("llama"), tokens(2, 24)
+    optimizer = OPTIMIZERS[name](features_of(student))
+    for _ in range(2):
+        with torch.no_grad():
+            student(ids)  # makes features ready that the next step changes
+        student.train(training)
+        student(ids, labels=ids).loss.backward()
+        optimizer.step()
+        student.eval()
+    with torch.no_grad():
+        assert torch.equal(student(ids).logits, copy.deepcopy(student)(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_mask_that_says_more_than_padding_is_refused(family):
+    student, ids = student_of(family), tokens(1, 8)
+    with pytest.raises(ValueError, match="custom masks are not served"):
+        student(ids, attention_mask=torch.ones(8, 8, dtype=torch.bool).tril()[None, None])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
+def test_a_call_may_hold_nothing_but_padding(heads):
+    student, ids = student_of("llama", heads), tokens(1, 20)
+    real = (torch.arange(20) >= 9).long()[None]
+    place = (real.cumsum(-1) - 1).clamp_min(0)
+    state, out = None, []
+    for start in range(0, 20, 4):
+        part = slice(start, start + 4)
+        given = dict(attention_mask=real[:, : part.stop], position_ids=place[:, part])
+        result = student(ids[:, part], past_key_values=state, use_cache=True, **given)
+        state = result[CACHE]
+        out.append(result.logits)
+    torch.testing.assert_close(torch.cat(out, 1)[:, 9:], student(ids[:, 9:]).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
+def test_it_writes_under_autocast(heads):
+    student, ids = student_of("llama", heads), tokens(1, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        written = student.generate(ids, max_new_tokens=9, do_sample=False)
+        again = student.generate(ids, max_new_tokens=9, do_sample=False, use_cache=False)
+    assert torch.equal(written, again)
+
+
+def test_a_vocabulary_that_grew_is_saved_and_loaded(tmp_path):
+    student, ids = student_of("llama"), tokens(1, 12)
+    student.resize_token_embeddings(160)
+    student.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, student(ids).logits)
+    assert loaded(ids).logits.shape[-1] == 160
+
+
+@pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
+def test_a_text_read_in_inference_goes_on_outside_of_it(heads):
+    student, ids = student_of("llama", heads), tokens(1, 20)
+    with torch.inference_mode():
+        state = student(ids[:, :12])[CACHE]
+    with torch.no_grad():
+        out = [student(ids[:, t : t + 1], past_key_values=state).logits for t in range(12, 20)]
+        torch.testing.assert_close(torch.cat(out, 1), student(ids).logits[:, 12:], atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_pass_through_single_tokens():
+    student, ids = student_of("llama"), tokens(1, 12)
+    result = []
+    for cuts in ((0, 12), (0, 8, 9, 10, 11, 12)):
+        state, loss = None, 0.0
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            out = student(ids[:, start:stop], past_key_values=state, use_cache=True)
+            state, loss = out[CACHE], loss + out.logits.sin().sum()
+        result.append(torch.autograd.grad(loss, features_of(student)))
+    for whole, single in zip(*result, strict=True):
+        torch.testing.assert_close(single, whole, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,213 @@
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from linearizer.cli.text import describe_inspection
+from linearizer.errors import UnsupportedModel
+from linearizer.hub.models import Source, find_model
+from linearizer.hub.weight_files import Weights
+from linearizer.plan.head_bytes import Layer, cache_bytes
+from linearizer.publish.card import describe_teacher
+from linearizer.teacher.inspect_model import inspect_model, verify_teacher
+from linearizer.teacher.load import load_config
+from linearizer.teacher.support import TESTED
+from tests.support.families import FAMILIES, WINDOW, tiny_config
+
+MIXTURES = ("mixtral", "qwen3_moe")
+LEARNED = ("gpt2", "gpt_bigcode", "opt")
+PARTIAL = ("gpt_neox", "phi", "stablelm", "glm", "glm4", "glm4_moe")
+ONE_TO_ONE = ("gpt2", "gpt_neox", "opt", "deepseek_v2", "deepseek_v3")
+WINDOWS = dict.fromkeys(("cohere2", "exaone4", "olmo3"), [WINDOW, WINDOW, None]) | {"gemma3_text": [WINDOW, None, None]}
+VALUES = {"deepseek_v2": 12, "deepseek_v3": 12}  # the size of a value, where it is not that of a key
+
+
+def inspect(config):
+    return inspect_model(Source("tiny", None, "org/tiny", "c0ffee", "mit", False, Weights((), 1234, 5678)), config)
+
+
+def kv_heads(family):
+    return 4 if family in ONE_TO_ONE else 1 if family == "gpt_bigcode" else 2
+
+
+def test_every_family_that_is_promised_is_tested():
+    assert set(FAMILIES) == TESTED
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_is_supported_with_the_shapes_that_its_model_shows(family):
+    config = tiny_config(family)
+    inspection = inspect(config)
+    assert inspection.supported and inspection.tested, inspection.reason
+    sizes = kv_heads(family), 16, VALUES.get(family, 16)
+    assert inspection.layers == tuple(Layer(4, *sizes, window) for window in WINDOWS.get(family, [None] * 3))
+    scale = {"opt": 1.0, "granite": 0.1, "gemma3_text": 32**-0.5}.get(family, 16**-0.5)
+    assert inspection.scalings == pytest.approx([scale] * 3)
+    assert inspection.max_positions == 256
+    assert inspection.vocabulary == config.get_text_config().vocab_size
+    verify_teacher(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval(), inspection)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_are_named(family):
+    expected = "learned" if family in LEARNED else "partial rotary" if family in PARTIAL else "rotary"
+    expected = "rotary, but for some layers" if family == "smollm3" else expected
+    assert inspect(tiny_config(family)).positions == expected
+
+
+def test_budgets_cost_what_the_cache_costs_at_their_length():
+    inspection = inspect(tiny_config("gemma3_text"))
+    assert [budget.tokens for budget in inspection.budgets] == [64, 256, 1024]
+    for budget in inspection.budgets:
+        assert budget.bytes == cache_bytes(inspection.layers, budget.tokens) == 2 * 2 * 2 * 32 * budget.tokens
+        assert budget.features_mean == budget.bytes / (2 * 2 * 4 * 17)
+    assert inspection.cache_bytes_per_token == 256
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_of_a_mixture_the_parameters_at_work_for_a_token_are_counted(family):
+    inspection = inspect(tiny_config(family))
+    inner = 32 if family == "qwen3_moe" else 96
+    assert inspection.resting == 3 * (4 - 2) * 3 * 64 * inner  # layers, experts at rest, matrices of an expert
+    assert inspection.active == inspection.parameters - inspection.resting
+    assert f"{inspection.active:,} at work for a token" in describe_inspection(inspection)
+    assert "parameters work for a token" in describe_teacher(inspection)
+    whole = inspect(tiny_config("llama"))
+    assert not whole.resting and "at work" not in describe_inspection(whole) and not describe_teacher(whole)
+
+
+def test_inspection_survives_json():
+    inspection = inspect(tiny_config("llama"))
+    content = json.loads(inspection.to_json())
+    assert content["layers"][0] == {
+        "query_heads": 4, "kv_heads": 2, "key_dim": 16, "value_dim": 16, "native_window": None
+    }  # fmt: skip
+    assert (content["parameters"], content["revision"], content["licence"]) == (1234, "c0ffee", "mit")
+
+
+def test_demo_is_inspected_from_its_files():
+    source = find_model("demo")
+    inspection = inspect_model(source, load_config(source))
+    assert inspection.supported and inspection.architecture == "LlamaForCausalLM"
+    assert inspection.layers == (Layer(8, 4, 32, 32),) * 8
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(model_type="llama", num_hidden_layers=80, num_key_value_heads=8, intermediate_size=28672),
+        dict(model_type="qwen3_moe", num_hidden_layers=94, num_key_value_heads=4, moe_intermediate_size=1536),
+    ],
+)
+def test_very_large_model_is_inspected_in_seconds(config):
+    config = AutoConfig.for_model(**config, hidden_size=8192, num_attention_heads=64, head_dim=128)
+    start = time.process_time()
+    inspection = inspect(config)
+    assert inspection.supported and len(inspection.layers) == config.num_hidden_layers
+    assert time.process_time() - start < 10
+
+
+def test_long_context_scaling_of_positions_needs_no_values():
+    factors = [1.0] * 8
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=factors, long_factor=factors, factor=2.0)
+    assert inspect(tiny_config("phi3", rope_parameters=rope, max_position_embeddings=512)).supported
+
+
+INTERFACE = "does not hand its attention to transformers' attention interface"
+ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
+ENCODES = "it is an encoder, which reads in both directions"
+RECURRENT = "already recurrent"
+REFUSED = {
+    "falcon": (dict(model_type="falcon", new_decoder_architecture=True), INTERFACE),
+    "falcon with ALiBi": (dict(model_type="falcon", alibi=True), ALIBI),
+    "bloom": (dict(model_type="bloom"), ALIBI),
+    "mpt": (dict(model_type="mpt"), ALIBI),
+    "mpt without ALiBi": (dict(model_type="mpt", attn_config=dict(alibi=False)), INTERFACE),
+    "gemma2": (dict(model_type="gemma2"), "soft-capping"),
+    "gpt_oss": (dict(model_type="gpt_oss"), "learned sinks"),
+    "doge": (dict(model_type="doge", num_hidden_layers=2), f"({INTERFACE}|its layers mask tokens)"),
+    "t5": (dict(model_type="t5"), "it is an encoder–decoder"),
+    "bart": (dict(model_type="bart"), "it is an encoder–decoder"),
+    "gpt2 that reads another text": (dict(model_type="gpt2", add_cross_attention=True), "it is an encoder–decoder"),
+    "bert": (dict(model_type="bert"), ENCODES),
+    "roberta": (dict(model_type="roberta"), ENCODES),
+    "gemma in both directions": (dict(model_type="gemma", use_bidirectional_attention=True), ENCODES),
+    "mamba": (dict(model_type="mamba"), RECURRENT),
+    "mamba2": (dict(model_type="mamba2"), RECURRENT),
+    "rwkv": (dict(model_type="rwkv"), RECURRENT),
+    "qwen3_next": (dict(model_type="qwen3_next"), RECURRENT),
+    "minimax": (dict(model_type="minimax"), "layers that are no softmax attention \\(linear_attention\\)"),
+    "quantised": (dict(model_type="llama", quantization_config={"quant_method": "hqq"}), "its weights are quantised"),
+    "windows everywhere": (dict(model_type="mistral", sliding_window=64), "every layer already attends to a window"),
+    "paligemma": (dict(model_type="paligemma"), "it is multimodal"),
+    "shared caches": (dict(model_type="gemma3n_text"), "15 of its 35 layers reuse the keys and values of another"),
+    "two attentions in each layer": (
+        dict(model_type="diffllama", num_hidden_layers=2),
+        f"({INTERFACE}|4 times in all)",
+    ),
+    "vit": (dict(model_type="vit"), "vit models do not continue text"),
+    "no layers": (dict(model_type="llama", num_hidden_layers=0), "its config gives it 0 layers"),
+    "uneven heads": (dict(model_type="gemma", num_attention_heads=7, num_key_value_heads=4, head_dim=8), "evenly"),
+    "no fit": (dict(model_type="llama", hidden_act="nonsense"), "cannot build it from its config"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_linearized_is_refused_with_its_true_reason(case):
+    config, reason = REFUSED[case]
+    inspection = inspect(AutoConfig.for_model(**config))
+    assert not inspection.supported and inspection.remedy
+    with pytest.raises(UnsupportedModel, match=f"'tiny' cannot be linearized, because .*{reason}.*: "):
+        inspection.require_support()
+
+
+def test_no_model_of_transformers_with_alibi_uses_the_attention_interface():
+    """Where this fails, a family can be served now: its bias is a decay of what leaves the window."""
+    folder = Path(transformers.__file__).parent / "models"
+    code = {path.parent.name: path.read_text(encoding="utf-8") for path in folder.glob("*/modeling_*.py")}
+    biased = {name for name, text in code.items() if "alibi" in text.lower()}
+    assert biased >= {"bloom", "mpt", "falcon"}
+    assert not {name for name in biased if "ALL_ATTENTION_FUNCTIONS" in code[name]}
+
+
+def test_chunked_layers_are_native_windows():
+    config = AutoConfig.for_model(
+        "llama4_text",
+        num_hidden_layers=4,
+        attention_chunk_size=32,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+    )
+    assert [layer.native_window for layer in inspect(config).layers] == [32, 32, 32, None]
+
+
+def test_inspection_changes_neither_config_nor_random_numbers():
+    config = tiny_config("mixtral")
+    before, state = config.to_dict(), torch.get_rng_state()
+    inspect(config)
+    assert config.to_dict() == before and torch.equal(torch.get_rng_state(), state)
+    assert config._attn_implementation is None
+
+
+def test_teacher_with_other_shapes_than_its_config_is_an_error():
+    inspection = inspect(tiny_config("llama"))
+    other = AutoModelForCausalLM.from_config(tiny_config("llama", num_key_value_heads=4))
+    with pytest.raises(UnsupportedModel, match="attends differently from what its config says .*kv_heads=4"):
+        verify_teacher(other, inspection)
+
+
+def test_teacher_with_a_layer_that_is_skipped_is_an_error():
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation="sdpa")
+    inspection = inspect(model.config)
+    del model.model.layers[1]
+    with pytest.raises(UnsupportedModel, match="'tiny' cannot be linearized"):
+        verify_teacher(model, inspection)
+
+
+def test_inspecting_prints_nothing(capfd):
+    for family in ("gpt2", "mixtral", "opt"):
+        inspect(tiny_config(family))
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,47 @@
+"""A run reads its texts once: what becomes of their source later changes none of them."""
+
+import pytest
+import torch
+
+from linearizer import pipeline
+from linearizer.plan.plan import Plan
+from linearizer.teacher.kept_texts import TEXTS, texts_of_run
+from linearizer.teacher.load import load_teacher_of
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run on a text of one's own, its teacher, and the file of the text."""
+    source = tmp_path / "text.txt"
+    source.write_text("\n".join(f"line {number} of a text" for number in range(2000)))
+    run = pipeline.begin(tmp_path / "run", Plan("demo", budget=64, text=f"file:{source}", texts=2, length=64))
+    return run, load_teacher_of(run.plan, None, run.inspection), source
+
+
+def test_a_source_that_changes_meanwhile_changes_no_text_that_was_read(begun):
+    run, teacher, source = begun
+    first = texts_of_run(run, teacher, 4, None)
+    source.write_text("\n".join(f"another line, {number}" for number in range(2000)))
+    assert torch.equal(texts_of_run(run, teacher, 2, None), first[:2])
+    more = texts_of_run(run, teacher, 8, None)
+    assert torch.equal(more[:4], first) and more.shape == (8, 64)
+    source.unlink()
+    assert torch.equal(texts_of_run(run, teacher, 8, None), more)
+
+
+def test_a_source_that_ended_is_not_read_again(begun):
+    run, teacher, source = begun
+    first = texts_of_run(run, teacher, 10**6, None, least=3)
+    assert 3 < len(first) < 10**6
+    source.unlink()
+    assert torch.equal(texts_of_run(run, teacher, 10**6, None, least=3), first)
+
+
+def test_texts_that_are_damaged_are_read_anew(begun):
+    run, teacher, _ = begun
+    first = texts_of_run(run, teacher, 4, None)
+    path = run.folder / TEXTS
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert torch.equal(texts_of_run(run, teacher, 4, None), first)
+    assert [event["file"] for event in run.events() if event["event"] == "dropped"] == [TEXTS]

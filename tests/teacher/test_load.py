@@ -1,0 +1,153 @@
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from linearizer.errors import ModelNotAvailable, UnsupportedModel
+from linearizer.hub.models import find_model
+from linearizer.teacher.load import load_config, load_teacher, load_tokenizer
+from tests.support.families import tiny_config
+
+TEXT = torch.arange(3, 40)[None]
+
+
+@pytest.fixture
+def folder(tiny_llama, tmp_path):
+    """Copy the tiny model into one file that a test may damage."""
+    AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def test_teacher_is_frozen_and_equals_what_was_saved(folder):
+    teacher = load_teacher(find_model(str(folder)))
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    assert not teacher.training and not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert torch.equal(teacher(TEXT).logits, saved(TEXT).logits)
+
+
+def test_teacher_comes_from_the_hub_at_its_pinned_revision(hub, folder):
+    hub.add("org/tiny", folder)
+    source = find_model("org/tiny")
+    change_weights(folder, lambda weights: {key: weight + 1 for key, weight in weights.items()})
+    hub.add("org/tiny", folder)
+    moved = load_teacher(find_model("org/tiny"))
+    teacher = load_teacher(source)
+    assert not torch.equal(teacher(TEXT).logits, moved(TEXT).logits)
+
+
+def test_network_lost_before_the_weights_came_is_no_damage(hub, folder, monkeypatch):
+    hub.add("org/lost", folder)
+    source = find_model("org/lost")
+    load_config(source)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotAvailable, match="no network"):
+        load_teacher(source)
+
+
+def test_dtype_is_the_stored_one_unless_asked_for(folder):
+    source = find_model(str(folder))
+    assert load_teacher(source).dtype == torch.float32
+    assert load_teacher(source, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_tied_weights_are_not_missing(tmp_path):
+    AutoModelForCausalLM.from_config(tiny_config("gemma")).save_pretrained(tmp_path)
+    assert load_teacher(find_model(str(tmp_path))).lm_head.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(folder, value):
+    def spoil(weights):
+        weights["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+        return weights
+
+    change_weights(folder, spoil)
+    with pytest.raises(ModelNotAvailable, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN or infinity"):
+        load_teacher(find_model(str(folder)))
+
+
+def test_missing_weights_are_named_and_never_made_up(folder):
+    change_weights(folder, lambda weights: {key: w for key, w in weights.items() if "layers.2.self_attn" not in key})
+    with pytest.raises(
+        ModelNotAvailable, match=r"4 of its parameters are missing, such as model\.layers\.2\.self_attn"
+    ):
+        load_teacher(find_model(str(folder)))
+
+
+def test_weights_of_another_shape_are_named(folder):
+    change_config(folder, intermediate_size=80)
+    with pytest.raises(ModelNotAvailable, match=r"mlp.* is stored as \(.*96.*\) and should be \(.*80.*\)"):
+        load_teacher(find_model(str(folder)))
+
+
+def test_weights_damaged_after_they_were_found_are_one_sentence(folder):
+    source = find_model(str(folder))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelNotAvailable, match="has damaged weights"):
+        load_teacher(source)
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", "", "\udcff"])
+def test_config_that_is_no_json_object_is_one_sentence(folder, content):
+    (folder / "config.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ModelNotAvailable, match=r"a config\.json that is no JSON"):
+        load_config(find_model(str(folder)))
+
+
+def test_code_of_a_repository_is_never_run(folder):
+    change_config(folder, model_type="homemade", auto_map={"AutoConfig": "evil.Evil"})
+    (folder / "evil.py").write_text("raise SystemExit('this code was run')")
+    with pytest.raises(UnsupportedModel, match="needs code from its repository, which is never run here"):
+        load_config(find_model(str(folder)))
+
+
+def test_code_beside_a_known_kind_is_ignored(folder):
+    change_config(folder, auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+    (folder / "evil.py").write_text("raise SystemExit('this code was run')")
+    assert type(load_teacher(find_model(str(folder)))).__module__ == "transformers.models.llama.modeling_llama"
+
+
+def test_unknown_kind_is_one_sentence(folder):
+    change_config(folder, model_type="homemade")
+    with pytest.raises(UnsupportedModel, match="the kind 'homemade', which transformers .* does not know"):
+        load_config(find_model(str(folder)))
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "many"}, {"num_attention_heads": 7}])
+def test_config_that_transformers_refuses_is_one_sentence(folder, changes):
+    change_config(folder, **changes)
+    with pytest.raises(UnsupportedModel, match=r"has a config\.json that transformers refuses \(.*(hidden|heads|int)"):
+        load_config(find_model(str(folder)))
+
+
+def test_model_without_tokenizer_says_so(folder):
+    with pytest.raises(ModelNotAvailable, match="has no tokenizer that can be loaded"):
+        load_tokenizer(find_model(str(folder)))
+
+
+def test_tokenizer_of_the_hub_equals_the_local_one(hub):
+    demo = find_model("demo")
+    hub.add("org/demo", demo.folder)
+    assert load_tokenizer(find_model("org/demo"))("Hello, world.") == load_tokenizer(demo)("Hello, world.")
+
+
+def test_loading_prints_nothing(folder, capfd):
+    change_config(folder, eos_token_id=5000)
+    source = find_model(str(folder))
+    load_config(source)
+    load_teacher(source)
+    assert capfd.readouterr() == ("", "")

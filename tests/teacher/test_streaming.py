@@ -1,0 +1,304 @@
+"""A teacher whose weights do not fit into memory is read block by block, and gives the same bits."""
+
+from collections import Counter
+
+import accelerate.hooks
+import pytest
+import torch
+from accelerate.utils import OffloadedWeightsLoader
+from safetensors.torch import load_file, save_file
+
+from linearizer import ask, pipeline, read
+from linearizer.errors import ModelNotAvailable, RequestError
+from linearizer.hub.models import find_model
+from linearizer.method import checkpoint, head_prices_by_gradient
+from linearizer.method.blockwise_pass import chain_of
+from linearizer.method.checkpoint import load_student
+from linearizer.method.head_prices_by_gradient import estimate_prices
+from linearizer.method.measure_run import measure_profile
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.plan import Plan
+from linearizer.plan.profile import ProfileSettings
+from linearizer.progress import finish
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
+from linearizer.serve.engine import Engine
+from linearizer.serve.row import Row
+from linearizer.student.attention_interface import attention_modules, device_of
+from linearizer.teacher import streaming
+from linearizer.teacher.layers import blocks_of
+from linearizer.teacher.load import load_config, load_teacher
+from linearizer.teacher.streaming import is_streamed, place_weights, streamed_weights
+from tests.support.models import layers_of, teacher_of, tokens
+from tests.support.runs import weights_of
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """Let memory have room for some bytes."""
+    return lambda count: monkeypatch.setattr(streaming, "free_bytes", lambda device: count / streaming.FILLED)
+
+
+def places_of(name):
+    source = find_model(str(name))
+    return place_weights(load_config(source), source, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "gpt_neox"])
+@torch.no_grad()
+def test_streamed_weights_give_the_bits_of_resident_weights(family, little, tmp_path):
+    teacher_of(family).save_pretrained(tmp_path / "model")
+    whole = load_teacher(find_model(str(tmp_path / "model")))
+    bytes_of_all = sum(x.nbytes for x in whole.parameters())
+    little(bytes_of_all)
+    assert places_of(tmp_path / "model") is None
+    little(bytes_of_all - 1)
+    streamed = load_teacher(find_model(str(tmp_path / "model")), places=places_of(tmp_path / "model"))
+    assert is_streamed(streamed) and not is_streamed(whole)
+    for _ in range(2):
+        assert torch.equal(streamed(tokens(2, 20)).logits, whole(tokens(2, 20)).logits)
+    inside = {id(x) for block in blocks_of(streamed) for x in block.parameters()}
+    assert all(x.is_meta == (id(x) in inside) for x in streamed.parameters())
+    expected = dict(whole.named_parameters())
+    assert all(torch.equal(x, expected[name]) for name, x in streamed_weights(streamed))
+
+
+def test_too_little_memory_for_two_blocks_is_said_with_the_amounts(little, tiny_llama, tmp_path):
+    little(10_000)
+    with pytest.raises(RequestError, match=r"its weights take 0\.00 GB in float32, and .* may be taken: free memory"):
+        pipeline.begin(tmp_path / "run", Plan(str(tiny_llama), budget=64, dtype="float32"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"recipe": "lolcats"}, {"recipe": "duo", "may_grow": True}, {"recipe": "features", "loss": "logits"}]
+)
+def test_what_needs_the_whole_model_is_refused_before_any_work(asked, little, tmp_path):
+    little(6_000_000)
+    with pytest.raises(RequestError, match="the weights do not fit into memory and are read block by block, which"):
+        pipeline.begin(tmp_path / "run", Plan.of(**asked, model="demo", budget=64, dtype="bfloat16"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_inspect_and_forecast_say_that_a_model_is_read_block_by_block(little, said):
+    from linearizer.workers.forecast import Speeds, forecast_run
+
+    found = pipeline.inspect("demo")
+    plan, machine = Plan("demo", budget=64, dtype="float32"), Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
+    little(10**9)
+    fits = forecast_run(plan, found, machine, 0).seconds
+    assert "of weights, fits here" in said("inspect", "demo")[1]
+    little(6_000_000)
+    assert "more than is free here, so they are read block by block" in said("inspect", "demo")[1]
+    assert forecast_run(plan, found, machine, 0).seconds > fits + 4 * found.parameters / 1e9
+
+
+def test_a_mixture_whose_experts_no_file_holds_as_they_are_used_is_refused(little, tmp_path):
+    teacher_of("mixtral").save_pretrained(tmp_path)
+    little(900_000)
+    with pytest.raises(RequestError, match="its experts are merged while they are loaded"):
+        places_of(tmp_path)
+
+
+def test_a_student_that_memory_cannot_hold_is_not_loaded(quick_run, monkeypatch):
+    stored = sum(path.stat().st_size for path in (quick_run / "checkpoint").glob("*.safetensors"))
+    for dtype, needed in (("auto", stored), ("float32", 2 * stored)):
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda device, needed=needed: needed - 1)
+        with pytest.raises(RequestError, match=f"has weights that take {needed / 1e9:.2f} GB, and .* are free"):
+            load_student(Run.open(quick_run), dtype=dtype)
+
+
+def test_weights_that_are_not_finite_are_named_where_they_are_streamed(little, tmp_path):
+    teacher_of("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    little(400_000)
+    with pytest.raises(ModelNotAvailable, match="model.layers.1.mlp.up_proj.weight holds NaN"):
+        load_teacher(find_model(str(tmp_path)), places=places_of(tmp_path))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Count how often every weight is read that does not lie on the device."""
+    found, read = Counter(), OffloadedWeightsLoader.__getitem__
+
+    def counted(self, name):
+        found[name] += 1
+        return read(self, name)
+
+    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", counted)
+    return found
+
+
+@pytest.fixture
+def pair(little, tmp_path):
+    """A teacher whose weights are resident, and the same with streamed weights."""
+    teacher_of("llama").save_pretrained(tmp_path)
+    whole = load_teacher(find_model(str(tmp_path)))
+    little(400_000)
+    return whole, load_teacher(find_model(str(tmp_path)), places=places_of(tmp_path))
+
+
+def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, reads):
+    texts, settings = tokens(6, 64), ProfileSettings(samples=64, rows=8, sinks=2)
+    chain_of(pair[1], texts)
+    assert set(reads.values()) == {1} and set(reads) == {name for name, _ in streamed_weights(pair[1])}
+    reads.clear()
+    given = (texts, layers_of(pair[0]), settings)
+    profiles = [finish(measure_profile(model, *given, batch_tokens=64)).profile for model in pair]
+    assert profiles[0] == profiles[1] and set(reads.values()) == {1}
+
+
+@pytest.mark.parametrize("gradients", [1, 2**40])
+def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pair, reads, gradients, monkeypatch):
+    monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", gradients)  # one text at a time, or all
+    given = (tokens(6, 24), layers_of(pair[0]), (Head(window=8), Head(window=16)), 2, lambda student, index: None)
+    chain_of(pair[1], given[0])  # known from the profile
+    reads.clear()
+    prices = [finish(estimate_prices(model, *given)) for model in pair]
+    assert prices[0] == prices[1] and set(reads.values()) == {2}  # forward and back
+
+
+SMALL = dict(texts=2, length=48, samples=64, exchanges=1, sinks=2, dtype="float32", steps=2, budget=16)
+
+
+def assert_same_bits(run, whole):
+    """Hold what a run measured, chose, saved and judged against another."""
+    for product in ("profile.json", "prices.json", "allocation.json"):
+        assert run.read(product) == whole.read(product)
+    assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
+    assert run.evaluation_parts == whole.evaluation_parts
+
+
+@pytest.mark.parametrize("strategy", ["gain-features", "gain"])
+def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, little, tmp_path):
+    plan = Plan("demo", strategy=strategy, **{**SMALL, "steps": 2 * (strategy == "gain-features")})  # or it heals
+    whole = pipeline.begin(tmp_path / "whole", plan)
+    finish(pipeline.linearize(whole))
+    little(14_000_000)  # half of the demo model in float32
+    run = pipeline.begin(tmp_path / "run", plan)
+    finish(pipeline.linearize(run))
+    assert_same_bits(run, whole)
+    if strategy == "gain":
+        request = Request(("language",), texts=1)
+        for each, free in ((run, 14_000_000), (whole, 10**9)):
+            little(free)
+            finish(pipeline.evaluate(each, request))
+        assert run.results["language"].result == whole.results["language"].result
+        little(14_000_000)
+        streamed = finish(pipeline.compare_run(run, "Once", 4, 0, False))
+        little(10**9)
+        resident = finish(pipeline.compare_run(whole, "Once", 4, 0, False))
+        assert (streamed.teacher.text, streamed.student.text) == (resident.teacher.text, resident.student.text)
+        assert streamed.teacher.text
+
+
+def test_a_run_reads_each_weight_as_often_whatever_the_number_of_texts_and_steps(little, reads, tmp_path):
+    little(14_000_000)
+    counts = []
+    for name, more in (("few", {}), ("many", dict(texts=4, steps=6))):
+        plan = Plan(
+            "demo", **{**SMALL, "strategy": "fix", "budget": 32, **more}
+        )  # what is measured near prices differs
+        finish(pipeline.linearize(pipeline.begin(tmp_path / name, plan)))
+        counts.append(max(reads.values()))
+        reads.clear()
+    assert counts[0] == counts[1] < 40
+
+
+def test_minutes_of_training_are_refused_where_every_layer_takes_many_steps_at_once(little, tmp_path):
+    little(14_000_000)
+    plan = Plan("demo", **{**SMALL, "strategy": "gain-features", "minutes": 1.0})
+    with pytest.raises(RequestError, match="ask for --steps in place of --minutes"):
+        pipeline.begin(tmp_path / "run", plan)
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """Let two devices have room for some bytes each: the CPU by two names, so that all is there already."""
+    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *given, **more: None)
+    monkeypatch.setattr(accelerate.hooks, "send_to_device", lambda given, *where, **more: given)
+
+    def have(*counts):
+        rooms = {f"cpu:{place}": count for place, count in enumerate(counts)}
+        monkeypatch.setattr(streaming, "rooms_for_weights", lambda device: rooms)
+
+    return have
+
+
+def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
+    blocks = {"embed": "", **{f"block.{index}": "block" for index in range(6)}, "head": ""}
+    weights = streaming.WeightSizes(0, 0, False, blocks, {name: 20 if kind else 10 for name, kind in blocks.items()})
+
+    def places(*rooms):
+        found = streaming.spread_blocks(weights, {f"cuda:{place}": room for place, room in enumerate(rooms)})
+        return None if found is None else [found[name].removeprefix("cuda:") for name in blocks]
+
+    assert places(80, 80) == list("00001110")
+    assert places(60, 100) == list("00011110")
+    assert places(70, 50, 50) == list("00011220")
+    assert places(140, 140) == places(80, 80)  # none is filled while another is empty
+    assert places(60, 60) is None and places(10, 200) is None
+
+
+@pytest.mark.parametrize("strategy", ["gain-features", "gain"])
+def test_a_run_that_is_spread_over_devices_ends_in_the_bits_of_one_that_is_not(strategy, two_devices, tmp_path):
+    plan = Plan("demo", strategy=strategy, **{**SMALL, "steps": 2 * (strategy == "gain-features")})
+    whole = pipeline.begin(tmp_path / "whole", plan)
+    finish(pipeline.linearize(whole))
+    two_devices(16_000_000, 20_000_000)  # the demo model takes 28 million in float32
+    assert set(places_of("demo").values()) == {"cpu:0", "cpu:1"}
+    run = pipeline.begin(tmp_path / "run", plan)
+    finish(pipeline.linearize(run))
+    assert_same_bits(run, whole)
+    if strategy == "gain":
+        finish(pipeline.evaluate(run, Request(("language",), texts=1)))
+        assert finish(pipeline.compare_run(run, "Once", 4, 0, False)).teacher.text
+        asked = []
+        for each in (run, Run(run.folder.parent / "whole")):
+            state = each.folder.parent / f"{each.folder.name}.state"
+            reading = finish(read(each, "Once upon a time", state))
+            asked.append((reading, finish(ask(each, " there", state, new_tokens=4)).text))
+        assert asked[0] == asked[1]
+
+
+def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(two_devices, quick_run):
+    run = Run.open(quick_run)
+    whole, _ = checkpoint.load_of_run(run)
+    two_devices(16_000_000, 20_000_000)
+    student, tokenizer = checkpoint.load_of_run(run)
+    assert set(student.base.hf_device_map.values()) == {"cpu:0", "cpu:1"} and not hasattr(whole.base, "hf_device_map")
+    prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time there", "A", "The end of")]
+    written = []
+    for model in (student, whole):
+        rows = [Row(prompt, lambda piece: None, tokenizer, 3 + len(prompt)) for prompt in prompts]
+        engine = Engine(model, 0)
+        for row in rows:
+            engine.submit(row)
+        with torch.inference_mode():
+            while not all(row.done for row in rows):
+                engine.step()
+        written.append([row.tokens for row in rows])
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("recipe, what", [("lolcats", "lora"), ("duo", "learning gates")])
+def test_what_needs_one_device_is_refused_where_several_hold_a_model(recipe, what, two_devices, tmp_path):
+    two_devices(16_000_000, 20_000_000)
+    plan = Plan.of(recipe=recipe, model="demo", budget=64, dtype="float32", may_grow=recipe == "duo")
+    with pytest.raises(RequestError, match=f"are spread over several, which {what} does not serve"):
+        pipeline.begin(tmp_path / "run", plan)
+
+
+def test_inspect_says_that_a_model_is_spread(two_devices, said):
+    two_devices(4_000_000, 40_000_000)
+    assert "so they are spread over several" in said("inspect", "demo")[1]
+
+
+def test_what_attends_in_a_layer_lies_where_the_layer_does():
+    teacher, usual = teacher_of("llama"), torch.device("cuda:7")
+    modules = attention_modules(teacher)
+    modules[1].to("meta")  # as streamed weights are, which come to the usual device
+    modules[1].student = torch.nn.Linear(1, 1)
+    assert [device_of(module, usual).type for module in modules] == ["cpu", "cuda", "cpu"]

@@ -1,0 +1,237 @@
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from linearizer.errors import TextError
+from linearizer.hub.models import find_model
+from linearizer.teacher.load import load_tokenizer
+from linearizer.teacher.text import check_source, pack_texts, read_documents, read_texts, sample_from
+from tests.support.families import tiny_config
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(find_model("demo"))
+
+
+@pytest.fixture
+def starting_tokenizer():
+    """Give a tokenizer that puts a token before every text, as Llama's and Gemma's do."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = load_tokenizer(find_model("demo"))
+    end = tokenizer.eos_token
+    tokenizer.bos_token = "~"
+    start = ("~", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="~ $A", special_tokens=[start])
+    assert tokenizer.eos_token == end and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return tokenizer
+
+
+def ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("nonsense", "no source of text: write"),
+        ("file:", "no source of text"),
+        ("file:/no/such/text", "does not exist"),
+        ("file:/", "is a folder"),
+        ("dataset:name", "no id of a data set"),
+        ("dataset:a/b:c:d:e:f", "5 parts"),
+    ],
+)
+def test_what_is_no_source_is_refused_before_anything_is_read(source, said):
+    with pytest.raises(TextError, match=said):
+        check_source(source)
+    for known in ("builtin", "self", "dataset:org/name::train", f"file:{__file__}"):
+        check_source(known)
+
+
+def test_builtin_is_the_language_reference():
+    documents = list(read_documents("builtin"))
+    assert sum(len(document) for document in documents) > 300_000
+    assert any("lambda" in document for document in documents)
+
+
+def test_windows_hold_every_token_in_order_with_an_end_after_each_document(tokenizer):
+    documents = ["The first text.", "A second, longer text that goes on.", "End"]
+    packed = [token for document in documents for token in [*ids(tokenizer, document), tokenizer.eos_token_id]]
+    windows = list(pack_texts(documents, tokenizer, 5))
+    assert all(window.shape == (5,) for window in windows)
+    assert torch.cat(windows).tolist() == packed[: len(packed) // 5 * 5]
+
+
+def test_windows_of_a_tokenizer_that_starts_texts_start_alike(starting_tokenizer):
+    document = "A text that is long enough for many windows. " * 5
+    windows = torch.stack(list(pack_texts([document], starting_tokenizer, 8)))
+    assert (windows[:, 0] == starting_tokenizer.bos_token_id).all()
+    body = windows[:, 1:].flatten().tolist()
+    assert body == [*ids(starting_tokenizer, document), starting_tokenizer.eos_token_id][: len(body)]
+
+
+def test_tokenizer_without_end_separates_by_its_start(starting_tokenizer):
+    starting_tokenizer.eos_token = None
+    window = next(iter(pack_texts(["a", "b"] * 9, starting_tokenizer, 8)))
+    (a,), (b,), start = ids(starting_tokenizer, "a"), ids(starting_tokenizer, "b"), starting_tokenizer.bos_token_id
+    assert window.tolist() == [start, a, start, b, start, a, start, b]
+
+
+def test_windows_read_no_more_than_they_need(tokenizer):
+    def endless():
+        while True:
+            yield "words and more words"
+
+    windows = pack_texts(endless(), tokenizer, 64)
+    assert next(windows).shape == next(windows).shape == (64,)
+
+
+def test_windows_of_one_token_are_refused_whether_or_not_texts_start_with_one(tokenizer, starting_tokenizer):
+    for one in (tokenizer, starting_tokenizer):
+        with pytest.raises(TextError, match="1 token has nothing to predict: ask for a --length of at least 2"):
+            read_texts("builtin", one, 1, 2)
+        assert read_texts("builtin", one, 2, 3).shape == (3, 2)
+
+
+def test_windows_longer_than_the_model_print_no_warning(tokenizer, capfd):
+    tokenizer.model_max_length = 16
+    read_texts("builtin", tokenizer, 512, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_file_is_the_same_text_however_it_is_read_in_pieces(tmp_path):
+    text = "".join(f"line {number} of the text, é\n" for number in range(20_000))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8-sig")
+    pieces = list(read_documents(f"file:{tmp_path / 'text.txt'}"))
+    assert len(pieces) > 3 and "".join(pieces) == text
+    assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_lines_of_jsonl_are_documents(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "label": 3}\n')
+    assert list(read_documents(f"file:{tmp_path / 'rows.jsonl'}")) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("blank.txt", b" \n\n", "holds no text"),
+        ("binary.txt", b"\xff\xfe\x80 bytes", "is no text in UTF-8"),
+        ("zeros.txt", b"text\0text", "is no text, it holds zero bytes"),
+        ("rows.jsonl", b'{"text": "fine"}\n{"text": 3}\n', "no string named .* in line 2"),
+        ("broken.jsonl", b'{"text": "fine"}\n{"te', "no JSON in line 2"),
+        (".", None, "is a folder: name one file of it"),
+        ("missing.txt", None, "does not exist"),
+    ],
+)
+def test_file_that_is_no_text_is_one_sentence(tmp_path, name, content, sentence):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=sentence):
+        list(read_documents(f"file:{tmp_path / name}"))
+
+
+@pytest.mark.parametrize("source", ["", "wikitext", "file:", "dataset:", "BUILTIN", "files:a.txt"])
+def test_unknown_source_lists_the_four_kinds(source):
+    with pytest.raises(TextError, match="is no source of text: write `builtin`, `file:PATH`, `dataset:.*` or `self`"):
+        read_documents(source)
+
+
+def test_too_little_text_says_how_much_there_is_and_is_needed(tokenizer, tmp_path):
+    (tmp_path / "short.txt").write_text("a few words")
+    count = len(ids(tokenizer, "a few words")) + 1
+    with pytest.raises(TextError, match=rf"has {count} tokens, and 400 are needed \(4 texts of 100\)"):
+        read_texts(f"file:{tmp_path / 'short.txt'}", tokenizer, 100, 4)
+
+
+def rows(count):
+    lines = [json.dumps({"text": f"text {number} " * 30, "note": "n", "label": number}) for number in range(count)]
+    return "\n".join(lines).encode()
+
+
+def test_data_set_is_streamed_from_a_folder(tmp_path, tokenizer):
+    (tmp_path / "train.jsonl").write_bytes(rows(40))
+    (tmp_path / "test.jsonl").write_bytes(rows(3))
+    assert read_texts(f"dataset:{tmp_path}", tokenizer, 64, 4).shape == (4, 64)
+    assert len(list(read_documents(f"dataset:{tmp_path}::test"))) == 3
+    assert list(read_documents(f"dataset:{tmp_path}:default:test:note")) == ["n"] * 3
+
+
+def test_data_set_is_streamed_from_the_hub(hub):
+    hub.add("org/texts", {"train.jsonl": rows(5)}, kind="datasets")
+    assert len(list(read_documents("dataset:org/texts"))) == 5
+
+
+def test_private_data_set_is_read_with_its_owners_token(hub):
+    hub.add("org/secret", {"train.jsonl": rows(5)}, kind="datasets", private=True)
+    assert len(list(read_documents("dataset:org/secret", token="hf_fake_org"))) == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("dataset:org/none", "'org/none' is no folder here and not on the Hub, or it is private"),
+        ("dataset:org/private", "'org/private' is no folder here and not on the Hub, or it is private"),
+        ("dataset:org/gated", "'org/gated' is gated: accept its terms at http"),
+        ("dataset:org/open::valid", "'org/open' has no split 'valid': it has train"),
+        ("dataset:org/open:de", "'org/open' has no config 'de': it has default"),
+        ("dataset:org/open:::body", "'org/open' has no text in a column 'body': it has some in text, note"),
+        ("dataset:org/open:::label", "'org/open' has no text in a column 'label': it has some in text, note"),
+        ("dataset:open", "'open' is no id of a data set"),
+        ("dataset:a/b:c:d:e:f", "has 5 parts and may have 4"),
+        ("dataset:org/nothing", "'org/nothing' cannot be read"),
+    ],
+)
+def test_data_set_that_cannot_be_had_is_one_sentence(hub, source, sentence):
+    hub.add("org/open", {"train.jsonl": rows(5)}, kind="datasets")
+    hub.add("org/nothing", {"README.md": b"Nothing here."}, kind="datasets")
+    hub.add("org/private", {"train.jsonl": rows(5)}, kind="datasets", private=True)
+    hub.add("org/gated", {"train.jsonl": rows(5)}, kind="datasets", gated="auto")
+    with pytest.raises(TextError, match=sentence):
+        list(read_documents(source))
+
+
+def test_data_set_without_network_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(TextError, match="the Hub does not answer"):
+        list(read_documents("dataset:org/open"))
+
+
+def test_model_writes_texts_that_its_seed_repeats(tokenizer):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    state = torch.get_rng_state()
+    texts = sample_from(model, tokenizer, 12, 20, seed=3)
+    assert texts.shape == (20, 12) and (texts[:, 0] == tokenizer.eos_token_id).all()
+    assert torch.equal(texts, sample_from(model, tokenizer, 12, 20, seed=3))
+    assert not torch.equal(texts, sample_from(model, tokenizer, 12, 20, seed=4))
+    assert torch.equal(texts, read_texts("self", tokenizer, 12, 20, model=model, seed=3))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_first_texts_that_a_model_writes_are_the_same_however_many_it_writes(tokenizer):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    most = sample_from(model, tokenizer, 12, 20, seed=3)
+    for count in (1, 2, 4, 8, 17):
+        assert torch.equal(most[:count], sample_from(model, tokenizer, 12, count, seed=3))
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt_bigcode", "gemma3_text"])
+def test_written_tokens_follow_the_models_own_chances(family, tokenizer):
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(50)  # so sure that sampling is choosing the likeliest
+    texts = sample_from(model, tokenizer, 16, 3, seed=0)
+    with torch.no_grad():
+        chances = model(texts).logits.softmax(-1)[:, :-1]
+    assert chances.gather(-1, texts[:, 1:, None]).median() > 0.5
+
+
+def test_self_without_a_model_is_one_sentence(tokenizer):
+    with pytest.raises(TextError, match="there is no model here"):
+        read_texts("self", tokenizer, 16, 2)

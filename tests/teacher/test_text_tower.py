@@ -1,0 +1,135 @@
+"""The text tower of a model that reads pictures loads alone, and gives text the whole model's logits."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from linearizer import pipeline
+from linearizer.cli.text import describe_inspection
+from linearizer.errors import UnsupportedModel
+from linearizer.hub.models import find_model
+from linearizer.plan.plan import Plan
+from linearizer.progress import finish
+from linearizer.publish.card import describe_teacher
+from linearizer.run.disk import checkpoint_bytes
+from linearizer.teacher import streaming
+from linearizer.teacher.inspect_model import inspect_model, verify_teacher
+from linearizer.teacher.load import load_config, load_teacher
+from linearizer.teacher.streaming import measure_weights
+from linearizer.teacher.text_tower import TOWERS
+from tests.support.families import FAMILIES, GROUPED
+from tests.support.models import tokens
+from tests.support.runs import weights_of
+
+EYE = dict(
+    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+)
+QWEN = dict(depth=1, hidden_size=32, num_heads=2, patch_size=8, intermediate_size=32)
+ROPE = dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)
+TEXT = {
+    "aya_vision": dict(FAMILIES["cohere"], model_type="cohere"),
+    "gemma3": dict(FAMILIES["gemma3_text"], model_type="gemma3_text"),
+    "internvl": dict(GROUPED, model_type="qwen2"),
+    "mistral3": dict(GROUPED, model_type="mistral", sliding_window=None),
+    "qwen2_vl": dict(GROUPED, rope_parameters=ROPE),
+    "qwen2_5_vl": dict(GROUPED, rope_parameters=ROPE),
+    "qwen3_vl": dict(GROUPED, rope_parameters=ROPE),
+}
+SIGHT = {
+    "gemma3": dict(EYE, model_type="siglip_vision_model"),
+    "internvl": dict(EYE, image_size=[16, 16], patch_size=[8, 8]),
+    "mistral3": dict(EYE, model_type="pixtral", head_dim=16),
+    "aya_vision": dict(EYE, model_type="siglip_vision_model"),
+    "llava_onevision": dict(EYE, model_type="siglip_vision_model"),
+    "qwen2_vl": dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2, patch_size=8),
+    "qwen2_5_vl": dict(QWEN, out_hidden_size=64),
+    "qwen3_vl": dict(QWEN, out_hidden_size=64, deepstack_visual_indexes=[0]),
+}
+OLD = {"llava": ("model.language_model.", "language_model.model."), "qwen2_vl": ("model.language_model.", "model.")}
+
+
+def whole_model(family, **more):
+    text = TEXT.get(family, dict(GROUPED, model_type="llama"))
+    sight = SIGHT.get(family, dict(EYE, model_type="clip_vision_model"))
+    config = AutoConfig.for_model(family, **{"text_config": text, "vision_config": sight, **more})
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+
+
+@pytest.mark.parametrize("family", sorted(TOWERS))
+@torch.no_grad()
+def test_a_tower_gives_text_the_logits_of_its_whole_model(family, tmp_path):
+    whole = whole_model(family)
+    whole.save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    config = load_config(source)
+    inspection = inspect_model(source, config)
+    assert inspection.supported, inspection.reason
+    tower = load_teacher(source)
+    assert torch.equal(tower(tokens(2, 20)).logits, whole(input_ids=tokens(2, 20)).logits)
+    verify_teacher(tower, inspection)
+    assert inspection.parameters == sum(x.numel() for x in tower.parameters()) < source.weights.parameters
+    assert inspection.tower_of == type(whole).__name__ and inspection.architecture == type(tower).__name__
+    said = f"the text tower of {type(whole).__name__}"
+    assert said in describe_inspection(inspection) and said in describe_teacher(inspection)
+
+
+@pytest.mark.parametrize("family", OLD)
+@torch.no_grad()
+def test_a_tower_is_found_by_the_names_of_older_files(family, tmp_path):
+    whole = whole_model(family)
+    whole.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    names = {name: name.replace(*OLD[family]) for name in load_file(path)}
+    if family == "llava":
+        names = {name: name.replace("lm_head", "language_model.lm_head") for name in names} | {
+            name: own for name, own in names.items() if "lm_head" not in name
+        }
+    save_file({names[name]: x for name, x in load_file(path).items()}, path, {"format": "pt"})
+    tower = load_teacher(find_model(str(tmp_path)))
+    assert torch.equal(tower(tokens(1, 20)).logits, whole(input_ids=tokens(1, 20)).logits)
+
+
+def test_a_tower_whose_weights_are_not_there_is_refused(tmp_path):
+    whole_model("llava").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({name: x for name, x in load_file(path).items() if "norm" not in name}, path, {"format": "pt"})
+    source = find_model(str(tmp_path))
+    with pytest.raises(UnsupportedModel, match="the weights of its text tower .* are not in its files by their names"):
+        inspect_model(source, load_config(source)).require_support()
+
+
+def whole_with_words(folder):
+    """Save a model that reads pictures, with the demo model's words."""
+    demo = find_model("demo")
+    text = dict(GROUPED, model_type="llama", vocab_size=load_config(demo).vocab_size)
+    model = whole_model("llava", text_config=text)
+    model.save_pretrained(folder)
+    for path in demo.folder.glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return model
+
+
+QUICK = dict(texts=2, length=32, samples=64, sinks=2, steps=0, dtype="float32", strategy="window", budget=16)
+
+
+@torch.no_grad()
+def test_a_run_with_a_tower_ends_in_a_checkpoint_that_reads_text(tmp_path, monkeypatch):
+    whole = whole_with_words(tmp_path / "whole")
+    needed = measure_weights(load_config(find_model(str(tmp_path / "whole"))), torch.float32).whole
+    runs = []
+    for name, free in (("run", needed), ("streamed", needed - 1)):
+        monkeypatch.setattr(streaming, "free_bytes", lambda device, free=free: free / streaming.FILLED)
+        runs.append(pipeline.begin(tmp_path / name, Plan(str(tmp_path / "whole"), **QUICK)))
+        finish(pipeline.linearize(runs[-1]))
+    run = runs[0]
+    assert weights_of(run.checkpoint) == weights_of(runs[1].checkpoint)
+    held = sum(path.stat().st_size for path in run.checkpoint.glob("*.safetensors"))
+    assert 0.99 * held < checkpoint_bytes(run.plan, run.inspection) < 1.1 * held
+    student = AutoModelForCausalLM.from_pretrained(run.checkpoint, dtype=torch.float32)
+    ids = tokens(1, 8)  # no longer than its windows
+    assert torch.allclose(student(ids).logits, whole(input_ids=ids).logits, atol=1e-4)
+    assert json.loads((run.checkpoint / "config.json").read_text())["base"]["model_type"] == "llama"

@@ -1,0 +1,156 @@
+"""An evaluation is a job of its run: in a process of its own, seen, stopped, killed, resumed; the run stays done."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+
+from linearizer import pipeline
+from linearizer.cli.main import main
+from linearizer.errors import FolderError, RequestError
+from linearizer.pipeline import evaluate, linearize
+from linearizer.plan.plan import Plan
+from linearizer.progress import finish
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
+from linearizer.workers import control
+from linearizer.workers.worker import work_in_foreground
+from tests.support.runs import QUICK, process_of, wait_for
+
+PLAN = Plan("demo", steps=2, **QUICK)
+LONG = {"parts": ["language", "speed"], "texts": 2, "lengths": [64, 96], "seconds": 0.5}
+SHORT = {"parts": ["language", "recall"], "texts": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A finished run, which no test may change."""
+    run = pipeline.begin(tmp_path_factory.mktemp("made") / "run", PLAN)
+    finish(work_in_foreground(run, linearize(run, held=True)))
+    return run
+
+
+@pytest.fixture
+def run(made, tmp_path, monkeypatch):
+    """A copy of it, at which nothing works when the test is over."""
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
+    shutil.copytree(made.folder, tmp_path / "run")
+    result = Run(tmp_path / "run")
+    yield result
+    if result.has_file("plan.json") and control.state_of(result.evaluating) in control.LIVE:
+        control.stop(result)
+        wait_for(result.evaluating, "stopped", "done")
+
+
+def said(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, ""), err
+    return out
+
+
+def reached(run, part):
+    """Follow an evaluation until it works on a part."""
+    for events in control.follow(run.evaluating):
+        if any(event.get("part") == part for event in events):
+            return
+    raise AssertionError(control.status(run.evaluating))
+
+
+def examined(run):
+    return [event["part"] for event in run.events() if event["event"] == "examined"]
+
+
+def test_it_works_in_the_background_and_the_run_stays_done(run, capsys):
+    assert control.status(run).evaluation is None
+    out = said(capsys, "evaluate", run.folder, "--parts", "language,recall", "--texts", "2", "--detach", "--json")
+    assert json.loads(out) == {"run": str(run.folder), "state": "queued"}
+    assert os.getsid(int(process_of(run).name)) != os.getsid(0)
+    result = control.status(run)
+    assert result.state == "done" and result.live and result.evaluation.state in ("queued", "running")
+    assert "evaluation" in said(capsys, "runs").splitlines()[1]
+    with pytest.raises(FolderError, match="is being written by another process"):
+        control.delete(run)
+    with pytest.raises(FolderError, match="is being written by another process"):
+        control.evaluate(run, SHORT)
+    out = said(capsys, "runs", "attach", "run")
+    assert "calibration" in out and "loss the second time, after" in out
+    result = control.status(run)
+    assert (result.state, result.evaluation.state, result.live) == ("done", "done", False)
+    step = result.evaluation.step
+    assert (step["part"], step["place"], step["parts"]) == ("recall", 2, 2)
+    assert set(run.evaluation_parts) == {"language", "recall"} and run.done
+    assert not [event for some in control.follow(run) for event in some if "job" in event]
+
+
+def test_it_stops_in_the_middle_of_a_part_and_resumes_at_it(run, capsys):
+    control.evaluate(run, LONG)
+    reached(run, "speed")
+    said(capsys, "runs", "stop", "run")
+    assert control.state_of(run.evaluating) in ("stopping", "stopped")
+    wait_for(run.evaluating, "stopped")
+    assert examined(run) == ["language"] and control.state_of(run) == "done"
+    kept = run.evaluation_parts
+    said(capsys, "runs", "resume", "run")
+    wait_for(run.evaluating, "done")
+    assert examined(run) == ["language", "speed"] and run.evaluation_parts["language"] == kept["language"]
+    assert run.evaluation_parts["speed"]["asked"]["lengths"] == LONG["lengths"]
+
+
+def test_a_killed_one_is_lost_and_goes_on_at_the_finished_part_even_if_all_was_asked_anew(run):
+    finish(evaluate(run, Request(("language",), texts=2)))
+    control.evaluate(run, LONG, again=True)
+    reached(run, "speed")
+    os.kill(int(process_of(run).name), signal.SIGKILL)
+    result = wait_for(run.evaluating, "lost")
+    assert "its process is gone" in result.error and control.status(run).state == "done"
+    control.evaluate(run)
+    wait_for(run.evaluating, "done")
+    assert examined(run) == ["language", "language", "speed"]
+
+
+def test_what_is_there_as_asked_is_not_measured_again_whatever_the_part(run):
+    for _ in range(2):
+        finish(evaluate(run, Request(("language", "speed"), texts=2, seconds=0.1, lengths=(64,))))
+    assert examined(run) == ["language", "speed"]
+
+
+def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
+    control.evaluate(run, {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"})
+    result = wait_for(run.evaluating, "failed")
+    assert "nothing.txt" in result.error and control.status(run).state == "done" and run.done
+    with pytest.raises(RequestError, match="has no student yet"):
+        control.evaluate(pipeline.begin(tmp_path / "new", PLAN), SHORT)
+    with pytest.raises(RequestError, match="is done: there is nothing to stop"):
+        control.stop(run)
+    control.delete(run)
+    assert not run.folder.exists()
+
+
+def test_without_a_request_there_is_nothing_to_go_on_with(run):
+    with pytest.raises(RequestError, match="has no request for an evaluation"):
+        control.evaluate(run)
+
+
+def test_tables_and_charts_are_written_as_one_page(run, capsys, tmp_path):
+    page = tmp_path / "page.html"
+    said(capsys, "evaluate", run.folder, "--parts", "language", "--texts", "2", "--charts", page)
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and text.count('class="plotly-graph-div"') == 3 and "calibration" in text
+    assert (run.checkpoint / "README.md").read_text().count("### Language") == 1
+    assert main(["evaluate", str(run.folder), "--charts", str(page), "--detach"]) == 2
+    assert "repeat the command without --detach" in capsys.readouterr().err
+
+
+def test_a_run_resumed_after_its_evaluation_keeps_it(run):
+    lines = run.log_file.read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["event"] == "done"
+    run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
+    finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(SHORT), held=True), request=SHORT))
+    assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
+    control.start(run)
+    wait_for(run, "done")
+    result = control.status(run).evaluation
+    assert (result.state, result.step["part"], examined(run)) == ("done", "recall", ["language", "recall"])

@@ -1,0 +1,81 @@
+"""What work will take is forecast from the sizes of the work and the speed of the device that is meant."""
+
+from dataclasses import replace
+
+import pytest
+
+from linearizer.plan import head_bytes
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.plan import Plan
+from linearizer.run.disk import most_rows
+from linearizer.student.feature_maps import FEATURE_MAPS
+from linearizer.workers.forecast import Speeds, forecast_run, matrix_size, students_speed
+from tests.support.runs import inspection_of
+
+
+def test_every_gpu_is_timed_as_a_gpu():
+    assert matrix_size("cuda:1") == matrix_size("cuda") > matrix_size("cpu")
+
+
+def test_a_forecast_counts_every_price_that_is_measured_and_the_type_that_is_computed_in():
+    result = inspection_of([Layer(32, 8, 64, 64)] * 16, parameters=10**9, weight_bytes=2 * 10**9)
+    plan = Plan("demo", budget=64, device="cpu")
+    slow_in_halves, fast_in_halves = Speeds(1e11, 2e10, 1e5, 1e10, 1e9), Speeds(1e11, 2e11, 1e5, 1e10, 1e9)
+    seconds = forecast_run(plan, result, slow_in_halves, 0).seconds
+    assert forecast_run(replace(plan, prices="measured"), result, slow_in_halves, 0).seconds > 5 * seconds
+    assert forecast_run(replace(plan, dtype="float32"), result, slow_in_halves, 0).seconds == seconds
+    assert forecast_run(plan, result, fast_in_halves, 0).seconds < seconds
+    assert forecast_run(replace(plan, dtype="bfloat16"), result, slow_in_halves, 0).seconds > seconds
+    whole = replace(result, weight_bytes=4 * 10**9)
+    assert forecast_run(plan, whole, fast_in_halves, 0).seconds > forecast_run(plan, result, fast_in_halves, 0).seconds
+
+
+def test_a_student_takes_longer_with_more_layers_and_heads_and_larger_ones_but_not_by_heads_alone():
+    speeds, plan = Speeds(1e15, 1e15, 1e4, 1e15, 1e15, calls=1e-3), Plan("demo", budget=64, device="cpu")
+
+    def seconds(heads, size, layers):
+        return forecast_run(plan, inspection_of([Layer(8, heads, size, size)] * layers), speeds, 0).seconds
+
+    few, many, wide, deep = seconds(1, 64, 1), seconds(8, 64, 1), seconds(1, 128, 1), seconds(1, 64, 2)
+    assert few < wide < many < 4 * few
+    assert wide < deep
+
+
+def test_a_student_s_speed_is_split_into_what_layers_and_what_heads_take():
+    now = iter(x for begin in (0, 100, 200, 300) for x in (begin, begin + 2.56))  # of one head 10 ms a token
+    later = iter(x for begin in (0, 100, 200, 300) for x in (begin, begin + 4.352))  # of eight 17 ms
+    times = iter([*now, *later])
+    heads, calls = students_speed("cpu", lambda: next(times))
+    assert heads == pytest.approx(1000) and calls == pytest.approx(0.009)
+
+
+def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs():
+    result = inspection_of([Layer(32, 8, 64, 64)] * 16, parameters=10**9, weight_bytes=2 * 10**9)
+    speeds, plan = Speeds(1e11, 2e11, 1e5, 1e10, 1e9), Plan.of(model="demo", budget=64, device="cpu", loss="logits")
+    plain, healed, longer = (forecast_run(replace(plan, steps=steps), result, speeds, 0) for steps in (0, 50, 100))
+    assert longer.seconds - healed.seconds > 0.9 * (healed.seconds - plain.seconds) > 100
+    texts = 50 * 2 * 512 * 4  # bytes of the tokens of 50 steps
+    assert longer.disk_bytes == healed.disk_bytes + texts > plain.disk_bytes + 10 * 8 * 16 * 4 * 2048
+    fitted = forecast_run(replace(plan, steps=50, loss=None), result, speeds, 0)  # in closed form
+    assert plain.seconds < fitted.seconds < healed.seconds
+    assert (
+        fitted.disk_bytes == plain.disk_bytes + texts + 2 * 10**9 + 10**9
+    )  # weights of its own, and the maps to resume from
+
+
+def test_a_memory_has_no_more_rows_than_its_keys_allow():
+    layers = [Layer(32, 8, 64, 64)] * 16
+    features, memory = (
+        Plan("demo", budget=4096, strategy=strategy, feature_map=name, loss="output", steps=9)
+        for strategy, name in (("fix", "prf"), ("memory", "gdn"))
+    )
+    assert [most_rows(plan, layers[0]) for plan in (features, memory)] == [4096, 64]
+    result, speeds = inspection_of(layers), Speeds(1e11, 2e11, 1e5, 1e10, 1e9)
+    both = [forecast_run(replace(plan, device="cpu"), result, speeds, 0) for plan in (features, memory)]
+    assert both[1].memory_bytes < both[0].memory_bytes and both[1].seconds < both[0].seconds
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_the_disk_that_feature_maps_take_is_that_of_their_numbers(name):
+    made = FEATURE_MAPS[name](2, 16, 24)
+    assert 2 * head_bytes.FEATURE_MAPS[name](16, 24) == sum(x.numel() for x in made.parameters())

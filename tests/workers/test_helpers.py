@@ -1,0 +1,163 @@
+"""Other processes price some of a run's heads: the student has the bits that one process alone makes."""
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from linearizer import pipeline
+from linearizer.errors import FaultError
+from linearizer.method import allocate_run
+from linearizer.method.head_prices import measure_prices
+from linearizer.method.measure_run import measure_teacher
+from linearizer.plan.head_bytes import Head
+from linearizer.plan.plan import Plan
+from linearizer.progress import finish
+from linearizer.run.sharing import Share
+from linearizer.teacher.devices import device_name
+from linearizer.teacher.load import load_teacher_of
+from linearizer.workers import control, device_queue, helpers
+from linearizer.workers.helpers import HelperProcesses, devices_of
+from tests.support.models import layers_of, teacher_of, tokens
+from tests.support.runs import FP32, process_of, wait_for, wait_for_event, wait_until, weights_of
+
+PROC = Path("/proc")
+SMALL = dict(texts=2, length=32, samples=64, exchanges=0, sinks=2, budget=32, steps=3, **FP32)
+PLAN = Plan("demo", strategy="gain-features", **SMALL)
+
+
+class InTurn:
+    """Helpers that do their shares in this process, before its own."""
+
+    count = 3
+
+    def __init__(self, run):
+        self.run = run
+
+    def begin(self):
+        pass
+
+    def beside(self, task, steps):
+        products = []
+        for number in range(1, self.count):
+            products += pipeline.help_with(self.run, [task], Share(number, self.count))
+        return (yield from steps), products
+
+    def close(self):
+        pass
+
+
+def products(run):
+    """What does not depend on how many made it."""
+    return [run.read(name) for name in ("profile.json", "allocation.json")], weights_of(run.checkpoint)
+
+
+def test_a_helper_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_bits(tmp_path, monkeypatch):
+    whole, run = (pipeline.begin(tmp_path / name, PLAN) for name in ("whole", "helped"))
+    finish(pipeline.linearize(whole))
+    monkeypatch.setenv(helpers.PROCESSES, "2")
+    control.start(run)
+    wait_until(lambda: helpers_of(run))
+    (helper,) = helpers_of(run)
+    os.kill(helper, signal.SIGSTOP)
+    wait_for_event(run, "price")
+    os.kill(helper, signal.SIGKILL)
+    error = wait_for(run, "failed").error
+    assert error.startswith("the process that helps on cpu was ended by signal 9: resume the run"), error
+    monkeypatch.setenv(helpers.PROCESSES, "1")
+    control.start(run)
+    wait_for(run, "done")
+    assert products(run) == products(whole)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_helpers_end_with_the_process_of_the_run(end, tmp_path, monkeypatch):
+    monkeypatch.setenv(helpers.PROCESSES, "2")
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    control.start(run)
+    wait_until(lambda: helpers_of(run))
+    os.kill(int(process_of(run).name), end)
+    wait_until(lambda: not helpers_of(run))
+    assert control.state_of(run) == ("lost" if end == signal.SIGKILL else "stopped")
+    wait_until(lambda: not run.is_locked)
+
+
+def test_a_helper_that_cannot_work_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv(helpers.PROCESSES, "2")
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    (run.folder / "inspection.json").rename(tmp_path / "inspection.json")
+    processes = HelperProcesses(run)
+    processes.begin()
+    try:
+        with pytest.raises(FaultError, match="the process that helps on cpu cannot go on: .*inspection.json"):
+            finish(processes.beside("prices 2", processes.watched(iter(()))))
+    finally:
+        processes.close()
+    assert not helpers_of(run)
+
+
+def helpers_of(run):
+    """List the processes that help with a run."""
+    found = []
+    for process in PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            if b"linearizer.workers.helpers" in command and bytes(run.folder) in command:
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.parametrize("visible", ["", "2,3", "GPU-a,GPU-b/1", "MIG-GPU-c/1/0, MIG-GPU-c/2/0"])
+def test_a_helper_sees_the_device_that_is_its_own_by_the_name_that_it_has_here(visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    names = [name.strip() for name in visible.split(",")] if visible else ["0", "1"]
+    for number, name in enumerate(names):
+        assert helpers.seen_by(number, device_name(f"cuda:{number}")) == {"CUDA_VISIBLE_DEVICES": name}
+    assert helpers.seen_by(1, "cpu") == {}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])  # halves of the texts, layers, and both
+def test_several_processes_estimate_the_prices_of_one(count, tmp_path, monkeypatch):
+    monkeypatch.setattr(InTurn, "count", count)
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    teacher = load_teacher_of(run.plan)
+    finish(measure_teacher(run, teacher))
+    texts = allocate_run.texts_to_price_on(run, teacher, None)
+    whole = finish(allocate_run.price_heads(run, teacher, texts))
+    (run.folder / "prices.json").unlink()
+    assert finish(allocate_run.price_heads(run, teacher, texts, helpers=InTurn(run))) == whole
+
+
+def test_shares_of_layers_are_measured_as_all_of_them():
+    teacher, kept = teacher_of("llama"), {}
+    options = (Head(window=4), Head(window=3, slots=4))
+    given = (teacher, tokens(1, 16), layers_of(teacher), options, 2, lambda student, index: None)
+    for number in range(2):
+        finish(measure_prices(*given, keep=kept.__setitem__, share=Share(number, 2)))
+    assert sorted(kept) == [0, 1, 2] and finish(measure_prices(*given, kept)) == finish(measure_prices(*given))
+
+
+def test_a_run_on_several_devices_waits_for_each(tmp_path):
+    held = [device_queue.take_ticket(tmp_path / str(number)) for number in range(4)]
+    for ticket, devices in zip(held, (["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"], ["cuda:1"]), strict=True):
+        ticket.set_devices(devices)
+    assert [ticket.count_before() for ticket in held] == [0, 0, 2, 2]
+    held[0].remove()
+    assert held[2].count_before() == 1
+    held[1].remove()
+    assert (held[2].count_before(), held[3].count_before()) == (0, 1)
+    for ticket in held[2:]:
+        ticket.remove()
+
+
+def test_a_cpu_has_one_process_unless_more_are_asked_for_and_there_are_prices_to_measure(tmp_path, monkeypatch):
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    unpriced = pipeline.begin(tmp_path / "unpriced", replace(PLAN, strategy="common-lambda"))
+    assert devices_of(run) == ["cpu"]
+    for asked, count in (("3", 3), ("0", 1), ("many", 1)):
+        monkeypatch.setenv(helpers.PROCESSES, asked)
+        assert devices_of(run) == ["cpu"] * count
+        assert devices_of(unpriced) == devices_of(run.evaluating) == ["cpu"]
