@@ -114,7 +114,7 @@ def save(
     files: Sequence[Path] = (),
     stored: torch.dtype | None = None,
 ) -> None:
-    """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is complete.
+    """Write weights, config, the student's code and tokenizer; an older checkpoint stays until the new one is complete.
 
     `files` hold the teacher's weights, if these are the student's, too: they become part of the checkpoint as they are.
     Others are written in the type that the model holds, and what is read in every pass in the `stored` type.

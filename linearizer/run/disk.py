@@ -30,7 +30,7 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) ->
 
 
 def other_bytes(inspection: Inspection) -> int:
-    """Estimate what a run writes besides: a tokenizer, the runtime's code, tables and pictures."""
+    """Estimate what a run writes besides: a tokenizer, the student's code, tables and pictures."""
     return SMALL_FILES + TOKEN * inspection.vocabulary
 
 
