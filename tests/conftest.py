@@ -34,7 +34,8 @@ import pytest  # noqa: E402  (huggingface_hub reads the environment when it is i
 
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
-LONGEST = "page/test_on_space page/test_journey page cli workers student test_ train publish method teacher".split()
+LONGEST = """page/test_on_space page/test_journey page cli workers student test_ train publish hub report method teacher
+benchmarks""".split()
 ONE_SERVER = "access api cards evaluation hub_jobs journey local_requests steps"  # and one browser, long to start
 ONE_SPACE = "limits on_space"
 FIRST_OF = {f"tests/page/test_{name}.py": names for names in (ONE_SERVER, ONE_SPACE) for name in names.split()}

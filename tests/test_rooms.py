@@ -22,10 +22,13 @@ SEAMS = {  # library -> the only places that may import it
     "fastapi": ["serve"],
     "uvicorn": ["serve"],
     "spaces": ["page/zerogpu.py"],
-    "huggingface_hub": ["hub", "publish"],
-    "PIL": ["report"],
+    "huggingface_hub": [
+        *(f"hub/{name}.py" for name in ("models", "errors", "upload", "repository", "jobs_api")),
+        *(f"publish/{name}.py" for name in ("card_metadata", "space")),
+    ],
+    "PIL": ["report/allocation_picture.py"],
     "plotly": ["report"],
-    "datasets": ["hub"],
+    "datasets": ["hub/models.py"],
     "lm_eval": ["evaluate/tasks.py"],
     "peft": ["train/lora.py"],
 }

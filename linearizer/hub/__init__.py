@@ -1,4 +1,4 @@
 """Models, data sets, uploads and jobs of the Hub, and files of weights, which are inspected before any is loaded.
 
-No other room reads or writes the network.
+No other room talks to the Hub.
 """
