@@ -71,7 +71,7 @@ def improve_by_exchanges(
     expected = logits_of(teacher, texts)
     best, answers = allocation, BlockAnswers(teacher)
     with answers.kept():
-        best_kl = kl_of_student(teacher, texts, layers, allocation, begin, expected)
+        best_kl = tokens_kl_of_student(teacher, texts, layers, allocation, begin, expected).mean().item()
     for done in range(exchanges + 1):
         yield Progress(EventName.EXCHANGE, done, exchanges, "students", {"kl": best_kl})
         candidate = exchange(best) if done < exchanges else None
@@ -79,7 +79,7 @@ def improve_by_exchanges(
             break
         own = BlockAnswers(teacher)
         with answers.skipping(first_difference(best, candidate)), own.kept():
-            kl = kl_of_student(teacher, texts, layers, candidate, begin, expected)
+            kl = tokens_kl_of_student(teacher, texts, layers, candidate, begin, expected).mean().item()
         if kl < best_kl:
             best, best_kl, answers = candidate, kl, own
     return best, best_kl
@@ -89,18 +89,6 @@ def first_difference(allocation: Allocation, other: Allocation) -> int:
     """Find the first layer whose heads hold something else."""
     pairs = enumerate(zip(allocation.heads, other.heads, strict=True))
     return next((index for index, (mine, theirs) in pairs if mine != theirs), 0)
-
-
-def kl_of_student(
-    teacher: PreTrainedModel,
-    texts: torch.Tensor,
-    layers: Sequence[Layer],
-    allocation: Allocation,
-    begin: Begin,
-    expected: torch.Tensor,
-) -> float:
-    """Measure the kl of one student's logits against the expected logits, in nats per token."""
-    return tokens_kl_of_student(teacher, texts, layers, allocation, begin, expected).mean().item()
 
 
 def tokens_kl_of_student(
