@@ -105,7 +105,7 @@ def quick_run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
     """Give the folder of a finished run of the demo model that was trained, which no test may change."""
-    return made_once(tmp_path_factory, "trained-run", "--texts 2 --length 128 --samples 64 --steps 2 --exchanges 0")
+    return made_once(tmp_path_factory, "trained-run", "--texts 2 --length 128 --samples 64 --steps 2")
 
 
 def made_once(tmp_path_factory, name, options):

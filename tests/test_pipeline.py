@@ -19,6 +19,7 @@ from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.progress import Progress, finish
+from linearizer.run.candidates import Candidate, Candidates
 from linearizer.run.files import remove
 from linearizer.run.folder import Trained, read_training
 from linearizer.run.stopping import LogPace
@@ -48,7 +49,7 @@ def student(run):
 @pytest.mark.parametrize("strategy", ["common-lambda", "gain"])
 def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, begin, monkeypatch):
     monkeypatch.setattr(allocate_run, "options_to_price", lambda *offered: options_to_price(*offered)[::3])
-    plan = Plan("demo", target_length=64, steps=4, exchanges=1, **{**QUICK, "budget": 24, "strategy": strategy})
+    plan = Plan("demo", target_length=64, steps=4, **{**QUICK, "budget": 24, "strategy": strategy})
     plan = replace(plan, bits=8 if strategy == "gain" else None)
     whole, run = begin("whole", plan), begin("run", plan)
     finish(linearize(whole))
@@ -170,11 +171,11 @@ def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
     run = begin(plan=Plan("demo", budget=64, strategy="window"))
     run.write("inspection.json", inspection_of([Layer(4, 2, 16, 16)], max_positions=128).to_json())
     reallocate(run, run.plan)
-    run.log("exchanged", predicted=0.5, measured=0.25, changed=False)
+    run.write("candidates.json", Candidates((128,), (Candidate("plain window", (0.25,)),)).to_json())
     run.write("state/steps.json", '{"steps": 7}')
     for budget, said in ((64, True), (48, False), (64, False)):
         reallocate(run, replace(run.plan, budget=budget))
-        assert ("0.5000 predicted, 0.2500 measured" in describe_run(run)) == run.has_file("state/steps.json") == said
+        assert ("Kept: plain window" in describe_run(run)) == run.has_file("state/steps.json") == said
 
 
 def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):

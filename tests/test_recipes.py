@@ -39,7 +39,7 @@ from tests.support.models import layers_of, student_of, teacher_of, tokens
 from tests.support.runs import weights_of
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
-SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, exchanges=1, dtype="float32")
+SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, dtype="float32")
 
 
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer", "liger"])

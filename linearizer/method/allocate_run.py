@@ -8,9 +8,9 @@ from collections import Counter
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.method.by_prices import MIN_KL, allocate_by_prices, correct_prices, dear_offers, exchange_once
+from linearizer.method.by_prices import MIN_KL, allocate_by_prices, correct_prices, dear_offers
 from linearizer.method.choose import texts_priced
-from linearizer.method.decide import allocate_alike, decide, fewer_bits, offers_by_prices, offers_of, sinks_to_try
+from linearizer.method.decide import allocate_alike, decide, fewer_bits, offers_by_prices, sinks_to_try
 from linearizer.method.gates import learn_gates
 from linearizer.method.head_prices import (
     Place,
@@ -23,7 +23,7 @@ from linearizer.method.head_prices import (
 from linearizer.method.head_prices_by_gradient import estimate_prices
 from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin
-from linearizer.method.whole_student import improve_by_exchanges, measure_students
+from linearizer.method.whole_student import measure_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import Steps
@@ -45,27 +45,11 @@ LAYERS = "state/prices"  # a file for each layer that is priced, and for each gr
 
 def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers = ALONE) -> Steps[Allocation]:
     """Decide what every head holds, after measuring what the plan's strategy decides by."""
-    if run.plan.rules.decided_by == "prices":
-        return (yield from allocate_with_exchanges(run, teacher, token, helpers))
+    if run.plan.rules.decided_by == "prices" and run.prices is None:
+        yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
     if run.plan.rules.decided_by == "gates":
         return (yield from allocate_with_gates(run, teacher, token))
     return decide(run, run.plan, teacher.inspection.layers)
-
-
-def allocate_with_exchanges(run: Run, teacher: Teacher, token: str | None, helpers: Helpers) -> Steps[Allocation]:
-    """Allocate by prices, then exchange options between heads where whole students measure a smaller kl."""
-    texts, layers = texts_to_price_on(run, teacher, token), teacher.inspection.layers
-    yield from price_heads(run, teacher, texts, helpers)
-    first, offers = decide(run, run.plan, layers), offers_of(run, run.plan, layers)
-    tried: set[int] = set()
-
-    def exchange(allocation: Allocation) -> Allocation | None:
-        return exchange_once(offers, allocation, tried)
-
-    steps = improve_by_exchanges(teacher.model, texts, layers, first, exchange, run.plan.exchanges, begin_of(run))
-    best, kl = yield from log_progress(run, steps)
-    run.log(EventName.EXCHANGED, predicted=offers.kl(offers.levels(best)), measured=kl, changed=best != first)
-    return best
 
 
 def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
@@ -86,10 +70,8 @@ def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Te
     return with_repeats(texts, passage, run.plan.seed)
 
 
-def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers = ALONE) -> Steps[Prices]:
-    """Measure or estimate the prices of all KV heads, unless the run has them already."""
-    if prices := run.prices:
-        return prices
+def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers) -> Steps[None]:
+    """Measure or estimate the prices of all KV heads."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
@@ -108,7 +90,6 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helper
     remove(run.folder / LAYERS)
     estimated = run.plan.prices == "estimated"
     run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated, measured=len(measured))
-    return prices
 
 
 def help_pricing(

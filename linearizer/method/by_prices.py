@@ -169,37 +169,6 @@ def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
     return offers.allocation(levels)
 
 
-def exchange_once(offers: OffersOfHeads, allocation: Allocation, tried: set[int]) -> Allocation | None:
-    """Upgrade the head with the largest kl that was not tried yet, and downgrade others where that costs least.
-
-    A price is of one head alone. Whether heads make up for each other is known once the whole student is measured.
-    """
-    current = offers.levels(allocation)
-    kl = [offer.kl for offer in offers.at(current)]
-    for head in sorted(range(len(current)), key=lambda head: -kl[head]):
-        if head not in tried and current[head] + 1 < len(offers.offers[head]):
-            tried.add(head)
-            levels = list(current)
-            levels[head] += 1
-            if downgrade_others(offers, levels, keep=head):
-                return offers.allocation(levels)
-    return None
-
-
-def downgrade_others(offers: OffersOfHeads, levels: list[int], keep: int) -> bool:
-    """Lower levels in place, least kl per byte first, until the budget is kept; tell whether that was possible."""
-    while offers.bytes_left(levels) < 0:
-        downgrades = [
-            (kl_saved_per_byte(of_head[level - 1], of_head[level]), head)
-            for head, (of_head, level) in enumerate(zip(offers.offers, levels, strict=True))
-            if head != keep and level
-        ]
-        if not downgrades:
-            return False
-        levels[min(downgrades)[1]] -= 1
-    return True
-
-
 def offers_for_head(
     prices: Prices, layer: Layer, kl_of_options: Sequence[float], length: int, may_grow: bool
 ) -> Iterator[Offer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.method.shared_reads import in_step, passes_at_once
-from linearizer.method.substitute import Begin, BlockAnswers, make_layer_student, replace_student
+from linearizer.method.substitute import Begin, make_layer_student, replace_student
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
@@ -51,44 +51,6 @@ def kl_by_token(
         kl += in_step(teacher, [partial(tokens_kl_of_student, *each) for each in given])
         yield Progress(step, len(kl), len(allocations), "students")
     return kl
-
-
-@torch.inference_mode()
-def improve_by_exchanges(
-    teacher: PreTrainedModel,
-    texts: torch.Tensor,
-    layers: Sequence[Layer],
-    allocation: Allocation,
-    exchange: Callable[[Allocation], Allocation | None],
-    exchanges: int,
-    begin: Begin,
-) -> Steps[tuple[Allocation, float]]:
-    """Measure an allocation, then candidates that `exchange` makes of the best so far; return the best and its kl.
-
-    A candidate is run from the first layer on in which it differs from the best.
-    """
-    yield Progress(EventName.EXCHANGE, 0, exchanges, "students")
-    expected = logits_of(teacher, texts)
-    best, answers = allocation, BlockAnswers(teacher)
-    with answers.kept():
-        best_kl = tokens_kl_of_student(teacher, texts, layers, allocation, begin, expected).mean().item()
-    for done in range(exchanges + 1):
-        yield Progress(EventName.EXCHANGE, done, exchanges, "students", {"kl": best_kl})
-        candidate = exchange(best) if done < exchanges else None
-        if candidate is None:
-            break
-        own = BlockAnswers(teacher)
-        with answers.skipping(first_difference(best, candidate)), own.kept():
-            kl = tokens_kl_of_student(teacher, texts, layers, candidate, begin, expected).mean().item()
-        if kl < best_kl:
-            best, best_kl, answers = candidate, kl, own
-    return best, best_kl
-
-
-def first_difference(allocation: Allocation, other: Allocation) -> int:
-    """Find the first layer whose heads hold something else."""
-    pairs = enumerate(zip(allocation.heads, other.heads, strict=True))
-    return next((index for index, (mine, theirs) in pairs if mine != theirs), 0)
 
 
 def tokens_kl_of_student(

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from linearizer.workers.machine import Machine
 
 EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
-    "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),
-    "Quick": ({"exchanges": 8}, 1),
-    "Thorough": ({"texts": 32, "samples": 2048, "exchanges": 16}, 5),
+    "Try it": ({"texts": 2, "length": 256, "samples": 512}, 1 / 6),
+    "Quick": ({}, 1),
+    "Thorough": ({"texts": 32, "samples": 2048}, 5),
 }
 MAX_MODELS_FOUND = 20
 MEASURED_FILES = (

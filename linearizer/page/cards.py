@@ -23,7 +23,7 @@ from linearizer.report.markup import (
     without_folders,
 )
 from linearizer.report.parts import PART_VIEWS
-from linearizer.report.prediction import candidates_table, read_corrections
+from linearizer.report.prediction import candidates_table, find_correction
 from linearizer.report.training_charts import ERRORS
 from linearizer.report.verdict import Verdict
 from linearizer.run.folder import Run
@@ -52,7 +52,6 @@ STEP_SENTENCES = {
     "profile": "measures the teacher",
     "try": "tries numbers of sinks",
     "price": "prices every head",
-    "exchange": "tries whole students",
     "gates": "learns gates",
     "check": "compares it with plain students",
     "distill": "trains the features",
@@ -187,10 +186,11 @@ def verdict_card(verdict: Verdict | None) -> str:
 
 def candidates_card(run: Run) -> str:
     """Say what was predicted and measured of a student, and why its allocation was kept; the others are folded."""
-    lines = "".join(f'<p class="lz-faint">{escape(each.in_words)}.</p>' for each in read_corrections(run))
     if (candidates := run.candidates) is None:
-        return lines
-    return lines + folded(candidates.why, table_html("Allocations that were measured", candidates_table(candidates)))
+        return ""
+    correction = find_correction(run)
+    line = "" if correction is None else f'<p class="lz-faint">{escape(correction.in_words)}.</p>'
+    return line + folded(candidates.why, table_html("Allocations that were measured", candidates_table(candidates)))
 
 
 def evaluation_tables(parts: Mapping[str, Part]) -> str:

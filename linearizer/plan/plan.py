@@ -170,7 +170,6 @@ class Plan(JsonProduct):
         choices=("estimated", "measured"),
         group=MEASURING,
     )
-    exchanges: int = option(12, "neighbours of the chosen allocation that are measured, too", least=0, group=MEASURING)
     seed: int = option(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1, group=MACHINE)
     device: str = option("auto", "auto, cpu, cuda, cuda:1, …", group=MACHINE)
     dtype: str = option(

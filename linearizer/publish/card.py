@@ -25,7 +25,7 @@ from linearizer.plan.state_size import ROW_TITLES, StateSize
 from linearizer.publish.card_metadata import LINK, CitedTeacher, build_metadata, one_line, public_terms
 from linearizer.report.allocation_picture import draw_picture
 from linearizer.report.parts import PART_VIEWS
-from linearizer.report.prediction import candidates_table, read_corrections
+from linearizer.report.prediction import candidates_table, find_correction
 from linearizer.report.tables import Table, describe_environment
 from linearizer.report.verdict import judge_run
 from linearizer.run.files import write_whole
@@ -240,12 +240,13 @@ def describe_production(allocation: Allocation, plan: Plan, training: Trained) -
 
 def describe_choice(run: Run) -> str:
     """Say what was predicted and measured of the student, and why its allocation was kept: the others are folded."""
-    lines = [f"{correction.in_words}." for correction in read_corrections(run)]
     if (candidates := run.candidates) is None:
-        return "".join(f"{line}\n\n" for line in lines)
+        return ""
+    correction = find_correction(run)
+    line = "" if correction is None else f"{correction.in_words}.\n\n"
     table = table_markdown(candidates_table(candidates))
     folded = f"<details><summary>{html.escape(candidates.why)}</summary>\n\n{table}\n\n</details>"
-    return "".join(f"{line}\n\n" for line in [*lines, folded])
+    return f"{line}{folded}\n\n"
 
 
 def describe_repetition(training: Trained) -> str:

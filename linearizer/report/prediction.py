@@ -5,24 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from linearizer.errors import LinearizerError
+from linearizer.method.by_prices import allocate_by_prices
 from linearizer.method.decide import offers_of
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.plan import Plan
 from linearizer.report.tables import Rows, Table
 from linearizer.run.candidates import Candidates
-from linearizer.run.events import EventName, events_of_student
 from linearizer.run.folder import Run
-
-PRICED_ON = "the text that heads were priced on"
 
 
 @dataclass(frozen=True)
 class Correction:
-    """The kl that prices predict of a run's own student, and the kl that was measured of it."""
+    """The kl that prices predict of the student they chose, and the kl that was measured of it."""
 
     predicted: float
     measured: float
-    text: str  # that it was measured on
+    length: int  # tokens of the text that it was measured on
 
     @property
     def factor(self) -> float:
@@ -31,26 +29,21 @@ class Correction:
 
     @property
     def in_words(self) -> str:
-        return f"KL on {self.text}: {self.predicted:.4f} predicted, {self.measured:.4f} measured"
-
-
-def read_corrections(run: Run) -> list[Correction]:
-    """Read what was predicted and measured of a run's student: first on priced text, then on other text."""
-    events = events_of_student(run.events(), EventName.EXCHANGED)
-    if not events or not (predicted := events[-1]["predicted"]) > 0:
-        return []
-    corrections = [Correction(predicted, events[-1]["measured"], PRICED_ON)]
-    if candidates := run.candidates:
-        length, priced = run.plan.kept_length(run.positions), candidates.measured[0]  # the first is that by prices
-        own = dict(zip(candidates.lengths, priced.kl, strict=True))
-        measured = own.get(length, priced.kl[-1])
-        corrections.append(Correction(predicted, measured, f"{length:,} tokens of text that was not priced"))
-    return corrections
+        predicted, measured = f"{self.predicted:.4f} predicted", f"{self.measured:.4f} measured"
+        return f"KL on {self.length:,} tokens of text that was not priced: {predicted}, {measured}"
 
 
 def find_correction(run: Run) -> Correction | None:
-    """Find by how much this run's predictions are off; None where no whole student was measured."""
-    return next(reversed(read_corrections(run)), None)
+    """Find by how much this run's predictions are off; None where no student by prices was measured."""
+    if (candidates := run.candidates) is None or run.prices is None:
+        return None
+    offers = offers_of(run, run.plan, run.layers)
+    if not (predicted := offers.kl(offers.levels(allocate_by_prices(offers)))) > 0:
+        return None
+    length, priced = run.plan.kept_length(run.positions), candidates.measured[0]  # the first is that by prices
+    own = dict(zip(candidates.lengths, priced.kl, strict=True))
+    length = length if length in own else candidates.lengths[-1]
+    return Correction(predicted, own[length], length)
 
 
 def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
@@ -72,8 +65,9 @@ def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
 
 def kl_sentences(run: Run) -> list[str]:
     """Say what was predicted and what was measured of a run's student, and which allocation was kept and why."""
-    sentences = [f"{correction.in_words}." for correction in read_corrections(run)]
-    return sentences + ([run.candidates.in_words] if run.candidates else [])
+    correction, candidates = find_correction(run), run.candidates
+    predicted = [] if correction is None else [f"{correction.in_words}."]
+    return predicted + ([] if candidates is None else [candidates.in_words])
 
 
 def candidates_table(candidates: Candidates) -> Table:

@@ -35,7 +35,6 @@ class EventName(str, Enum):
     PROFILE = "profile"
     TRY = "try"
     PRICE = "price"
-    EXCHANGE = "exchange"
     CHECK = "check"
     GATES = "gates"
     DISTILL = "distill"
@@ -46,7 +45,6 @@ class EventName(str, Enum):
     TRIED = "tried"
     PRICED = "priced"
     DROPPED = "dropped"  # a damaged file is not used
-    EXCHANGED = "exchanged"
     CHECKED = "checked"  # the student that was allocated, with plain students of the same bytes
     ALLOCATED = "allocated"
     TIMED = "timed"
@@ -62,9 +60,7 @@ class EventName(str, Enum):
     __str__ = str.__str__
 
 
-STEPS = tuple(
-    map(EventName, ("profile", "try", "price", "exchange", "gates", "check", "distill", "evaluate"))
-)  # with progress
+STEPS = tuple(map(EventName, ("profile", "try", "price", "gates", "check", "distill", "evaluate")))  # with progress
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 

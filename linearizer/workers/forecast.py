@@ -49,7 +49,6 @@ LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits
 ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
 DEAR_SHARE = 0.5  # of the dear offers that may be measured
 COMPARED = 4  # students that are measured before one of them is made
-EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first layer on that differs
 HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
@@ -193,7 +192,7 @@ def sweeps(plan: Plan, layers: list[Layer]) -> float:
     count = 8.0  # until it is profiled, and of all that is judged together the texts in two parts, and passages
     if plan.rules.decided_by == "prices":
         priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
-        count += 6 + COMPARED + priced * len(layers) / 2 + EXCHANGE_SHARE * plan.exchanges
+        count += 6 + COMPARED + priced * len(layers) / 2
     if plan.trains:
         count += 3 + plan.steps / SAVE_EVERY
     return count
@@ -207,10 +206,10 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
 
 
 def pricing_seconds(plan: Plan, layers: list[Layer], length: int, teacher: float, own: float) -> float:
-    """Say how many seconds sinks, prices and exchanges take for a text."""
+    """Say how many seconds sinks, prices and the comparison take for a text."""
     heads = sum(layer.kv_heads for layer in layers)
     offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
-    students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges + COMPARED
+    students = len(sinks_to_try(plan)) + COMPARED
     priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
     if plan.prices == "measured":
         priced = heads * offered / 2

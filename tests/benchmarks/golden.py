@@ -25,7 +25,6 @@ SMALL = {
     "length": 128,
     "samples": 128,
     "budget": 32,
-    "exchanges": 2,
     "dtype": "float32",
     "device": "cpu",
 }

@@ -28,7 +28,7 @@ from linearizer.workers import control
 from linearizer.workers.helpers import PROCESSES
 
 ROW = "{:16}  {:>11}  {:>11}  {:>13}  {:>12}  {:>8}"  # printed as soon as it is known
-USUAL = {"model": "demo", "dtype": "float32", "device": "cpu", "samples": 128, "exchanges": 0, "sinks": 2}
+USUAL = {"model": "demo", "dtype": "float32", "device": "cpu", "samples": 128, "sinks": 2}
 PLANS = {  # what is timed -> the plan, and the events between which it happens
     "prices-measured": (
         Plan(**USUAL, budget=32, texts=8, length=256, strategy="windows", prices="measured", steps=0),

@@ -74,7 +74,7 @@ SHAPES = {  # name -> config, whether it is run whole
     ),
 }  # fmt: skip
 RESULTS = Path(__file__).parent / "results" / "sizes-cpu.md"
-PLAN = {"texts": 2, "samples": 256, "exchanges": 0, "sinks": 2, "budget": 64}
+PLAN = {"texts": 2, "samples": 256, "sinks": 2, "budget": 64}
 OPTIONS = ("strategy", "prices", "steps", "dtype", "length")
 HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "peak disk", "forecast")
 PEAK, OWN = "VmHWM", "RssAnon"  # of a process: the most that it had in memory, and its memory without files

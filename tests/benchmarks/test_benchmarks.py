@@ -96,7 +96,6 @@ def test_the_time_of_a_run_is_laid_out_by_steps_beside_its_forecast(capsys):
         "profile",
         "try",
         "price",
-        "exchange",
         "check",
         "evaluate",
         "save",

@@ -26,7 +26,7 @@ from linearizer.workers.forecast import run_memory
 from tests.support.gguf_models import Kind, llama_of, write_gguf
 from tests.support.models import tokens
 
-QUICK = "--budget 16 --length 32 --texts 2 --samples 64 --sinks 2 --dtype float32 --exchanges 0".split()
+QUICK = "--budget 16 --length 32 --texts 2 --samples 64 --sinks 2 --dtype float32".split()
 
 
 @pytest.fixture(scope="module")

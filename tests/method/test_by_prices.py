@@ -17,7 +17,6 @@ from linearizer.method.by_prices import (
     allocate_by_prices,
     correct_prices,
     dear_offers,
-    exchange_once,
     kl_by_bytes,
 )
 from linearizer.method.decide import allocate_alike, sinks_to_try
@@ -137,17 +136,6 @@ def test_it_is_the_best_choice_but_for_one_step(prices, budget):
 def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
     small, large = (allocate(prices, spend, 4096, may_grow=False)[1] for spend in (budget, budget + more))
     assert large <= small + 1e-12
-
-
-@given(prices=four_heads, budget=st.integers(6, 200))
-def test_exchanges_keep_the_budget_and_end(prices, budget):
-    offers, tried = OffersOfHeads.of(prices, LAYERS, budget, 4096, may_grow=False), set()
-    first = best = allocate(prices, budget, 4096, may_grow=False)[0]
-    assert offers.allocation(offers.levels(first)) == first
-    for _ in range(4):
-        best = exchange_once(offers, best, tried) or best
-        assert spent(best, 4096) <= cache_bytes(LAYERS, budget)
-    assert exchange_once(offers, best, tried) is None
 
 
 @pytest.mark.parametrize("far", [{}, {"slots": 4}, {"features": 32}])

@@ -17,7 +17,7 @@ from linearizer.run.candidates import Candidate, Candidates
 from linearizer.run.prices import Prices
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
-PLAN = Plan("demo", budget=24, texts=4, length=128, samples=64, exchanges=0, bits=8, sinks=2, dtype="float32")
+PLAN = Plan("demo", budget=24, texts=4, length=128, samples=64, bits=8, sinks=2, dtype="float32")
 
 
 def priced(folder, kl):

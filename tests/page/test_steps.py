@@ -43,9 +43,9 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
         for folded in ("Advanced", "Do this elsewhere"):
             page.get_by_role("button", name=folded).click()
         choose_way(page, "features")
-        shown(page, "#step-2", "linearizer run demo --recipe features --budget 256 --exchanges 8")
+        shown(page, "#step-2", "linearizer run demo --recipe features --budget 256")
         field(page, "steps").fill("7")
-        shown(page, "#step-2", "--steps 7 --exchanges 8")
+        shown(page, "#step-2", "--steps 7")
         field(page, "window").fill("half")
         shown(page, "#budget-card", "window 'half' is not allowed: give a whole number")
         assert page.locator("[id^=option-]").count() == len(plan_form.OPTIONS)

@@ -17,9 +17,7 @@ from linearizer.run.folder import Run
 from linearizer.teacher import load as teacher_module
 from linearizer.train import train_run
 
-ASKED = dict(
-    model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0, dtype="float32"
-)
+ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", dtype="float32")
 
 
 @pytest.fixture(scope="module")

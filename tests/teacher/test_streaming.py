@@ -160,7 +160,7 @@ def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pa
     assert prices[0] == prices[1] and set(reads.values()) == {2}  # forward and back
 
 
-SMALL = dict(texts=2, length=48, samples=64, exchanges=1, sinks=2, dtype="float32", steps=2, budget=16)
+SMALL = dict(texts=2, length=48, samples=64, sinks=2, dtype="float32", steps=2, budget=16)
 
 
 def assert_same_bits(run, whole):
