@@ -179,7 +179,7 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     judging = JUDGING.texts * JUDGED_SHARE * (3 * (teacher + logits) + longer + 2 * own)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, layers, length, teacher, own)
+        pricing = plan.texts_priced * pricing_seconds(plan, layers, length, teacher, own)
     training = training_seconds(plan, layers, length, token, products)
     if plan.heals and plan.minutes is None:
         passes = HEALING_PASSES if plan.kept_lora else 1
@@ -237,7 +237,7 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
     judging = JUDGED_LOGITS * min(NUMBER * MAX_LOGITS, JUDGING.texts * length * token)
     pricing = rows = graph = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = PRICED_LOGITS * max(2, plan.kept_texts // 2) * length * token
+        pricing = PRICED_LOGITS * plan.texts_priced * length * token
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
     if plan.kept_lora:  # the whole student is differentiated, and judged beside its teacher's own weights
