@@ -15,10 +15,8 @@ from linearizer.report.chart_style import (
     COUNTS_AXIS,
     LOG_AXIS,
     MAX_LABELLED,
-    layer_colour,
-    layer_dash,
+    layer_line,
     new_figure,
-    steps_axis,
     subject_line,
     thin_points,
 )
@@ -27,6 +25,12 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step's event
+
+
+def steps_axis(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lay out an axis of steps of training, with ticks at whole steps."""
+    few = not events or events[-1]["done"] < 8
+    return {"title": "steps of training", "rangemode": "tozero", "tickformat": ",d", "dtick": 1 if few else None}
 
 
 def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
@@ -40,7 +44,7 @@ def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
             x=[event["done"] for event in shown],
             y=[value if value is not None and value > 0 else None for value in values],
             mode="lines",
-            line={"color": layer_colour(place, len(names)), "width": 1.5, "dash": layer_dash(place)},
+            line=layer_line(place, len(names), 1.5),
             name=f"layer {name}",
             hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
         )
@@ -48,7 +52,7 @@ def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
             figure.add_annotation(
                 x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
             )
-    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
+    figure.update_xaxes(**steps_axis(shown))
     unit = "nats" if any(event.get("attention_error") is not None for event in shown) else "in the loss's own unit"
     figure.update_yaxes(title=f"loss above the least, {unit}", **LOG_AXIS)
     return figure
@@ -66,7 +70,7 @@ def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
         line={"color": BLUE, "width": 2},
         hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
     )
-    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
+    figure.update_xaxes(**steps_axis(shown))
     figure.update_yaxes(title=f"{ERRORS[name]}, nats per token", rangemode="tozero")
     return figure
 

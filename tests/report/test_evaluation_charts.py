@@ -97,11 +97,11 @@ def test_the_axis_of_rates_ends_where_rates_are_known():
     assert ends == {"Writing": 1024, "Reading": 1024, "Memory": 4096}
 
 
-def test_bars_of_tasks_have_standard_errors_and_patterns():
-    bars = [trace for trace in figures("tasks")["Scores"]["data"] if trace["type"] == "bar"]
-    assert [bar["x"] for bar in bars] == [["piqa, acc"]] * len(NAMES)
-    assert all(bar["error_y"]["array"] == [0.02] for bar in bars)
-    assert len({bar["marker"]["pattern"]["shape"] for bar in bars}) == len(NAMES)
+def test_scores_of_tasks_have_standard_errors_and_markers():
+    scores = figures("tasks")["Scores"]["data"]
+    assert [trace["x"] for trace in scores] == [["piqa, acc"]] * len(NAMES)
+    assert all(trace["error_y"]["array"] == [0.02] for trace in scores)
+    assert len({trace["marker"]["symbol"] for trace in scores}) == len(NAMES)
 
 
 def test_heads_are_shown_before_and_after_training_and_the_curve_beside_its_promise():
@@ -114,10 +114,6 @@ def test_heads_are_shown_before_and_after_training_and_the_curve_beside_its_prom
 
 def test_writing_tells_greedy_from_drawn():
     assert traces("generation", "Where they leave the teacher")["student, drawn"]["x"] == [3, 8]
-    likely = [trace for trace in figures("generation")["What they write: the likeliest tokens"]["data"]]
-    assert [trace["name"] for trace in likely if trace["type"] == "bar"] == [
-        "teacher", "student", "window control", "untrained student"
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -137,7 +133,8 @@ def test_a_student_measured_alone_can_be_shown(part):
     if part == "recall":
         result["longer"] = None
     alone = read_part(part, result)
-    assert drawn(part, alone) and "student" in part_html(part, alone)
+    assert "student" in part_html(part, alone)
+    assert bool(drawn(part, alone)) == (part != "generation")  # whose chart compares with the teacher
 
 
 def test_words_from_elsewhere_are_no_markup():
