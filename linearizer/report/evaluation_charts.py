@@ -21,6 +21,7 @@ from linearizer.report.chart_style import (
     open_markers,
     subject_line,
 )
+from linearizer.report.tables import mark_beyond
 from linearizer.run import results
 from linearizer.run.results import Estimate, Pace, Part, Score
 
@@ -125,8 +126,8 @@ def draw_needle_maps(part: Part[results.Needle]) -> Figure:
     colours = {"colorscale": [list(stop) for stop in MAP_COLOURS], "cmin": 0, "cmax": 1, "showscale": False}
     spacing = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down}
     figure = new_grid(60 + 230 * down, list(tables), min(2, len(tables)), colours, **spacing)
-    lengths = [f"{length}{'*' * beyond}" for length, beyond in zip(needle.lengths, needle.extrapolated, strict=True)]
-    axes = {"x": lengths, "y": [f"{depth:.0%}" for depth in needle.depths], "texttemplate": "%{text}"}
+    lengths, depths = mark_beyond(needle.lengths, needle.extrapolated), [f"{depth:.0%}" for depth in needle.depths]
+    axes = {"x": lengths, "y": depths, "texttemplate": "%{text}"}
     add_maps(figure, tables, ".0%", "–", "%{text} recalled<br>depth %{y} of %{x} tokens", axes)
     figure.update_xaxes(type="category")
     figure.update_xaxes(title="length, tokens", row=down)
