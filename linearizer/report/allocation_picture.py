@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CELL, HEIGHT, GAP = 132, 46, 4  # pixels
 LEFT, TOP, MARGIN = 96, 116, 20
 PAPER, INK, FAINT, EMPTY = "#ffffff", "#1f2430", "#5b6472", "#eef0f3"
+UNCHANGED_LAYER = "unchanged: the teacher itself has a window here"
 MIN_WIDTH = 640  # pixels that the legend needs
 
 
@@ -38,9 +39,7 @@ def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
         top = TOP + index * HEIGHT
         write_text(pen, LEFT - 12, top + (HEIGHT - GAP) / 2, f"layer {index}", FAINT, anchor="rm")
         if not row:
-            write_text(
-                pen, LEFT, top + (HEIGHT - GAP) / 2, "unchanged: the teacher itself has a window here", FAINT, "lm"
-            )
+            write_text(pen, LEFT, top + (HEIGHT - GAP) / 2, UNCHANGED_LAYER, FAINT, "lm")
         for number, head in enumerate(row):
             draw_cell(pen, LEFT + number * CELL, top, head, held_parts(head, layer, allocation.sinks), most)
     out = BytesIO()
