@@ -17,7 +17,9 @@ from linearizer.cli.text import ProgressBar, describe_publication, describe_run,
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.plan.plan import Plan
 from linearizer.progress import Progress
+from linearizer.report.parts import evaluation_report
 from linearizer.run import folder
+from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.names import find_run, runs_root
 from linearizer.workers import control
@@ -109,9 +111,6 @@ def attach(run: Run, as_lines: bool = False) -> None:
 
 def describe_evaluation(run: Run) -> str:
     """Describe the parts of the evaluation that was requested last."""
-    from linearizer.report.parts import evaluation_report
-    from linearizer.run.evaluation_request import Request
-
     results, chosen = run.results, Request.of(folder.newest_request(run)[0]).chosen
     return evaluation_report({part: results[part] for part in chosen if part in results})
 
