@@ -50,7 +50,7 @@ class Setup:
     teacher: PreTrainedModel | None  # may be the control's own base
     alone: str | None  # why there is no teacher
     kept: torch.Tensor | None = None  # texts that the run kept from training, where it has just made its student
-    recall_read: dict[tuple[object, ...], Recall] = field(default_factory=dict)  # while the language part read texts
+    recall_read: list[Recall] = field(default_factory=list)  # while the language part read texts
 
     @property
     def layers(self) -> tuple[Layer, ...]:

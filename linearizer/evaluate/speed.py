@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import linear_regression
 
 import torch
 
@@ -196,10 +197,10 @@ def fit(known: Sequence[Pace]) -> tuple[Line, Line]:
 
 def least_squares(x: Sequence[float], y: Sequence[float]) -> Line:
     """Fit a line to points; to a single point, a level line."""
-    middle, height = sum(x) / max(len(x), 1), sum(y) / max(len(y), 1)
-    spread = sum((a - middle) ** 2 for a in x)
-    slope = sum((a - middle) * (b - height) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
-    return height - slope * middle, slope
+    if len(x) < 2:
+        return sum(y), 0.0
+    slope, height = linear_regression(x, y)
+    return height, slope
 
 
 def crossing(teacher: Line, student: Line) -> int | None:
