@@ -99,17 +99,12 @@ def describe_teacher(inspection: Inspection) -> str:
         sentences.append(f" Its experts are the teacher's: {active} of {total} parameters work for a token.")
     if inspection.tower_of:
         sentences.append(f" Its teacher is the text tower of {inspection.tower_of}: it reads no pictures.")
-    if inspection.gguf:
-        file, stored = escape_markdown(inspection.gguf), escape_markdown(str(inspection.quantised).partition(", ")[2])
-        sentences.append(
-            f" Its teacher was read from the GGUF file {file} ({stored}), whose weights were dequantised: all that is "
-            "said of the teacher here is said of these weights, not of those that the file was made from."
-        )
-    elif inspection.quantised:
+    if inspection.quantised:
         held = "stay so" if inspection.packed else "were expanded"
+        kind = escape_markdown(", ".join(filter(None, (inspection.gguf, inspection.quantised))))
         sentences.append(
-            f" Its teacher's weights are quantised ({inspection.quantised}) and {held}: all that is said of the "
-            "teacher here is said of the quantised model."
+            f" Its teacher's weights are quantised ({kind}) and {held}: all that is said of the teacher here is said "
+            "of the quantised model."
         )
     return "".join(sentences)
 
@@ -231,24 +226,15 @@ def describe_repetition(training: Trained) -> str:
 
 
 def list_limits(allocation: Allocation, training: Trained, examined: bool) -> str:
-    """List the limits of the student."""
+    """List the limits of the student, beside those of all students."""
     heads = [head for row in allocation.heads for head in row]
     limits = [f"The training was ended at {training.done:,} of {training.asked:,} steps."] * training.early
     limits += ["The features were not trained."] * (not training.done and any(head.features for head in heads))
-    limits.append(
-        "A state of fixed size cannot hold everything: exact recall from beyond the window is weaker than the "
-        "teacher's, as the tables show."
-    )
     whole = any(head.softmax for head in heads)
     limits += ["Some KV heads keep their whole cache, so the state grows with the text."] * whole
     small = "The evaluation is small: one kind of text, no benchmark, no other ability of the teacher, and no speed."
     limits += [small] * (not examined)
-    limits.append(
-        "Refused: assisted decoding (a state cannot forget tokens), static caches, packed rows, custom masks, weights "
-        "of attention, continuous batching."
-    )
-    limits.append("The student has all faults of its teacher: errors, bias, unsafe text.")
-    return "\n".join(f"- {line}" for line in limits)
+    return "".join(f"- {line}\n" for line in limits)
 
 
 def describe_licence(teacher: CitedTeacher) -> str:

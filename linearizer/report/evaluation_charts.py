@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 MAX_NUMBERED_CELLS = 16  # cells side by side up to which numbers can be read in them
 LOSS_AXIS = {"title": "loss, nats per token"}
 POSITION_AXIS = {"title": "position in the text, tokens", "type": "category"}
-PLAIN_LINE = {"mode": "lines", "hoverinfo": "skip", "showlegend": False}
 
 
 def interval_bars(estimates: Sequence[Estimate]) -> dict[str, object]:
@@ -68,22 +67,6 @@ def draw_loss_by_position(part: Part[results.Language]) -> Figure:
         figure.add_scatter(x=names, y=subject.by_position, error_y=bars, **look)
     figure.update_xaxes(POSITION_AXIS)
     figure.update_yaxes(LOSS_AXIS)
-    return figure
-
-
-def draw_calibration(part: Part[results.Language]) -> Figure:
-    """Draw how often the likeliest token came, by its probability."""
-    figure = new_figure(320)
-    figure.add_scatter(x=[0, 1], y=[0, 1], line={"color": GREY, "width": 1, "dash": "dot"}, **PLAIN_LINE)
-    for subject in part.result.subjects:
-        figure.add_scatter(
-            x=[bin.probability for bin in subject.bins],
-            y=[bin.correct for bin in subject.bins],
-            customdata=[f"{bin.share:.1%}" for bin in subject.bins],
-            **subject_line(subject.name, "given %{x:.0%}, came %{y:.0%}; %{customdata} of the predictions"),
-        )
-    figure.update_xaxes(title="probability of the likeliest token", range=[0, 1], tickformat=".0%")
-    figure.update_yaxes(title="share of times it came", range=[0, 1.02], tickformat=".0%")
     return figure
 
 

@@ -47,11 +47,6 @@ PART_VIEWS = {
                 "The loss of a student that forgets grows with the position of a token; the bars are 95% intervals.",
                 charts.draw_loss_by_position,
             ),
-            Chart(
-                "Calibration",
-                "How often the likeliest token came, by its probability; on the dotted line both agree.",
-                charts.draw_calibration,
-            ),
         ),
     ),
     "recall": PartView(

@@ -42,8 +42,8 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(part):
 
 
 @pytest.mark.parametrize(("part", "title"), [
-    ("language", "Loss"), ("language", "Loss by position"), ("language", "Calibration"), ("recall", "Recall"),
-    ("recall", "Longer texts"), ("speed", "Writing"), ("speed", "Memory"),
+    ("language", "Loss"), ("language", "Loss by position"), ("recall", "Recall"), ("recall", "Longer texts"),
+    ("speed", "Writing"), ("speed", "Memory"),
 ])  # fmt: skip
 def test_subjects_differ_by_marker_not_only_by_colour(part, title):
     lines = [trace for trace in figures(part)[title]["data"] if "marker" in trace]
@@ -60,11 +60,10 @@ def test_losses_carry_the_interval_that_was_found():
     )
 
 
-def test_positions_bins_and_gaps_are_those_that_were_measured():
+def test_positions_and_gaps_are_those_that_were_measured():
     assert traces("language", "Loss by position")["student"]["x"] == ["0–64", "64–127"]
     error = traces("language", "Loss by position")["student"]["error_y"]
     assert error["arrayminus"] == pytest.approx([0.1, 0.1]) and error["array"] == pytest.approx([0.2, 0.1])
-    assert traces("language", "Calibration")["student"]["y"] == [0.2, 0.7]
     recall = traces("recall", "Recall")
     assert recall["student"]["x"] == [16, 32] and recall["student"]["y"] == [2.5, 3.0]
     assert recall["the first time, teacher"]["y"] == [4.5, 4.5]
