@@ -13,6 +13,7 @@ import torch
 from linearizer.errors import TextError
 from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation, measure_curve
+from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.needle import MIN_NEEDLE_TOKENS, measure_needle, needle_lengths
 from linearizer.evaluate.recall import RepeatReader, measure_longer, measure_recall
@@ -101,7 +102,8 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     judged = texts_to_judge(setup, request)
     windows, most, length = judged.windows, judged.windows.shape[1], judged.length
     subjects = subjects_and_rivals(setup, request, most)
-    controls = {each: setup.window(each) for each in judged.lengths if setup.grows and each < most}
+    grows = setup.allocation.growth(setup.layers) > 0
+    controls = {each: setup.window(each) for each in judged.lengths if grows and each < most}
     reader = RepeatReader.of([*subjects, *controls.values()], length, passage_tokens(length))
     read = reader.read if "recall" in request.chosen else read_together
     given = (subjects, windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
@@ -171,7 +173,7 @@ def join_pairs(setup: Setup, request: Request, windows: torch.Tensor) -> torch.T
 
 def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Subject]:
     """List the subjects of a part that reads texts: with rivals, unless a student has just been made."""
-    return [*setup.subjects(length), *([] if request.short else setup.rivals())]
+    return [*setup.subjects(length), *([] if request.short else caches_in_few_bits(setup.control, setup.layers))]
 
 
 def passage_tokens(length: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from plotly.colors import sample_colorscale
 
-from linearizer.evaluate.setup import RIVAL_BITS
+from linearizer.evaluate.kivi_control import RIVAL_BITS
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
