@@ -20,6 +20,7 @@ from linearizer.method.decide import decidable, offers_of
 from linearizer.page import cards
 from linearizer.page.chat import DOCUMENT_FACTS
 from linearizer.plan.allocation import Allocation
+from linearizer.plan.state_size import StateSize
 from linearizer.report import markup
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import find_correction
@@ -189,9 +190,8 @@ class RunState:
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
         allocation = self.run.allocation
         if allocation is not None:
-            layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
-            growth = allocation.growth(layers)
-            self.put("memory", mark, lambda: training_charts.draw_state_size(layers, fixed, growth).to_json())
+            state = StateSize.of(allocation, self.run.layers)
+            self.put("memory", mark, lambda: training_charts.draw_state_size(state).to_json())
             priced = self.run.plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
             if priced and language is not None:
                 self.put("frontier", mark, lambda: self.draw_frontier(allocation, language.result))

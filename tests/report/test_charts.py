@@ -11,11 +11,13 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
+from linearizer.plan.state_size import StateSize
 from linearizer.report import allocation_charts, chart_style, evaluation_charts, training_charts
 from linearizer.run.prices import Prices
 from tests.support.evaluation_results import TYPED
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
+TOKEN = head_bytes.cache_bytes(LAYERS, 1)
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
 FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Head(28, 32))))
 
@@ -59,7 +61,7 @@ def everything():
         "error": training_charts.draw_errors(STEPS),
         "positions": evaluation_charts.draw_loss_by_position(TYPED["language"]),
         "recall": evaluation_charts.draw_recall(TYPED["recall"]),
-        "memory": training_charts.draw_state_size(LAYERS, 10**6),
+        "memory": training_charts.draw_state_size(StateSize(TOKEN, 10**6)),
     }
 
 
@@ -203,11 +205,10 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = training_charts.draw_state_size(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
+    figure = training_charts.draw_state_size(StateSize(TOKEN, 300 * TOKEN))
     assert figure.data[2].x == (300,)
-    assert "300" in figure.layout.annotations[0].text
-    never = training_charts.draw_state_size(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
-    assert len(never.data) == 2
+    assert "300" in figure.data[2].text[0]
+    assert len(training_charts.draw_state_size(StateSize(TOKEN, 1000, growth=TOKEN)).data) == 2  # never
 
 
 def test_numbers_can_be_read_on_every_colour_of_a_map():
