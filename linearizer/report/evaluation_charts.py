@@ -65,8 +65,10 @@ def draw_loss_by_position(part: Part[results.Language]) -> Figure:
         estimates = [Estimate(*pair) for pair in zip(subject.by_position, subject.position_intervals, strict=True)]
         bars, look = interval_bars(estimates), subject_line(subject.name, "%{y:.3f} nats at %{x}")
         figure.add_scatter(x=names, y=subject.by_position, error_y=bars, **look)
+    reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
+    room = 0.08 * (max(reached) - min(reached))
     figure.update_xaxes(POSITION_AXIS)
-    figure.update_yaxes(LOSS_AXIS)
+    figure.update_yaxes(LOSS_AXIS, range=[min(reached) - room, max(reached) + room])  # groups would begin at zero
     return figure
 
 
