@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import threading
 import time
@@ -72,31 +71,20 @@ class ProgressBar:
 
 @contextmanager
 def kept_interrupts() -> Iterator[Callable[[], None]]:
-    """Remember ctrl-C, which Python drops where it is raised in a destructor; what is given raises it again."""
-    seen, before, report = threading.Event(), signal.getsignal(signal.SIGINT), sys.unraisablehook
+    """Keep ctrl-C that Python drops, as it does where a destructor was at work; what is given raises it again."""
+    report, kept = sys.unraisablehook, threading.Event()
 
-    def interrupt(*_: object) -> None:
-        seen.set()
-        raise KeyboardInterrupt
-
-    def report_others(dropped: sys.UnraisableHookArgs) -> None:
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            report(dropped)
+    def keep(dropped: sys.UnraisableHookArgs) -> None:
+        kept.set() if issubclass(dropped.exc_type, KeyboardInterrupt) else report(dropped)
 
     def check() -> None:
-        if seen.is_set():
+        if kept.is_set():
             raise KeyboardInterrupt
 
-    in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals are handled
-    if not in_main_thread or before is not signal.default_int_handler:
-        yield check
-        return
+    sys.unraisablehook = keep
     try:
-        signal.signal(signal.SIGINT, interrupt)
-        sys.unraisablehook = report_others
         yield check
     finally:
-        signal.signal(signal.SIGINT, before)
         sys.unraisablehook = report
 
 

@@ -61,12 +61,18 @@ def hide_pairs(windows: Tensor, depth: float, seed: int) -> HiddenPairs:
     target = min(room - 1, max(1, round(depth * room)))
     elsewhere = [place + 1 for place in torch.randperm(room - 1, generator=generator).tolist() if place + 1 != target]
     places = sorted([(target, 0), *zip(elsewhere, range(1, PAIRS), strict=False)])
-    pieces, before = [], 0
-    for place, number in places:
-        pieces += [windows[:, before:place], drawn[:, number]]
-        before = place
-    ids = torch.cat([*pieces, windows[:, before:room], drawn[:, 0]], 1)
+    pairs = [(place, drawn[:, number]) for place, number in places]
+    ids = torch.cat([insert_tokens(windows[:, :room], pairs), drawn[:, 0]], 1)
     return HiddenPairs(ids, target + (KEY + VALUE) * places.index((target, 0)))
+
+
+def insert_tokens(text: Tensor, inserted: Sequence[tuple[int, Tensor]]) -> Tensor:  # (…, tokens)
+    """Insert tokens before places of a text, which rise."""
+    pieces, before = [], 0
+    for place, tokens in inserted:
+        pieces += [text[..., before:place], tokens]
+        before = place
+    return torch.cat([*pieces, text[..., before:]], -1)
 
 
 def measure_needle(
