@@ -8,17 +8,21 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer.page import hub_jobs, plan_form
-from linearizer.page.actions import EFFORTS
+from linearizer.page import plan_form
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, SEARCH_ABOUT, lead
+from linearizer.page.planning import EFFORTS
 from linearizer.page.presets import USUAL_PAPER, further_memories, recipe_choices, way_choices
-from linearizer.page.visitors import EXAMPLE_NAME, has_example
+from linearizer.page.visitors import EXAMPLE_NAME, has_example, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import folded, message_box, table
 
 LENGTHS = ("a page", "a chapter", "a book")  # that was read, in the picture of the landing page
 CACHES, STATE = (22, 62, 150), 22  # heights of its bars
 WIDTH, GROUND, STEP = 44, 178, 132
+ABOUT_JOBS = (
+    "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
+    "a private bucket of yours, and this page follows it as any other."
+)
 
 
 def place_choice(ui: SimpleNamespace, name: str, text: str, place: Callable[[SimpleNamespace], None]) -> None:
@@ -96,7 +100,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
         ui.taken = gr.UploadButton(
             "Load a plan.json", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
         )
-    hub_jobs.place_job(ui)
+    place_job(ui)
     ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
 
 
@@ -140,3 +144,23 @@ def place_ways(ui: SimpleNamespace) -> None:
     ui.effort = gr.Radio(list(EFFORTS), value="Quick", show_label=False, label="How thorough", elem_id="effort")
     ui.efforts = gr.HTML(elem_id="efforts")
     ui.machine = gr.HTML(elem_id="machine")
+
+
+def place_job(ui: SimpleNamespace) -> None:
+    """Place the choices of a job; what is paid for is asked once more."""
+    with gr.Accordion("Work in a job on your account instead", open=False, elem_id="job") as ui.job_part:
+        gr.HTML(f'<p class="lz-faint">{ABOUT_JOBS}{" Sign in first." if signs_in() else ""}</p>')
+        with gr.Row(elem_classes="lz-options"):
+            ui.flavor = gr.Dropdown(
+                [], value=None, label="Hardware", info="what it costs now", allow_custom_value=True, elem_id="flavor"
+            )
+            ui.job_minutes = gr.Textbox(
+                "", label="Minutes at most", placeholder="twice the forecast", max_lines=1, elem_id="job-minutes"
+            )
+            ui.job_push = gr.Textbox(
+                "", label="Publish privately as", placeholder="OWNER/NAME, if at all", max_lines=1, elem_id="job-push"
+            )
+        ui.offer = gr.Button("What does it cost?", elem_id="job-offer")
+        with gr.Column(visible=False, elem_id="job-sure") as ui.job_sure:
+            ui.job_question, ui.cap = gr.HTML(elem_id="job-question"), gr.State(0.0)
+            ui.start_job = gr.Button("Agree, and begin the job", variant="primary", elem_id="job-start")

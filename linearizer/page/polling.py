@@ -15,13 +15,15 @@ from typing import Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError
-from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
+from linearizer.page import cards, plan_cards, run_state, sending, shares
 from linearizer.page.calls import Browser, handler
-from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, show_note, watched_run
+from linearizer.page.handlers import ASKED, IDLE_POLL_SECONDS, plot_json, show_note, watched_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.run_state import PART_PREFIX
 from linearizer.page.visitors import is_example
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
+from linearizer.report.parts import PART_VIEWS
 from linearizer.run.folder import Run
 from linearizer.workers import control
 
@@ -31,9 +33,8 @@ EXAMPLE_NOTE = (
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = {piece: piece for piece in ("map", "prices", "curves", "frontier")} | {"memory": "memory_plot"}
-BUTTONS = ("stop", "resume", "use", "pay")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
-    "seen", "timer", "walk", "note", *BUTTONS, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
+    "seen", "timer", "walk", "note", *ASKED, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
     "verdict", "deciding", "bars", "other", "other_card", "branch", "to_distil", "to_compare", "compare", "read", "ask",
     "take_back", "reading", "sent", "snippet", "step_2", "step_3", "step_4", "step_5", "model_choice", "model_of_run",
     "run_model", "plan_choice", "plan_of_run", "run_plan",
@@ -53,12 +54,10 @@ def poll_run(browser: Browser) -> tuple[str, str, str, str, str, str]:
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), "", "", "gone", "none", "none"
     rest = {
-        key: part.mark
-        for key, part in parts.items()
-        if key not in POLLED_PIECES and not key.startswith(run_state.PART_PREFIX)
+        key: part.mark for key, part in parts.items() if key not in POLLED_PIECES and not key.startswith(PART_PREFIX)
     }
     mark = json.dumps([name, rest, publication_piece(run, parts).mark])
-    examined = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluation_handlers.part_marks(parts)])
+    examined = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, part_marks(parts)])
     shown = (parts[key].value for key in ("card", "training", "evaluating card"))
     return *shown, mark, f"{name} {parts['losses'].mark}", examined
 
@@ -94,7 +93,7 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
         drawn |= show_attached(run)
     if "can" in new or "reading" in new:
         can = parts["can"].value
-        drawn |= {name: gr.Button(visible=can[name]) for name in BUTTONS}
+        drawn |= {name: gr.Button(visible=can[name]) for name in ASKED}
         drawn |= {name: gr.Button(interactive=can["student"]) for name in ("compare", "read")}
         asks = can["student"] and bool(parts["reading"].value)
         drawn |= {name: gr.Button(interactive=asks) for name in ("ask", "take_back")}
@@ -136,7 +135,7 @@ def show_no_run() -> list[Any]:
     """Show no run."""
     empty = dict.fromkeys((*PLOTS.values(), "bars"))
     empty |= dict.fromkeys(("evaluation", "verdict", "deciding", "other_card", "reading", "sent"), "")
-    closed = {name: gr.Button(visible=False) for name in BUTTONS}
+    closed = {name: gr.Button(visible=False) for name in ASKED}
     locked = ("compare", "read", "ask", "take_back", "branch", "to_distil", "to_compare")
     closed |= {name: gr.Button(interactive=False) for name in locked}
     rest = {"seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
@@ -158,7 +157,7 @@ def slider_of(run: Run) -> gr.Slider:
 def draw_own_shares(run: Run) -> dict[str, Any]:
     """Draw what the run itself decided; until it has, what is predicted for its budget."""
     try:
-        figure, card = draw_shares(run)
+        figure, card = shares.draw_shares(run)
         return {"bars": plot_json(figure), "other_card": card}
     except LinearizerError as error:
         return {"other_card": markup.message_box(str(error), "bad")}
@@ -176,3 +175,32 @@ def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.
     else:
         card, snippet = "", ""
     return run_state.Piece(card, (card, gr.Code(value=snippet, visible=bool(snippet))))
+
+
+def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
+    """Give the mark of every part that has results."""
+    return {part: parts[PART_PREFIX + part].mark for part in PART_VIEWS if PART_PREFIX + part in parts}
+
+
+@handler
+def draw_parts(browser: Browser, seen: dict[str, Any]) -> list[Any]:
+    """Show the parts that are new since this page was last drawn."""
+    watched = watched_run(browser)
+    name, pieces = (None, {}) if watched is None else (browser.run_name, watched[1])
+    live = name is not None and pieces["evaluating"].value in control.LIVE
+    student = name is not None and pieces["can"].value["student"]
+    new, before = part_marks(pieces), seen.get("marks", {}) if seen.get("run") == name else None
+    outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
+    for part, view in PART_VIEWS.items():
+        count = 2 * len(view.charts)  # a place and a chart for each
+        if part not in new:
+            gone = before is None or part in before
+            outputs += [gr.Column(visible=False) if gone else gr.skip(), *[gr.skip()] * (1 + count)]
+        elif before is not None and before.get(part) == new[part]:
+            outputs += [gr.skip()] * (2 + count)
+        else:
+            tables, figures = pieces[PART_PREFIX + part].value()  # drawn when it is first shown
+            outputs += [gr.Column(visible=True), tables]
+            for figure in figures:
+                outputs += [gr.Column(visible=figure is not None), plot_json(figure)]
+    return outputs

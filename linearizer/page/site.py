@@ -13,9 +13,8 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from linearizer.page import (
-    evaluation_handlers,
+    actions,
     handlers,
-    hub_jobs,
     layout,
     limits,
     plan_handlers,
@@ -23,7 +22,6 @@ from linearizer.page import (
     polling,
     result_layout,
 )
-from linearizer.page.api import add_endpoints
 from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
 from linearizer.page.chat import sample_prompts
 from linearizer.page.theme import CSS, OUTSIDE, theme
@@ -83,7 +81,7 @@ def build() -> gr.Blocks:
                 ui.pages.append(page)
                 setattr(ui, f"step_{number}", page)
         layout.sidebar(ui)
-        add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
+        actions.add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
         wire(site, ui)
     with site.route("Runs", "/runs") as runs:
         runs_page(runs)
@@ -170,12 +168,14 @@ def wire_plan(ui: SimpleNamespace) -> None:
 
 def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
     job, question = [ui.flavor, ui.job_minutes, ui.job_push], [ui.job_sure, ui.cap]
-    ui.job_part.expand(hub_jobs.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
+    ui.job_part.expand(plan_handlers.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
     shown = [ui.job_sure, ui.job_question, ui.cap]
-    ui.offer.click(hub_jobs.offer_job, [ui.memory, *job, *choices], shown, **{**ONCE, "show_progress_on": ui.offer})
-    ui.start_job.click(hub_jobs.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
+    ui.offer.click(
+        plan_handlers.offer_job, [ui.memory, *job, *choices], shown, **{**ONCE, "show_progress_on": ui.offer}
+    )
+    ui.start_job.click(plan_handlers.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
     changes = [part.change for part in (*job, *choices)]
-    gr.on(changes, hub_jobs.hide_question, None, question, **{**QUICK, "trigger_mode": "always_last"})
+    gr.on(changes, plan_handlers.hide_question, None, question, **{**QUICK, "trigger_mode": "always_last"})
 
 
 def watch_outputs(ui: SimpleNamespace) -> list[Any]:
@@ -191,7 +191,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
-    for name in polling.BUTTONS:
+    for name in handlers.ASKED:
         getattr(ui, name).click(handlers.ask_run(name), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
     ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
@@ -200,13 +200,13 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
     changed = [*(part.change for part in choices), ui.examined.change]
     later = {**QUICK, "trigger_mode": "always_last"}
-    gr.on(changed, evaluation_handlers.forecast_evaluation, [ui.memory, *choices], ui.part_times, **later)
-    ui.evaluate.click(evaluation_handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
-    ui.stop_evaluating.click(evaluation_handlers.stop_evaluation, ui.memory, ui.timer, **ONCE)
+    gr.on(changed, handlers.forecast_evaluation, [ui.memory, *choices], ui.part_times, **later)
+    ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
+    ui.stop_evaluating.click(handlers.stop_evaluation, ui.memory, ui.timer, **ONCE)
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():
         shown += [place, ui.part_tables[part], *ui.part_charts[part]]
-    ui.examined.change(evaluation_handlers.draw_parts, [ui.memory, ui.examined_seen], shown, **QUICK)
+    ui.examined.change(polling.draw_parts, [ui.memory, ui.examined_seen], shown, **QUICK)
 
 
 def wire_compare(ui: SimpleNamespace) -> None:
