@@ -6,6 +6,7 @@ import inspect
 import os
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +23,8 @@ from linearizer.page import (
     polling,
     result_layout,
 )
-from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
 from linearizer.page.chat import sample_prompts
-from linearizer.page.theme import CSS, OUTSIDE, theme
+from linearizer.page.theme import theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
 from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
@@ -34,6 +34,8 @@ from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # of these Gradio shows no error: they return sentences
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
+STEPS = ("Model", "Budget", "Measure", "Train", "Result")
+HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second
 MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
@@ -121,8 +123,8 @@ def runs_page(page: gr.Blocks) -> None:
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     """Connect what is touched with what answers."""
-    site.load(handlers.open_page, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js=ADDRESS, **QUICK)
-    ui.memory.change(None, ui.memory, None, js=REMEMBER, **QUICK)
+    site.load(handlers.open_page, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js="readAddress", **QUICK)
+    ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
     wire_model(ui)
@@ -246,8 +248,8 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         server_name=host or ("0.0.0.0" if on_space() else None),
         server_port=port,
         theme=theme(),
-        css=CSS,
-        head=HEAD + OUTSIDE,
+        css_paths=HERE / "page.css",
+        head_paths=HERE / "head.html",
         **history,
         footer_links=["api", "settings"],
         show_error=False,
