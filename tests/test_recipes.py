@@ -58,11 +58,11 @@ def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_pat
     run = pipeline.begin(tmp_path / "run", Plan.of("windows", **SMALL))
     watched = RunState(run)
     finish(measure_teacher(run, teacher_module.load_teacher_of(run.plan)))
-    assert "curves" in watched.read_pieces(60.0) and "measured" not in watched.read_pieces(60.0)
+    assert "curves" in watched.read_pieces(60.0) and "shares" not in watched.read_pieces(60.0)
     with pytest.raises(RequestError, match="has not measured its heads yet"):
         shares.share_out(run, 64)
     finish(pipeline.linearize(run))
-    assert "measured" in watched.read_pieces(120.0)
+    assert "shares" in watched.read_pieces(120.0)
     assert shares.share_out(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
 
 

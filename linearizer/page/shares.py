@@ -10,6 +10,8 @@ from linearizer.page import cards, plan_cards
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
+from linearizer.report import allocation_charts
+from linearizer.report.prediction import predict_kl
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
@@ -67,9 +69,6 @@ def require_profile(run: Run) -> Profile:
 
 def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     """Draw how a budget, or that of the run, is shared out, and say which bytes it takes."""
-    from linearizer.report import allocation_charts
-    from linearizer.report.prediction import predict_kl
-
     shares = share_out(run, budget)
     figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix)
     kl = predict_kl(run, shares.plan, shares.allocation)
