@@ -24,7 +24,7 @@ import gradio as gr
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
-from linearizer.page import chat, limits, sending, zerogpu, zerogpu_runs
+from linearizer.page import chat, limits, sending, zerogpu
 from linearizer.page.calls import endpoint
 from linearizer.page.planning import EFFORTS, examine_model, make_plan
 from linearizer.page.shares import require_profile, share_out
@@ -47,13 +47,10 @@ Choice = str | int | float | bool | list[str] | list[int] | None
 Options = dict[str, Choice] | None
 Fact = str | int | float | bool | list | dict | None
 MAX_MODELS_FOUND = 20
-MEASURED_FILES = (
-    "profile.json",
-    "prices.json",
-    "gates.json",
-    "state/samples.safetensors",
-    "state/texts.safetensors",
-)  # of a run, and the same for every budget
+MEASURED_FILES = (  # of a run, and the same for every budget
+    *("profile.json", "prices.json", "gates.json"),
+    *("state/samples.safetensors", "state/texts.safetensors"),
+)
 
 
 @dataclass(frozen=True)
@@ -165,8 +162,8 @@ def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Qu
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
     plan = make_plan(model, budget, effort, options or {})
-    with limits.turn(visitor, runs_root()):
-        return start_work(visitor, begin_run(visitor, plan, yielding(options)))
+    with new_run(visitor, plan, yielding(options)) as run:
+        return run.folder.name
 
 
 def branch_run(visitor: Visitor, run: str, budget: int) -> str:
@@ -174,13 +171,11 @@ def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     old = visitor.find_run(run)
     require_profile(old)
     plan = replace(old.plan, budget=budget, features=None)
-    with limits.turn(visitor, runs_root()):
-        new = begin_run(visitor, plan, ["samples"])  # they are drawn: a budget with more sinks refuses none of them
-        with removed_if_it_fails(new), writing(new.folder):
-            for file in MEASURED_FILES:
-                if old.has_file(file):
-                    shutil.copyfile(old.folder / file, new.folder / file)
-        return start_work(visitor, new)
+    # samples are drawn: a budget with more sinks refuses none of them
+    with new_run(visitor, plan, ["samples"]) as new, writing(new.folder):
+        for file in filter(old.has_file, MEASURED_FILES):
+            shutil.copyfile(old.folder / file, new.folder / file)
+    return new.folder.name
 
 
 def yielding(options: Options) -> list[str]:
@@ -188,34 +183,25 @@ def yielding(options: Options) -> list[str]:
     return [name for name in YIELDING if name not in (options or {})]
 
 
-def begin_run(visitor: Visitor, plan: Plan, yielding: Collection[str] = ()) -> Run:
-    """Make the folder of a new run, once its plan can be served within what a visitor may use."""
+@contextmanager
+def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator[Run]:
+    """Begin a run that a visitor may have, and start it once it is prepared; where that fails, no folder stays."""
     from linearizer import pipeline
 
-    folder = visitor.fresh_folder(plan)
-    return pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
-
-
-def start_work(visitor: Visitor, run: Run) -> str:
-    """Start the process of a new run, and name the run."""
-    with removed_if_it_fails(run):
-        choose_start(run)(run, visitor.token)
-    return run.folder.name
-
-
-@contextmanager
-def removed_if_it_fails(run: Run) -> Iterator[None]:
-    """Leave no folder behind where a new run cannot be prepared or started."""
-    try:
-        yield
-    except LinearizerError:
-        control.delete(run)
-        raise
+    with limits.turn(visitor, runs_root()):
+        folder = visitor.fresh_folder(plan)
+        run = pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
+        try:
+            yield run
+            choose_start(run)(run, visitor.token)
+        except LinearizerError:
+            control.delete(run)
+            raise
 
 
 def choose_start(run: Run) -> Callable[..., None]:
     """Choose what works on a run: a process of its own, or a call for each step where ZeroGPU lends the device."""
-    return (zerogpu_runs if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
+    return (zerogpu if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
 
 
 def list_hardware(visitor: Visitor) -> list[Hardware]:

@@ -91,12 +91,12 @@ def handler(function: Callable) -> Callable:
 
     @wraps(function)
     def answer(memory: object, profile: Profile, token: Token, *sent: Any) -> Any:
-        with refusals_on_page():
+        with refusals():
             return function(Browser(memory, profile, token), *sent)
 
     @wraps(function)
     def answers(memory: object, profile: Profile, token: Token, *sent: Any) -> Iterator[Any]:
-        with refusals_on_page():
+        with refusals():
             yield from function(Browser(memory, profile, token), *sent)
 
     call: Any = answers if inspect.isgeneratorfunction(function) else answer
@@ -122,7 +122,7 @@ def endpoint(action: Callable[..., Any], with_secret: bool) -> Callable[..., Any
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         visitor = identify_visitor(*(bound.arguments.pop(each.name, each.default) for each in (SECRET, *ACCOUNT)))
-        with refusals_in_api():
+        with refusals(on_page=False):
             sent = {name: read_value(name, types[name], value) for name, value in bound.arguments.items()}
             result = action(visitor, **sent)
         return [to_plain(each) for each in result] if isinstance(result, list) else to_plain(result)
@@ -145,19 +145,12 @@ def to_plain(value: Any) -> Any:
 
 
 @contextmanager
-def refusals_on_page() -> Iterator[None]:
-    """Show a refusal as a sentence on the page, escaped, and never as a traceback."""
+def refusals(on_page: bool = True) -> Iterator[None]:
+    """Show a refusal as a sentence, on the page as HTML, and never as a traceback."""
     try:
         yield
     except LinearizerError as error:
+        if not on_page:
+            raise gr.Error(markup.without_folders(str(error)), print_exception=False) from None
         sentence = markup.sentence_html(str(error))
         raise gr.Error(sentence, title="That cannot be done", duration=15, print_exception=False) from None
-
-
-@contextmanager
-def refusals_in_api() -> Iterator[None]:
-    """Answer a refused call of the API with the sentence that says why."""
-    try:
-        yield
-    except LinearizerError as error:
-        raise gr.Error(markup.without_folders(str(error)), print_exception=False) from None

@@ -13,7 +13,7 @@ from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
 from linearizer.page import actions, cards, chat, run_state, runs_cards, sending, shares
-from linearizer.page.calls import Browser, Memory, begin_import, handler, refusals_on_page
+from linearizer.page.calls import Browser, Memory, begin_import, handler, refusals
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
 from linearizer.progress import Progress
@@ -175,7 +175,7 @@ def read_document(browser: Browser, text: str) -> Iterator[tuple[str, Any, Any]]
     yield cards.reading_card(browser.find_run()), asks, asks
 
 
-@refusals_on_page()
+@refusals()
 def take_document(content: bytes | None) -> str:
     """Take the text of a file."""
     from linearizer.teacher.text import decode_text

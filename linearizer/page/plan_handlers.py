@@ -11,7 +11,7 @@ import gradio as gr
 from linearizer.amounts import duration
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, plan_cards, plan_form, planning, zerogpu
-from linearizer.page.calls import Browser, handler, refusals_on_page
+from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.planning import Examined, make_plan
@@ -124,7 +124,7 @@ def change_run(browser: Browser) -> tuple[Any, ...]:
     return plan_form.write_plan(run.plan, [name for name in YIELDING if run.given[name] is not None])
 
 
-@refusals_on_page()
+@refusals()
 def take_plan(content: bytes | None) -> tuple[Any, ...]:
     """Take the choices of a plan.json."""
     plan = parse_plan("the file", content if isinstance(content, bytes) else b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,7 @@ from linearizer.page.visitors import EXAMPLE_NAME, has_example, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import folded, message_box, table
 
-LENGTHS = ("a page", "a chapter", "a book")  # that was read, in the picture of the landing page
-CACHES, STATE = (22, 62, 150), 22  # heights of its bars
-WIDTH, GROUND, STEP = 44, 178, 132
+SKETCH = Path(__file__).with_name("memory.svg")  # of what a teacher and its student keep while they read
 ABOUT_JOBS = (
     "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
     "a private bucket of yours, and this page follows it as any other."
@@ -48,10 +47,11 @@ def budget_step(ui: SimpleNamespace) -> None:
 
 def choose_model(ui: SimpleNamespace) -> None:
     example = f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p>'
+    sketch = SKETCH.read_text(encoding="utf-8")
     gr.HTML(
         '<div class="lz-hero"><div><p>A language model keeps every token that it has read, so its memory grows with '
         "the text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what "
-        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{sketch_memory()}</div>",
+        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{sketch}</div>",
         elem_id="hero",
     )
     lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
@@ -61,28 +61,6 @@ def choose_model(ui: SimpleNamespace) -> None:
         ui.demo = gr.Button("Take the demo", scale=1, min_width=180, elem_id="demo")
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
-
-
-def sketch_memory() -> str:
-    """Sketch what a teacher and its student keep while a text is read, after three lengths of it."""
-    bars = []
-    for place, (length, cache) in enumerate(zip(LENGTHS, CACHES, strict=True)):
-        left = 26 + place * STEP
-        for x, height, kind in ((left, cache, "teacher"), (left + WIDTH + 6, STATE, "student")):
-            bars.append(
-                f'<rect class="lz-{kind}-bar" x="{x}" y="{GROUND - height}" width="{WIDTH}" height="{height}" rx="4"/>'
-            )
-        bars.append(f'<text x="{left + WIDTH + 3}" y="{GROUND + 20}" text-anchor="middle">{length}</text>')
-    legend = (
-        '<rect class="lz-teacher-bar" x="26" y="6" width="12" height="12" rx="3"/><text x="44" y="16">teacher: its '
-        'cache grows</text><rect class="lz-student-bar" x="26" y="26" width="12" height="12" rx="3"/>'
-        '<text x="44" y="36">student: its state stays</text>'
-    )
-    return (
-        '<svg class="lz-picture" viewBox="0 0 420 204" role="img" aria-label="A sketch: the cache of the teacher grows '
-        'with the text that it reads, and the state of the student stays the same.">'
-        f'{legend}<line x1="16" x2="404" y1="{GROUND}" y2="{GROUND}"/>{"".join(bars)}</svg>'
-    )
 
 
 def choose_plan(ui: SimpleNamespace) -> None:

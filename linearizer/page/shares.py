@@ -72,5 +72,7 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     shares = share_out(run, budget)
     figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix)
     kl = predict_kl(run, shares.plan, shares.allocation)
-    card = cards.shares_note(shares.decided) + plan_cards.allocation_card(shares.allocation, shares.layers, kl)
+    own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
+    note = f'<p class="lz-faint">{own if shares.decided else other}</p>'
+    card = note + plan_cards.allocation_card(shares.allocation, shares.layers, kl)
     return figure.to_json(), card + (cards.candidates_card(run) if shares.decided else "")

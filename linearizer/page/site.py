@@ -237,11 +237,10 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
     """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else statistics of all events are made at every event
+    os.environ["GRADIO_RUN_HISTORY"] = "False"  # else what was asked is kept in browsers
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
         threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
-    known = inspect.signature(gr.Blocks.launch).parameters
-    history = {"run_history": False} if "run_history" in known else {}  # Gradio would keep what was asked, in browsers
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
     site.launch(
@@ -250,7 +249,6 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         theme=theme(),
         css_paths=HERE / "page.css",
         head_paths=HERE / "head.html",
-        **history,
         footer_links=["api", "settings"],
         show_error=False,
         allowed_paths=[],
