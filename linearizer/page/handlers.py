@@ -286,20 +286,16 @@ def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
 
 @handler
 def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
-    """List the visitor's runs; what was chosen to be compared or deleted stays."""
+    """List the visitor's runs: all can be compared but damaged ones; what was chosen stays."""
     try:
-        table, names, idle = lay_out_runs(browser.visitor)
+        statuses = control.runs_in(browser.visitor.home)
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), *[gr.skip()] * 3
-    return table, gr.Dropdown(choices=idle), gr.Dropdown(choices=names), gr.Dropdown(choices=names)
-
-
-def lay_out_runs(visitor: Visitor) -> tuple[str, list[str], list[str]]:
-    """Lay out a visitor's runs, and name all that can be compared, and those that nothing works on."""
-    statuses = control.runs_in(visitor.home)
-    names = [status.run.folder.name for status in statuses if status.plan is not None]
     idle = [status.run.folder.name for status in statuses if not status.live]
-    return runs_cards.runs_table(statuses), [*names, *([EXAMPLE_NAME] if has_example() else [])], idle
+    names = [status.run.folder.name for status in statuses if status.plan is not None]
+    names += [EXAMPLE_NAME] * has_example()
+    either = gr.Dropdown(choices=names)
+    return runs_cards.runs_table(statuses), gr.Dropdown(choices=idle), either, either
 
 
 @handler
@@ -314,12 +310,11 @@ def compare_runs(browser: Browser, first: str | None, second: str | None) -> str
 
 
 @handler
-def resume_run(browser: Browser, name: str | None) -> str:
+def resume_run(browser: Browser, name: str | None) -> None:
     """Go on with a run of the list."""
     if not name:
         raise RequestError("no run was chosen: choose the run to resume")
     actions.resume_run(browser.visitor, name)
-    return lay_out_runs(browser.visitor)[0]
 
 
 @handler
@@ -331,8 +326,7 @@ def ask_to_delete(browser: Browser, name: str | None) -> tuple[Any, str]:
 
 
 @handler
-def delete_run(browser: Browser, name: str | None) -> tuple[str, Any, Any]:
+def delete_run(browser: Browser, name: str | None) -> tuple[Any, Any]:
     """Delete a run for good."""
     actions.delete_run(browser.visitor, name or "")
-    table, _, idle = lay_out_runs(browser.visitor)
-    return table, gr.Dropdown(choices=idle, value=None), gr.Column(visible=False)
+    return gr.Dropdown(value=None), gr.Column(visible=False)

@@ -113,12 +113,13 @@ def runs_page(page: gr.Blocks) -> None:
         with gr.Row():
             keep = gr.Button("Keep it", elem_id="keep")
             confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
-    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)
     gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
-    resume.click(handlers.resume_run, [memory, chosen], listed, **ONCE)
+    resumed = resume.click(handlers.resume_run, [memory, chosen], None, **ONCE)
     delete.click(handlers.ask_to_delete, [memory, chosen], [sure, question], **ONCE)
     gr.on([keep.click, chosen.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
-    confirm.click(handlers.delete_run, [memory, chosen], [listed, chosen, sure], **ONCE)
+    deleted = confirm.click(handlers.delete_run, [memory, chosen], [chosen, sure], **ONCE)
+    for listing in (page.load, gr.Timer(5).tick, resumed.success, deleted.success):
+        listing(handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)
 
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
