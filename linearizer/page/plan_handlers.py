@@ -16,7 +16,7 @@ from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.planning import Examined, make_plan
 from linearizer.page.presets import WAYS, name_fields, recipe_of, way_choices
-from linearizer.plan.plan import YIELDING
+from linearizer.plan.plan import YIELDING, Plan
 from linearizer.report import markup
 from linearizer.run.folder import parse_plan
 
@@ -70,28 +70,31 @@ def show_budget(chosen: Examined | None, *choices: Any) -> str:
 def show_plan(
     chosen: Examined | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
 ) -> tuple[Any, ...]:
-    """Say what a budget means, and what each way and each effort takes here; each plan is forecast once."""
-    ways, recipes = gr.Radio(choices=way_choices({})), gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
+    """Say what a budget means, what each way and effort takes here, each forecast once, and what does it elsewhere."""
     card = show_budget(chosen, budget, effort, may_grow, way, listed, *fields)
+    ways, recipes = gr.Radio(choices=way_choices({})), gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
     if chosen is None:
-        return card, "", "", ways, recipes
+        return card, "", "", ways, recipes, "", ""
+
+    def plan_of(effort: str, way: str) -> Plan:
+        return make_plan(*read_form(chosen, budget, effort, may_grow, way, listed, *fields))
 
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
-        plan = make_plan(*read_form(chosen, budget, effort, may_grow, way, listed, *fields))
-        chosen.check(plan)
+        chosen.check(plan := plan_of(effort, way))
         return chosen.forecast(plan)
 
+    elsewhere = "", ""
     try:
+        plan = plan_of(effort, way)
+        elsewhere = plan.command(), plan.to_json()
         efforts = {name: forecast(name, way) for name in planning.EFFORTS}
-        plan = make_plan(*read_form(chosen, budget, effort, may_grow, way, listed, *fields))
-        machine = chosen.machine(plan)
+        here = plan_cards.machine_card(chosen.machine(plan), efforts[effort])
     except LinearizerError:  # what is wrong stands in the card
-        return card, "", "", ways, recipes
+        return card, "", "", ways, recipes, *elsewhere
     times = {name: time_of(partial(forecast, effort, name)) for name in WAYS}
-    here = plan_cards.machine_card(machine, efforts[effort])
     table = plan_cards.efforts_table(efforts, effort, lent=zerogpu.on_zerogpu())
-    return card, table, here, gr.Radio(choices=way_choices(times)), recipes
+    return card, table, here, gr.Radio(choices=way_choices(times)), recipes, *elsewhere
 
 
 def time_of(forecast: Callable[[], RunForecast]) -> str:
@@ -100,15 +103,6 @@ def time_of(forecast: Callable[[], RunForecast]) -> str:
         return f"About {duration(forecast().seconds)} here."
     except LinearizerError:
         return ""
-
-
-def show_command(chosen: Examined | None, *choices: Any) -> tuple[str, str]:
-    """Show the command line and the plan that do the same elsewhere."""
-    try:
-        plan = make_plan(*read_form(chosen, *choices))
-    except LinearizerError:  # what is wrong stands beside the slider
-        return "", ""
-    return plan.command(), plan.to_json()
 
 
 @handler

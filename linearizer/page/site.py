@@ -152,12 +152,11 @@ def open_step(number: int) -> tuple[gr.Tabs, gr.Tab]:
 def wire_plan(ui: SimpleNamespace) -> None:
     form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values()]
     choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
-    shown = [ui.budget_card, ui.efforts, ui.machine, ui.way, ui.listed]
+    shown = [ui.budget_card, ui.efforts, ui.machine, ui.way, ui.listed, ui.command, ui.plan]
     last = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     changes = [part.change for part in changed]
     ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **last)
     gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, shown, **last)
-    gr.on([*changes, ui.budget.release], plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     ui.start.click(plan_handlers.start_run, [ui.memory, *choices], watch_outputs(ui), **ONCE)
     wire_job(ui, choices)
     written = [ui.model, *form]
@@ -165,7 +164,6 @@ def wire_plan(ui: SimpleNamespace) -> None:
     again = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
     for filled in (taken, again):  # a budget that was written moves no slider
         filled.success(plan_handlers.show_plan, choices, shown, **last)
-        filled.success(plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
