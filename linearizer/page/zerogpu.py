@@ -71,9 +71,7 @@ def with_device(seconds: int) -> Callable[[Function], Function]:
     """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
 
     def decorate(function: Function) -> Function:
-        if not on_zerogpu():
-            return function
-        return lend(function, seconds)  # type: ignore[return-value]
+        return lend(function, seconds) if on_zerogpu() else function  # type: ignore[return-value]
 
     return decorate
 
@@ -84,7 +82,9 @@ def lend(function: Callable, seconds: int) -> Callable:
 
     @wraps(function)
     def work(*args: Any) -> Any:
-        use_one_thread()
+        import torch
+
+        torch.set_num_threads(1)  # on the CPU: a forked process lacks the threads of the server
         try:
             if yields:
                 yield from function(*args)
@@ -111,13 +111,6 @@ def lend(function: Callable, seconds: int) -> Callable:
             raise error
 
     return values if yields else wraps(function)(lambda *args: list(values(*args))[-1])
-
-
-def use_one_thread() -> None:
-    """Compute with one thread on the CPU, because a forked process lacks the threads of the server."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def explain_refusal(call: Callable[[], Any]) -> Any:
