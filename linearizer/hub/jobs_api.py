@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ LABEL = "linearizer-run"  # of a job: the id of its run
 HOURS = {"second": 3600, "minute": 60, "hour": 1}  # units in an hour
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")  # stages of a job
-NEEDED = ("run_job", "list_jobs_hardware", "create_bucket", "batch_bucket_files", "download_bucket_files")
 NOTHING_BEGUN = "nothing was begun, and nothing costs"
 TROUBLE = (*HUB_ERRORS, OSError)  # what a call may raise
 JOBS = Use(
@@ -96,18 +94,8 @@ def require_token(token: str | None) -> str:
     return str(chosen)
 
 
-def check_client() -> None:
-    """Refuse a client of the Hub that knows no jobs or no buckets."""
-    if missing := [name for name in NEEDED if not hasattr(HfApi, name)]:
-        raise RequestError(
-            f"huggingface_hub {version('huggingface_hub')} is too old for jobs (it has no {missing[0]}): "
-            "pip install -U huggingface_hub"
-        )
-
-
 def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
     """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
-    check_client()
     with explain_job_errors("the hardware of jobs"):
         machines = HfApi(token=access_token(token)).list_jobs_hardware()
     offered = (
@@ -151,7 +139,6 @@ class Account:
     """The jobs and the bucket of an account; of an organisation, where a member of it says that it pays."""
 
     def __init__(self, token: str | None, owner: str | None = None) -> None:
-        check_client()
         self.token = require_token(token)
         self.api = HfApi(token=self.token)
         with explain_job_errors("the Hub"):

@@ -6,9 +6,11 @@ so every process that looks sees the same.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +28,6 @@ from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.workers import device_queue
 from linearizer.workers.device_queue import Ticket
-from linearizer.workers.processes import start_process
 
 EVALUATION_STEPS = (*PARTS, "longer", "distill")  # with progress
 STATE_AFTER = {
@@ -134,6 +135,32 @@ def start_worker(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> Non
     with suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
     threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
+
+
+def start_process(
+    module: str, request: Mapping[str, Any], variables: Mapping[str, str] | None = None, **streams: Any
+) -> subprocess.Popen[str]:
+    """Start a process that works on the folder of a request, which only that process can read; it outlives this one."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, request["folder"]],  # the folder is for who reads a list of processes
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # ctrl-C is for this process alone
+        env={**environment_to_import(), **(variables or {})},
+        **streams,
+    )
+    with suppress(BrokenPipeError):  # a process that died at once shows as lost
+        process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+    return process
+
+
+def environment_to_import() -> dict[str, str]:
+    """Let a process import this package, and nothing from the working directory."""
+    home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
+    if home.name not in ("site-packages", "dist-packages"):  # which a process searches after the standard library
+        paths = os.pathsep.join(filter(None, (str(home), paths)))
+    return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
 
 
 def stop(run: Run, why: str = "") -> None:

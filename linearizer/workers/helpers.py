@@ -27,7 +27,7 @@ from linearizer.run.folder import Run
 from linearizer.run.sharing import Helpers, Share
 from linearizer.run.stopping import check_stop, memory_explained
 from linearizer.teacher.devices import choose_device, device_kind, device_name, visible_name
-from linearizer.workers.processes import start_process
+from linearizer.workers.control import start_process
 
 Product = TypeVar("Product")
 PROCESSES = "LINEARIZER_PROCESSES"  # how many price the heads of a run; else one for each GPU
