@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from linearizer.hub.jobs_api import Hardware
     from linearizer.plan.inspection import Inspection
     from linearizer.plan.profile import Profile
-    from linearizer.workers.forecast import EvaluationForecast, RunForecast
-    from linearizer.workers.machine import Machine
+    from linearizer.workers.forecast import EvaluationForecast, Machine, RunForecast
 
 EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
     "Try it": ({"texts": 2, "length": 256, "samples": 512}, 1 / 6),
@@ -156,9 +155,9 @@ def forecast_run(plan: Plan, model: Examined) -> RunForecast:
 def describe_machine(plan: Plan, model: Examined) -> Machine:
     """Describe what a plan would run on here."""
     from linearizer.teacher.load import stored_dtype
-    from linearizer.workers import machine
+    from linearizer.workers import forecast
 
-    return machine.describe_machine(plan, stored_dtype(model.config), runs_root())
+    return forecast.describe_machine(plan, stored_dtype(model.config), runs_root())
 
 
 def start_run(visitor: Visitor, plan: Plan, asked: Collection[str] = ()) -> str:
