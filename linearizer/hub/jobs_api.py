@@ -6,7 +6,7 @@ Everything is done with the token of the account that pays. Errors become a sent
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,9 +168,9 @@ class Account:
         tree = self.api.list_bucket_tree(self.bucket, prefix=prefix, recursive=True)
         return {each.path: each for each in tree if each.type == "file" and each.path.startswith(prefix + "/")}
 
-    def has_files(self, paths: Iterable[str]) -> set[str]:
-        """Tell which of some files are in the bucket."""
-        return {each.path for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
+    def find_files(self, paths: Iterable[str]) -> dict[str, Any]:
+        """Find those of some files that are in the bucket."""
+        return {each.path: each for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
 
     def send(self, files: Mapping[str, Path | bytes], removed: Iterable[str] = ()) -> None:
         """Write files by their paths in the bucket, and remove others, in one request."""
@@ -184,6 +184,14 @@ class Account:
             place.parent.mkdir(parents=True, exist_ok=True)
         with without_bars():
             self.api.download_bucket_files(self.bucket, [(file, place) for place, file in files.items()])
+
+    def send_folder(self, folder: Path, prefix: str, **which: Any) -> None:
+        """Write what has changed in a folder below a prefix of the bucket."""
+        self.api.sync_bucket(str(folder), f"hf://buckets/{self.bucket}/{prefix}", quiet=True, **which)
+
+    def fetch_folder(self, prefix: str, folder: Path, include: Sequence[str] = ()) -> None:
+        """Download what is below a prefix of the bucket, or what some patterns name of it."""
+        self.api.sync_bucket(f"hf://buckets/{self.bucket}/{prefix}", str(folder), include=[*include], quiet=True)
 
     def begin_job(
         self, image: str, command: list[str], flavor: str, minutes: int, run_id: str, environment: Mapping[str, str]
@@ -217,9 +225,9 @@ class Account:
     def cancel_job(self, job_id: str) -> None:
         self.api.cancel_job(job_id=job_id, namespace=self.name)
 
-    def read_log(self, job_id: str) -> Iterator[str]:
-        """Give the lines that a job writes, from the first on, until it has ended."""
-        yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.name, follow=True)
+    def read_log(self, job_id: str) -> Iterable[str]:
+        """Give the lines that a job has written."""
+        return self.api.fetch_job_logs(job_id=job_id, namespace=self.name)
 
 
 def described(info: Any) -> Job:
