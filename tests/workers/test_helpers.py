@@ -81,8 +81,8 @@ def test_helpers_end_with_the_process_of_the_run(end, tmp_path, monkeypatch):
     wait_until(lambda: helpers_of(run))
     os.kill(int(process_of(run).name), end)
     wait_until(lambda: not helpers_of(run))
-    assert control.state_of(run) == ("lost" if end == signal.SIGKILL else "stopped")
     wait_until(lambda: not run.is_locked)
+    assert control.state_of(run) == ("lost" if end == signal.SIGKILL else "stopped")
 
 
 def test_a_helper_that_cannot_work_says_why(tmp_path, monkeypatch):
