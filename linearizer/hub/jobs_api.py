@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +98,17 @@ def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
     """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
     with explain_job_errors("the hardware of jobs"):
         machines = HfApi(token=access_token(token)).list_jobs_hardware()
-    offered = (
-        Hardware(
-            each.name,
-            each.pretty_name,
-            each.ram,
-            getattr(each, "ephemeral_storage", ""),
-            describe_gpu(each.accelerator),
-            usd_per_hour(each),
-            0 if each.accelerator is None else int(each.accelerator.quantity),
-            "" if each.accelerator is None else each.accelerator.vram,
-        )
-        for each in machines
-    )
-    return tuple(sorted(offered, key=lambda each: each.usd_per_hour))
+    return tuple(sorted(map(read_hardware, machines), key=lambda each: each.usd_per_hour))
+
+
+def read_hardware(machine: Any) -> Hardware:
+    """Keep what matters of a machine."""
+    disk, gpu = getattr(machine, "ephemeral_storage", ""), machine.accelerator
+    hardware = Hardware(machine.name, machine.pretty_name, machine.ram, disk, "", usd_per_hour(machine))
+    if gpu is None:
+        return hardware
+    described = f"{gpu.quantity} {gpu.model} with {gpu.vram}"
+    return replace(hardware, gpu=described, gpus=int(gpu.quantity), gpu_memory=gpu.vram)
 
 
 def usd_per_hour(machine: Any) -> float:
@@ -128,11 +125,6 @@ def parse_bytes(text: str) -> float:
     """Read an amount such as '24 GB'; 0: it says none."""
     stated = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", text.strip().upper())
     return float(stated[1]) * UNITS[stated[2]] if stated else 0.0
-
-
-def describe_gpu(accelerator: Any) -> str:
-    """Say which GPUs a machine has; empty: none."""
-    return "" if accelerator is None else f"{accelerator.quantity} {accelerator.model} with {accelerator.vram}"
 
 
 class Account:

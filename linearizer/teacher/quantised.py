@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 BEFORE = "name the model that it was quantised from"
-
-
-PACKED = (
-    "bitsandbytes"  # whose weights stay as they are; those of others are expanded to a floating type while they load
-)
+# The weights of PACKED stay as they are; those of others are expanded to a floating type while they load.
+PACKED = "bitsandbytes"
 READ_HERE = ("gptq", "awq")  # not by transformers
 PACKAGES = {PACKED: "bitsandbytes", "compressed-tensors": "compressed_tensors", GGUF: "gguf"}  # that load them
 METHODS = (*PACKAGES, *READ_HERE, "fp8")
