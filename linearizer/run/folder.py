@@ -280,8 +280,7 @@ class Run:
 
     def remove_unstarted(self) -> None:
         """Remove a run without products, and its folder if that leaves it empty."""
-        names = ("plan.json", "plan.json" + UNFINISHED, "begun.json", "inspection.json", "events.jsonl")
-        for name in (*names, "stop", "use", "worker.log", "hub_job.json", "lock"):
+        for name in ("plan.json", "plan.json" + UNFINISHED, *sorted(FILES_OF_RUN - {"state", "checkpoint"})):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):

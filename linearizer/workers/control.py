@@ -13,11 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from linearizer.errors import FolderError, RequestError
 from linearizer.plan.plan import Plan
@@ -155,6 +156,18 @@ def start_process(
     return process
 
 
+def end_process(work: Callable[[], int]) -> NoReturn:
+    """Do the work of a process that was started, and end it with the exit code that this gives."""
+    code = 1
+    try:
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for the threads of an abandoned download, or that listen
+
+
 def environment_to_import() -> dict[str, str]:
     """Let a process import this package, and nothing from the working directory."""
     home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
@@ -210,7 +223,7 @@ def status(run: Run) -> Status:
         state=state,
         place=device_queue.place_of(run.folder) if state == "queued" else None,
         step=log_state.step,
-        error=LOST_ERROR + quote_last_line(run) if state == "lost" else log_state.error,
+        error=LOST_ERROR + read_last_words(run) if state == "lost" else log_state.error,
         begun=begun,
         changed=log_state.newest["time"] if log_state.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's
@@ -269,16 +282,20 @@ def read_log_state(run: Run) -> LogState:
     return LogState(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
 
 
-def quote_last_line(run: Run) -> str:
-    """Quote the last line that a lost process wrote to standard error, without folders and tokens."""
+def read_last_words(run: Run) -> str:
+    """Quote the last line that a lost process wrote to standard error."""
     path = run.folder / "worker.log"
     if not path.is_file():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - READ_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+        return quote_last(file.read().decode(errors="replace").splitlines())
+
+
+def quote_last(lines: Sequence[str]) -> str:
+    """Quote the last line that a process or a job wrote, without folders, signed addresses and tokens."""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    last = re.sub(r"hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
+    last = re.sub(r"\?\S+|hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
     return f"; its last words: {last[:MAX_QUOTED_CHARACTERS]}" if last else ""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +77,9 @@ def take_ticket(run: Path) -> Ticket:
 def place_of(run: Path) -> int | None:
     """Give the place of a waiting run in the queue of its device: 1 is next."""
     for path in sorted(tickets()):
-        if run_of(path) == str(run.resolve()) and is_held(path):
-            return 1 + sum(bool(tickets_before(other)) for other in tickets_before(path))  # the first are at work
+        with suppress(FileNotFoundError):  # removed meanwhile
+            if path.read_text(encoding="utf-8") == str(run.resolve()) and is_held(path):
+                return 1 + sum(bool(tickets_before(other)) for other in tickets_before(path))  # the first are at work
     return None
 
 
@@ -106,14 +107,6 @@ def number_of(ticket: Path) -> str:
 def devices_of_ticket(ticket: Path) -> set[str]:
     """Name the devices of a ticket; none while they are unknown."""
     return set(filter(None, ticket.name.partition("@")[2].split(AND)))
-
-
-def run_of(ticket: Path) -> str:
-    """Give the folder of the run of a ticket; empty if the ticket was removed meanwhile."""
-    try:
-        return ticket.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
 
 
 @contextmanager

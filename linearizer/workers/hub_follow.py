@@ -26,6 +26,7 @@ from linearizer.run.folder import Run
 from linearizer.run.hub_job import HubJob, agreed_cap, open_job, read_hub_job
 from linearizer.run.stopping import log_end
 from linearizer.run.weight_digests import DIGESTS
+from linearizer.workers.control import quote_last
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
 INSTALL = """set -e
@@ -52,7 +53,6 @@ LOOK_SECONDS = 0.2  # between two looks for requests
 POLL_SECONDS = 5.0  # between two questions for the log and the stage of a job
 STOP_SECONDS = 90.0  # that a job may take to stop and to save, before it is cancelled
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # between tries to read from the Hub
-MAX_WORDS = 200  # characters that are quoted of a job's last words
 
 
 def bucket_folder(run_id: str) -> str:
@@ -269,9 +269,7 @@ class Follower:
     def quote_last_line(self) -> str:
         """Quote the last line that the job wrote and that is no event."""
         with suppress(*TROUBLE):
-            lines = [line.strip() for line in self.account.read_log(self.id)]
-            last = next((line for line in reversed(lines) if line and parse_line(line.encode()) is None), "")
-            return f"; its last words: {redact(Exception(last))[len('Exception: ') :][:MAX_WORDS]}" if last else ""
+            return quote_last([line for line in self.account.read_log(self.id) if parse_line(line.encode()) is None])
         return ""
 
     def bring_products(self) -> None:
