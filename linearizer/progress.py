@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 Product = TypeVar("Product")
+Piece = TypeVar("Piece")
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class Progress:
 Steps = Generator[Progress, None, Product]
 
 
-def finish(steps: Steps[Product]) -> Product:
-    """Run a step to its end and return its product, for callers that show no progress."""
+def finish(steps: Generator[Piece, None, Product], show: Callable[[Piece], object] | None = None) -> Product:
+    """Run a generator to its end and return its product; `show` takes what it yields."""
     while True:
         try:
-            next(steps)
+            piece = next(steps)
         except StopIteration as end:
             return end.value
+        if show is not None:
+            show(piece)

@@ -22,13 +22,14 @@ OPERANDS = {
 }
 
 
-def add_allocation_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that decide an allocation; an option that is not given is None, and then the plan's."""
-    group = command.add_argument_group(ALLOCATION)
-    dial = group.add_mutually_exclusive_group()
-    for option in options_of(Plan).values():
-        if option.limits.group == ALLOCATION:
-            add_option((dial if option.name in ("budget", "features") else group).add_argument, option)
+def add_plan_options(command: argparse.ArgumentParser, *titles: str) -> None:
+    """Add the plan's options of some groups; an option that is not given is None, and then the plan's."""
+    for title in titles:
+        group = command.add_argument_group(title)
+        dial = group.add_mutually_exclusive_group() if title == ALLOCATION else group
+        for option in options_of(Plan).values():
+            if option.limits.group == title:
+                add_option((dial if option.name in ("budget", "features") else group).add_argument, option)
     add_lines(command, "strategies", {name: strategy.about for name, strategy in STRATEGIES.items()})
 
 
@@ -48,12 +49,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=read_folder, help="the run's folder (default: a new one under runs/)")
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     add_lines(command, "recipes", {name: recipe.origin for name, recipe in RECIPES.items()})
-    add_allocation_options(command)
-    for title in (MEASURING, TRAINING, MACHINE):
-        group = command.add_argument_group(title)
-        for option in options_of(Plan).values():
-            if option.limits.group == title:
-                add_option(group.add_argument, option)
+    add_plan_options(command, ALLOCATION, MEASURING, TRAINING, MACHINE)
 
 
 def add_job_options(command: argparse.ArgumentParser) -> None:

@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from linearizer.cli import runs
 from linearizer.cli.options import (
     AddCommand,
     ListRecipes,
-    add_allocation_options,
     add_evaluate_options,
     add_job_options,
+    add_plan_options,
     add_run_options,
     plan_changes,
 )
@@ -29,16 +29,17 @@ from linearizer.cli.text import (
 )
 from linearizer.errors import RequestError, Stopped
 from linearizer.plan.options import options_of
-from linearizer.plan.plan import DEFAULT_BUDGET, Plan
+from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, Plan
+from linearizer.progress import Steps, finish
+from linearizer.report.markup import write_page
+from linearizer.report.parts import evaluation_report
+from linearizer.report.prediction import predict_kl
+from linearizer.report.verdict import judge_run
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
-from linearizer.run.folder import read_plan
+from linearizer.run.folder import Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
 from linearizer.workers import control
-
-if TYPE_CHECKING:
-    from linearizer.progress import Steps
-    from linearizer.run.folder import Run
 
 Product = TypeVar("Product")
 
@@ -52,7 +53,7 @@ def add_commands(add: AddCommand) -> None:
     add_run_options(add("profile", serve_profile, "measure how many degrees of freedom each head uses", "model"))
     about = "share out another budget, from what a run has measured"
     description = "Share out another budget, from what a run has measured; other options stay as in its plan."
-    add_allocation_options(add("allocate", serve_allocate, about, "run", description))
+    add_plan_options(add("allocate", serve_allocate, about, "run", description), ALLOCATION)
     about = "what the student kept, what it costs, where it breaks"
     add_evaluate_options(add("evaluate", serve_evaluate, about, "run"))
 
@@ -111,8 +112,6 @@ def serve_run(arguments: argparse.Namespace) -> None:
         start_in_background(arguments, run, lambda: control.start(run))
         return
     from linearizer import pipeline
-    from linearizer.progress import finish
-    from linearizer.report.verdict import judge_run
     from linearizer.workers.helpers import HelperProcesses
 
     run = begin_run(arguments)
@@ -139,16 +138,8 @@ def serve_job(arguments: argparse.Namespace) -> None:
         print_product(arguments, [asdict(each) for each in offered], text)
         return
     folder, plan = plan_of(arguments)
-    run = run_in_job(
-        folder,
-        plan,
-        arguments.job,
-        minutes=arguments.job_minutes,
-        push=arguments.push,
-        owner=arguments.job_owner,
-        yes=arguments.yes,
-        resume=arguments.resume,
-    )
+    how = {"minutes": arguments.job_minutes, "push": arguments.push, "owner": arguments.job_owner}
+    run = run_in_job(folder, plan, arguments.job, **how, yes=arguments.yes, resume=arguments.resume)
     if arguments.detach:
         start_in_background(arguments, run, lambda: None)
     else:
@@ -172,7 +163,6 @@ def serve_profile(arguments: argparse.Namespace) -> None:
 
 def serve_allocate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.report.prediction import predict_kl
 
     run = find_run(arguments.run)
     plan = replace(run.plan, **plan_changes(arguments))
@@ -184,7 +174,6 @@ def serve_allocate(arguments: argparse.Namespace) -> None:
 
 def serve_evaluate(arguments: argparse.Namespace) -> None:
     from linearizer.pipeline import evaluate
-    from linearizer.report.parts import evaluation_report
     from linearizer.workers.worker import work_in_foreground
 
     run = find_run(arguments.run)
@@ -200,8 +189,6 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     results = run.results
     parts = {name: results[name] for name in request.chosen if name in results}
     if arguments.charts:
-        from linearizer.report.markup import write_page
-
         write_whole(arguments.charts, write_page(run, parts))
     report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])
     print_product(arguments, {name: part.to_plain() for name, part in parts.items()}, report)

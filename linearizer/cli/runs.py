@@ -17,7 +17,9 @@ from linearizer.cli.text import ProgressBar, describe_publication, describe_run,
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.plan.plan import Plan
 from linearizer.progress import Progress
+from linearizer.report.parts import evaluation_report
 from linearizer.run import folder
+from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.names import find_run, runs_root
 from linearizer.workers import control
@@ -52,11 +54,8 @@ def serve_runs(arguments: argparse.Namespace) -> None:
                 f"list shows all runs, not {arguments.run!r}: leave it out, or name an action such as attach"
             )
         statuses = control.runs_in(root)
-        print_product(
-            arguments,
-            [status_values(status) for status in statuses],
-            describe_runs(statuses) if statuses else f"no runs in {root}",
-        )
+        text = describe_runs(statuses) if statuses else f"no runs in {root}"
+        print_product(arguments, [status_values(status) for status in statuses], text)
         return
     if arguments.run is None:
         raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
@@ -109,9 +108,6 @@ def attach(run: Run, as_lines: bool = False) -> None:
 
 def describe_evaluation(run: Run) -> str:
     """Describe the parts of the evaluation that was requested last."""
-    from linearizer.report.parts import evaluation_report
-    from linearizer.run.evaluation_request import Request
-
     results, chosen = run.results, Request.of(folder.newest_request(run)[0]).chosen
     return evaluation_report({part: results[part] for part in chosen if part in results})
 
@@ -125,14 +121,11 @@ def show_place_in_queue(run: Run, bar: ProgressBar) -> None:
 
 def status_values(status: Status) -> dict[str, Any]:
     """Give the status of a run as plain values."""
-    plain = {
-        field.name: getattr(status, field.name) for field in fields(status) if field.name not in ("plan", "evaluation")
-    }
-    evaluation = status.evaluation and {
-        name: getattr(status.evaluation, name) for name in ("state", "place", "step", "error")
-    }
+    kept = [field.name for field in fields(status) if field.name not in ("plan", "evaluation")]
+    plain, evaluation = {name: getattr(status, name) for name in kept}, status.evaluation
     names = {"name": status.run.folder.name, "run": str(status.run.folder)}
-    return {**plain, **names, **dial_of(status.plan), "evaluation": evaluation}
+    of_evaluation = evaluation and {name: getattr(evaluation, name) for name in ("state", "place", "step", "error")}
+    return {**plain, **names, **dial_of(status.plan), "evaluation": of_evaluation}
 
 
 def dial_of(plan: Plan | None) -> dict[str, Any]:
@@ -143,27 +136,20 @@ def dial_of(plan: Plan | None) -> dict[str, Any]:
 def describe_runs(statuses: Sequence[Status]) -> str:
     """Describe the status of runs in a line each, and below why some failed and where some were published."""
     rows: list[Sequence[object]] = [("run", "model", "budget", "state", "progress", "disk", "age")]
+    errors, places = [], []
     for status in statuses:
-        dial_values = dial_of(status.plan)
-        dial = f"C = {dial_values['features']}" if dial_values["features"] else dial_values["budget"] or "?"
+        dial, name = dial_of(status.plan), printable(status.run.folder.name)
+        budget = f"C = {dial['features']}" if dial["features"] else dial["budget"] or "?"
         shown = status.evaluation if status.evaluation is not None and status.state == "done" else status
         state = shown.state if shown.place is None else f"queued, place {shown.place}"
         state = state if shown is status else f"done, evaluation {state}"
         step = "" if shown.step is None else f"{shown.step['event']} {shown.step['done']}/{shown.step['total']}"
-        model = printable(dial_values["model"] or "?")
         age = duration(time.time() - status.begun)
-        rows.append((printable(status.run.folder.name), model, dial, state, step, size(status.disk_bytes), age))
-    errors_by_run = [
-        (status.run.folder.name, said)
-        for status in statuses
-        for said in (status.error, status.evaluation and status.evaluation.error)
-    ]
-    errors = [f"{printable(name)}: {printable(error)}" for name, error in errors_by_run if error]
-    places = [
-        f"{printable(status.run.folder.name)}: {printable(describe_publication(status.published))}"
-        for status in statuses
-        if status.published
-    ]
+        rows.append((name, printable(dial["model"] or "?"), budget, state, step, size(status.disk_bytes), age))
+        failures = status.error, status.evaluation and status.evaluation.error
+        errors += [f"{name}: {printable(error)}" for error in failures if error]
+        if status.published:
+            places.append(f"{name}: {printable(describe_publication(status.published))}")
     return "\n".join([columns(rows), *errors, *places])
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, duration, size
 from linearizer.plan.state_size import ROW_TITLES, Reading, StateSize
-from linearizer.progress import Progress, Steps
+from linearizer.progress import Progress, Steps, finish
+from linearizer.report.parts import PART_VIEWS
+from linearizer.report.prediction import kl_sentences
+from linearizer.report.tables import describe_heads, format_mean, write_tables
+from linearizer.report.verdict import judge_run
 
 if TYPE_CHECKING:
     from linearizer.hub.repository import Preview
@@ -45,13 +47,13 @@ class ProgressBar:
                 self.stream.write(f"waiting for the runs before this one: {progress.total}\n")
             self.step, self.step_began, self.done_before = (progress.step, progress.unit), now, progress.done
         done, seconds = progress.done - self.done_before, now - self.step_began
-        count = size if progress.unit == "bytes" else str
-        unit = "" if progress.unit == "bytes" else f" {progress.unit}"
-        line = f"{progress.step:>10}  {count(progress.done)}/{count(progress.total)}{unit}"
+        in_bytes = progress.unit == "bytes"
+        counts = [size(count) if in_bytes else f"{count}" for count in (progress.done, progress.total)]
+        line = f"{progress.step:>10}  {'/'.join(counts)}{'' if in_bytes else f' {progress.unit}'}"
         if "waiting" in progress.details:
             line += f"  {progress.details['because']}, trying again in {progress.details['waiting']} s"
         if done and seconds > 0:
-            rate = size(done / seconds) if progress.unit == "bytes" else f"{done / seconds:.1f}"
+            rate = size(done / seconds) if in_bytes else f"{done / seconds:.1f}"
             line += f"  {rate}/s  {duration((progress.total - progress.done) * seconds / done)} left"
         self.print(line)
 
@@ -67,50 +69,36 @@ class ProgressBar:
             self.stream.write("\r")
 
 
-class Interrupts(AbstractContextManager["Interrupts"]):
-    """Remembers ctrl-C: Python drops an interrupt that is raised in a destructor, or in a weak reference's callback."""
+@contextmanager
+def kept_interrupts() -> Iterator[Callable[[], None]]:
+    """Keep ctrl-C that Python drops, as it does where a destructor was at work; what is given raises it again."""
+    report, kept = sys.unraisablehook, threading.Event()
 
-    def __enter__(self) -> Interrupts:
-        self.seen, self.before = False, signal.getsignal(signal.SIGINT)
-        main = threading.current_thread() is threading.main_thread()  # only there signals are handled
-        self.kept = main and self.before is signal.default_int_handler
-        self.report = sys.unraisablehook
-        if self.kept:
-            signal.signal(signal.SIGINT, self.interrupt)
-            sys.unraisablehook = self.report_others
-        return self
+    def keep(dropped: sys.UnraisableHookArgs) -> None:
+        kept.set() if issubclass(dropped.exc_type, KeyboardInterrupt) else report(dropped)
 
-    def __exit__(self, *_: object) -> None:
-        if self.kept:
-            signal.signal(signal.SIGINT, self.before)
-            sys.unraisablehook = self.report
-
-    def interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.seen = True
-        raise KeyboardInterrupt
-
-    def report_others(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Report what Python drops, but no interrupt."""
-        if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            self.report(dropped)
-
-    def check(self) -> None:
-        """Raise again an interrupt that was dropped."""
-        if self.seen:
+    def check() -> None:
+        if kept.is_set():
             raise KeyboardInterrupt
+
+    sys.unraisablehook = keep
+    try:
+        yield check
+    finally:
+        sys.unraisablehook = report
 
 
 def show_progress(steps: Steps[Product]) -> Product:
     """Run a step to its end, with its progress on standard error if that is a terminal."""
     bar = ProgressBar(sys.stderr)
-    with closing(steps), Interrupts() as interrupts:
+    with closing(steps), kept_interrupts() as check:
+
+        def show(progress: Progress) -> None:
+            bar.show(progress)
+            check()
+
         try:
-            while True:
-                try:
-                    bar.show(next(steps))
-                    interrupts.check()
-                except StopIteration as end:
-                    return end.value
+            return finish(steps, show)
         finally:
             bar.clear()
 
@@ -160,22 +148,18 @@ def describe_memory(inspection: Inspection) -> str:
 
 def describe_profile(profile: Profile) -> str:
     """Describe a profile, layer by layer."""
-    settings = profile.settings
-    reference, newest = settings.ridges.index(settings.reference), f"in window {profile.windows[-1]}"
-    rows: list[Sequence[object]] = [
-        ("layer", "N(λ) by KV head", "in sinks", newest, "nats", "far mass off", "values off")
-    ]
+    settings, window = profile.settings, profile.windows[-1]
+    title = ("layer", "N(λ) by KV head", "in sinks", f"in window {window}", "nats", "far mass off", "values off")
+    rows: list[Sequence[object]] = [title]
     for index, layer in enumerate(profile.layers):
         if not layer.heads:
             rows.append((index, "bounded by itself", *[""] * 5))
             continue
-        counts = " ".join(f"{head.freedoms[reference]:.1f}{'*' * head.saturated}" for head in layer.heads)
+        counts = (f"{settings.at_reference(head.freedoms):.1f}{'*' * head.saturated}" for head in layer.heads)
         of_heads = [(h.sink_mass, h.window_mass[-1], h.entropy, h.mass_error, h.values_error) for h in layer.heads]
-        known = ([value for value in column if value is not None] for column in zip(*of_heads, strict=True))
-        means = (sum(values) / len(values) if values else None for values in known)
-        forms = (".0%", ".0%", ".2f", ".2g", ".2g")
-        cells = ("" if mean is None else f"{mean:{form}}" for mean, form in zip(means, forms, strict=True))
-        rows.append((index, counts, *cells))
+        columns_of_heads = zip((".0%", ".0%", ".2f", ".2g", ".2g"), zip(*of_heads, strict=True), strict=True)
+        means = (format_mean(values, form, missing="") for form, values in columns_of_heads)
+        rows.append((index, " ".join(counts), *means))
     lines = [
         columns(rows),
         f"degrees of freedom at λ = {settings.reference:g}, from {profile.tokens:,} tokens",
@@ -198,8 +182,6 @@ def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
 
 def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe a student's state in one line."""
-    from linearizer.report.tables import describe_heads
-
     state = StateSize.of(allocation, layers)
     return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {state.beside_cache}"
 
@@ -207,10 +189,6 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
 def describe_run(run: Run) -> str:
     """Describe a finished run: its state, its evaluation, and where the student is."""
     assert run.allocation is not None
-    from linearizer.report.parts import PART_VIEWS
-    from linearizer.report.prediction import kl_sentences
-    from linearizer.report.tables import write_tables
-
     parts = run.results
     evaluation = "\n\n".join(
         write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
@@ -226,8 +204,6 @@ def describe_run(run: Run) -> str:
 
 def verdict_lines(run: Run) -> list[str]:
     """Give the verdict on a run's student as a line, if it was judged."""
-    from linearizer.report.verdict import judge_run
-
     verdict = judge_run(run)
     return [] if verdict is None else [verdict.sentence]
 
@@ -241,13 +217,12 @@ def describe_publication(event: Mapping[str, Any]) -> str:
 def describe_comparison(comparison: Comparison) -> str:
     """Describe what teacher and student wrote, how fast, and the bytes of their states."""
     rows: list[Sequence[object]] = [("", "tokens", "first token", "tokens/s", "remembers")]
+    parts = [f"prompt: {comparison.prompt}"]
     for name, side in (("teacher", comparison.teacher), ("student", comparison.student)):
-        first = f"{side.first_token_seconds * 1000:.0f} ms"
-        rows.append((name, side.tokens, first, f"{side.tokens_per_second:.1f}", size(side.state_bytes)))
-    texts = (
-        f"{name}: {side.text}" for name, side in (("teacher", comparison.teacher), ("student", comparison.student))
-    )
-    parts = [f"prompt: {comparison.prompt}", *texts, columns(rows)]
+        speed = f"{side.first_token_seconds * 1000:.0f} ms", f"{side.tokens_per_second:.1f}"
+        rows.append((name, side.tokens, *speed, size(side.state_bytes)))
+        parts.append(f"{name}: {side.text}")
+    parts.append(columns(rows))
     if (apart := comparison.difference) is not None:
         parts.append(
             f"alike for {apart.place} tokens; then the teacher writes {apart.teacher!r}, the student {apart.student!r}"
@@ -275,17 +250,12 @@ def describe_preview(preview: Preview) -> str:
 def print_stream(pieces: Generator[str, None, Product], silent: bool) -> Product:
     """Print a text as it comes, unless `silent`, and return the product at its end."""
     with closing(pieces):
+        if silent:
+            return finish(pieces)
         try:
-            while True:
-                try:
-                    piece = next(pieces)
-                except StopIteration as end:
-                    return end.value
-                if not silent:
-                    print(piece, end="", flush=True)  # noqa: T201
+            return finish(pieces, lambda piece: print(piece, end="", flush=True))  # noqa: T201
         finally:
-            if not silent:
-                print()  # noqa: T201
+            print()  # noqa: T201
 
 
 def print_product(arguments: Namespace, product: object, text: str) -> None:

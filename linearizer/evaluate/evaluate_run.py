@@ -13,6 +13,7 @@ import torch
 from linearizer.errors import TextError
 from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation, measure_curve
+from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.needle import MIN_NEEDLE_TOKENS, measure_needle, needle_lengths
 from linearizer.evaluate.recall import RepeatReader, measure_longer, measure_recall
@@ -27,7 +28,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.results import Part, Result, Tasks, TextRead
+from linearizer.run.results import Part, Result, Scored, Tasks, TextRead
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.text import document_numbers, start_tokens
 from linearizer.train.distill import distill
@@ -52,17 +53,15 @@ def measure_parts(
     for place, name in enumerate(request.chosen, 1):
         if name == "needle" and not request.parts and setup.run.positions < MIN_NEEDLE_TOKENS:
             continue  # nobody named the part, and the teacher reads no text that is long enough
-        part = PART_MEASURES[name]
-        fields = {**{field: getattr(request, field) for field in part.uses}, "subjects": setup.names}
+        measure, uses = PART_MEASURES[name]
+        fields = {**{field: getattr(request, field) for field in uses}, "subjects": setup.names}
         fields = json.loads(json.dumps(fields))  # as it is stored: a tuple becomes a list
         made_with, stored = setup.made_with(), run.results.get(name)
         if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in anew:
             continue
         details = {"part": name, "place": place, "parts": len(request.chosen)}
-        result, read = yield from log_progress(
-            run, measure_whole_part(run, part.measure(setup, request), details, step)
-        )
-        measured = Part(fields, made_with, result, read)
+        steps = measure_whole_part(run, measure(setup, request), details, step)
+        measured = Part(fields, made_with, *(yield from log_progress(run, steps)))
         run.write_evaluation(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:
             run.log(EventName.EXAMINED, part=name)
@@ -102,17 +101,16 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Read each text once: what is read of a passage that comes again is kept for the part recall."""
     judged = texts_to_judge(setup, request)
     windows, most, length = judged.windows, judged.windows.shape[1], judged.length
-    documents = document_numbers(windows, setup.tokenizer)
     subjects = subjects_and_rivals(setup, request, most)
-    controls = {each: setup.window(each) for each in judged.lengths if setup.grows and each < most}
-    given = (subjects, windows, documents, setup.layers, request.seed)
-    compared = (judged.lengths, controls)
-    if "recall" not in request.chosen:
-        return (yield from measure_language(*given, read_together, *compared)), judged.read
+    grows = setup.allocation.growth(setup.layers) > 0
+    controls = {each: setup.window(each) for each in judged.lengths if grows and each < most}
     reader = RepeatReader.of([*subjects, *controls.values()], length, passage_tokens(length))
-    language = yield from measure_language(*given, reader.read, *compared)
-    recall = reader.result()
-    setup.recall_read[texts_asked(request)] = replace(recall, subjects=recall.subjects[: len(subjects)])
+    read = reader.read if "recall" in request.chosen else read_together
+    given = (subjects, windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
+    language = yield from measure_language(*given, read, judged.lengths, controls)
+    if read is not read_together:
+        recall = reader.result()
+        setup.recall_read.append(replace(recall, subjects=recall.subjects[: len(subjects)]))
     return language, judged.read
 
 
@@ -123,12 +121,12 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
     """
     judged = texts_to_judge(setup, request)
     length, read = judged.length, replace(judged.read, length=judged.length)
-    recall = setup.recall_read.pop(texts_asked(request), None)
-    if recall is None:
+    if setup.recall_read:
+        recall = setup.recall_read.pop()
+        yield Progress("recall", 1, 1, "batches")
+    else:
         subjects = subjects_and_rivals(setup, request, judged.windows.shape[1])
         recall = yield from measure_recall(subjects, judged.windows[:, :length], passage_tokens(length))
-    else:
-        yield Progress("recall", 1, 1, "batches")
     trained, positions = setup.usual_length, setup.run.positions
     long = max(length, 2 * trained)
     if request.short or (long > positions and setup.run.inspection.positions == "learned"):
@@ -175,7 +173,7 @@ def join_pairs(setup: Setup, request: Request, windows: torch.Tensor) -> torch.T
 
 def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Subject]:
     """List the subjects of a part that reads texts: with rivals, unless a student has just been made."""
-    return [*setup.subjects(length), *([] if request.short else setup.rivals())]
+    return [*setup.subjects(length), *([] if request.short else caches_in_few_bits(setup.control, setup.layers))]
 
 
 def passage_tokens(length: int) -> int:
@@ -183,18 +181,11 @@ def passage_tokens(length: int) -> int:
     return max(2, length // 16)
 
 
-def texts_asked(request: Request) -> tuple[object, ...]:
-    """Tell requests apart that ask for other texts."""
-    return tuple(getattr(request, name) for name in ON_TEXT)
-
-
 def measure_needle_part(setup: Setup, request: Request) -> Steps[Measured]:
     lengths = request.lengths or needle_lengths(setup.usual_length, setup.run.positions)
-    texts = max(1, request.texts // 2)
-    windows = setup.windows(request.text, max(lengths), texts, request.seed)
-    subjects = setup.subjects(max(lengths))
-    needle = yield from measure_needle(subjects, windows, lengths, setup.run.positions, request.seed)
-    return needle, text_read(setup, request, windows)
+    windows = setup.windows(request.text, max(lengths), max(1, request.texts // 2), request.seed)
+    given = (setup.subjects(max(lengths)), windows, lengths, setup.run.positions, request.seed)
+    return (yield from measure_needle(*given)), text_read(setup, request, windows)
 
 
 def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
@@ -242,16 +233,15 @@ def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
         lengths = tuple(sorted({*reached, setup.run.positions})) if not request.lengths else tuple(reached)
     # an untrained student is as fast as the trained one
     subjects = [subject for subject in setup.subjects(setup.usual_length) if subject.name != "untrained"]
-    speed = yield from measure_speed(
-        subjects, setup.layers, lengths, setup.run.positions, request.seconds, request.seed
-    )
-    return speed, None
+    given = (subjects, setup.layers, lengths, setup.run.positions, request.seconds, request.seed)
+    return (yield from measure_speed(*given)), None
 
 
 def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Let all subjects do tasks of the harness, and tasks that are generated here from the run's text."""
     folder = None if request.task_folder is None else Path(request.task_folder)
-    subjects, scored = setup.subjects(setup.usual_length), []
+    subjects = setup.subjects(setup.usual_length)
+    scored = [Scored(subject.name, (), None) for subject in subjects]
     if harness := tasks_of_harness(request):
         options = (harness, request.limit, request.few_shot, folder, request.seed)
         scored = list((yield from measure_tasks(subjects, setup.tokenizer, *options)).subjects)
@@ -259,12 +249,8 @@ def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
         lengths = request.lengths or (setup.usual_length,)
         windows = setup.windows(request.text, max(lengths), request.texts, request.seed)
         made = yield from measure_ruler(subjects, setup.tokenizer, windows, lengths, request.limit, request.seed)
-        of_harness = [own.scores for own in scored] or [()] * len(made)
-        accuracies = [own.accuracy for own in scored] or [None] * len(made)
-        scored = [
-            replace(own, scores=(*before, *own.scores), accuracy=accuracy)
-            for own, before, accuracy in zip(made, of_harness, accuracies, strict=True)
-        ]
+        pairs = zip(scored, made, strict=True)
+        scored = [replace(own, scores=(*own.scores, *generated.scores)) for own, generated in pairs]
     return Tasks(request.tasks, request.limit, request.few_shot, tuple(scored)), None
 
 
@@ -287,23 +273,17 @@ def text_read(setup: Setup, request: Request, windows: torch.Tensor, beyond: boo
     return TextRead(source, windows.shape[0], windows.shape[1], request.seed, beyond)
 
 
-@dataclass(frozen=True)
-class PartMeasure:
-    """How a part is measured, and the fields of a request that it depends on."""
-
-    measure: Callable[[Setup, Request], Steps[Measured]]
-    uses: tuple[str, ...]
-
-
 ON_TEXT = ("text", "length", "texts", "seed")
-PART_MEASURES = {
-    "language": PartMeasure(measure_language_part, ON_TEXT),
-    "recall": PartMeasure(measure_recall_part, (*ON_TEXT, "short")),
-    "needle": PartMeasure(measure_needle_part, ("text", "texts", "seed", "lengths")),
-    "generation": PartMeasure(measure_generation_part, ON_TEXT),
-    "approximation": PartMeasure(measure_approximation_part, (*ON_TEXT, "curve_steps")),
-    "speed": PartMeasure(measure_speed_part, ("lengths", "seconds", "seed")),
-    "tasks": PartMeasure(
-        measure_tasks_part, ("tasks", "limit", "few_shot", "task_folder", "seed", "text", "texts", "lengths")
+# what measures a part, and the fields of a request that it depends on
+PART_MEASURES: dict[str, tuple[Callable[[Setup, Request], Steps[Measured]], tuple[str, ...]]] = {
+    "language": (measure_language_part, ON_TEXT),
+    "recall": (measure_recall_part, (*ON_TEXT, "short")),
+    "needle": (measure_needle_part, ("text", "texts", "seed", "lengths")),
+    "generation": (measure_generation_part, ON_TEXT),
+    "approximation": (measure_approximation_part, (*ON_TEXT, "curve_steps")),
+    "speed": (measure_speed_part, ("lengths", "seconds", "seed")),
+    "tasks": (
+        measure_tasks_part,
+        ("tasks", "limit", "few_shot", "task_folder", "seed", "text", "texts", "lengths"),
     ),
 }

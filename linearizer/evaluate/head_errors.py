@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
+import numpy
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -44,9 +46,9 @@ def measure_approximation(
 
 def rank_correlation(rows: Sequence[Sequence[float | None]], predicted: PredictedErrors) -> float | None:
     """Correlate the ranks of the heads by measured and by predicted errors, where there is a prediction."""
-    pairs = [pair for row, own in zip(rows, predicted, strict=True) for pair in zip(row, own, strict=True)]
+    pairs = zip(chain.from_iterable(rows), chain.from_iterable(predicted), strict=True)
     known = [(measured, promised) for measured, promised in pairs if measured is not None and promised is not None]
-    return spearman([measured for measured, _ in known], [promised for _, promised in known])
+    return spearman(*zip(*known, strict=True)) if known else None
 
 
 def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor) -> Steps[list[Errors]]:
@@ -149,13 +151,7 @@ def predicted_error(head: Head, own: HeadProfile, profile: Profile) -> float | N
 
 def mass_outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:
     """Interpolate the share of attention that falls neither on sinks nor into a window of this size."""
-    sizes, masses = (0, *windows), (0.0, *own.window_mass)
-    place = min(window, sizes[-1])
-    upper = next(index for index, size in enumerate(sizes) if size >= place)
-    if upper == 0:
-        return 1 - own.sink_mass
-    share = (place - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
-    inside = masses[upper - 1] + share * (masses[upper] - masses[upper - 1])
+    inside = float(numpy.interp(window, (0, *windows), (0.0, *own.window_mass)))
     return max(0.0, 1 - own.sink_mass - inside)
 
 
@@ -177,22 +173,16 @@ def measure_curve(
     profile: Profile,
 ) -> Steps[FeatureCurve]:
     """Measure subjects that have one number of features each: name -> a subject for every number."""
-    tables = {}
+    tables: dict[str, list[Errors]] = {}
     for name, row in subjects.items():
         tables[name] = yield from measure_errors(teacher, row, windows)
     heads = [head for layer in profile.layers for head in layer.heads]
     predicted = tuple(math.fsum(ridge_for(count, head, profile) for head in heads) / len(heads) for count in features)
-    return FeatureCurve(
-        features=tuple(features),
-        predicted=predicted,
-        names=tuple(tables),
-        rows=tuple(tuple(errors.rows_mean for errors in row) for row in tables.values()),
-        outputs=tuple(tuple(errors.outputs_mean for errors in row) for row in tables.values()),
-        layers=tuple(
-            tuple(tuple(mean_of([heads]) for heads in column) for column in zip(*(e.rows for e in row), strict=True))
-            for row in tables.values()
-        ),
-    )
+    rows = tuple(tuple(errors.rows_mean for errors in row) for row in tables.values())
+    outputs = tuple(tuple(errors.outputs_mean for errors in row) for row in tables.values())
+    by_layer = (zip(*(errors.rows for errors in row), strict=True) for row in tables.values())
+    layers = tuple(tuple(tuple(mean_of([heads]) for heads in layer) for layer in table) for table in by_layer)
+    return FeatureCurve(tuple(features), predicted, tuple(tables), rows, outputs, layers)
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:

@@ -19,6 +19,7 @@ from linearizer.plan.head_bytes import Head, Layer, token_bytes
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.student.rounding import rotate
 
+RIVAL_BITS = (2, 3, 4)
 RECENT = 16  # tokens
 GROUP = 32  # tokens whose keys share a scale and an offset in each channel
 ROWS = 256  # that attend at once
@@ -93,7 +94,9 @@ def round_rows(x: Tensor, bits: int) -> Tensor:
     return codes * step + offset
 
 
-def caches_in_few_bits(model: LinearizedForCausalLM, layers: Sequence[Layer], bits: Sequence[int]) -> list[Subject]:
+def caches_in_few_bits(
+    model: LinearizedForCausalLM, layers: Sequence[Layer], bits: Sequence[int] = RIVAL_BITS
+) -> list[Subject]:
     """Make a subject for each number of bits, of a student that has its teacher's weights."""
     rows = tuple((Head(softmax=True),) * heads_replaced(layer) for layer in layers)
     return [

@@ -6,7 +6,7 @@ the pair predicts their order. A text ends in the key of one of its pairs; the v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,16 +24,10 @@ Tensor = torch.Tensor
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the question
 KEY, VALUE = 8, 8  # tokens
 PAIRS = 4  # the question is about one of them
+# share of the value's tokens that a subject would have written, loss on the value, loss when the pair is new
+PairScore = tuple[float | None, float | None, float | None]
+NO_SCORE: PairScore = (None, None, None)  # memory does not reach
 MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
-
-
-@dataclass(frozen=True)
-class PairScore:
-    """How well a subject recalls a pair, mean over the texts."""
-
-    correct: float  # share of the value's tokens that the subject would have written
-    loss: float  # on the value, at the question
-    surprise: float  # on the value, when the pair is new
 
 
 def needle_lengths(usual: int, positions: int) -> tuple[int, ...]:
@@ -67,12 +61,18 @@ def hide_pairs(windows: Tensor, depth: float, seed: int) -> HiddenPairs:
     target = min(room - 1, max(1, round(depth * room)))
     elsewhere = [place + 1 for place in torch.randperm(room - 1, generator=generator).tolist() if place + 1 != target]
     places = sorted([(target, 0), *zip(elsewhere, range(1, PAIRS), strict=False)])
-    pieces, before = [], 0
-    for place, number in places:
-        pieces += [windows[:, before:place], drawn[:, number]]
-        before = place
-    ids = torch.cat([*pieces, windows[:, before:room], drawn[:, 0]], 1)
+    pairs = [(place, drawn[:, number]) for place, number in places]
+    ids = torch.cat([insert_tokens(windows[:, :room], pairs), drawn[:, 0]], 1)
     return HiddenPairs(ids, target + (KEY + VALUE) * places.index((target, 0)))
+
+
+def insert_tokens(text: Tensor, inserted: Sequence[tuple[int, Tensor]]) -> Tensor:  # (…, tokens)
+    """Insert tokens before places of a text, which rise."""
+    pieces, before = [], 0
+    for place, tokens in inserted:
+        pieces += [text[..., before:place], tokens]
+        before = place
+    return torch.cat([*pieces, text[..., before:]], -1)
 
 
 def measure_needle(
@@ -83,41 +83,35 @@ def measure_needle(
     seed: int = 0,
 ) -> Steps[Needle]:
     """Ask all subjects for pairs at every depth of every length; a subject out of memory misses all longer texts."""
-    cells = [(length, depth) for length in sorted(lengths) for depth in DEPTHS]
-    answers: list[list[PairScore | None]] = [[] for _ in subjects]
+    lengths = sorted(lengths)
+    cells = [(length, depth) for length in lengths for depth in DEPTHS]
+    answers: list[list[PairScore]] = [[] for _ in subjects]
     for done, (length, depth) in enumerate(cells):
         hidden = hide_pairs(windows[:, :length], depth, seed + done)
         for row, subject in zip(answers, subjects, strict=True):
-            out_of_memory = row and row[-1] is None
-            row.append(None if out_of_memory else run_if_it_fits(partial(ask_subject, subject, hidden)))
+            out_of_memory = row and row[-1] == NO_SCORE
+            score = None if out_of_memory else run_if_it_fits(partial(ask_subject, subject, hidden))
+            row.append(score or NO_SCORE)
         yield Progress("needle", done + 1, len(cells), "cells")
-    rows = [[row[begin : begin + len(DEPTHS)] for begin in range(0, len(row), len(DEPTHS))] for row in answers]
-    return Needle(
-        lengths=tuple(sorted(lengths)),
-        depths=DEPTHS,
-        extrapolated=tuple(length > positions for length in sorted(lengths)),
-        subjects=tuple(lay_out_grid(subject.name, cells) for subject, cells in zip(subjects, rows, strict=True)),
-    )
+    grids = tuple(lay_out_grid(subject.name, row) for subject, row in zip(subjects, answers, strict=True))
+    return Needle(tuple(lengths), DEPTHS, tuple(length > positions for length in lengths), grids)
 
 
-def lay_out_grid(name: str, table: Sequence[Sequence[PairScore | None]]) -> Grid:
-    """Lay out the answers of one subject."""
-
-    def column(of: Callable[[PairScore], float]) -> tuple[tuple[float | None, ...], ...]:
-        return tuple(tuple(None if cell is None else of(cell) for cell in row) for row in table)
-
-    return Grid(name, column(lambda a: a.correct), column(lambda a: a.loss), column(lambda a: a.surprise))
+def lay_out_grid(name: str, row: Sequence[PairScore]) -> Grid:
+    """Lay out the answers of one subject: a table of each score, [length][depth]."""
+    begins = range(0, len(row), len(DEPTHS))
+    return Grid(name, *(tuple(scores[at : at + len(DEPTHS)] for at in begins) for scores in zip(*row, strict=True)))
 
 
 def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:
-    """Score how a subject predicts the value when the pair is new, and again at the question."""
+    """Score how a subject predicts the value at the question, and when the pair is new; means over the texts."""
     ids, cache = hidden.ids, fresh_cache(subject.model)
     pair, question = hidden.place, ids.shape[1] - hidden.key - hidden.value
     new = read_from(subject, hidden, cache, 0, pair)
     again = read_from(subject, hidden, cache, pair + hidden.key + hidden.value, question)
     value = ids[:, -hidden.value :].to(again.device)
     correct = (again.argmax(-1) == value).double().mean().item()
-    return PairScore(correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item())
+    return correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item()
 
 
 def read_from(subject: Subject, hidden: HiddenPairs, cache: Cache, begin: int, pair: int) -> Tensor:

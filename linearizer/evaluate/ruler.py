@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
+from linearizer.evaluate.needle import insert_tokens
 from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored
@@ -151,19 +152,15 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     def tokens(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=window.dtype)
 
-    facts = [(depth, tokens(fact_tokens)) for depth, fact_tokens in sorted(puzzle.facts, key=lambda pair: pair[0])]
+    facts = [(depth, tokens(words)) for depth, words in sorted(puzzle.facts, key=lambda pair: pair[0])]
     answer = [tokens(f" {word}") for word in puzzle.answer]
     end = torch.cat([tokens(puzzle.question), *answer])
     first = len(start_tokens(tokenizer))
     room = len(window) - len(end) - sum(len(fact_tokens) for _, fact_tokens in facts)
     if room <= first:
         raise TextError(f"a task does not fit into a text of {len(window)} tokens: ask for longer --lengths")
-    pieces, before = [], 0
-    for depth, fact_tokens in facts:
-        place = max(before, first + int(depth * (room - first)))
-        pieces += [window[before:place], fact_tokens]
-        before = place
-    return torch.cat([*pieces, window[before:room], end])[None], [len(word) for word in answer]
+    places = [(first + int(depth * (room - first)), fact_tokens) for depth, fact_tokens in facts]
+    return torch.cat([insert_tokens(window[:room], places), end])[None], [len(word) for word in answer]
 
 
 def score_answer(subject: Subject, ids: Tensor, answer: Sequence[int]) -> tuple[float, float]:

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
-from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import checkpoint
 from linearizer.method.samples import SAMPLES
@@ -35,7 +34,6 @@ from linearizer.teacher.load import load_teacher_of
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
 from linearizer.train.train_run import initialise_student
 
-RIVAL_BITS = (2, 3, 4)
 PACKAGES = ("torch", "transformers", "lm_eval")
 
 
@@ -50,7 +48,7 @@ class Setup:
     teacher: PreTrainedModel | None  # may be the control's own base
     alone: str | None  # why there is no teacher
     kept: torch.Tensor | None = None  # texts that the run kept from training, where it has just made its student
-    recall_read: dict[tuple[object, ...], Recall] = field(default_factory=dict)  # while the language part read texts
+    recall_read: list[Recall] = field(default_factory=list)  # while the language part read texts
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -102,31 +100,17 @@ class Setup:
         return Subject(control.strategy, self.control, control, heads)
 
     @property
-    def grows(self) -> bool:
-        """Whether the student's bytes grow with the text."""
-        return self.allocation.growth(self.layers) > 0
-
-    def rivals(self) -> list[Subject]:
-        """The rivals that take fewer bytes than the teacher's cache, and grow: the cache in few bits."""
-        return caches_in_few_bits(self.control, self.layers, RIVAL_BITS)
-
-    @property
     def usual_length(self) -> int:
         """The length of the run's own texts."""
         return self.run.plan.kept_length(self.run.positions)
 
     def beyond(self, length: int) -> bool:
         """Tell whether a text is longer than the teacher's positions; refuse it where these are learned."""
-        inspection = self.run.inspection
-        most = inspection.max_positions
-        if most is None or length <= most:
-            return False
-        if inspection.positions == "learned":
-            raise RequestError(
-                f"length {length} is not allowed: {inspection.name!r} has learned {most} positions; ask for at "
-                f"most {most}"
-            )
-        return True
+        inspection, most = self.run.inspection, self.run.inspection.max_positions
+        if most is not None and length > most and inspection.positions == "learned":
+            learned = f"{inspection.name!r} has learned {most} positions"
+            raise RequestError(f"length {length} is not allowed: {learned}; ask for at most {most}")
+        return most is not None and length > most
 
     def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
         """Take text that the student was neither measured nor trained on: what follows its own, or another source."""

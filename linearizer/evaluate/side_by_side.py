@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
+from linearizer.evaluate.subjects import Subject
 from linearizer.plan.state_size import StateSize
 from linearizer.run.results import Comparison, Difference, Side
-from linearizer.student.attention_interface import attending
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens
@@ -61,8 +60,11 @@ def write_in_turns(
     ids = prompt_ids(tokenizer, prompt, new_tokens)
     try:
         writers = [
-            Writer(model, tokenizer, size, ids, new_tokens, seed, sample, softmax=model is student.base)
-            for model, size in ((teacher, state.teacher_bytes), (student, state.student_bytes))
+            Writer(subject, tokenizer, size, ids, new_tokens, seed, sample)
+            for subject, size in (
+                (Subject("teacher", teacher, softmax=teacher is student.base), state.teacher_bytes),
+                (Subject("student", student), state.student_bytes),
+            )
         ]
 
         def compare() -> Comparison:
@@ -86,16 +88,15 @@ class Writer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        subject: Subject,
         tokenizer: PreTrainedTokenizerBase,
         state_size: Callable[[int], int],  # tokens read -> bytes remembered
         ids: Tensor,  # (1, tokens)
         new_tokens: int,
         seed: int,
         sample: bool,
-        softmax: bool = False,  # whether it is a student's base, and attends as the teacher that it was
     ) -> None:
-        self.model, self.softmax = model, softmax
+        model, self.subject = subject.model, subject
         self.tokenizer, self.state_size, self.prompt_tokens = tokenizer, state_size, ids.shape[1]
         self.written: list[int] = []
         self.first_seconds = self.seconds = 0.0
@@ -104,7 +105,7 @@ class Writer:
     def write_token(self) -> bool:
         """Write one more token; tell whether there was one left to write."""
         begin = time.perf_counter()
-        with attending(self.model, "sdpa") if self.softmax else nullcontext():
+        with self.subject.at_work():
             token = next(self.tokens, None)
         if token is None:
             return False

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from statistics import linear_regression
 
 import torch
 
@@ -74,14 +75,13 @@ class Meter:
 
     def measure_pace(self, length: int, before: Sequence[Pace]) -> Pace:
         """Measure a length, or extrapolate from shorter lengths where memory or time does not suffice."""
-        ended = before[-1].extrapolated if before else None
-        if ended is None and before:
-            ended = self.reason_to_end(before[-1], length / before[-1].length, length / before[-1].length)
+        longer = length / before[-1].length if before else 1
+        ended = (before[-1].extrapolated or self.reason_to_end(before[-1], longer, longer)) if before else None
         measured = None if ended else run_if_it_fits(partial(self.time_texts, length, 1))
         if measured is not None:
             return measured
-        measured_paces = [pace for pace in before if pace.extrapolated is None]
-        return extrapolate(measured_paces, length, *self.predict(length, 1), ended or "memory")
+        known = [pace for pace in before if pace.extrapolated is None]
+        return extrapolate(known, length, *self.predict(length, 1), ended or "memory")
 
     def measure_largest_batch(self, single: Pace) -> Pace:
         """Measure the largest batch that memory and time allow, a power of two."""
@@ -106,9 +106,8 @@ class Meter:
     def time_texts(self, length: int, batch: int) -> Pace:
         """Read a batch of texts up to their last tokens, then token by token."""
         device = self.subject.model.device
-        ids = torch.randint(
-            vocabulary(self.subject.model), (batch, length), generator=torch.Generator().manual_seed(self.seed)
-        ).to(device)
+        drawn = torch.Generator().manual_seed(self.seed)
+        ids = torch.randint(vocabulary(self.subject.model), (batch, length), generator=drawn).to(device)
         with self.subject.at_work() as model:  # once: to make the model ready is no part of a token's time
             subject, cache, peak = Subject(self.subject.name, model), fresh_cache(model), PeakMemory(device)
             begin = self.clock(device)
@@ -119,15 +118,8 @@ class Meter:
             for token in ids[:, length - WRITTEN + 1 :].split(1, dim=1):
                 read_logits(subject, token, cache, keep=1)
             end = self.clock(device)
-        return Pace(
-            length,
-            batch,
-            (length - WRITTEN) * batch / (read_all - begin),
-            (WRITTEN - 1) * batch / (end - first),
-            peak.taken(),
-            bytes_held(cache),
-            *self.predict(length, batch),
-        )
+        rates = (length - WRITTEN) * batch / (read_all - begin), (WRITTEN - 1) * batch / (end - first)
+        return Pace(length, batch, *rates, peak.taken(), bytes_held(cache), *self.predict(length, batch))
 
     def predict(self, length: int, batch: int) -> tuple[int, int]:
         """Predict the bytes of the state and the operations for a token."""
@@ -142,25 +134,18 @@ def extrapolate(
     known: Sequence[Pace], length: int, predicted_bytes: int, predicted_operations: int, reason: str
 ) -> Pace:
     """Extend the lines through the last two measurements; a line never falls."""
-    pace = Pace(length, 1, None, None, None, None, predicted_bytes, predicted_operations, reason)
-    if len(known) < 2:
-        return pace
-    a, b = known[-2:]
 
     def line(of: Callable[[Pace], float | None]) -> float | None:
-        low, high = of(a), of(b)
-        if low is None or high is None:
+        points = [(pace.length, value) for pace in known[-2:] if (value := of(pace)) is not None]
+        if len(points) < 2:
             return None
-        return high + max(0.0, high - low) / (b.length - a.length) * (length - b.length)
+        (a, low), (b, high) = points
+        return high + max(0.0, high - low) / (b - a) * (length - b)
 
-    peak, state = line(lambda p: p.peak_bytes), line(lambda p: p.state_bytes)
-    return replace(
-        pace,
-        read_rate=inverse(line(lambda p: inverse(p.read_rate))),
-        write_rate=inverse(line(lambda p: inverse(p.write_rate))),
-        peak_bytes=None if peak is None else round(peak),
-        state_bytes=None if state is None else round(state),
-    )
+    rates = inverse(line(lambda pace: inverse(pace.read_rate))), inverse(line(lambda pace: inverse(pace.write_rate)))
+    sizes = line(lambda pace: pace.peak_bytes), line(lambda pace: pace.state_bytes)
+    peak, state = (None if size is None else round(size) for size in sizes)
+    return Pace(length, 1, *rates, peak, state, predicted_bytes, predicted_operations, reason)
 
 
 def inverse(rate: float | None) -> float | None:
@@ -196,10 +181,10 @@ def fit(known: Sequence[Pace]) -> tuple[Line, Line]:
 
 def least_squares(x: Sequence[float], y: Sequence[float]) -> Line:
     """Fit a line to points; to a single point, a level line."""
-    middle, height = sum(x) / max(len(x), 1), sum(y) / max(len(y), 1)
-    spread = sum((a - middle) ** 2 for a in x)
-    slope = sum((a - middle) * (b - height) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
-    return height - slope * middle, slope
+    if len(x) < 2:
+        return sum(y), 0.0
+    slope, height = linear_regression(x, y)
+    return height, slope
 
 
 def crossing(teacher: Line, student: Line) -> int | None:

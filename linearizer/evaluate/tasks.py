@@ -50,10 +50,7 @@ def measure_tasks(
                 limit=limit,
                 log_samples=False,
                 bootstrap_iters=DRAWN,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
+                **dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), seed),
             )
         scores.append(collect_scores(subject.name, results, names))
     yield Progress("tasks", len(subjects), len(subjects), "models")
@@ -75,11 +72,9 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
     known = manager.all_tasks
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, 3)
-            raise RequestError(
-                f"there is no task {name!r}: "
-                + (f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists those that there are")
-            )
+            near = " or ".join(get_close_matches(name, known, 3))
+            advice = f"did you mean {near}?" if near else "`lm-eval ls tasks` lists those that there are"
+            raise RequestError(f"there is no task {name!r}: {advice}")
     try:
         with silent():
             get_task_dict(list(names), manager)
@@ -113,13 +108,10 @@ def collect_scores(name: str, results: Mapping[str, Any], names: Sequence[str]) 
 @contextmanager
 def silent() -> Iterator[None]:
     """Keep the harness from printing: what matters is raised, or among the results."""
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(before)

@@ -9,7 +9,6 @@ import torch
 
 from linearizer.errors import RequestError
 from linearizer.method.by_prices import MIN_KL, allocate_by_prices, correct_prices, dear_offers
-from linearizer.method.choose import texts_priced
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, offers_by_prices, sinks_to_try
 from linearizer.method.gates import learn_gates
 from linearizer.method.head_prices import (
@@ -26,6 +25,7 @@ from linearizer.method.substitute import Begin
 from linearizer.method.whole_student import measure_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
+from linearizer.plan.plan import USUAL_LENGTH
 from linearizer.progress import Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
@@ -37,6 +37,7 @@ from linearizer.teacher.kept_texts import texts_of_run
 from linearizer.teacher.load import Teacher
 
 GATE_STEPS = 60
+SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
 MOST_REPEATED = 64  # tokens of a passage that comes again: short ones come again at many distances
 PRICES, DEAR_PRICES = "prices", "dear-prices"  # tasks of helpers
 DearPrice = tuple[int, int, int, float]  # layer, KV head, option, kl
@@ -65,7 +66,7 @@ def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[
 def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:
     """Take half of the profiled texts, and repeat passages in half of these."""
     with interruptible(run):
-        texts = texts_of_run(run, teacher, texts_priced(run.plan), token)
+        texts = texts_of_run(run, teacher, run.plan.texts_priced, token)
     passage = max(2, min(texts.shape[1] // 16, MOST_REPEATED))
     return with_repeats(texts, passage, run.plan.seed)
 
@@ -168,8 +169,8 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
     counts = sinks_to_try(run.plan)
     if len(counts) == 1:
         return counts[0]
-    layers = teacher.inspection.layers
-    students = [allocate_alike(layers, run.plan, count) for count in counts]
+    layers, enough = teacher.inspection.layers, max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))
+    students, texts = [allocate_alike(layers, run.plan, count) for count in counts], texts[:, :enough]
     kl = yield from log_progress(run, measure_students(teacher.model, texts, layers, students, begin_of(run)))
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)

@@ -83,18 +83,13 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
 
 def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:  # (texts, tokens)
     """Take texts that no head was priced on, joined in pairs where the model's positions have room for two."""
-    plan, priced = run.plan, texts_priced(run.plan)
+    plan, priced = run.plan, run.plan.texts_priced
     last = max(plan.texts_measured, priced + 1)
     texts = texts_of_run(run, teacher, last, token)[priced : priced + 2]
     first = len(start_tokens(teacher.tokenizer))
     joined = torch.cat([texts[0], *(text[first:] for text in texts[1:])])
     most = teacher.inspection.max_positions
     return joined[None] if most is None or len(joined) <= most else texts
-
-
-def texts_priced(plan: Plan) -> int:
-    """Count the texts that heads are priced on: the first half of those that are profiled, and two at least."""
-    return max(2, plan.kept_texts // 2)
 
 
 def lengths_to_compare(run: Run, tokens: int) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Measures prices of heads: the kl at the model's output when one KV head alone holds an option.
 
+It is a mean over the places of a text, in which each doubling of the text counts alike.
+
 An option is what a head may hold: a window, alone or with slots or features (not trained here), or its whole cache.
 All other heads stay as in the teacher, so prices add up as far as heads do not make up for each other.
 whole_student.py measures whether they do.
@@ -35,6 +37,7 @@ from linearizer.teacher.layers import layer_number
 from linearizer.teacher.logits import kl_of, logits_of
 
 MANY = 4  # blocks of slots
+BEGINNING = 64  # of a text's parts: the tokens in it count alike
 Place = tuple[int, int, int]  # layer, KV head, option
 
 
@@ -69,6 +72,15 @@ def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Seq
 def list_doublings(first: int, end: int) -> list[int]:
     """List first, 2 · first, 4 · first, … below an end."""
     return [first << step for step in range(30) if first << step < end]
+
+
+def place_weights(tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:  # (tokens,)
+    """Weigh the places of a text, 1 in the mean: each doubling of a text counts alike, whatever its length.
+
+    The kl grows with the place. In a plain mean the end of the texts would decide, and short texts would pay for it.
+    """
+    weights = 1 / (torch.arange(tokens, device=device) + tokens / BEGINNING)
+    return weights / weights.mean()
 
 
 @torch.inference_mode()
@@ -152,6 +164,7 @@ class HeadPricer:
         """Measure the heads of a layer that attends with these inputs."""
         module, layer = self.modules[index], self.layers[index]
         softmax = attention_output(module, layer, Head(softmax=True), self.sinks, self.begin, inputs)
+        weights = place_weights(self.texts.shape[1], self.expected.device)
         places = [
             (number, head)
             for number in range(len(options))
@@ -167,7 +180,8 @@ class HeadPricer:
         def price(number: int, head: int) -> float:
             changed = FixedOutput(with_head(softmax, output_of(number), head, layer.kv_heads))
             with replace_student(module, changed):
-                return kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
+                kl = kl_of(self.expected, logits_of(self.teacher, self.texts))
+                return (weights * kl).mean().item()
 
         size = passes_at_once(self.teacher, self.texts.numel())
         for first in range(0, len(places), size):

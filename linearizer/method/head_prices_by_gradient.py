@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from linearizer.method.block_gradients import Recording, gradients_by_layer
 from linearizer.method.blockwise_pass import chain_of
+from linearizer.method.head_prices import place_weights
 from linearizer.method.substitute import Begin, make_layer_student
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.progress import Progress, Steps
@@ -89,7 +90,7 @@ def parts_of(share: Share, groups: Sequence[int], costs: Mapping[int, float]) ->
 
     Those that have the same texts share the layers, for each of which all run the whole model.
     """
-    halves = 2 if share.count % 2 == 0 else 1
+    halves = 2 if share.count % 2 == 0 and len(groups) > 1 else 1
     own = Share(share.number // halves, share.count // halves).part_of(costs)
     half = list(groups)[share.number % halves :: halves]
     return {(index, first) for index in own for first in half}
@@ -111,15 +112,15 @@ def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Ten
 def kl_of_options(
     layer: Layer, recording: Recording, gradient: Tensor, options: Sequence[Head], sinks: int, begin: Begin, index: int
 ) -> KlOfLayer:
-    """Estimate the kl of a layer's heads by the change of their outputs, summed over the tokens of some texts."""
+    """Estimate the kl of a layer's heads by the change of their outputs, summed over some texts."""
     device, heads = recording.inputs[0].device, layer.kv_heads
-    kl = torch.zeros(heads, len(options)).double()
+    kl, weights = torch.zeros(heads, len(options)).double(), place_weights(recording.output.shape[2], device)
     for place, option in enumerate(options):
         output = make_layer_student(layer, [option] * heads, sinks, begin, index, device)(*recording.inputs)
         change = (output - recording.output).float().unflatten(1, (heads, -1))
         # (draws, texts, KV heads, group, tokens): the queries of a group change together
         slope = (gradient.unflatten(2, (heads, -1)) * change).sum((-1, 3))
-        kl[:, place] = slope.square().mean(0).sum((0, 2)).double().cpu() / 2
+        kl[:, place] = (weights * slope.square().mean(0)).sum((0, 2)).double().cpu() / 2
     return rows_of(kl)
 
 

@@ -20,6 +20,7 @@ from linearizer.method.decide import decidable, offers_of
 from linearizer.page import cards
 from linearizer.page.chat import DOCUMENT_FACTS
 from linearizer.plan.allocation import Allocation
+from linearizer.plan.state_size import StateSize
 from linearizer.report import markup
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import find_correction
@@ -54,7 +55,6 @@ class RunState:
         self.run, self.lock = run, threading.Lock()
         self.place, self.begun = 0, 0.0
         self.freedoms: dict[int, list[float]] = {}
-        self.notes: dict[int, list[str]] = {}  # of heads, once all of them are measured
         self.training: list[dict[str, Any]] = []  # steps are counted over all losses
         self.begin, self.ends = 0, dict[int, int]()  # of the loss that is at work, and of each that ended, in this list
         self.pieces: dict[str, Piece] = {}
@@ -133,9 +133,8 @@ class RunState:
             from linearizer.report import allocation_charts
 
             self.freedoms = allocation_charts.read_freedoms(profile)
-            self.notes = allocation_charts.describe_far_errors(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        self.put("map", (len(self.freedoms), bool(self.notes), self.run.has_file("inspection.json")), self.draw_map)
+        self.put("map", (len(self.freedoms), self.run.has_file("inspection.json")), self.draw_map)
         self.put("deciding", "by the plan", lambda: markup.message_box(cards.DECIDING[run.plan.rules.decided_by]))
         if "prices" not in self.pieces and run.has_file("prices.json"):
             self.put("prices", "measured", self.draw_prices)
@@ -160,7 +159,7 @@ class RunState:
         from linearizer.report import allocation_charts
 
         return (
-            allocation_charts.draw_freedom_map(self.freedoms, self.run.layers, self.notes).to_json()
+            allocation_charts.draw_freedom_map(self.freedoms, self.run.layers).to_json()
             if self.run.has_file("inspection.json")
             else None
         )
@@ -191,9 +190,8 @@ class RunState:
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
         allocation = self.run.allocation
         if allocation is not None:
-            layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
-            growth = allocation.growth(layers)
-            self.put("memory", mark, lambda: training_charts.draw_state_size(layers, fixed, growth).to_json())
+            state = StateSize.of(allocation, self.run.layers)
+            self.put("memory", mark, lambda: training_charts.draw_state_size(state).to_json())
             priced = self.run.plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
             if priced and language is not None:
                 self.put("frontier", mark, lambda: self.draw_frontier(allocation, language.result))

@@ -18,9 +18,9 @@ from linearizer.plan.update_rules import MEMORIES
 DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given none
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
 MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
-USUAL_TEXTS, USUAL_LENGTH = 8, 512
-FEWEST_TEXTS = 4  # where they are long: two to price heads on, and two to compare students on
-BUDGETS_IN_LENGTH = 8  # tokens of a text for each token of the budget: what fits into a state whole has no price
+USUAL_TEXTS, USUAL_LENGTH, MEASURED_TOKENS = 8, 512, 2**13  # shorter texts are no more
+FEWEST_TEXTS = 3  # where they are long: one to price heads on, and two to compare students on
+BUDGETS_IN_LENGTH = 16  # tokens of a text for each token of the budget: what fits into a state whole has no price
 MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
@@ -266,7 +266,7 @@ class Plan(JsonProduct):
     @property
     def kept_texts(self) -> int:
         """The plan's number of texts, or a number that leaves about as many tokens whatever their length."""
-        shared = USUAL_TEXTS * USUAL_LENGTH // (self.length or self.usual_length)
+        shared = MEASURED_TOKENS // (self.length or self.usual_length)
         return self.texts or min(USUAL_TEXTS, max(FEWEST_TEXTS, shared))
 
     @property
@@ -357,6 +357,11 @@ class Plan(JsonProduct):
     def texts_measured(self) -> int:
         """How many texts, from the first on, are measured; heads are priced, and gates learned, on two or more."""
         return max(self.kept_texts, 2) if self.rules.product in ("prices", "gates") else self.kept_texts
+
+    @property
+    def texts_priced(self) -> int:
+        """How many texts, from the first on, heads are priced on; students are compared on others."""
+        return max(1, self.kept_texts // 2)
 
     def command(self) -> str:
         """Write `linearizer run …` with the recipe and every option that is not the recipe's."""

@@ -23,10 +23,10 @@ from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
 from linearizer.plan.state_size import ROW_TITLES, StateSize
 from linearizer.publish.card_metadata import LINK, CitedTeacher, build_metadata, one_line, public_terms
-from linearizer.report.allocation_picture import draw_picture
+from linearizer.report.allocation_picture import UNCHANGED_LAYER, draw_picture
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
-from linearizer.report.tables import Table, describe_environment
+from linearizer.report.tables import Rows, Table, describe_environment, describe_heads
 from linearizer.report.verdict import judge_run
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, read_training
@@ -74,13 +74,13 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
         title=escape_markdown(title),
         verdict="" if (verdict := judge_run(run)) is None else f"> {verdict.sentence}\n\n",
         summary=describe_student(allocation, layers, teacher) + describe_teacher(run.inspection),
-        alternative=f"Layers down, KV heads across. {describe_size(allocation, layers)}",
+        alternative=f"Layers down, KV heads across: {describe_heads(allocation)}",
         memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
         allocation=list_heads(allocation),
         snippet=write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
         evaluation=write_evaluation(parts),
         limits=list_limits(allocation, training, bool(parts.keys() - MEASURED_AT_ONCE)),
-        made=describe_production(allocation, plan, training),
+        made=describe_production(plan, training),
         chosen=describe_choice(run),
         again=describe_repetition(training),
         version=linearizer.__version__,
@@ -99,17 +99,12 @@ def describe_teacher(inspection: Inspection) -> str:
         sentences.append(f" Its experts are the teacher's: {active} of {total} parameters work for a token.")
     if inspection.tower_of:
         sentences.append(f" Its teacher is the text tower of {inspection.tower_of}: it reads no pictures.")
-    if inspection.gguf:
-        file, stored = escape_markdown(inspection.gguf), escape_markdown(str(inspection.quantised).partition(", ")[2])
-        sentences.append(
-            f" Its teacher was read from the GGUF file {file} ({stored}), whose weights were dequantised: all that is "
-            "said of the teacher here is said of these weights, not of those that the file was made from."
-        )
-    elif inspection.quantised:
+    if inspection.quantised:
         held = "stay so" if inspection.packed else "were expanded"
+        kind = escape_markdown(", ".join(filter(None, (inspection.gguf, inspection.quantised))))
         sentences.append(
-            f" Its teacher's weights are quantised ({inspection.quantised}) and {held}: all that is said of the "
-            "teacher here is said of the quantised model."
+            f" Its teacher's weights are quantised ({kind}) and {held}: all that is said of the teacher here is said "
+            "of the quantised model."
         )
     return "".join(sentences)
 
@@ -151,38 +146,21 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: C
         origin = "the demo model that comes with Linearizer"
     else:
         origin = f"{escape_markdown(teacher.name)}, a model in a local folder that is not on the Hub"
-    heads = [head for row in allocation.heads for head in row]
-    kept = ["a few exact tokens at the start"] * bool(allocation.sinks)
-    kept += ["an exact window"] * any(head.window for head in heads)
-    kept += ["features that stand for all older tokens"] * any(head.features and not head.memory for head in heads)
-    kept += ["a memory of all older tokens, which a rule updates"] * any(head.memory for head in heads)
-    kept += ["slots that older tokens are merged into"] * any(head.slots for head in heads)
-    bits = "" if allocation.bits_in_words == "16" else f", with {allocation.bits_in_words} bits a number"
-    return (
-        f"This is {origin}, with its attention replaced: instead of caching the keys and values of every token, its KV "
-        f"heads keep {join_words(kept)}{bits}. {describe_size(allocation, layers)}"
-    )
-
-
-def describe_size(allocation: Allocation, layers: Sequence[Layer]) -> str:
-    """Describe the size of the student's state."""
-    heads = [head for row in allocation.heads for head in row]
-    whole = sum(head.softmax for head in heads)
     size = StateSize.of(allocation, layers)
-    growing = f"{whole} of {len(heads)} KV heads keep their whole cache and grow with the text. " if whole else ""
-    state = f"{growing}The state takes {size.in_words}"
-    mean = f" Mean features per KV head: {allocation.features_mean:.1f}." if any(h.features for h in heads) else ""
-    divided = f"The strategy {escape_markdown(allocation.strategy)} divided the budget."
-    return f"{state}; it is {size.beside_cache}.{mean} {divided}"
+    return (
+        f"This is {origin}, with its attention replaced: instead of caching the keys and values of every token, a KV "
+        "head keeps the first tokens and an exact window, and features, slots or a memory that stand for older tokens. "
+        f"The strategy {escape_markdown(allocation.strategy)} made of them {describe_heads(allocation)}. The state "
+        f"takes {size.in_words}; it is {size.beside_cache}."
+    )
 
 
 def list_heads(allocation: Allocation) -> str:
     """List what the heads hold, one line per layer."""
-    rows = ["| layer | KV heads |", "|---|---|"]
+    rows: Rows = [("layer", "KV heads")]
     for index, heads in enumerate(allocation.heads):
-        held = " · ".join(head.in_brief for head in heads) or "unchanged: the teacher itself has a window here"
-        rows.append(f"| {index} | {held} |")
-    return "\n".join(rows)
+        rows.append((index, " · ".join(head.in_brief for head in heads) or UNCHANGED_LAYER))
+    return table_markdown(Table(rows))
 
 
 def public_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
@@ -217,25 +195,16 @@ def table_markdown(table: Table) -> str:
     return "\n\n".join([text, *map(escape_markdown, table.notes)])
 
 
-def describe_production(allocation: Allocation, plan: Plan, training: Trained) -> str:
-    """List the steps that made the student."""
-    done = ["measured the degrees of freedom of each KV head"]
-    done += [f"{plan.prices} the kl that each option of each head costs"] * (plan.rules.decided_by == "prices")
-    done += ["learned gates that say which heads need their whole cache"] * (plan.rules.decided_by == "gates")
-    done += ["divided the budget"]
-    featured = any(head.features for row in allocation.heads for head in row)
+def describe_production(plan: Plan, training: Trained) -> str:
+    """Describe how the student was made, and what became of its teacher's weights."""
     steps = f"{training.done:,} of {training.asked:,} steps" if training.early else f"{training.done:,} steps"
-    done += [f"trained the features to match the teacher's attention, for {steps}"] * bool(training.done and featured)
-    heals = bool(training.done and plan.heals)
-    done += [f"trained adapters to make up for what the heads lost, for {steps}"] * (heals and plan.kept_lora > 0)
-    fitted = training.done and plan.changes_weights and not plan.kept_lora
-    done += ["fitted what the layers write to what the teacher's layers write, by least squares"] * bool(fitted)
+    trained = f", and trained it for {steps}" if training.done else ""
     weights = "The teacher's weights are unchanged"
-    if plan.kept_lora and training.done:
+    if training.done and plan.kept_lora:
         weights += f"; adapters of rank {plan.kept_lora} on q, k, v and o were trained"
-    if fitted:
-        weights += ", but for the two matrices of each layer that were fitted"
-    return f"{join_words(done)}. {weights}"
+    elif training.done and plan.changes_weights:
+        weights += ", but for the two matrices of each layer that were fitted to the teacher's by least squares"
+    return f"measured every KV head, divided the budget{trained}. {weights}"
 
 
 def describe_choice(run: Run) -> str:
@@ -257,24 +226,15 @@ def describe_repetition(training: Trained) -> str:
 
 
 def list_limits(allocation: Allocation, training: Trained, examined: bool) -> str:
-    """List the limits of the student."""
+    """List the limits of the student, beside those of all students."""
     heads = [head for row in allocation.heads for head in row]
     limits = [f"The training was ended at {training.done:,} of {training.asked:,} steps."] * training.early
     limits += ["The features were not trained."] * (not training.done and any(head.features for head in heads))
-    limits.append(
-        "A state of fixed size cannot hold everything: exact recall from beyond the window is weaker than the "
-        "teacher's, as the tables show."
-    )
     whole = any(head.softmax for head in heads)
     limits += ["Some KV heads keep their whole cache, so the state grows with the text."] * whole
     small = "The evaluation is small: one kind of text, no benchmark, no other ability of the teacher, and no speed."
     limits += [small] * (not examined)
-    limits.append(
-        "Refused: assisted decoding (a state cannot forget tokens), static caches, packed rows, custom masks, weights "
-        "of attention, continuous batching."
-    )
-    limits.append("The student has all faults of its teacher: errors, bias, unsafe text.")
-    return "\n".join(f"- {line}" for line in limits)
+    return "".join(f"- {line}\n" for line in limits)
 
 
 def describe_licence(teacher: CitedTeacher) -> str:
@@ -288,11 +248,6 @@ def describe_licence(teacher: CitedTeacher) -> str:
     at = f" (<{link}>)" if isinstance(link, str) and re.fullmatch(LINK, link) else ""
     gated = " The teacher is gated: users of the student must accept the terms on the teacher's page." * teacher.gated
     return f"The weights are the teacher's, and so is the licence: {escape_markdown(name)}{at}.{gated}"
-
-
-def join_words(parts: Sequence[str]) -> str:
-    """Join nouns or clauses with commas and "and"."""
-    return " and ".join([", ".join(parts[:-1])] * bool(parts[:-1]) + [*parts[-1:]]) or "nothing"
 
 
 def escape_markdown(text: str) -> str:

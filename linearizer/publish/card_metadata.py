@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,26 +89,21 @@ def list_results(plan: Plan, parts: Mapping[str, Part]) -> list[EvalResult]:
 def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]:
     """List the results of the student: the text, the name of the measure, and its value."""
     if (part := parts.get("language")) is not None and part.read is not None:
-        text, edges, student = part.read.text, part.result.edges, student_of(part)
+        text, student = part.read.text, student_of(part.result.subjects)
         yield text, "loss", student.loss.mean
-        ends = [*(f"{edge - 1}" for edge in edges[1:]), ""]
-        if len(ends) > 1:
-            for begin, end, loss in zip(edges, ends, student.by_position, strict=True):
-                yield text, f"loss at positions {begin}–{end}" if end else f"loss at positions {begin} and later", loss
         for name, estimate in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
             if estimate is not None:
                 yield text, name, estimate.mean
         for result in part.result.lengths[:-1]:
-            own = next(subject for subject in result.subjects if subject.name == "student")
-            if own.kl is not None:
-                yield text, f"KL to the teacher over the first {result.length} tokens", own.kl.mean
+            if (kl := student_of(result.subjects).kl) is not None:
+                yield text, f"KL to the teacher over the first {result.length} tokens", kl.mean
     if (part := parts.get("recall")) is not None and part.read is not None:
-        for gap, loss in zip(part.result.gaps, student_of(part).second, strict=True):
+        for gap, loss in zip(part.result.gaps, student_of(part.result.subjects).second, strict=True):
             yield part.read.text, f"recall after {gap}", loss
 
 
-def student_of(part: Part) -> Any:
-    return next(subject for subject in part.result.subjects if subject.name == "student")
+def student_of(subjects: Sequence[Any]) -> Any:
+    return next(subject for subject in subjects if subject.name == "student")
 
 
 def is_on_hub(text: str) -> bool:

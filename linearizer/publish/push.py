@@ -34,6 +34,7 @@ from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, read_d
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 MODEL_TYPE = "linearized"  # of every student
+APP_FILES = {"app.py", "linearizer/__main__.py"}
 REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")  # of an earlier push, if the new one lacks them
 
 
@@ -43,18 +44,15 @@ def preview(run: Run, repo_id: str, private: bool = True, token: str | None = No
     Where nobody is signed in, what would be sent is listed all the same.
     """
     check_student(run)
-    signed_in = is_signed_in(token)
-    repo = find_model_repository(repo_id, private, token) if signed_in else name_repository(repo_id, private)
-    files = model_files(run, repo.repo_id)
-    notes = list_notes(run, repo)
-    return build_preview(repo, files, notes if signed_in else (*notes, unchecked_note()), signed_in)
+    repo = find_target(repo_id, private, token) if is_signed_in(token) else name_repository(repo_id, private)
+    return build_preview(repo, model_files(run, repo.repo_id), list_notes(run, repo), is_signed_in(token))
 
 
 def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
     """Publish the student of a run. Calling it again after an interruption sends only what is missing."""
     yield Progress("publish", 0, 1, "checks")
     check_student(run)
-    repo = find_model_repository(repo_id, private, token)
+    repo = find_target(repo_id, private, token)
     files = model_files(run, repo.repo_id)
     obsolete = [name for name in repo.files if name.endswith(REPLACED_SUFFIXES) and name not in files]
     revision = yield from upload(repo, files, "Publish a linearized model", obsolete, token)
@@ -66,16 +64,15 @@ def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None =
 
 def preview_space(repo_id: str, private: bool = True, token: str | None = None) -> Preview:
     """Check that this app can be published, and list what would be sent; send nothing."""
-    signed_in = is_signed_in(token)
-    repo = find_space_repository(repo_id, private, token) if signed_in else name_repository(repo_id, private, "space")
-    notes = () if signed_in else (unchecked_note(),)
-    return build_preview(repo, space.list_space_files(repo.repo_id), notes, signed_in)
+    named = repo_id, private
+    repo = find_target(*named, token, "space") if is_signed_in(token) else name_repository(*named, "space")
+    return build_preview(repo, space.list_space_files(repo.repo_id), (), is_signed_in(token))
 
 
 def publish_space(repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
     """Publish this app as a Space."""
     yield Progress("publish", 0, 1, "checks")
-    repo = find_space_repository(repo_id, private, token)
+    repo = find_target(repo_id, private, token, "space")
     files = space.list_space_files(repo.repo_id)
     obsolete = [name for name in repo.files if name.startswith("linearizer/") and name not in files]
     revision = yield from upload(repo, files, "Publish Linearizer as a Space", obsolete, token)
@@ -84,7 +81,7 @@ def publish_space(repo_id: str, *, private: bool = True, token: str | None = Non
 
 def check_target(repo_id: str, token: str | None = None) -> str:
     """Check before a student is made that it can be published there, privately, and give the repository's full name."""
-    return find_model_repository(repo_id, True, token).repo_id
+    return find_target(repo_id, True, token).repo_id
 
 
 def check_student(run: Run) -> None:
@@ -98,10 +95,11 @@ def check_student(run: Run) -> None:
     check_weights(run, but=files_on_hub(run))  # these are compared with the Hub's
 
 
-def find_model_repository(repo_id: str, private: bool, token: str | None) -> Repository:
-    """Find the repository for a student: a new one, or one that holds an earlier student."""
-    repo = find_repository(repo_id, private, token)
-    if not repo.fresh and not holds_student(repo, token):
+def find_target(repo_id: str, private: bool, token: str | None, kind: str = "model") -> Repository:
+    """Find the repository: a new one, or one that holds an earlier student, or as a Space an earlier app."""
+    repo = find_repository(repo_id, private, token, kind=kind)
+    held = APP_FILES <= repo.files if kind == "space" else holds_student(repo, token)
+    if not repo.fresh and not held:
         refuse_other_content(repo)
     return repo
 
@@ -115,14 +113,6 @@ def holds_student(repo: Repository, token: str | None) -> bool:
     except ValueError:
         return False
     return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
-
-
-def find_space_repository(repo_id: str, private: bool, token: str | None) -> Repository:
-    """Find the Space for this app: a new one, or one that holds an earlier version of the app."""
-    repo = find_repository(repo_id, private, token, kind="space")
-    if not repo.fresh and not {"app.py", "linearizer/__main__.py"} <= repo.files:
-        refuse_other_content(repo)
-    return repo
 
 
 def model_files(run: Run, repo_id: str) -> dict[str, Content]:
@@ -157,14 +147,13 @@ def files_on_hub(run: Run) -> dict[str, HubFile]:
     }
 
 
-def build_preview(
-    repo: Repository, files: Mapping[str, Content], notes: tuple[str, ...], checked: bool = True
-) -> Preview:
+def build_preview(repo: Repository, files: Mapping[str, Content], notes: tuple[str, ...], signed_in: bool) -> Preview:
     """Describe the files that would be sent."""
     sizes = tuple((name, size_of(content)) for name, content in sorted(files.items()))
     card = files["README.md"]
     assert isinstance(card, bytes)
-    return Preview(repo.repo_id, repo.private, card.decode(), sizes, sum(size for _, size in sizes), notes, checked)
+    notes = notes if signed_in else (*notes, unchecked_note())
+    return Preview(repo.repo_id, repo.private, card.decode(), sizes, sum(size for _, size in sizes), notes, signed_in)
 
 
 def list_warnings(run: Run) -> tuple[str, ...]:

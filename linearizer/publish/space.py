@@ -43,10 +43,8 @@ FRONT_MATTER: dict[str, Any] = {
 def list_space_files(repo_id: str) -> dict[str, Content]:
     """List the files of a Space, from a checkout or from an installed package, which carries all but the pictures."""
     project, assets = project_folder(), find_carried("assets")
-    missing = [
-        str(path) for path in (*(project / name for name in TOP_FILES), assets / "demo-model") if not path.exists()
-    ]
-    if missing:
+    needed = *(project / name for name in TOP_FILES), assets / "demo-model"
+    if missing := [str(path) for path in needed if not path.exists()]:
         raise RequestError(
             f"{missing[0]!r} is missing, which a Space needs: install the package again, or run "
             f"`python -m linearizer push --space {repo_id}` in a checkout of the project"
@@ -73,8 +71,7 @@ def package_files() -> dict[str, Content]:
 def job_requirements(*more: str) -> list[str]:
     """List what a job of the Hub installs: what is installed here, so that two jobs of a run compute alike."""
     lines = (project_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    names = [re.match(r"[\w-]*", line)[0] for line in lines]  # type: ignore[index]
-    kept = [name for name in names if name and name not in OF_THE_PAGE and name != "triton"]
+    kept = [name for name in map(package_name, lines) if name and name not in (*OF_THE_PAGE, "triton")]
     return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *more)]
 
 
@@ -90,9 +87,10 @@ def is_hidden(name: Path) -> bool:
 
 def fit_requirements(lines: str) -> str:
     """Fit the requirements of the project to a Space."""
-    kept = []
-    for line in lines.splitlines():
-        name = re.match(r"[\w-]*", line)
-        if name is not None and name[0] not in PREINSTALLED:
-            kept.append(TORCH if name[0] == "torch" else line)
-    return "\n".join(kept) + "\n"
+    kept = {name: line for line in lines.splitlines() if (name := package_name(line)) and name not in PREINSTALLED}
+    return "\n".join({**kept, "torch": TORCH}.values()) + "\n"
+
+
+def package_name(line: str) -> str:
+    """Read the name of a package at the beginning of a requirement; nothing where it has none."""
+    return re.match(r"[\w-]*", line)[0]  # type: ignore[index]

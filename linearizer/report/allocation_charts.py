@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
@@ -21,14 +20,12 @@ from linearizer.report.chart_style import (
     LOG_AXIS,
     MAP_CELLS,
     MAP_COLOURS,
+    MAP_GROUND,
     MAX_LABELLED,
     ORANGE,
     XAXIS,
     YAXIS,
-    bar_marker,
-    base_layout,
-    layer_colour,
-    layer_dash,
+    layer_line,
     new_figure,
     subject_line,
     thin_points,
@@ -38,7 +35,6 @@ from linearizer.run.prices import Prices
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-NOTHING: Mapping[int, Sequence[str]] = {}
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 EXACT, FEATURES, MEMORIES, SLOTS, WHOLE = "exact tokens", "features", "memories", "slots", "whole cache, grows"
 KINDS = {  # of what heads keep -> colour, pattern
@@ -57,25 +53,9 @@ def read_freedoms(profile: Profile) -> dict[int, list[float]]:
     return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
 
 
-def describe_far_errors(profile: Profile) -> dict[int, list[str]]:
-    """Say of every KV head what a plain far field would leave of its error: its mass apart from its values."""
-    return {
-        index: [
-            f"<br>beyond a window of {profile.windows[0]}, as a share of |y|²:<br>a Gaussian mass is off by "
-            f"{head.mass_error:.2g}, mean values by {head.values_error:.2g}"
-            if head.mass_error is not None and head.values_error is not None
-            else ""
-            for head in layer.heads
-        ]
-        for index, layer in enumerate(profile.layers)
-    }
-
-
-def draw_freedom_map(
-    freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer], notes: Mapping[int, Sequence[str]] = NOTHING
-) -> Figure:
+def draw_freedom_map(freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> Figure:
     """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
-    return draw_head_map(freedoms, layers, "degrees of freedom", 0.1, notes)
+    return draw_head_map(freedoms, layers, "degrees of freedom", 0.1)
 
 
 def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
@@ -96,51 +76,31 @@ def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Fig
     return figure.update_xaxes(title=f"KV head; each alone holds<br>{option.in_brief}")
 
 
-def draw_head_map(
-    values: Mapping[int, Sequence[float]],
-    layers: Sequence[Layer],
-    unit: str,
-    least: float,
-    notes: Mapping[int, Sequence[str]] = NOTHING,
-) -> Figure:
-    """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on.
-
-    Notes are read where a pointer rests on a head.
-    """
+def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer], unit: str, least: float) -> Figure:
+    """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on."""
     heads = max((layer.kv_heads for layer in layers), default=1)
-
-    def table(values: Mapping[int, Sequence[Any]]) -> list[list[Any]]:
-        return [[*row, *[None] * (heads - len(row))] for row in (values.get(index, ()) for index in range(len(layers)))]
-
-    rows, said = table(values), [[note or "" for note in row] for row in table(notes)]
-    known = [count for row in rows for count in row if count is not None]
-    logs = [[None if count is None else math.log10(max(count, least)) for count in row] for row in rows]
-    texts = [["" if count is None else cell_text(count, least) for count in row] for row in rows]
-    low, high = (math.log10(max(min(known), least)), math.log10(max(*known, least))) if known else (0.0, 2.0)
-    figure = new_figure(max(340, min(22 * len(layers) + 90, 720)))
+    empty: list[float | None] = [None] * heads
+    rows = [[*values.get(index, ()), *empty][:heads] for index in range(len(layers))]
+    logs = [[None if value is None else math.log10(max(value, least)) for value in row] for row in rows]
+    known = [log for row in logs for log in row if log is not None] or [0.0, 2.0]
+    low, high = min(known), max(known)
+    ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
+    bar = {"tickvals": ticks, "ticktext": [f"{10**tick:.3g}" for tick in ticks], "thickness": 10, "outlinewidth": 0}
+    figure = new_figure(max(340, min(22 * len(layers) + 90, 720)), plot_bgcolor=MAP_GROUND)
     figure.add_heatmap(
         z=logs,
         zmin=low,
         zmax=max(high, low + 0.05),
-        text=texts,
+        text=[["" if value is None else cell_text(value, least) for value in row] for row in rows],
         texttemplate="%{text}" if heads <= MAX_LABELLED and len(layers) <= 48 else "",
-        customdata=said,
         colorscale=[list(stop) for stop in MAP_COLOURS],
-        hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}%{{customdata}}<extra></extra>",
-        colorbar=log_colourbar(unit, low, high),
+        hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}<extra></extra>",
+        colorbar={"title": {"text": unit, "side": "right"}, **bar},
         **MAP_CELLS,
     )
-    figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
     figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
     return figure
-
-
-def log_colourbar(unit: str, low: float, high: float) -> dict[str, Any]:
-    """Describe the scale of colours beside a map of logarithms."""
-    ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
-    labels = {"tickvals": ticks, "ticktext": [f"{10**tick:.3g}" for tick in ticks]}
-    return {"title": {"text": unit, "side": "right"}, **labels, "thickness": 10, "outlinewidth": 0}
 
 
 def cell_text(count: float, least: float) -> str:
@@ -153,7 +113,7 @@ def draw_freedom_curves(profile: Profile) -> Figure:
     ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
     few = len(measured) <= MAX_LABELLED
     figure = new_figure(340 + 20 * (len(measured) // 5 if few else 0), showlegend=True)
-    figure.update_layout(legend={"entrywidth": LAYER_ENTRY})
+    figure.update_layout(legend_entrywidth=LAYER_ENTRY)
     for place, index in enumerate(measured):
         heads = profile.layers[index].heads
         means = [math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)]
@@ -161,7 +121,7 @@ def draw_freedom_curves(profile: Profile) -> Figure:
             x=ridges,
             y=means,
             mode="lines",
-            line={"color": layer_colour(place, len(measured)), "width": 2, "dash": layer_dash(place)},
+            line=layer_line(place, len(measured), 2),
             name=f"layer {index}",
             showlegend=few or place in (0, len(measured) - 1),
             hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
@@ -206,26 +166,13 @@ def draw_frontier(
     return figure
 
 
-def far_tokens(head: Head, layer: Layer) -> float:
-    """Compute how many cached tokens take the bytes of a head's features and slots."""
-    return head_bytes.head_bytes(replace(head, window=0), layer, 0, 0) / head_bytes.token_bytes(layer)
-
-
 def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:
     """Say what a head keeps by kind, in tokens of cache; a whole cache grows, and is of no size."""
     if head.softmax:
         return {WHOLE: 1.0}
     far = MEMORIES if head.memory else FEATURES if head.features else SLOTS
-    return {EXACT: float(head.window + sinks), far: far_tokens(head, layer)}
-
-
-def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None) -> Figure:
-    """Draw what every KV head holds, in tokens of cache, beside Fix."""
-    from plotly.graph_objects import Figure
-
-    level = [sum(parts.values()) for parts in all_parts(fix, layers)] if fix is not None else []
-    bars, top = stack_bars(allocation, layers, level)
-    return Figure([*bars, *([draw_fix_line(level)] if level else [])], lay_out_bars(allocation, top))
+    far_bytes = head_bytes.head_bytes(replace(head, window=0), layer, 0, 0)
+    return {EXACT: float(head.window + sinks), far: far_bytes / head_bytes.token_bytes(layer)}
 
 
 def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, float]]:
@@ -234,22 +181,41 @@ def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str,
     return [held_parts(head, layer, allocation.sinks) for head, layer in pairs]
 
 
-def lay_out_bars(allocation: Allocation, top: float) -> dict[str, Any]:
-    """Lay out the bars of all heads; axes have room for any budget, so that nothing jumps."""
-    firsts = accumulate((len(row) for row in allocation.heads), initial=0)
-    marks = [(at, i) for (i, row), at in zip(enumerate(allocation.heads), firsts, strict=False) if row]
-    shown = marks[:: max(1, len(marks) // 24)]
+def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None) -> Figure:
+    """Draw what every KV head holds, in tokens of cache, beside Fix; axes have room for any budget."""
+    places = [(i, j, head) for i, row in enumerate(allocation.heads) for j, head in enumerate(row)]
+    names = [f"layer {i}, KV head {j}: {head.in_brief}" for i, j, head in places]
+    held = all_parts(allocation, layers)
+    level = [] if fix is None else [sum(parts.values()) for parts in all_parts(fix, layers)]
+    top = 1.12 * max((*(sum(parts.values()) for parts in held), *level, 1))
+    bars = [stack_bars(kind, held, names, top) for kind in KINDS if any(parts.get(kind) for parts in held)]
+    firsts = [(at, i) for at, (i, j, _) in enumerate(places) if j == 0]
+    shown = firsts[:: max(1, len(firsts) // 24)]
     still = {"automargin": False, "ticklabeloverflow": "allow"}
-    heads = {
-        **XAXIS,
-        **still,
-        "tickvals": [at for at, _ in shown],
-        "ticktext": [str(i) for _, i in shown],
-        "title": "KV heads, by the number of their layer",
+    ticks = {"tickvals": [at for at, _ in shown], "ticktext": [str(i) for _, i in shown]}
+    return new_figure(
+        340,
+        [*bars, *([draw_fix_line(level)] if level else [])],
+        barmode="stack",
+        bargap=0.15,
+        margin={"l": 64, "r": 16, "t": 36, "b": 48},
+        xaxis={**XAXIS, **still, **ticks, "title": "KV heads, by the number of their layer"},
+        yaxis={**YAXIS, **still, "title": "tokens of cache", "range": [0, top]},
+    )
+
+
+def stack_bars(kind: str, held: Sequence[dict[str, float]], names: Sequence[str], top: float) -> dict[str, Any]:
+    """Describe the bars of what every head keeps of a kind; a cache that grows reaches the top."""
+    colour, pattern = KINDS[kind]
+    shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
+    return {
+        "type": "bar",
+        "y": [top if kind == WHOLE and WHOLE in parts else parts.get(kind, 0.0) for parts in held],
+        "name": kind,
+        "marker": {"color": colour, "line": {"width": 0}, "pattern": shape},
+        "customdata": names,
+        "hovertemplate": "%{customdata}<extra></extra>",
     }
-    tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top]}
-    margin = {"l": 64, "r": 16, "t": 36, "b": 48}
-    return base_layout(340, barmode="stack", bargap=0.15, margin=margin, xaxis=heads, yaxis=tokens)
 
 
 def draw_fix_line(level: Sequence[float]) -> dict[str, Any]:
@@ -262,20 +228,3 @@ def draw_fix_line(level: Sequence[float]) -> dict[str, Any]:
         "name": "Fix: the same for every head",
         "hovertemplate": "Fix: %{y:.0f} tokens of cache<extra></extra>",
     }
-
-
-def stack_bars(
-    allocation: Allocation, layers: Sequence[Layer], level: Sequence[float]
-) -> tuple[list[dict[str, Any]], float]:
-    """Stack what every head keeps; return the top of the axis, too, which a cache that grows reaches."""
-    places = [(i, j, head) for i, row in enumerate(allocation.heads) for j, head in enumerate(row)]
-    names = [f"layer {i}, KV head {j}: {head.in_brief}" for i, j, head in places]
-    held = all_parts(allocation, layers)
-    top = 1.12 * max((*(sum(parts.values()) for parts in held), *level, 1))
-    bars = []
-    for name, (colour, pattern) in KINDS.items():
-        heights = [top if WHOLE in parts and name == WHOLE else parts.get(name, 0.0) for parts in held]
-        if any(heights):
-            hover = {"customdata": names, "hovertemplate": "%{customdata}<extra></extra>"}
-            bars.append({"type": "bar", "y": heights, "name": name, "marker": bar_marker(colour, pattern), **hover})
-    return bars, top

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -13,11 +12,11 @@ from linearizer.report.allocation_charts import KINDS, WHOLE, all_parts, held_pa
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
-    from PIL.ImageFont import FreeTypeFont, ImageFont
 
 CELL, HEIGHT, GAP = 132, 46, 4  # pixels
 LEFT, TOP, MARGIN = 96, 116, 20
 PAPER, INK, FAINT, EMPTY = "#ffffff", "#1f2430", "#5b6472", "#eef0f3"
+UNCHANGED_LAYER = "unchanged: the teacher itself has a window here"
 MIN_WIDTH = 640  # pixels that the legend needs
 
 
@@ -29,18 +28,17 @@ def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
     size = (max(LEFT + heads * CELL + MARGIN, MIN_WIDTH), TOP + len(layers) * HEIGHT + MARGIN)
     image = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(image)
-    draw_legend(pen, allocation, layers)
-    write_text(pen, LEFT - 12, TOP - 16, "KV head", FAINT, anchor="rm")
+    held = all_parts(allocation, layers)
+    draw_legend(pen, allocation, [kind for kind in KINDS if any(parts.get(kind) for parts in held)])
+    pen.text((LEFT - 12, TOP - 16), "KV head", FAINT, anchor="rm", font_size=15)
     for number in range(heads):
-        write_text(pen, LEFT + number * CELL + (CELL - GAP) / 2, TOP - 16, str(number), FAINT)
-    most = max((sum(parts.values()) for parts in all_parts(allocation, layers)), default=1.0) or 1.0
+        pen.text((LEFT + number * CELL + (CELL - GAP) / 2, TOP - 16), str(number), FAINT, anchor="mm", font_size=15)
+    most = max((sum(parts.values()) for parts in held), default=1.0) or 1.0
     for index, (row, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
         top = TOP + index * HEIGHT
-        write_text(pen, LEFT - 12, top + (HEIGHT - GAP) / 2, f"layer {index}", FAINT, anchor="rm")
+        pen.text((LEFT - 12, top + (HEIGHT - GAP) / 2), f"layer {index}", FAINT, anchor="rm", font_size=15)
         if not row:
-            write_text(
-                pen, LEFT, top + (HEIGHT - GAP) / 2, "unchanged: the teacher itself has a window here", FAINT, "lm"
-            )
+            pen.text((LEFT, top + (HEIGHT - GAP) / 2), UNCHANGED_LAYER, FAINT, anchor="lm", font_size=15)
         for number, head in enumerate(row):
             draw_cell(pen, LEFT + number * CELL, top, head, held_parts(head, layer, allocation.sinks), most)
     out = BytesIO()
@@ -48,17 +46,16 @@ def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
     return out.getvalue()
 
 
-def draw_legend(pen: ImageDraw, allocation: Allocation, layers: Sequence[Layer]) -> None:
+def draw_legend(pen: ImageDraw, allocation: Allocation, kinds: Sequence[str]) -> None:
     """Draw the legend of the colours; the cells say the same in words."""
-    write_text(pen, MARGIN, 24, "What every KV head keeps", INK, "lm", 20)
     sinks = f"; {allocation.sinks} of the exact tokens are the first of the text" if allocation.sinks else ""
-    write_text(pen, MARGIN, 50, f"bars: tokens of the teacher's cache{sinks}", FAINT, "lm")
-    at, held = float(MARGIN), all_parts(allocation, layers)
-    for name, (colour, _) in KINDS.items():
-        if any(parts.get(name) for parts in held):
-            pen.rectangle((at, 68, at + 14, 82), fill=colour)
-            write_text(pen, at + 22, 75, name, INK, "lm")
-            at += 22 + pen.textlength(name, font=load_font(15)) + 24
+    pen.text((MARGIN, 24), "What every KV head keeps", INK, anchor="lm", font_size=20)
+    pen.text((MARGIN, 50), f"bars: tokens of the teacher's cache{sinks}", FAINT, anchor="lm", font_size=15)
+    at = float(MARGIN)
+    for kind in kinds:
+        pen.rectangle((at, 68, at + 14, 82), fill=KINDS[kind][0])
+        pen.text((at + 22, 75), kind, INK, anchor="lm", font_size=15)
+        at += 46 + pen.textlength(kind, font_size=15)
 
 
 def draw_cell(pen: ImageDraw, left: float, top: float, head: Head, parts: Mapping[str, float], most: float) -> None:
@@ -71,20 +68,5 @@ def draw_cell(pen: ImageDraw, left: float, top: float, head: Head, parts: Mappin
         if width >= 1:
             pen.rectangle((at, line, at + width, bottom), fill=KINDS[name][0])
             at += width
-    size = min(14.0, 14 * (right - left - 8) / pen.textlength(head.in_brief, font=load_font(14)))
-    write_text(pen, (left + right) / 2, (top + line) / 2, head.in_brief, INK, size=size)
-
-
-def write_text(
-    pen: ImageDraw, x: float, y: float, text: str, colour: str, anchor: str = "mm", size: float = 15
-) -> None:
-    """Write one line of text, anchored at its middle or an end."""
-    pen.text((x, y), text, fill=colour, anchor=anchor, font=load_font(size))
-
-
-@cache
-def load_font(size: float) -> FreeTypeFont | ImageFont:
-    """Load the font that Pillow carries."""
-    from PIL import ImageFont
-
-    return ImageFont.load_default(size)
+    size = min(14.0, 14 * (right - left - 8) / pen.textlength(head.in_brief, font_size=14))
+    pen.text(((left + right) / 2, (top + line) / 2), head.in_brief, INK, anchor="mm", font_size=size)

@@ -18,8 +18,20 @@ LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 300  # of a line: more cannot be seen
 MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
-MARGIN = {"l": 56, "r": 16, "t": 20, "b": 44}  # pixels
-INK, PAPER = "#1f2430", "#ffffff"  # of hover labels, on white pages and on black pages
+FONT = {"family": "system-ui, sans-serif", "size": 12}
+BUTTONS = ["zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale", "toImage"]
+LAYOUT = {  # no background, title or surplus lines
+    "template": "none",
+    "autosize": True,
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {**FONT, "color": GREY},
+    "margin": {"l": 56, "r": 16, "t": 20, "b": 44},  # pixels
+    "hoverlabel": {"bgcolor": "#1f2430", "bordercolor": "#ffffff", "font": {**FONT, "color": "#ffffff"}},
+    "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+    "modebar": {"remove": BUTTONS},
+    "dragmode": False,
+}
 XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
 YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
 LOG_AXIS = {"type": "log", "tickformat": ",~g", "nticks": 4}
@@ -34,14 +46,14 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "cache, 4 bits": ("cache, 4 bits", PURPLE, "triangle-up", "2px,5px"),
 }
 MAP_CELLS = {"xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11, "color": MAP_INK}}
-BAR_PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
+MAP_GROUND = "rgba(128,138,150,0.10)"
 
 
-def new_figure(height: int, **layout: Any) -> Figure:
-    """Create a figure without background, title or surplus lines."""
+def new_figure(height: int, traces: Sequence[Any] = (), **layout: Any) -> Figure:
+    """Create a figure in one piece, which plotly checks ten times as fast as many."""
     from plotly.graph_objects import Figure
 
-    return Figure(layout=base_layout(height, xaxis=XAXIS, yaxis=YAXIS, **layout))
+    return Figure(list(traces), {**LAYOUT, "height": height, "xaxis": XAXIS, "yaxis": YAXIS, **layout})
 
 
 def new_grid(height: int, titles: Sequence[str], columns: int, coloraxis: dict[str, Any], **spacing: float) -> Figure:
@@ -50,34 +62,7 @@ def new_grid(height: int, titles: Sequence[str], columns: int, coloraxis: dict[s
 
     rows = -(-len(titles) // columns)
     figure = make_subplots(rows, columns, subplot_titles=titles, shared_yaxes=True, **spacing)
-    figure.update_layout(base_layout(height, coloraxis=coloraxis))
-    figure.update_xaxes(XAXIS)
-    figure.update_yaxes(YAXIS)
-    return figure
-
-
-def base_layout(height: int, **layout: Any) -> dict[str, Any]:
-    """Return the layout that all figures begin with in one piece, which plotly checks ten times as fast as many."""
-    return {
-        "template": "none",
-        "height": height,
-        "autosize": True,
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": GREY},
-        "margin": MARGIN,
-        "hoverlabel": {
-            "bgcolor": INK,
-            "bordercolor": PAPER,
-            "font": {"family": "system-ui, sans-serif", "size": 12, "color": PAPER},
-        },
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-        "modebar": {
-            "remove": ["zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale", "toImage"]
-        },
-        "dragmode": False,
-        **layout,
-    }
+    return figure.update_layout(LAYOUT, height=height, coloraxis=coloraxis).update_xaxes(XAXIS).update_yaxes(YAXIS)
 
 
 def thin_points(points: Sequence[T]) -> list[T]:
@@ -86,16 +71,12 @@ def thin_points(points: Sequence[T]) -> list[T]:
     return [*points[:-1:every], *points[-1:]]
 
 
-def layer_colour(number: int, count: int) -> str:
-    """Choose the colour of a layer's line, between the colours of the first layer and of the last."""
+def layer_line(number: int, count: int, width: float) -> dict[str, Any]:
+    """Describe the line of a layer: colours go from the first to the last, and neighbours differ by dashes, too."""
     from plotly.colors import sample_colorscale
 
-    return str(sample_colorscale(LAYER_COLOURS, number / max(1, count - 1))[0])
-
-
-def layer_dash(number: int) -> str:
-    """Choose the dashes of a layer's line, so that neighbours differ by more than their colour."""
-    return LAYER_DASHES[number % len(LAYER_DASHES)]
+    colour = str(sample_colorscale(LAYER_COLOURS, number / max(1, count - 1))[0])
+    return {"color": colour, "width": width, "dash": LAYER_DASHES[number % len(LAYER_DASHES)]}
 
 
 def subject_line(name: str, hover: str) -> dict[str, Any]:
@@ -108,46 +89,6 @@ def subject_line(name: str, hover: str) -> dict[str, Any]:
         "marker": {"symbol": symbol, "size": 9},
         "hovertemplate": hover + f"<extra>{title}</extra>",
     }
-
-
-def subject_bars(name: str, labels: Sequence[str], values: Sequence[float], form: str) -> dict[str, Any]:
-    """Describe the bars of a subject: the same colour and pattern in every figure."""
-    line = subject_line(name, "")
-    return {
-        "name": line["name"],
-        "offsetgroup": name,
-        "x": list(labels),
-        "y": list(values),
-        "marker": bar_marker(line["line"]["color"], BAR_PATTERNS.get(name, "\\")),
-        "hovertemplate": f"%{{x}}: %{{y:{form}}}<extra>{line['name']}</extra>",
-    }
-
-
-def bar_marker(colour: str, pattern: str) -> dict[str, Any]:
-    """Describe bars that differ by a pattern, too."""
-    shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
-    return {"color": colour, "line": {"width": 0}, "pattern": shape}
-
-
-def bar_numbers(name: str, labels: Sequence[str], values: Sequence[float], heights: Sequence[float]) -> dict[str, Any]:
-    """Write the numbers of a subject's bars in percent, above the bars and their error bars."""
-    return {
-        "offsetgroup": name,
-        "x": list(labels),
-        "y": list(heights),
-        "mode": "text",
-        "text": [f"{100 * value:.0f}" for value in values],
-        "textposition": "top center",
-        "textfont": {"size": 9},
-        "cliponaxis": False,
-        "showlegend": False,
-        "hoverinfo": "skip",
-    }
-
-
-def steps_axis(last: int) -> dict[str, Any]:
-    """Lay out an axis of steps of training, with ticks at whole steps."""
-    return {"title": "steps of training", "rangemode": "tozero", "tickformat": ",d", "dtick": 1 if last < 8 else None}
 
 
 def open_markers(line: dict[str, Any], is_open: Sequence[bool]) -> dict[str, Any]:

@@ -1,40 +1,154 @@
-"""Figures of writing, head errors, speed and tasks; numbers, patterns and markers say what colours say."""
+"""Figures of the parts of an evaluation; numbers and markers say what colours say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from linearizer.amounts import size
 from linearizer.report.chart_style import (
     COUNTS_AXIS,
+    FAINT,
     GREY,
     LOG_AXIS,
     MAP_CELLS,
     MAP_COLOURS,
-    bar_numbers,
+    MAP_GROUND,
     new_figure,
     new_grid,
     open_markers,
-    subject_bars,
     subject_line,
 )
-from linearizer.run.results import Approximation, Generation, Part, Score, Speed, Tasks
+from linearizer.report.tables import mark_beyond
+from linearizer.run import results
+from linearizer.run.results import Estimate, Pace, Part, Score
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-MAX_NUMBERED_CELLS = 16  # cells or bars side by side up to which numbers can be read at them
+MAX_NUMBERED_CELLS = 16  # cells side by side up to which numbers can be read in them
+LOSS_AXIS = {"title": "loss, nats per token"}
+POSITION_AXIS = {"title": "position in the text, tokens", "type": "category"}
 
 
-def draw_first_differences(part: Part[Generation]) -> Figure | None:
+def interval_bars(estimates: Sequence[Estimate]) -> dict[str, object]:
+    """Describe error bars that span intervals."""
+    above = [estimate.interval[1] - estimate.mean for estimate in estimates]
+    below = [estimate.mean - estimate.interval[0] for estimate in estimates]
+    return {"type": "data", "array": above, "arrayminus": below, "width": 4, "thickness": 1.5}
+
+
+def draw_losses(part: Part[results.Language]) -> Figure:
+    """Draw the loss of every subject with its 95% interval."""
+    subjects = part.result.subjects
+    figure = new_figure(90 + 34 * len(subjects), showlegend=False)
+    for subject in subjects:
+        low, high = subject.loss.interval
+        look = subject_line(subject.name, f"%{{x:.3f}} nats, 95%: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
+        number = {"text": [f"{subject.loss.mean:.3f}"], "textposition": "top center"}
+        bars = interval_bars([subject.loss])
+        figure.add_scatter(x=[subject.loss.mean], y=[look["name"]], error_x=bars, **number, **look)
+    figure.update_xaxes(LOSS_AXIS, showgrid=True, gridcolor=FAINT)
+    figure.update_yaxes(range=[len(subjects) - 0.5, -0.75])
+    return figure
+
+
+def draw_loss_by_position(part: Part[results.Language]) -> Figure:
+    """Draw the loss of every subject by the position of a token, side by side so that no intervals overlap."""
+    language, read = part.result, part.read
+    assert read is not None, "the part reads texts"
+    figure = new_figure(320, scattermode="group", scattergap=0.7)
+    names = [f"{begin}–{end}" for begin, end in pairwise((*language.edges, read.length - 1))]
+    for subject in language.subjects:
+        estimates = [Estimate(*pair) for pair in zip(subject.by_position, subject.position_intervals, strict=True)]
+        bars, look = interval_bars(estimates), subject_line(subject.name, "%{y:.3f} nats at %{x}")
+        figure.add_scatter(x=names, y=subject.by_position, error_y=bars, **look)
+    reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
+    room = 0.08 * (max(reached) - min(reached))
+    figure.update_xaxes(POSITION_AXIS)
+    figure.update_yaxes(LOSS_AXIS, range=[min(reached) - room, max(reached) + room])  # groups would begin at zero
+    return figure
+
+
+def draw_recall(part: Part[results.Recall]) -> Figure:
+    """Draw the loss on a repeated passage by the gap, and the loss when it came first."""
+    recall = part.result
+    figure = new_figure(300)
+    for subject in recall.subjects:
+        look = subject_line(subject.name, "%{y:.3f} nats after %{x} tokens")
+        figure.add_scatter(x=recall.gaps, y=subject.second, **look)
+    first = recall.subjects[0]
+    level = sum(first.first) / len(first.first)
+    look = {"name": f"the first time, {first.name}", "hovertemplate": f"{level:.3f} nats<extra>the first time</extra>"}
+    ends, line = [recall.gaps[0], recall.gaps[-1]], {"color": GREY, "width": 1, "dash": "longdash"}
+    figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
+    figure.update_xaxes(title="tokens since the passage came first", **COUNTS_AXIS)
+    figure.update_yaxes(LOSS_AXIS)
+    return figure
+
+
+def draw_longer_texts(part: Part[results.Recall]) -> Figure | None:
+    """Draw the loss by position in longer texts; open markers lie beyond the teacher's positions."""
+    if (longer := part.result.longer) is None:
+        return None
+    figure = new_figure(300)
+    names = [f"{begin}–{end}" for begin, end in pairwise(longer.edges)] + [f"from {longer.edges[-1]}"]
+    for name, losses in zip(longer.names, longer.losses, strict=True):
+        look = open_markers(subject_line(name, "%{y:.3f} nats at %{x}"), longer.extrapolated)
+        figure.add_scatter(x=names, y=losses, **look)
+    figure.update_xaxes(POSITION_AXIS)
+    figure.update_yaxes(LOSS_AXIS)
+    return figure
+
+
+def draw_needle_maps(part: Part[results.Needle]) -> Figure:
+    """Draw a map for every subject, depth down and length across, with the recalled share in every cell."""
+    needle = part.result
+    tables = {subject.name: list(zip(*subject.correct, strict=True)) for subject in needle.subjects}  # [depth][length]
+    down = -(-len(tables) // 2)
+    colours = {"colorscale": [list(stop) for stop in MAP_COLOURS], "cmin": 0, "cmax": 1, "showscale": False}
+    spacing = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down}
+    figure = new_grid(60 + 230 * down, list(tables), min(2, len(tables)), colours, **spacing)
+    lengths, depths = mark_beyond(needle.lengths, needle.extrapolated), [f"{depth:.0%}" for depth in needle.depths]
+    axes = {"x": lengths, "y": depths, "texttemplate": "%{text}"}
+    add_maps(figure, tables, ".0%", "–", "%{text} recalled<br>depth %{y} of %{x} tokens", axes)
+    figure.update_xaxes(type="category")
+    figure.update_xaxes(title="length, tokens", row=down)
+    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    figure.update_yaxes(title="depth, share of the text", col=1)
+    return figure
+
+
+def add_maps(
+    figure: Figure,
+    tables: Mapping[str, Sequence[Sequence[float | None]]],
+    form: str,
+    missing: str,
+    hover: str,
+    how: Mapping[str, object],
+) -> None:
+    """Add a map for every table, two in a row, with its numbers as text."""
+    for place, (name, table) in enumerate(tables.items()):
+        figure.add_heatmap(
+            z=[list(row) for row in table],
+            text=[[missing if value is None else f"{value:{form}}" for value in row] for row in table],
+            hovertemplate=f"{hover}<extra>{name}</extra>",
+            row=place // 2 + 1,
+            col=place % 2 + 1,
+            coloraxis="coloraxis",
+            **how,
+            **MAP_CELLS,
+        )
+
+
+def draw_first_differences(part: Part[results.Generation]) -> Figure | None:
     """Draw after how many tokens every text differs from the teacher's."""
-    generation = part.result
-    compared = [(subject, subject.diverged) for subject in generation.subjects if subject.diverged is not None]
+    compared = [(subject, subject.diverged) for subject in part.result.subjects if subject.diverged is not None]
     if not compared:
         return None
-    longest = generation.new_tokens
+    longest = part.result.new_tokens
     figure = new_figure(80 + 34 * len(compared), showlegend=False)
     for subject, diverged in compared:
         name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
@@ -45,53 +159,27 @@ def draw_first_differences(part: Part[Generation]) -> Figure | None:
     return figure
 
 
-def draw_written_shares(part: Part[Generation], sampled: bool) -> Figure:
-    """Draw shares of the tokens that every subject wrote, as bars with their numbers."""
-    generation = part.result
-    figure = new_figure(300, barmode="group", scattermode="group", bargap=0.2)
-    for subject in generation.subjects:
-        if subject.sampled != sampled:
-            continue
-        shares = {"repeated": subject.repeated, "different": subject.distinct[0], "pairs": subject.distinct[1]}
-        if subject.likeliest is not None:
-            shares["chosen"] = subject.likeliest
-        values = list(shares.values())
-        figure.add_bar(**subject_bars(subject.name, list(shares), values, ".0%"))
-        figure.add_scatter(**bar_numbers(subject.name, list(shares), values, values))
-    figure.update_yaxes(title="share of tokens", range=[0, 1.12], tickformat=".0%")
-    return figure
-
-
-def draw_error_maps(part: Part[Approximation]) -> Figure:
+def draw_error_maps(part: Part[results.Approximation]) -> Figure:
     """Draw the errors of the student, beside the errors of the untrained student."""
-    named = {subject.name: subject for subject in part.result.subjects}
+    named = {subject.name: subject.rows for subject in part.result.subjects}
     shown = [named[name] for name in ("untrained", "student") if name in named]
-    names = ["before training", "after training"] if len(shown) > 1 else [""]
-    layers, heads = len(shown[0].rows), max((len(row) for row in shown[0].rows), default=1)
+    titles = ["before training", "after training"] if len(shown) > 1 else [""]
+    layers, heads = len(shown[0]), max((len(row) for row in shown[0]), default=1)
+    tables = [[[*row, *[None] * (heads - len(row))] for row in table] for table in shown]
     scale = [[1 - at, colour] for at, colour in reversed(MAP_COLOURS)]  # light cells are small errors
     colours = {"colorscale": scale, "cmin": 0, "showscale": False}
-    figure = new_grid(max(240, min(26 * layers + 110, 760)), names, len(shown), colours, horizontal_spacing=0.05)
-    for place, subject in enumerate(shown):
-        table = [[*row, *[None] * (heads - len(row))] for row in subject.rows]
-        readable = heads * len(shown) <= MAX_NUMBERED_CELLS and layers <= 48
-        figure.add_heatmap(
-            z=table,
-            text=[["" if error is None else f"{error:.2f}" for error in row] for row in table],
-            texttemplate="%{text}" if readable else "",
-            hovertemplate="layer %{y}, KV head %{x}<br>%{z:.3f} misplaced<extra>" + names[place] + "</extra>",
-            row=1,
-            col=place + 1,
-            coloraxis="coloraxis",
-            **MAP_CELLS,
-        )
-    figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
+    figure = new_grid(max(240, min(26 * layers + 110, 760)), titles, len(shown), colours, horizontal_spacing=0.05)
+    readable = heads * len(shown) <= MAX_NUMBERED_CELLS and layers <= 48
+    hover, how = "layer %{y}, KV head %{x}<br>%{z:.3f} misplaced", {"texttemplate": "%{text}" if readable else ""}
+    add_maps(figure, dict(zip(titles, tables, strict=True)), ".2f", "", hover, how)
+    figure.update_layout(plot_bgcolor=MAP_GROUND)
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 8))
     figure.update_yaxes(dtick=max(1, layers // 24), autorange="reversed", showgrid=False)
     figure.update_yaxes(title="layer", col=1)
     return figure
 
 
-def draw_error_curve(part: Part[Approximation]) -> Figure | None:
+def draw_error_curve(part: Part[results.Approximation]) -> Figure | None:
     """Draw the error over the number of features, and what the degrees of freedom predict."""
     if (curve := part.result.curve) is None:
         return None
@@ -106,65 +194,62 @@ def draw_error_curve(part: Part[Approximation]) -> Figure | None:
     return figure
 
 
-def draw_rates(part: Part[Speed], of: str) -> Figure:
+def draw_rates(part: Part[results.Speed], of: str) -> Figure:
     """Draw a rate over the length of the text; open markers are extrapolated."""
-    speed = part.result
-    known = {pace.length for subject in speed.subjects for pace in subject.paces if getattr(pace, of) is not None}
-    figure = new_lengths_figure(sorted(known) or speed.lengths)
-    for subject in speed.subjects:
-        paces = [pace for pace in subject.paces if getattr(pace, of) is not None]
-        reasons = [f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else "" for pace in paces]
-        line = subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens%{customdata}")
-        line = open_markers(line, list(map(bool, reasons)))
-        own = [getattr(pace, of) for pace in paces]
-        figure.add_scatter(x=[pace.length for pace in paces], y=own, customdata=reasons, **line)
+
+    def describe(pace: Pace) -> tuple[float | None, str, bool]:
+        reason = f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else ""
+        return getattr(pace, of), reason, bool(reason)
+
+    figure = draw_paces(part.result, describe, "%{y:.3g} tokens/s at %{x} tokens%{customdata}")
     figure.update_yaxes(title="tokens per second", **LOG_AXIS)
     return figure
 
 
-def draw_memory(part: Part[Speed]) -> Figure:
+def draw_memory(part: Part[results.Speed]) -> Figure:
     """Draw the bytes of state or cache over the length of the text; open markers are computed from the shape."""
-    speed = part.result
-    figure = new_lengths_figure(speed.lengths)
-    for subject in speed.subjects:
-        measured = [None if pace.extrapolated else pace.state_bytes for pace in subject.paces]
-        sizes = [
-            pace.predicted_bytes if known is None else known
-            for pace, known in zip(subject.paces, measured, strict=True)
-        ]
-        computed = [known is None for known in measured]
-        labels = [size(bytes) + ", by its shape" * mark for bytes, mark in zip(sizes, computed, strict=True)]
-        line = open_markers(subject_line(subject.name, "%{customdata} at %{x} tokens"), computed)
-        figure.add_scatter(x=[pace.length for pace in subject.paces], y=sizes, customdata=labels, **line)
+
+    def describe(pace: Pace) -> tuple[float | None, str, bool]:
+        computed = pace.extrapolated is not None or pace.state_bytes is None
+        bytes = pace.predicted_bytes if computed else pace.state_bytes
+        return bytes, size(bytes or 0) + ", by its shape" * computed, computed
+
+    figure = draw_paces(part.result, describe, "%{customdata} at %{x} tokens")
     figure.update_yaxes(title="state or cache, bytes", **COUNTS_AXIS)
     return figure
 
 
-def new_lengths_figure(lengths: Sequence[int]) -> Figure:
-    """Create a figure over lengths of text."""
+def draw_paces(speed: results.Speed, describe: Callable[[Pace], tuple[float | None, str, bool]], hover: str) -> Figure:
+    """Draw a line for every subject over the lengths of text at which its value is known.
+
+    Of each pace the value is drawn, a text is read where a pointer rests, and a mark tells that it was not measured.
+    """
     figure = new_figure(300)
-    ends = [math.log10(lengths[0] / 1.15), math.log10(lengths[-1] * 1.15)]
+    reached: set[int] = set()
+    for subject in speed.subjects:
+        known = [(pace.length, *told) for pace in subject.paces if (told := describe(pace))[0] is not None]
+        lengths, values, texts, guessed = zip(*known, strict=True) if known else ((), (), (), ())
+        look = open_markers(subject_line(subject.name, hover), guessed)
+        figure.add_scatter(x=lengths, y=values, customdata=texts, **look)
+        reached.update(lengths)
+    first, last = min(reached or speed.lengths), max(reached or speed.lengths)
+    ends = [math.log10(first / 1.15), math.log10(last * 1.15)]
     figure.update_xaxes(title="length of the text, tokens", range=ends, **COUNTS_AXIS)
     return figure
 
 
-def draw_scores(part: Part[Tasks]) -> Figure:
-    """Draw the first metric of every task as bars: accuracy where a task has it."""
-    tasks = part.result
-    figure = new_figure(340, barmode="group", scattermode="group", bargap=0.25)
-    for subject in tasks.subjects:
+def draw_scores(part: Part[results.Tasks]) -> Figure:
+    """Draw the first metric of every task with its standard error: accuracy where a task has it."""
+    figure = new_figure(340, scattermode="group", scattergap=0.5)
+    for subject in part.result.subjects:
         first: dict[str, Score] = {}
         for score in subject.scores:
             if score.task not in first or score.metric == "acc":
                 first[score.task] = score
         names = [f"{score.task}, {score.metric}" for score in first.values()]
         values = [score.value for score in first.values()]
-        errors = [score.error or 0.0 for score in first.values()]
-        figure.add_bar(
-            error_y={"type": "data", "array": errors, "color": GREY}, **subject_bars(subject.name, names, values, ".3f")
-        )
-        heights = [value + error for value, error in zip(values, errors, strict=True)]
-        if len(names) * len(tasks.subjects) <= MAX_NUMBERED_CELLS:
-            figure.add_scatter(**bar_numbers(subject.name, names, values, heights))
+        errors = {"type": "data", "array": [score.error or 0.0 for score in first.values()], "color": GREY}
+        look = subject_line(subject.name, "%{x}: %{y:.3f}") | {"mode": "markers"}
+        figure.add_scatter(x=names, y=values, error_y=errors, **look)
     figure.update_yaxes(title="score, as the task defines it", rangemode="tozero")
     return figure

@@ -17,20 +17,10 @@ from linearizer.run.results import Part
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>
-:root { color-scheme: light dark; --ink: #1a1c1b; --faint: #565853; --line: #e6e6e1; --ground: #fafaf8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #f3f3f0; --faint: #a3a49d; --line: #272926; --ground: #121413; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h3 { margin: 2rem 0 0; } h2 { border-top: 1px solid var(--line); padding-top: 1rem; margin-top: 2.5rem; }
-p { color: var(--faint); margin: .25rem 0; } .lz-scroll { overflow-x: auto; margin-top: .75rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; width: 100%; }
-th, td { text-align: right; font-weight: 400; white-space: nowrap; padding: .4rem .75rem .4rem 0;
-  border-bottom: 1px solid var(--line); }
-th:first-child { text-align: left; } tbody th { font-weight: 600; } thead th, .lz-faint { color: var(--faint);
-  font-size: .82rem; }
-.js-plotly-plot g:not(.heatmap-label):not(.hovertext) > text { fill: var(--faint) !important; }
-.js-plotly-plot .hovertext > text.name { fill: var(--ink) !important; }
-.js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--ink) !important; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-size: .9rem; width: 100%; } .lz-scroll { overflow-x: auto; }
+th, td { text-align: right; white-space: nowrap; padding: .4rem .75rem .4rem 0; border-bottom: 1px solid #e6e6e1; }
+th:first-child { text-align: left; } thead th { font-weight: 400; }
 </style><script>$plotly</script></head><body><h1>$title</h1>$parts</body></html>
 """)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from linearizer.report import evaluation_charts, language_charts, tables
+from linearizer.report import evaluation_charts as charts
+from linearizer.report import tables
 from linearizer.report.tables import Table, describe_environment, write_tables
 from linearizer.run.results import Part
 
@@ -34,27 +35,17 @@ class PartView:
     charts: tuple[Chart, ...]
 
 
-EXTRAPOLATED = "Open markers are extrapolated from shorter texts."
-SHARES = (
-    "Shares of tokens in repeated runs of four; of different tokens; of different pairs; and of tokens that the "
-    "teacher would choose."
-)
 PART_VIEWS = {
     "language": PartView(
         "Language",
         "How well is the next token predicted?",
         tables.language_tables,
         (
-            Chart("Loss", "Next-token loss, lower is better; the bars are 95% intervals.", language_charts.draw_losses),
+            Chart("Loss", "Next-token loss, lower is better; the bars are 95% intervals.", charts.draw_losses),
             Chart(
                 "Loss by position",
                 "The loss of a student that forgets grows with the position of a token; the bars are 95% intervals.",
-                language_charts.draw_loss_by_position,
-            ),
-            Chart(
-                "Calibration",
-                "How often the likeliest token came, by its probability; on the dotted line both agree.",
-                language_charts.draw_calibration,
+                charts.draw_loss_by_position,
             ),
         ),
     ),
@@ -63,15 +54,11 @@ PART_VIEWS = {
         "How far back is a passage remembered?",
         tables.recall_tables,
         (
-            Chart(
-                "Recall",
-                "Loss on a passage that is repeated after a number of tokens; low where the passage is remembered.",
-                language_charts.draw_recall,
-            ),
+            Chart("Recall", "Loss on a passage that is repeated after a number of tokens.", charts.draw_recall),
             Chart(
                 "Longer texts",
                 "Loss beyond the length of the training texts; open markers lie beyond the teacher's positions.",
-                language_charts.draw_longer_texts,
+                charts.draw_longer_texts,
             ),
         ),
     ),
@@ -82,9 +69,8 @@ PART_VIEWS = {
         (
             Chart(
                 "Pairs hidden in text",
-                "Share of a hidden value that is recalled when its key is given, by depth and length of the text; * "
-                "marks lengths beyond the teacher's positions.",
-                language_charts.draw_needle_maps,
+                "Share of a hidden value recalled when its key is given; * lies beyond the teacher's positions.",
+                charts.draw_needle_maps,
             ),
         ),
     ),
@@ -96,15 +82,7 @@ PART_VIEWS = {
             Chart(
                 "Where they leave the teacher",
                 "Tokens before the first that is not the teacher's; a marker for each text.",
-                evaluation_charts.draw_first_differences,
-            ),
-            Chart(
-                "What they write: the likeliest tokens",
-                SHARES,
-                partial(evaluation_charts.draw_written_shares, sampled=False),
-            ),
-            Chart(
-                "What they write: drawn tokens", SHARES, partial(evaluation_charts.draw_written_shares, sampled=True)
+                charts.draw_first_differences,
             ),
         ),
     ),
@@ -113,16 +91,11 @@ PART_VIEWS = {
         "How far is the attention of every head from its teacher's?",
         tables.approximation_tables,
         (
-            Chart(
-                "Error of every head",
-                "Share of attention that is misplaced, layer by KV head; the number is in the cell.",
-                evaluation_charts.draw_error_maps,
-            ),
+            Chart("Error of every head", "Share of attention that is misplaced.", charts.draw_error_maps),
             Chart(
                 "Error by features",
-                "The error if every KV head had this number of features and nothing else; the dotted line is what the "
-                "profile predicts.",
-                evaluation_charts.draw_error_curve,
+                "The error of heads with this number of features and nothing else; dotted: what the profile predicts.",
+                charts.draw_error_curve,
             ),
         ),
     ),
@@ -133,26 +106,22 @@ PART_VIEWS = {
         (
             Chart(
                 "Writing",
-                f"Tokens written per second, one text at a time, by its length. {EXTRAPOLATED}",
-                partial(evaluation_charts.draw_rates, of="write_rate"),
+                "Tokens written per second, one text at a time; open markers are extrapolated from shorter texts.",
+                partial(charts.draw_rates, of="write_rate"),
             ),
             Chart(
                 "Reading",
-                f"Tokens read per second of a prompt, by its length. {EXTRAPOLATED}",
-                partial(evaluation_charts.draw_rates, of="read_rate"),
+                "Tokens read per second of a prompt; open markers are extrapolated from shorter texts.",
+                partial(charts.draw_rates, of="read_rate"),
             ),
-            Chart(
-                "Memory",
-                "Bytes of the state or cache by the length of the text. Open markers are computed from the shape.",
-                evaluation_charts.draw_memory,
-            ),
+            Chart("Memory", "Bytes of state or cache; open markers are computed from the shape.", charts.draw_memory),
         ),
     ),
     "tasks": PartView(
         "Tasks",
         "How does the student score on public tasks?",
         tables.tasks_tables,
-        (Chart("Scores", "The score in every task, with standard errors.", evaluation_charts.draw_scores),),
+        (Chart("Scores", "The score in every task, with standard errors.", charts.draw_scores),),
     ),
 }
 

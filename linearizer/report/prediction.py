@@ -30,7 +30,10 @@ class Correction:
     @property
     def in_words(self) -> str:
         predicted, measured = f"{self.predicted:.4f} predicted", f"{self.measured:.4f} measured"
-        return f"KL on {self.length:,} tokens of text that was not priced: {predicted}, {measured}"
+        return (
+            f"KL on {self.length:,} tokens of text that was not priced: {predicted}, where each doubling of a text "
+            f"counts alike; {measured}"
+        )
 
 
 def find_correction(run: Run) -> Correction | None:

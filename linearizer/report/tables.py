@@ -59,7 +59,8 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     """Show each subject at the run's own length, then at all lengths; the other tables are of whole texts."""
     language, read = part.result, part.read
     assert read is not None, "the part reads texts"
-    own = own_length(language)
+    # lengths: a quarter of the run's texts, these, and two of them joined
+    own = language.lengths[min(1, len(language.lengths) - 1)] if language.lengths else None
     judged = {subject.name: subject for subject in own.subjects} if own else {}
     length = own.length if own else read.length
     rows: Rows = [(f"over {length:,} tokens", "state", "loss", "95%", "KL", "same top token")]
@@ -69,16 +70,11 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
         near = with_half_width(at.kl, ".4f"), with_half_width(at.agreement, ".1%")
         rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
     ranges: Rows = [("loss from token", *language.edges)]
-    ranges += [(subject.name, *(f"{loss:.3f}" for loss in subject.by_position)) for subject in language.subjects]
+    ranges += [(subject.name, *cells(subject.by_position)) for subject in language.subjects]
     over = f"95% intervals from {language.count} {language.drawn}, drawn again"
     state = f"state: what is remembered after {read.length:,} tokens; the teacher's grows with every token"
     every = [length_table(language.lengths)] if language.lengths else []
     return [Table(rows, (state,)), *every, tail_table(language), Table(ranges, (f"{describe_texts(part)}; {over}",))]
-
-
-def own_length(language: results.Language) -> results.LengthResult | None:
-    """Find the length of the run's texts: after a quarter of it, and before that of two texts joined."""
-    return language.lengths[min(1, len(language.lengths) - 1)] if language.lengths else None
 
 
 def tail_table(language: results.Language) -> Table:
@@ -87,7 +83,7 @@ def tail_table(language: results.Language) -> Table:
     for subject in language.subjects:
         far = ["–"] * 3
         if (tail := subject.tail) is not None:
-            far = [f"{tail.kl_99:.4f}", f"{tail.kl_999:.4f}", f"{tail.probability_change:.2%}"]
+            far = [*cells([tail.kl_99, tail.kl_999], ".4f"), f"{tail.probability_change:.2%}"]
         rows.append((subject.name, with_half_width(subject.excess), *far, f"{subject.calibration_error:.3f}"))
     note = "99% and 99.9% of the tokens have a smaller KL; Δp: change in the probability of the token that came"
     return Table(rows, (note,))
@@ -98,8 +94,7 @@ def length_table(lengths: Sequence[results.LengthResult]) -> Table:
     what = "loss" if any(subject.kl is None for subject in lengths[0].subjects) else "KL"
     rows: Rows = [(f"{what} over texts of … tokens", *(f"{result.length:,}" for result in lengths))]
     for subjects in zip(*(result.subjects for result in lengths), strict=True):
-        cells = (with_half_width(subject.kl or subject.loss, ".4f") for subject in subjects)
-        rows.append((subjects[0].name, *cells))
+        rows.append((subjects[0].name, *(with_half_width(subject.kl or subject.loss, ".4f") for subject in subjects)))
     rows.append(("student less window, 95%", *(in_interval(result.difference) for result in lengths)))
     rows.append(("tokens of the window", *(f"{result.window:,}" for result in lengths)))
     counted = "; ".join(f"{result.count} {result.drawn} at {result.length:,}" for result in lengths)
@@ -109,27 +104,16 @@ def length_table(lengths: Sequence[results.LengthResult]) -> Table:
     return Table(rows, tuple(notes))
 
 
-def in_interval(estimate: results.Estimate | None) -> str:
-    """A mean and its interval, with signs; a dash where one text or document shows no difference."""
-    if estimate is None:
-        return "–"
-    mean, low, high = (write_number(number, "+.4f") for number in (estimate.mean, *estimate.interval))
-    return f"{mean} ({low} to {high})"
-
-
 def recall_tables(part: Part[results.Recall]) -> list[Table]:
     recall = part.result
     rows: Rows = [("loss the second time, after", *recall.gaps, "the first")]
     for subject in recall.subjects:
-        first = sum(subject.first) / len(subject.first)
-        rows.append((subject.name, *(f"{loss:.3f}" for loss in subject.second), f"{first:.3f}"))
+        rows.append((subject.name, *cells(subject.second), format_mean(subject.first)))
     again = Table(rows, (f"passages of {recall.passage} tokens; {describe_texts(part)}",))
     if (longer := recall.longer) is None:
         return [again]
-    marks = ("*" if beyond else "" for beyond in longer.extrapolated)
-    ranges: Rows = [("loss from token", *(f"{edge}{mark}" for edge, mark in zip(longer.edges, marks, strict=True)))]
-    for name, losses in zip(longer.names, longer.losses, strict=True):
-        ranges.append((name, *(f"{loss:.3f}" for loss in losses)))
+    ranges: Rows = [("loss from token", *mark_beyond(longer.edges, longer.extrapolated))]
+    ranges += [(name, *cells(losses)) for name, losses in zip(longer.names, longer.losses, strict=True)]
     note = f"the student was made from texts of {longer.trained} tokens"
     star = ("* beyond the teacher's positions: extrapolated",) * any(longer.extrapolated)
     return [again, Table(ranges, (note, *star))]
@@ -138,14 +122,11 @@ def recall_tables(part: Part[results.Recall]) -> list[Table]:
 def needle_tables(part: Part[results.Needle]) -> list[Table]:
     """Lay out the share of the value that was recalled, a block for each subject."""
     needle = part.result
-    marks = ["*" if beyond else "" for beyond in needle.extrapolated]
+    lengths = mark_beyond(needle.lengths, needle.extrapolated)
     rows: Rows = [("recalled, at depth", *(f"{depth:.0%}" for depth in needle.depths), "loss", "when new")]
     for subject in needle.subjects:
-        for length, mark, *cells in zip(
-            needle.lengths, marks, subject.correct, subject.loss, subject.surprise, strict=True
-        ):
-            shares = ("–" if share is None else f"{share:.0%}" for share in cells[0])
-            rows.append((f"{subject.name}, {length}{mark}", *shares, *(format_mean(losses) for losses in cells[1:])))
+        for length, shares, *losses in zip(lengths, subject.correct, subject.loss, subject.surprise, strict=True):
+            rows.append((f"{subject.name}, {length}", *cells(shares, ".0%"), *map(format_mean, losses)))
     star = ("* longer than the teacher's positions: extrapolated",) * any(needle.extrapolated)
     gone = any(share is None for subject in needle.subjects for row in subject.correct for share in row)
     return [Table(rows, (describe_texts(part), *star, *("– more than memory holds",) * gone))]
@@ -156,11 +137,9 @@ def generation_tables(part: Part[results.Generation]) -> list[Table]:
     rows: Rows = [("", "leaves the teacher", "repeats", "distinct 1", "2", "3", "loss by the teacher", "its choice")]
     for subject in generation.subjects:
         after = "–" if subject.diverged is None else f"after {format_mean(subject.diverged, '.1f')}"
-        distinct = (f"{share:.2f}" for share in subject.distinct)
-        loss = "–" if subject.loss is None else f"{subject.loss:.3f}"
-        likeliest = "–" if subject.likeliest is None else f"{subject.likeliest:.0%}"
+        by_teacher = *cells([subject.loss]), *cells([subject.likeliest], ".0%")
         name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
-        rows.append((name, after, f"{subject.repeated:.0%}", *distinct, loss, likeliest))
+        rows.append((name, after, f"{subject.repeated:.0%}", *cells(subject.distinct, ".2f"), *by_teacher))
     prompts = f"{generation.prompts} prompts of {generation.prompt_tokens} tokens, {generation.new_tokens} written"
     return [Table(rows, (f"{prompts}; {describe_texts(part)}",))]
 
@@ -171,24 +150,19 @@ def approximation_tables(part: Part[results.Approximation]) -> list[Table]:
     student = approximation.predicted[0]
     rows: Rows = [("rows misplaced in layer", *range(len(student)), "all", "of outputs", "correlation")]
     for subject, ranked in zip(approximation.subjects, approximation.correlation, strict=True):
-        cells = (format_mean(heads) for heads in subject.rows)
-        agreed = "–" if ranked is None else f"{ranked:.2f}"
-        rows.append((subject.name, *cells, f"{subject.rows_mean:.3f}", f"{subject.outputs_mean:.3f}", agreed))
+        means = cells([subject.rows_mean, subject.outputs_mean])
+        rows.append((subject.name, *map(format_mean, subject.rows), *means, *cells([ranked], ".2f")))
     predicted = ("–" if None in heads else format_mean(heads, ".1e") for heads in student)  # of slots nothing is
     rows.append(("student, predicted", *predicted, "", "", ""))
     note = "correlation: of the ranks of the heads by their measured and by their predicted errors"
     tables = [Table(rows, (note, describe_texts(part)))]
-    return tables if approximation.curve is None else [*tables, curve_table(approximation.curve)]
-
-
-def curve_table(curve: results.FeatureCurve) -> Table:
-    """Errors by the number of features."""
+    if (curve := approximation.curve) is None:
+        return tables
     points: Rows = [("features per KV head, and nothing else", *curve.features)]
     for name, errors, outputs in zip(curve.names, curve.rows, curve.outputs, strict=True):
-        points.append((f"{name}: rows misplaced", *(f"{error:.3f}" for error in errors)))
-        points.append((f"{name}: of outputs", *(f"{error:.3f}" for error in outputs)))
-    points.append(("predicted: λ where N(λ) is that many", *(f"{error:.2g}" for error in curve.predicted)))
-    return Table(points)
+        points += [(f"{name}: rows misplaced", *cells(errors)), (f"{name}: of outputs", *cells(outputs))]
+    points.append(("predicted: λ where N(λ) is that many", *cells(curve.predicted, ".2g")))
+    return [*tables, Table(points)]
 
 
 def speed_tables(part: Part[results.Speed]) -> list[Table]:
@@ -199,16 +173,14 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
     for subject in speed.subjects:
         many = {pace.length: pace for pace in subject.batched}
         for pace in subject.paces:
-            length, more = pace.length, many.get(pace.length)
-            mark = "*" * (pace.extrapolated is not None) + "+" * beyond[length]
-            speeds = (format_rate(pace.read_rate), format_rate(pace.write_rate), size_or_dash(pace.peak_bytes))
-            state = (
-                size_or_dash(pace.state_bytes),
-                size_or_dash(pace.predicted_bytes),
-                f"{pace.predicted_operations:.2g}",
+            mark = "*" * (pace.extrapolated is not None) + "+" * beyond[pace.length]
+            sizes = (
+                "–" if it is None else size(it) for it in (pace.peak_bytes, pace.state_bytes, pace.predicted_bytes)
             )
-            others = (more.batch, format_rate(more.read_rate), format_rate(more.write_rate)) if more else ("", "", "")
-            rows.append((f"{subject.name}, {length}{mark}", *speeds, *state, *others))
+            more = many.get(pace.length)
+            others = (more.batch, *format_rates(more)) if more else ("", "", "")
+            single = *format_rates(pace), *sizes, f"{pace.predicted_operations:.2g}"
+            rows.append((f"{subject.name}, {pace.length}{mark}", *single, *others))
     marks = {pace.extrapolated for subject in speed.subjects for pace in subject.paces if pace.extrapolated}
     star = (f"* extrapolated from shorter texts, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
     plus = ("+ longer than the teacher's positions",) * any(speed.beyond)
@@ -234,23 +206,30 @@ def tasks_tables(part: Part[results.Tasks]) -> list[Table]:
         values = (f"{score.value:.4f}" + ("" if score.error is None else f" ± {score.error:.4f}") for score in scores)
         rows.append((f"{scores[0].task}, {scores[0].metric}", *values, scores[0].samples))
     if tasks.subjects[0].accuracy is not None:
-        rows.append(("mean of acc", *(f"{subject.accuracy:.4f}" for subject in tasks.subjects), ""))
+        rows.append(("mean of acc", *cells([subject.accuracy for subject in tasks.subjects], ".4f"), ""))
     shots = "examples as each task says" if tasks.few_shot is None else f"{tasks.few_shot} examples"
     limit = "all samples" if tasks.limit is None else f"at most {tasks.limit} samples"
     return [Table(rows, (f"± standard errors; {shots}, {limit}",))]
 
 
-def format_rate(tokens: float | None) -> str:
-    return "–" if tokens is None else f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
+def cells(values: Sequence[float | None], form: str = ".3f") -> list[str]:
+    """Write numbers; a dash where there is none."""
+    return ["–" if value is None else f"{value:{form}}" for value in values]
 
 
-def size_or_dash(bytes: int | None) -> str:
-    return "–" if bytes is None else size(bytes)
+def mark_beyond(lengths: Sequence[int], beyond: Sequence[bool]) -> list[str]:
+    """Write lengths, with a star where they lie beyond the teacher's positions."""
+    return [f"{length}{'*' * far}" for length, far in zip(lengths, beyond, strict=True)]
 
 
-def format_mean(values: Sequence[float | None], form: str = ".3f") -> str:
+def format_rates(pace: results.Pace) -> list[str]:
+    rates = pace.read_rate, pace.write_rate
+    return ["–" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" for rate in rates]
+
+
+def format_mean(values: Sequence[float | None], form: str = ".3f", missing: str = "–") -> str:
     there = [value for value in values if value is not None]
-    return f"{sum(there) / len(there):{form}}" if there else "–"
+    return f"{sum(there) / len(there):{form}}" if there else missing
 
 
 def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:
@@ -259,6 +238,14 @@ def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str
         return "–"
     low, high = estimate.interval
     return f"{write_number(estimate.mean, form)} ± {(high - low) / 2:{form}}"
+
+
+def in_interval(estimate: results.Estimate | None) -> str:
+    """A mean and its interval, with signs; a dash where one text or document shows no difference."""
+    if estimate is None:
+        return "–"
+    mean, low, high = (write_number(number, "+.4f") for number in (estimate.mean, *estimate.interval))
+    return f"{mean} ({low} to {high})"
 
 
 def write_number(number: float, form: str) -> str:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
-from linearizer.plan import head_bytes
-from linearizer.plan.head_bytes import Layer
-from linearizer.plan.state_size import STATED_LENGTHS
+from linearizer.plan.state_size import STATED_LENGTHS, StateSize
 from linearizer.report.chart_style import (
     BLUE,
     COUNTS_AXIS,
     LOG_AXIS,
     MAX_LABELLED,
-    layer_colour,
-    layer_dash,
+    layer_line,
     new_figure,
-    steps_axis,
     subject_line,
     thin_points,
 )
@@ -29,6 +24,12 @@ if TYPE_CHECKING:
 ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step's event
 
 
+def steps_axis(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lay out an axis of steps of training, with ticks at whole steps."""
+    few = not events or events[-1]["done"] < 8
+    return {"title": "steps of training", "rangemode": "tozero", "tickformat": ",d", "dtick": 1 if few else None}
+
+
 def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the loss of every layer, above the least possible, over the steps of a training."""
     figure = new_figure(340, showlegend=False)
@@ -36,19 +37,19 @@ def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
     names = sorted({name for event in shown for name in event["layers"]}, key=int)
     for place, name in enumerate(names):
         values = [event["layers"].get(name) for event in shown]
+        few = len(names) <= MAX_LABELLED
         figure.add_scatter(
             x=[event["done"] for event in shown],
             y=[value if value is not None and value > 0 else None for value in values],
-            mode="lines",
-            line={"color": layer_colour(place, len(names)), "width": 1.5, "dash": layer_dash(place)},
+            text=[*[""] * (len(values) - 1), name] if few else None,
+            textposition="middle right",
+            cliponaxis=False,
+            mode="lines+text" if few else "lines",
+            line=layer_line(place, len(names), 1.5),
             name=f"layer {name}",
             hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
         )
-        if len(names) <= MAX_LABELLED and values[-1] is not None and values[-1] > 0:
-            figure.add_annotation(
-                x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
-            )
-    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
+    figure.update_xaxes(**steps_axis(shown))
     unit = "nats" if any(event.get("attention_error") is not None for event in shown) else "in the loss's own unit"
     figure.update_yaxes(title=f"loss above the least, {unit}", **LOG_AXIS)
     return figure
@@ -66,37 +67,34 @@ def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
         line={"color": BLUE, "width": 2},
         hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
     )
-    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
+    figure.update_xaxes(**steps_axis(shown))
     figure.update_yaxes(title=f"{ERRORS[name]}, nats per token", rangemode="tozero")
     return figure
 
 
-def draw_state_size(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Figure:
-    """Draw the bytes of the teacher's cache and of the student's state over the length of a text.
-
-    The state takes `fixed` bytes, and `growth` bytes for every token of its softmax heads.
-    """
+def draw_state_size(state: StateSize) -> Figure:
+    """Draw the bytes of the teacher's cache and of the student's state over the length of a text."""
     figure = new_figure(280)
     lengths = [1 << step for step in range(5, STATED_LENGTHS[-1].bit_length())]
-    caches = [head_bytes.cache_bytes(layers, length) for length in lengths]
-    states = [fixed + growth * length for length in lengths]
-    for name, values in (("teacher", caches), ("student", states)):
-        title = "cache of the teacher" if name == "teacher" else "state of the student"
+    for name, title, bytes_after in (
+        ("teacher", "cache of the teacher", state.teacher_bytes),
+        ("student", "state of the student", state.student_bytes),
+    ):
+        values = [bytes_after(length) for length in lengths]
         line = subject_line(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
         figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **line)
-    begin = head_bytes.find_breakeven(fixed, head_bytes.cache_bytes(layers, 1) - growth)
+    begin = state.breakeven
     if begin and lengths[0] <= begin <= lengths[-1]:
         figure.add_scatter(
             x=[begin],
-            y=[head_bytes.cache_bytes(layers, begin)],
-            mode="markers",
+            y=[state.teacher_bytes(begin)],
+            text=[f"smaller from {begin:,} tokens on"],
+            mode="markers+text",
             marker={"color": BLUE, "symbol": "diamond", "size": 10},
+            textposition="bottom right",
             showlegend=False,
             hoverinfo="skip",
         )
-        at = {"x": math.log10(begin), "y": math.log10(head_bytes.cache_bytes(layers, begin))}
-        label = f"smaller from {begin:,} tokens on"
-        figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
     figure.update_xaxes(title="tokens read", **COUNTS_AXIS)
     figure.update_yaxes(title="state or cache, bytes", **COUNTS_AXIS)
     return figure

@@ -70,7 +70,6 @@ def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
 def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
     """Choose the kind of a verdict, its first sentences, and the longest texts that decide it."""
     better, unsure, worse = (find(results, name) for name in ("better", "no difference shown", "worse"))
-    better, unsure = ([each for each in some if not fits_whole(each)] for some in (better, unsure))
     decisive = (worse or unsure or better or results)[-1]
     student, beside = describe_pair(decisive, "on the longest " * (len(worse or unsure or better) > 1))
     if worse:
@@ -80,7 +79,8 @@ def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
         text = f"No difference from {WINDOW} is shown on {texts_of(unsure)}{elsewhere}: {student}, {beside}."
         return "note", text, decisive
     if not better:
-        return "note", f"Not tested: {no_test_in_words(decisive)}. {upper(student)}, {beside}.", decisive
+        why = no_test([decisive])[0] + ", so nothing is shown of what it forgets" * fits_whole(decisive)
+        return "note", f"Not tested: {why}. {student[0].upper()}{student[1:]}, {beside}.", decisive
     text = f"Better than {WINDOW} on {texts_of(better)}: {student}, {beside}."
     agreement = of_subject(decisive, "student").agreement
     if agreement is None or FAR <= agreement.mean < NEAR:
@@ -91,8 +91,12 @@ def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
 
 
 def find(results: Sequence[LengthResult], name: str) -> list[LengthResult]:
-    """Find the lengths at which the comparison with the window comes out so, and the teacher is one to be near to."""
-    return [result for result in results if not result.strained and comparison(result) == name]
+    """Find the lengths at which the comparison with the window comes out so, where it shows something.
+
+    Texts that strain the teacher show nothing; on texts that the state holds whole, a student can only be worse.
+    """
+    tests = [result for result in results if not result.strained and (name == "worse" or not fits_whole(result))]
+    return [result for result in tests if comparison(result) == name]
 
 
 def describe_pair(result: LengthResult, where: str = "") -> tuple[str, str]:
@@ -101,22 +105,27 @@ def describe_pair(result: LengthResult, where: str = "") -> tuple[str, str]:
     if student.kl is None or student.agreement is None or window.kl is None or window.agreement is None:
         return f"{where}loss {student.loss.mean:.3f} nats per token", f"the window {window.loss.mean:.3f}"
     return (
-        f"{where}it agrees with its teacher on {percent(student.agreement)} of tokens (KL {student.kl.mean:.4f})",
-        f"the window on {percent(window.agreement)} (KL {window.kl.mean:.4f})",
+        f"{where}it agrees with its teacher on {student.agreement.mean:.1%} of tokens (KL {student.kl.mean:.4f})",
+        f"the window on {window.agreement.mean:.1%} (KL {window.kl.mean:.4f})",
     )
 
 
 def describe_lengths(results: Sequence[LengthResult]) -> str:
     """Say at which lengths a student was judged, which of them are no test, and that longer texts were not judged."""
-    whole = [result for result in results if fits_whole(result)]
-    strained = [result for result in results if result.strained]
-    no_test = []
-    if 0 < len(whole) < len(results):
-        no_test.append(fit_in_words(whole))
-    if strained:
-        no_test.append(f"the teacher itself predicts the end of {texts_of(strained)} worse than a window does")
-    but = f" ({'; '.join(no_test)})" if no_test else ""
+    reasons = no_test(results)[all(map(fits_whole, results)) :]
+    but = f" ({'; '.join(reasons)})" if reasons else ""
     return f"Judged on {texts_of(results)}{but}; longer than {results[-1].length:,} tokens: not judged."
+
+
+def no_test(results: Sequence[LengthResult]) -> list[str]:
+    """Say of texts why they show nothing of what a student forgets."""
+    reasons = []
+    if whole := [result for result in results if fits_whole(result)]:
+        nearly = "" if all(result.window >= result.length for result in whole) else "nearly "
+        reasons.append(f"{texts_of(whole)} fit into the state {nearly}whole")
+    if strained := [result for result in results if result.strained]:
+        reasons.append(f"the teacher itself predicts the end of {texts_of(strained)} worse than a window does")
+    return reasons
 
 
 def comparison(result: LengthResult) -> str:
@@ -147,19 +156,6 @@ def unpaired(first: Estimate, second: Estimate) -> Estimate:
     return Estimate(first.mean - second.mean, (low - other_high, high - other_low))
 
 
-def no_test_in_words(result: LengthResult) -> str:
-    """Say why texts of a length show nothing of what a student forgets."""
-    if fits_whole(result):
-        return f"{fit_in_words([result])}, so nothing is shown of what it forgets"
-    return f"the teacher itself predicts the end of {texts_of([result])} worse than a window does"
-
-
-def fit_in_words(results: Sequence[LengthResult]) -> str:
-    """Say that texts fit into the state."""
-    nearly = "" if all(result.window >= result.length for result in results) else "nearly "
-    return f"{texts_of(results)} fit into the state {nearly}whole"
-
-
 def of_subject(result: LengthResult, name: str) -> ShortPredictions:
     """Find a subject by its name."""
     return next(subject for subject in result.subjects if subject.name == name)
@@ -169,11 +165,3 @@ def texts_of(results: Sequence[LengthResult]) -> str:
     """Name texts by their lengths: texts of 512, 2,048 and 4,096 tokens."""
     *firsts, last = (f"{result.length:,}" for result in results)
     return f"texts of {', '.join(firsts)} and {last} tokens" if firsts else f"texts of {last} tokens"
-
-
-def upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def percent(share: Estimate) -> str:
-    return f"{100 * share.mean:.1f}%"

@@ -17,7 +17,9 @@ ROUNDING = 1e-3  # nats per token, which half precision alone costs
 
 @dataclass(frozen=True)
 class Prices(JsonProduct):
-    """The kl in nats per token when one KV head alone holds an option; a head left softmax costs none.
+    """The kl in nats per token, each doubling of a text counting alike, when one KV head alone holds an option.
+
+    A head left softmax costs none.
 
     Softmax heads of few bits are among the options: their kl is what these bits cost a head, whatever else it holds.
     """

@@ -156,7 +156,7 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     judging = JUDGING_PASSES * (teacher + own + logits)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, heads, length, teacher, own)
+        pricing = plan.texts_priced * pricing_seconds(plan, heads, length, teacher, own)
     training = training_seconds(plan, layers, teacher, own, length / products)
     spectra = heads * plan.kept_samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
@@ -213,7 +213,7 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
     judging = min(LOGITS * NUMBER * MAX_LOGITS, JUDGING.texts * length * token)
     pricing = rows = graph = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = max(2, plan.kept_texts // 2) * length * token / 2
+        pricing = plan.texts_priced * length * token / 2
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
     if plan.kept_lora:  # the whole student is differentiated, and judged beside its teacher's own weights

@@ -114,7 +114,7 @@ def ask_for_numbers(subject, windows, tokenizer, count):
     whole, right = [], []
     for place, depth in enumerate(DEPTHS):
         hidden = [hide_number(windows[i % len(windows)][None], depth, tokenizer, 10 * i + place) for i in range(count)]
-        scores = [ask_subject(subject, each).correct for each in hidden]
+        scores = [ask_subject(subject, each)[0] for each in hidden]
         whole.append(sum(score == 1 for score in scores) / count)
         right.append(sum(scores) / count)
     return {"depths": list(DEPTHS), "whole": whole, "right": right, "count": count}

@@ -8,7 +8,6 @@ shares and memories can be told apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,7 +18,7 @@ from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.method.decide import allocate_alike
 from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin, BlockAnswers
-from linearizer.method.whole_student import first_difference, logits_of_student
+from linearizer.method.whole_student import logits_of_student
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
 from linearizer.plan.plan import Plan
@@ -110,15 +109,15 @@ def prices_by_loss(
     texts, alike = texts[:: max(1, len(texts) // PRICED)], allocate_alike(layers, plan, plan.kept_sinks)
     answers = BlockAnswers(model)
 
-    def loss_of(allocation: Allocation) -> float:
-        with answers.skipping(first_difference(alike, allocation)) if allocation != alike else nullcontext():
+    def loss_of(allocation: Allocation, first: int = 0) -> float:  # the first layer that differs
+        with answers.skipping(first):
             logits = logits_of_student(model, texts, layers, allocation, begin)
         return losses_of(logits[:, :-1], texts[:, 1:]).mean().item()
 
     def price(index: int, head: int, size: int) -> float:
         row = list(alike.heads[index])
         row[head] = half_slots(Head(window=size, bits=plan.kept_bits), layers[index], alike.sinks)
-        return loss_of(replace(alike, heads=(*alike.heads[:index], tuple(row), *alike.heads[index + 1 :])))
+        return loss_of(replace(alike, heads=(*alike.heads[:index], tuple(row), *alike.heads[index + 1 :])), index)
 
     with answers.kept():
         loss_of(alike)

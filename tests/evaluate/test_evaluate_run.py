@@ -129,11 +129,8 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
     said("evaluate", run.folder, "--parts", "language", "--texts", "2")
     before = run.evaluation_parts["language"]
     with monkeypatch.context() as patch:
-        patch.setitem(
-            evaluate_run.PART_MEASURES,
-            "language",
-            evaluate_run.PartMeasure(lambda *_: pytest.fail(), evaluate_run.ON_TEXT),
-        )
+        unasked = (lambda *_: pytest.fail(), evaluate_run.ON_TEXT)
+        patch.setitem(evaluate_run.PART_MEASURES, "language", unasked)
         said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
     assert list(run.evaluation_parts) == ["language", "recall"]
     said("evaluate", run.folder, "--parts", "language", "--texts", "2", "--again")

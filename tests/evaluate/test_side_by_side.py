@@ -8,6 +8,7 @@ import torch
 
 from linearizer.errors import FaultError, RequestError
 from linearizer.evaluate.side_by_side import Writer, find_difference, write_in_turns
+from linearizer.evaluate.subjects import Subject
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.state_size import StateSize
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
@@ -47,7 +48,7 @@ def test_the_first_token_that_differs_is_found():
 def test_both_write_what_they_write_one_after_the_other(pair, state, sample):
     alone = []
     for model, size in zip(pair, (state.teacher_bytes, state.student_bytes), strict=True):
-        writer = Writer(model, Tokens(), size, torch.tensor([[5, 6, 7, 8]]), 12, 3, sample)
+        writer = Writer(Subject("", model), Tokens(), size, torch.tensor([[5, 6, 7, 8]]), 12, 3, sample)
         while writer.write_token():
             pass
         alone.append(writer)

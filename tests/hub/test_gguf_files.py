@@ -106,7 +106,7 @@ def test_a_run_ends_in_a_student_that_transformers_loads(file, tmp_path, said, j
     assert "quantization_config" not in config and "quantization_config" not in config["base"]
     assert config["teacher"] == {"name": "teacher.gguf", "revision": None, "file": "teacher.gguf"}
     card = (run.checkpoint / "README.md").read_text()
-    assert "from the GGUF file teacher.gguf (Q8\\_0), whose weights were dequantised" in card
+    assert "quantised (teacher.gguf, GGUF, Q8\\_0) and were expanded" in card
     code, _, err = said("compare", run.folder, "--prompt", "Once", "--tokens", 4)
     assert code == 0, err
     path.unlink()  # the checkpoint needs nothing of it
@@ -261,4 +261,4 @@ def test_the_advice_without_a_network_names_a_cached_file(hub, file, monkeypatch
 def test_the_card_says_from_which_file_and_that_it_was_dequantised(file):
     source = find_model(str(file))
     said = describe_teacher(inspect_model(source, load_config(source)))
-    assert "GGUF file tiny.Q8\\_0.gguf (Q8\\_0), whose weights were dequantised" in said
+    assert "quantised (tiny.Q8\\_0.gguf, GGUF, Q8\\_0) and were expanded" in said

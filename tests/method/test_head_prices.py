@@ -7,7 +7,7 @@ from linearizer.evaluate.language import read_scores
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.method.checkpoint import put_student_into
-from linearizer.method.head_prices import measure_prices, options_to_price, with_repeats
+from linearizer.method.head_prices import measure_prices, options_to_price, place_weights, with_repeats
 from linearizer.method.whole_student import measure_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
@@ -22,6 +22,13 @@ OPTIONS = (Head(window=3), Head(window=4, slots=5), Head(window=12))
 
 def begin(student, index):
     student.reset(torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 4096])
+def test_each_doubling_of_a_text_counts_alike_whatever_its_length(tokens):
+    weights = place_weights(tokens)
+    halves = [weights[tokens >> (step + 1) : tokens >> step].sum() / tokens for step in range(3)]
+    assert weights.mean() == pytest.approx(1, rel=1e-5) and max(halves) < 1.1 * min(halves)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_neox", "opt"])
@@ -39,7 +46,8 @@ def test_a_price_is_the_divergence_of_that_student(family):
                 student = put_student_into(
                     teacher_of(family), layers, Allocation("by hand", 2, tuple(map(tuple, rows)))
                 )
-                cost = kl_of(expected, logits_of(student, windows)).mean().item()
+                kl = kl_of(expected, logits_of(student, windows))
+                cost = (place_weights(24) * kl).mean().item()
                 assert prices.kl[index][head][option] == pytest.approx(cost, rel=1e-3, abs=1e-6)
     assert all(
         len(row) == (0 if layer.native_window else layer.kv_heads) for row, layer in zip(prices.kl, layers, strict=True)

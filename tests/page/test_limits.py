@@ -90,7 +90,7 @@ def test_a_space_says_what_is_too_much(space, field):
 
 
 def test_a_space_counts_what_a_plan_leaves_out(space):
-    with pytest.raises(RequestError, match="length 4096 is more than this Space serves"):  # eight times the budget
+    with pytest.raises(RequestError, match="length 8192 is more than this Space serves"):  # 16 times the budget
         limits.check_plan(*examined(budget=512))
 
 
@@ -101,9 +101,9 @@ def test_a_space_measures_no_prices_of_all_heads(space):
 
 def test_a_plan_that_would_take_the_memory_of_all_is_refused(space):
     few, many = examined(recipe="features", steps=60), examined(recipe="features", steps=60, batch=8, length=2048)
-    limits.check_plan(*few, Limits(memory=1.2))
-    with pytest.raises(RequestError, match="would take some .* GB of memory, and this Space gives a run 1.2 GB"):
-        limits.check_plan(*many, Limits(memory=1.2))
+    limits.check_plan(*few, Limits(memory=2))
+    with pytest.raises(RequestError, match="would take some .* GB of memory, and this Space gives a run 2 GB"):
+        limits.check_plan(*many, Limits(memory=2))
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):

@@ -9,6 +9,7 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.publish import card
+from linearizer.publish.card_metadata import CitedTeacher
 from linearizer.student.slots_torch import block_leaves
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
@@ -97,7 +98,7 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     result = allocation.summary(LAYERS, 100)
     assert (result["state_bytes"], result["state_tokens"]) == (after, 100)
     assert result["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
-    on_card = card.describe_size(allocation, LAYERS)
+    on_card = card.describe_student(allocation, LAYERS, CitedTeacher("demo", None, None, False, {}))
     text, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS)
     assert f"; state {state}" in text and state in page and f"The state takes {state}" in on_card
     assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page

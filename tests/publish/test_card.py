@@ -28,17 +28,16 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
     assert "| teacher | 65.5 kB | 3.000 |" in text and "| student | 4.1 kB | 3.250 |" in text
-    assert results["loss_at_positions_64_and_later"] == 3.15 and "2 texts of 128 tokens" in text
-    assert (
-        write_snippet("me/student") in text and "1 of 4 KV heads keep their whole cache and grow with the text" in text
-    )
+    assert "2 texts of 128 tokens" in text
+    assert write_snippet("me/student") in text and "1 KV heads left softmax" in text
+    assert "Some KV heads keep their whole cache, so the state grows with the text." in text
     assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
     assert (
         "| 0 | 8 + 32 features · softmax |" in text and "| 1 | unchanged: the teacher itself has a window here" in text
     )
     assert "| 2 | 8 + 4 slots · 64 features |" in text
-    assert "Refused: assisted decoding" in text and "static caches, packed rows, custom masks, weights of" in text
-    assert "keep a few exact tokens at the start, an exact window, features that stand" in text
+    assert "Refused: assisted decoding" in text
+    assert "a KV head keeps the first tokens and an exact window" in text
 
 
 def test_the_plan_on_the_card_is_the_plan(tmp_path):

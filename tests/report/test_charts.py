@@ -6,16 +6,18 @@ from dataclasses import replace
 import pytest
 from plotly.colors import sample_colorscale
 
-from linearizer.evaluate.setup import RIVAL_BITS
+from linearizer.evaluate.kivi_control import RIVAL_BITS
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from linearizer.report import allocation_charts, chart_style, language_charts, training_charts
+from linearizer.plan.state_size import StateSize
+from linearizer.report import allocation_charts, chart_style, evaluation_charts, training_charts
 from linearizer.run.prices import Prices
 from tests.support.evaluation_results import TYPED
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
+TOKEN = head_bytes.cache_bytes(LAYERS, 1)
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
 FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Head(28, 32))))
 
@@ -57,9 +59,9 @@ def everything():
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_training_losses(STEPS),
         "error": training_charts.draw_errors(STEPS),
-        "positions": language_charts.draw_loss_by_position(TYPED["language"]),
-        "recall": language_charts.draw_recall(TYPED["recall"]),
-        "memory": training_charts.draw_state_size(LAYERS, 10**6),
+        "positions": evaluation_charts.draw_loss_by_position(TYPED["language"]),
+        "recall": evaluation_charts.draw_recall(TYPED["recall"]),
+        "memory": training_charts.draw_state_size(StateSize(TOKEN, 10**6)),
     }
 
 
@@ -182,7 +184,7 @@ def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
 
 
 def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = language_charts.draw_recall(TYPED["recall"]).data[:3]
+    lines = evaluation_charts.draw_recall(TYPED["recall"]).data[:3]
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
     assert [line.y[0] for line in lines] == [2.5] * 3
 
@@ -199,15 +201,14 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
     language = TYPED["language"].result
     subjects = (*language.subjects, replace(language.subjects[2], name="no features"))
     part = replace(TYPED["language"], result=replace(language, subjects=subjects))
-    assert language_charts.draw_loss_by_position(part).data[-1].name == "no features"
+    assert evaluation_charts.draw_loss_by_position(part).data[-1].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = training_charts.draw_state_size(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
+    figure = training_charts.draw_state_size(StateSize(TOKEN, 300 * TOKEN))
     assert figure.data[2].x == (300,)
-    assert "300" in figure.layout.annotations[0].text
-    never = training_charts.draw_state_size(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
-    assert len(never.data) == 2
+    assert "300" in figure.data[2].text[0]
+    assert len(training_charts.draw_state_size(StateSize(TOKEN, 1000, growth=TOKEN)).data) == 2  # never
 
 
 def test_numbers_can_be_read_on_every_colour_of_a_map():
@@ -217,16 +218,5 @@ def test_numbers_can_be_read_on_every_colour_of_a_map():
         assert contrast(hexadecimal, chart_style.MAP_INK) >= 4.5
 
 
-def test_a_head_is_named_by_what_it_holds_and_its_far_errors_are_read_on_the_map():
+def test_a_head_is_named_by_what_it_holds():
     assert Head(4, 6, memory="gdn").in_brief == "4 + 6 rows of gdn"
-    layers = tuple(
-        replace(row, heads=tuple(replace(head, mass_error=0.0123, values_error=0.5) for head in row.heads))
-        for row in PROFILE.layers
-    )
-    notes = allocation_charts.describe_far_errors(replace(PROFILE, layers=layers))
-    figure = allocation_charts.draw_freedom_map(
-        allocation_charts.read_freedoms(PROFILE), LAYERS, notes
-    ).to_plotly_json()
-    said = figure["data"][0]["customdata"][0][0]
-    assert "beyond a window of 16" in said and "is off by 0.012, mean values by 0.5" in said
-    assert not any("".join(row) for row in allocation_charts.describe_far_errors(PROFILE).values())

@@ -51,7 +51,8 @@ def test_a_prediction_is_multiplied_by_what_the_run_measured(run):
 def test_terminal_page_and_card_show_what_was_measured_beside_what_was_predicted(run):
     predicted = measured_at(run, 3)
     sentences = (
-        f"KL on 128 tokens of text that was not priced: {predicted:.4f} predicted, {3 * predicted:.4f} measured",
+        f"KL on 128 tokens of text that was not priced: {predicted:.4f} predicted, where each doubling of a text "
+        f"counts alike; {3 * predicted:.4f} measured",
         "Kept: by prices, the smallest KL of 2 allocations of the same bytes.",
     )
     for shown in (describe_run(run), candidates_card(run), write_card(run)):
