@@ -1,55 +1,115 @@
-"""What a visitor can do: page and API call the same functions, and none of them knows of Gradio."""
+"""What a visitor can do. Every action is an endpoint of the API, for `gradio_client` and for agents.
+
+On a Space give a `secret` of your own (16 characters or more) with every call, or sign in: your runs
+are found by it. On your own machine it may be empty.
+
+Endpoints return dataclasses, which are sent as dictionaries; their types, and the words in braces in what describes
+them, come from the options of plans and requests.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from linearizer.errors import BudgetError, LinearizerError, ModelNotAvailable, RequestError
-from linearizer.page import limits, zerogpu, zerogpu_runs
+import gradio as gr
+
+from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
+from linearizer.hub.jobs_api import Hardware
+from linearizer.hub.repository import Preview, Published
+from linearizer.page import chat, limits, sending, zerogpu
+from linearizer.page.calls import endpoint
+from linearizer.page.planning import EFFORTS, examine_model, make_plan
+from linearizer.page.shares import require_profile, share_out
 from linearizer.page.visitors import Visitor, on_space
-from linearizer.plan.allocation import Allocation
-from linearizer.plan.head_bytes import Layer
+from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
-from linearizer.run.evaluation_request import Request
+from linearizer.plan.state_size import Reading
+from linearizer.report import markup
+from linearizer.report.verdict import Verdict, judge_run
+from linearizer.run.evaluation_request import PARTS, Request
 from linearizer.run.files import writing
-from linearizer.run.folder import UNBOUNDED, Run
-from linearizer.run.hub_job import HubJob
+from linearizer.run.folder import Run
 from linearizer.run.names import runs_root
+from linearizer.run.results import Difference, Side
 from linearizer.workers import control, runs
+from linearizer.workers.control import Status
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from linearizer.hub.jobs_api import Hardware
-    from linearizer.plan.inspection import Inspection
-    from linearizer.plan.profile import Profile
-    from linearizer.workers.forecast import EvaluationForecast, Machine, RunForecast
-
-EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
-    "Try it": ({"texts": 2, "length": 256, "samples": 512}, 1 / 6),
-    "Quick": ({}, 1),
-    "Thorough": ({"texts": 32, "samples": 2048}, 5),
-}
+Choice = str | int | float | bool | list[str] | list[int] | None
+Options = dict[str, Choice] | None
+Fact = str | int | float | bool | list | dict | None
 MAX_MODELS_FOUND = 20
-MEASURED_FILES = (
-    "profile.json",
-    "prices.json",
-    "gates.json",
-    "state/samples.safetensors",
-    "state/texts.safetensors",
-)  # of a run, and the same for every budget
+MEASURED_FILES = (  # of a run, and the same for every budget
+    *("profile.json", "prices.json", "gates.json"),
+    *("state/samples.safetensors", "state/texts.safetensors"),
+)
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """What a run will take, and how to do the same elsewhere."""
+
+    seconds: float
+    memory_bytes: float
+    disk_bytes: float
+    download_bytes: float
+    command: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What a run or its evaluation is doing; times are seconds since 1970."""
+
+    run: str
+    state: str | None
+    place: int | None = None  # in the queue
+    step: dict[str, Fact] | None = None
+    begun: float | None = None
+    changed: float | None = None
+    disk_bytes: int | None = None
+    saved: float | None = None
+    error: str | None = None
+    published: dict[str, Fact] | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationStatus(RunStatus):
+    """How an evaluation goes, and what was measured so far."""
+
+    evaluation: dict[str, dict] | None = None
+
+
+@dataclass(frozen=True)
+class JudgedStatus(EvaluationStatus):
+    """What a run is doing, and what its student is worth."""
+
+    verdict: Verdict | None = None
+
+
+AnyStatus = TypeVar("AnyStatus", bound=RunStatus)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What both models wrote, and the first token that differs."""
+
+    teacher: Side
+    student: Side
+    difference: Difference | None
+    why_slower: str
 
 
 def search_models(visitor: Visitor, query: str) -> list[str]:
-    """Find models: the demo, models of the Hub, and local folders where this is no Space."""
+    """Find models by a part of their name: on the Hub, and among local folders where the machine is yours."""
     from linearizer.hub import models
 
     local = [] if on_space() else list_local_models(query)
@@ -78,265 +138,283 @@ def list_local_models(query: str) -> list[str]:
     return [str(path) for path in paths if (path / "config.json").is_file()][:MAX_MODELS_FOUND]
 
 
-@dataclass(frozen=True, eq=False)  # Gradio hashes what it keeps for a visitor: by identity, as configs have no hash
-class Examined:
-    """A model before a run: what it is, its config, and the bytes that are still to be downloaded."""
-
-    inspection: Inspection
-    config: PreTrainedConfig
-    download: int
-
-    @property
-    def positions(self) -> int:
-        return self.inspection.max_positions or UNBOUNDED
-
-    @cached_property
-    def is_chain(self) -> bool:
-        from linearizer.method.blockwise_pass import is_chain
-
-        return is_chain(self.config)
-
-
-def examine_model(visitor: Visitor, model: str) -> Examined:
+def inspect_model(visitor: Visitor, model: str) -> Inspection:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    from linearizer.hub import models
-    from linearizer.teacher.inspect_model import inspect_model
-    from linearizer.teacher.load import load_config
-
-    model = (model or "").strip()
-    if not model:
-        raise RequestError("no model was named: write `org/name`, or take the demo")
-    limits.check_model(model)
-    source = models.find_model(model, visitor.token)
-    config = load_config(source, visitor.token)
-    inspection = inspect_model(source, config)
-    return Examined(inspection, config, models.download_bytes(source) if inspection.supported else 0)
+    return examine_model(visitor, model).inspection
 
 
-def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
-    """Make a plan of a visitor's choices; the effort, or the default, stands for what is None or empty."""
-    if not isinstance(effort, str) or effort not in EFFORTS:
-        raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
-    given = {name: value for name, value in options.items() if value is not None and value != ""}
-    known = options_of(Plan).keys() - {"model", "budget"}
-    if unknown := sorted(given.keys() - known):
-        raise RequestError(f"{', '.join(unknown)} is no option: there are {', '.join(sorted(known))}")
-    given.setdefault("budget", None if "features" in given else budget)
-    sizes, share = EFFORTS[effort]
-    plan = Plan.of(**{"model": model.strip(), **sizes, **given})
-    if "samples" in sizes and "samples" not in given:  # the effort's number yields to texts that are few or short
-        plan = replace(plan, samples=min(sizes["samples"], plan.most_samples()))
-    for name in (name for name in YIELDING if name not in given):  # the usual number is left out
-        without: dict[str, Any] = {name: None}
-        plan = shorter if (shorter := replace(plan, **without)).sizes == plan.sizes else plan
-    if plan.steps and "steps" not in given:
-        plan = replace(plan, steps=max(1, round(plan.steps * share)))
-    limits.check_model(plan.model, plan.text)
-    return plan
+def estimate_run(
+    visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: Options = None
+) -> RunEstimate:
+    """Forecast a run: seconds, bytes of memory, disk and download; with the command line that does the same.
+
+    budget: {budget}. effort: {efforts}. options: {plan}.
+    """
+    plan = make_plan(model, budget, effort, options or {})
+    examined = examine_model(visitor, plan.model)
+    examined.inspection.require_support()
+    return RunEstimate(**asdict(examined.forecast(plan)), command=plan.command(), plan=plan)
 
 
-def check_plan(plan: Plan, model: Examined) -> None:
-    """Refuse what the door would refuse of a plan, while its visitor still chooses."""
-    from linearizer import checks
+def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: Options = None) -> str:
+    """Start a run and return its name at once; the run goes on without a connection.
 
-    checks.check_plan(plan, model.inspection, lambda: model.is_chain)
-
-
-def forecast_run(plan: Plan, model: Examined) -> RunForecast:
-    """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
-    from linearizer.teacher import devices
-    from linearizer.workers import forecast
-
-    # ZeroGPU's device is not there to be measured
-    device = "cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device)
-    return forecast.forecast_run(plan, model.inspection, forecast.measure_speeds(device), model.download)
+    budget: {budget}. effort: {efforts}. options: {plan}.
+    """
+    plan = make_plan(model, budget, effort, options or {})
+    with new_run(visitor, plan, yielding(options)) as run:
+        return run.folder.name
 
 
-def describe_machine(plan: Plan, model: Examined) -> Machine:
-    """Describe what a plan would run on here."""
-    from linearizer.teacher.load import stored_dtype
-    from linearizer.workers import forecast
-
-    return forecast.describe_machine(plan, stored_dtype(model.config), runs_root())
-
-
-def start_run(visitor: Visitor, plan: Plan, asked: Collection[str] = ()) -> str:
-    """Start a run, and return its name; the run goes on without the page. What was not `asked` for yields to texts."""
-    with limits.turn(visitor, runs_root()):
-        return start_work(visitor, begin_run(visitor, plan, [name for name in YIELDING if name not in asked]))
-
-
-def branch_run(visitor: Visitor, name: str, budget: int) -> str:
-    """Start a run with another budget from the measurements of a run, and return its name."""
-    old = visitor.find_run(name)
+def branch_run(visitor: Visitor, run: str, budget: int) -> str:
+    """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
+    old = visitor.find_run(run)
     require_profile(old)
     plan = replace(old.plan, budget=budget, features=None)
-    with limits.turn(visitor, runs_root()):
-        run = begin_run(visitor, plan, ["samples"])  # they are drawn: a budget with more sinks refuses none of them
-        with removed_if_it_fails(run), writing(run.folder):
-            for file in MEASURED_FILES:
-                if old.has_file(file):
-                    shutil.copyfile(old.folder / file, run.folder / file)
-        return start_work(visitor, run)
+    # samples are drawn: a budget with more sinks refuses none of them
+    with new_run(visitor, plan, ["samples"]) as new, writing(new.folder):
+        for file in filter(old.has_file, MEASURED_FILES):
+            shutil.copyfile(old.folder / file, new.folder / file)
+    return new.folder.name
 
 
-def begin_run(visitor: Visitor, plan: Plan, yielding: Collection[str] = ()) -> Run:
-    """Make the folder of a new run, once its plan can be served within what a visitor may use."""
-    from linearizer import pipeline
-
-    limits.check_model(plan.model, plan.text)
-    folder = visitor.fresh_folder(plan)
-    return pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
-
-
-def start_work(visitor: Visitor, run: Run) -> str:
-    """Start the process of a new run, and name the run."""
-    with removed_if_it_fails(run):
-        choose_start(run)(run, visitor.token)
-    return run.folder.name
+def yielding(options: Options) -> list[str]:
+    """Name what was not asked for, and so yields to texts that are few or short."""
+    return [name for name in YIELDING if name not in (options or {})]
 
 
 @contextmanager
-def removed_if_it_fails(run: Run) -> Iterator[None]:
-    """Leave no folder behind where a new run cannot be prepared or started."""
-    try:
-        yield
-    except LinearizerError:
-        control.delete(run)
-        raise
+def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator[Run]:
+    """Begin a run that a visitor may have, and start it once it is prepared; where that fails, no folder stays."""
+    from linearizer import pipeline
+
+    with limits.turn(visitor, runs_root()):
+        folder = visitor.fresh_folder(plan)
+        run = pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
+        try:
+            yield run
+            choose_start(run)(run, visitor.token)
+        except LinearizerError:
+            control.delete(run)
+            raise
 
 
-def list_hardware(visitor: Visitor) -> tuple[Hardware, ...]:
-    """List what jobs of the Hub can run on, and what each costs now."""
+def choose_start(run: Run) -> Callable[..., None]:
+    """Choose what works on a run: a process of its own, or a call for each step where ZeroGPU lends the device."""
+    return (zerogpu if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
+
+
+def list_hardware(visitor: Visitor) -> list[Hardware]:
+    """List what jobs of the Hub can run on, and what each costs in an hour now."""
     from linearizer.hub import jobs_api
 
-    return jobs_api.list_hardware(visitor.token)
-
-
-def offer_job(
-    visitor: Visitor, plan: Plan, inspection: Inspection, flavor: str, minutes: int | None, push: str | None
-) -> HubJob:
-    """Say what a job for a plan costs a visitor at most."""
-    from linearizer.workers import hub_start
-
-    return hub_start.offer_job(plan, inspection, flavor, minutes=minutes, push=push, token=visitor.token)
+    return list(jobs_api.list_hardware(visitor.token))
 
 
 def start_job(
     visitor: Visitor,
-    plan: Plan,
-    asked: Collection[str],
+    model: str,
     flavor: str,
-    minutes: int | None,
-    push: str | None,
     most_usd: float,
+    budget: int = 256,
+    effort: str = "Quick",
+    options: Options = None,
+    minutes: int = 0,
+    push: str = "",
 ) -> str:
-    """Start a run in a job that costs its visitor at most what was agreed to, and return its name."""
+    """Start a run in a job of the Hub on your account, and return its name at once.
+
+    It begins only if it costs at most most_usd, else the error says what it costs. flavor: a name that list_hardware
+    gives. minutes: after which the Hub ends the job; 0: twice the forecast. push: the repository that the job publishes
+    the student in, privately; empty: none. budget: {budget}. effort: {efforts}. options: {plan}.
+    """
     from linearizer.workers import hub_start
 
-    limits.check_model(plan.model, plan.text)
+    plan = make_plan(model, budget, effort, options or {})
     with limits.turn(visitor, runs_root()):
         run = hub_start.run_in_job(
             visitor.fresh_folder(plan),
             plan,
             flavor,
-            minutes=minutes,
-            push=push,
+            minutes=minutes or None,
+            push=push.strip() or None,
             most_usd=most_usd,
             token=visitor.token,
-            yielding=[name for name in YIELDING if name not in asked],
+            yielding=yielding(options),
         )
     return run.folder.name
 
 
-def ask_run(visitor: Visitor, name: str, wish: str) -> str:
-    """Stop a run, `use` its training as it is, resume it, or `pay` for a job to resume it in; return its state."""
-    run = visitor.find_own_run(name)
-    if wish in ("resume", "pay"):
-        with limits.turn(visitor, runs_root()):
-            runs.resume_run(run, visitor.token, yes=wish == "pay", agree="agree", begin=choose_start(run))
-    else:
-        {"stop": control.stop, "use": control.use_now}[wish](run)
-    return control.state_of(run)
+def run_status(visitor: Visitor, run: str) -> JudgedStatus:
+    """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, how it
+    was judged, and the verdict on its student.
+    """
+    opened = visitor.find_run(run)
+    evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
+    verdict = judge_run(opened) if evaluation else None
+    return describe_status(JudgedStatus, control.status(opened), verdict=verdict, evaluation=evaluation)
 
 
-def delete_run(visitor: Visitor, name: str) -> None:
-    """Delete a run that is not at work, for good, and what its jobs left on the Hub."""
-    runs.delete_run(visitor.find_own_run(name), visitor.token)
+def list_runs(visitor: Visitor) -> list[RunStatus]:
+    """List your runs, the newest first."""
+    return [describe_status(RunStatus, status) for status in control.runs_in(visitor.home)]
 
 
-def choose_start(run: Run) -> Callable[..., None]:
-    """Choose what works on a run: a process of its own, or a call for each step where ZeroGPU lends the device."""
-    return (zerogpu_runs if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
+def describe_status(kind: type[AnyStatus], status: Status, **more: Any) -> AnyStatus:
+    """Describe a status in plain numbers and words, without paths of this machine."""
+    facts = {field.name: getattr(status, field.name) for field in fields(RunStatus) if field.name != "run"}
+    facts["error"] = status.error and markup.without_folders(status.error)
+    return kind(run=status.run.folder.name, **facts, **more)
 
 
-def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> str:
-    """Start an evaluation of a run's student, and return its state; parts that are there as asked are kept."""
-    run, request = visitor.find_own_run(name), Request.of(choices)
+def stop_run(visitor: Visitor, run: str) -> str:
+    """Ask a run to finish its step, save and stop; return its state."""
+    control.stop(own := visitor.find_own_run(run))
+    return control.state_of(own)
+
+
+def use_run(visitor: Visitor, run: str) -> str:
+    """End a run's training at this step, and judge and save the student as it is; return its state."""
+    control.use_now(own := visitor.find_own_run(run))
+    return control.state_of(own)
+
+
+def resume_run(visitor: Visitor, run: str, *, pay: bool = False) -> str:
+    """Go on with a run that was stopped, lost or failed; return its state. pay: agree to what another job costs."""
+    own = visitor.find_own_run(run)
+    with limits.turn(visitor, runs_root()):
+        runs.resume_run(own, visitor.token, yes=pay, agree="agree", begin=choose_start(own))
+    return control.state_of(own)
+
+
+def delete_run(visitor: Visitor, run: str) -> str:
+    """Delete a run that is not at work; return its name."""
+    runs.delete_run(visitor.find_own_run(run), visitor.token)
+    return run
+
+
+def evaluate_run(visitor: Visitor, run: str, parts: list[str] | None = None, options: Options = None) -> str:
+    """Start an evaluation of a finished run and return its state at once; it goes on without a connection.
+
+    parts: some of {parts}; none: all but tasks. options: {request}.
+    """
+    own, request = visitor.find_own_run(run), Request.of({**(options or {}), **({"parts": parts} if parts else {})})
     limits.check_request(request)
     with limits.turn(visitor, runs_root()):
-        control.evaluate(run, asdict(request), token=visitor.token, begin=choose_start(run))
-    return control.state_of(run.evaluating)
+        control.evaluate(own, asdict(request), token=visitor.token, begin=choose_start(own))
+    return control.state_of(own.evaluating)
 
 
-def stop_evaluation(visitor: Visitor, name: str) -> str:
-    """Stop an evaluation, whose finished parts are kept, and return its state."""
-    run = visitor.find_own_run(name).evaluating
-    control.stop(run)
-    return control.state_of(run)
+def evaluation_status(visitor: Visitor, run: str) -> EvaluationStatus:
+    """Say how the evaluation of a run goes, with the results so far; state is null if none was started."""
+    opened = visitor.find_run(run)
+    status, parts = control.status(opened).evaluation, opened.evaluation_parts
+    if status is None:
+        return EvaluationStatus(run, None, evaluation=parts)
+    return describe_status(EvaluationStatus, status, evaluation=parts)
 
 
-def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> EvaluationForecast:
-    """Forecast the seconds of each part of an evaluation."""
-    from linearizer.workers import forecast
-
-    return forecast.forecast_evaluation(visitor.find_run(name), Request.of(choices))
-
-
-@dataclass(frozen=True)
-class Shares:
-    """A budget shared out among the heads, and what it is compared with."""
-
-    plan: Plan  # of the run, with that budget
-    allocation: Allocation
-    fix: Allocation | None
-    layers: tuple[Layer, ...]
-    length: int  # tokens of text at which the bytes of heads that may grow count
-    decided: bool  # by the run itself, after measuring whole students; else predicted
+def stop_evaluation(visitor: Visitor, run: str) -> str:
+    """Stop the evaluation of a run, which keeps the parts that are finished; return its state."""
+    control.stop(evaluation := visitor.find_own_run(run).evaluating)
+    return control.state_of(evaluation)
 
 
-def share_budget(run: Run, budget: int | None = None) -> Shares:
-    """Share a budget out among the heads as the run's plan does, and as Fix does; no model is loaded.
+def share_budget(visitor: Visitor, run: str, budget: int) -> dict[str, Fact]:
+    """Share another budget out among the heads of a measured run; the model is not touched. budget: {budget}."""
+    shares = share_out(visitor.find_run(run), budget)
+    return shares.allocation.summary(shares.layers, shares.length)
 
-    For the run's own budget, or none, it is what the run itself decided, once it has.
+
+def compare_models(
+    visitor: Visitor, run: str, prompt: str, tokens: int = 64, seed: int = 0, sample: bool = False
+) -> Sides:
+    """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held.
+
+    prompt: {prompt}. tokens: {tokens}. seed: {seed}.
     """
-    from linearizer.method.by_freedoms import allocate_by_freedoms
-    from linearizer.method.decide import decide
+    *_, last = chat.compare_models(visitor, run, prompt, tokens, seed, sample)
+    why = chat.explain_speed(visitor.find_run(run), last.teacher, last.student)
+    return Sides(last.teacher, last.student, last.difference, why)
 
-    profile = require_profile(run)
-    own = budget in (None, run.plan.budget)
-    plan, layers = run.plan if own else replace(run.plan, budget=budget, features=None), run.layers
-    decided = run.allocation if own else None
-    allocation = decided or decide(run, plan, layers)
-    try:
-        fix = allocate_by_freedoms(
-            profile,
-            layers,
-            budget=plan.budget,
-            features=plan.features,
-            strategy="fix",
-            window=plan.kept_window,
-            sinks=plan.kept_sinks,
+
+def read_document(visitor: Visitor, run: str, text: str) -> Reading:
+    """Let the student of a run read a document once; its state is kept with the run, for `ask_document`."""
+    *_, last = chat.read_document(visitor, run, text)
+    assert isinstance(last, Reading), "the last value is what was read"
+    return last
+
+
+def ask_document(
+    visitor: Visitor, run: str, prompt: str, tokens: int = 64, seed: int = 0, sample: bool = False, keep: bool = False
+) -> str:
+    """Let the student continue a prompt after the document that it read, as often as you like; return what it wrote.
+
+    prompt: {prompt}. tokens: {tokens}. seed: {seed}. keep: the state remembers prompt and answer, too.
+    """
+    return ["", *chat.ask_document(visitor, run, prompt, tokens, seed, sample, keep)][-1]
+
+
+def take_back_answer(visitor: Visitor, run: str) -> Reading:
+    """Let the state of a document forget the prompt and the answer that it kept last."""
+    return chat.take_back_answer(visitor, run)
+
+
+def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Preview:
+    """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
+    from linearizer.publish import push
+
+    return push.preview(visitor.find_run(run), repo_id, private, visitor.token)
+
+
+def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Published:
+    """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
+    publication = sending.begin_publication(visitor.find_own_run(run), repo_id, private, visitor.token)
+    while not publication.over:
+        time.sleep(0.1)
+    if publication.published is None:
+        raise RequestError(publication.error or "publishing broke off: try again")
+    return publication.published
+
+
+ENDPOINTS = (
+    search_models, inspect_model, estimate_run, start_run, list_hardware, start_job, run_status, list_runs, stop_run,
+    use_run, resume_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run,
+    compare_models, read_document, ask_document, take_back_answer, preview_publication, publish_run,
+)  # fmt: skip
+OF_NO_RUN = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
+ONE_AT_A_TIME = (compare_models, read_document, ask_document, take_back_answer)
+
+
+def add_endpoints() -> None:
+    """Make every action an endpoint under its own name."""
+    for action in ENDPOINTS:
+        gr.api(
+            endpoint(action, with_secret=action not in OF_NO_RUN),
+            api_name=action.__name__,
+            api_description=(inspect.getdoc(action) or "").format_map(described_options()),
+            concurrency_limit=1 if action in ONE_AT_A_TIME else 4,
         )
-    except BudgetError:  # windows come in smaller pieces than features
-        fix = None
-    return Shares(plan, allocation, fix, layers, plan.target_tokens(run.positions), decided is not None)
 
 
-def require_profile(run: Run) -> Profile:
-    """Return the profile of a run, once all is measured that sharing out a budget needs."""
-    from linearizer.method.decide import decidable
+def described_options() -> dict[str, str]:
+    """Give the words in braces in the descriptions of endpoints: what options may be, as plans and requests have it."""
+    plan, request = options_of(Plan), options_of(Request)
+    return {
+        "budget": f"{plan['budget'].limits.about}; {plan['budget'].allowed}",
+        "seed": plan["seed"].allowed,
+        "efforts": ", ".join(EFFORTS),
+        "parts": ", ".join(PARTS),
+        "prompt": f"at most {limits.MAX_PROMPT_CHARACTERS} characters",
+        "tokens": f"1 to {limits.MAX_COMPARED_TOKENS}",
+        "plan": list_options({name: plan[name] for name in plan if name not in ("model", "budget")}),
+        "request": list_options({name: request[name] for name in request if name != "parts"}),
+    }
 
-    if (profile := run.profile) is None or not decidable(run):
-        raise RequestError("this run has not measured its heads yet: wait for it, or resume it")
-    return profile
+
+def list_options(options: dict[str, Any]) -> str:
+    """List options with the values that each may have."""
+    named = (
+        f"{name} ({', '.join(map(str, option.limits.choices)) or option.allowed})" for name, option in options.items()
+    )
+    return f"a dictionary of {'; '.join(named)}"

@@ -1,17 +1,26 @@
-"""What every call of the page and of its API needs: whose call it is, and a refusal that is shown as a sentence."""
+"""What every call of the page and of its API needs: whose call it is, and a refusal that is shown as a sentence.
+
+The large libraries are imported once the page is open, so that neither the page nor the first inspection waits.
+transformers replaces its own module while it is imported, so another thread may see the first module, which lacks
+nearly everything. So one thread imports it, and all others wait for that thread. The end of the process waits, too,
+because libraries abort if the process ends while they are being loaded.
+"""
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from functools import cached_property, wraps
+from importlib import import_module
 from typing import Any, TypeAlias, get_type_hints
 
 import gradio as gr
+from pydantic import TypeAdapter, ValidationError
 
-from linearizer.errors import LinearizerError
-from linearizer.page import warmup
+from linearizer.errors import LinearizerError, RequestError
 from linearizer.page.visitors import Visitor, find_visitor
 from linearizer.report import markup
 from linearizer.run.folder import Run
@@ -19,11 +28,33 @@ from linearizer.run.folder import Run
 Profile: TypeAlias = gr.OAuthProfile | None
 Token: TypeAlias = gr.OAuthToken | None
 Memory = dict[str, Any]  # what a browser keeps: {"secret", "run"}
+USUAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+SECRET = inspect.Parameter("secret", USUAL, default="", annotation=str)
+ACCOUNT = (
+    SECRET.replace(name="profile", default=None, annotation=Profile),
+    SECRET.replace(name="token", default=None, annotation=Token),
+)  # Gradio gives both where a visitor signed in
+FIRST_IMPORT, IMPORTED = threading.Lock(), threading.Event()
+
+
+def begin_import() -> None:
+    """Start the import of the large libraries, once."""
+    if FIRST_IMPORT.acquire(blocking=False):
+        threading.Thread(target=import_libraries).start()
+
+
+def import_libraries() -> None:
+    try:
+        import_module("transformers")
+    finally:
+        IMPORTED.set()  # an error shows where the library is imported again
+    import_module("linearizer.pipeline")
 
 
 def identify_visitor(secret: str, profile: Profile, token: Token) -> Visitor:
     """Tell whose call this is. Every call asks this first, and may import anything after."""
-    warmup.wait_for_import()
+    begin_import()
+    IMPORTED.wait()
     return find_visitor(profile.username if profile else None, token.token if token else None, secret)
 
 
@@ -56,18 +87,16 @@ def handler(function: Callable) -> Callable:
     """
     own = list(inspect.signature(function).parameters.values())[1:]
     types = {"memory": Memory, "profile": Profile, "token": Token} | get_type_hints(function)
-    first = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("memory", "profile", "token")
-    ]
+    first = [inspect.Parameter(name, USUAL) for name in ("memory", "profile", "token")]
 
     @wraps(function)
     def answer(memory: object, profile: Profile, token: Token, *sent: Any) -> Any:
-        with refusals_on_page():
+        with refusals():
             return function(Browser(memory, profile, token), *sent)
 
     @wraps(function)
     def answers(memory: object, profile: Profile, token: Token, *sent: Any) -> Iterator[Any]:
-        with refusals_on_page():
+        with refusals():
             yield from function(Browser(memory, profile, token), *sent)
 
     call: Any = answers if inspect.isgeneratorfunction(function) else answer
@@ -76,20 +105,52 @@ def handler(function: Callable) -> Callable:
     return call
 
 
+def endpoint(action: Callable[..., Any], with_secret: bool) -> Callable[..., Any]:
+    """Let a client call an action of a visitor: check what it sends, and send dataclasses as dictionaries.
+
+    In place of the visitor it sends a secret, before what is passed by keyword only, or has signed in.
+    """
+    types = get_type_hints(action)
+    own = [each.replace(annotation=types[each.name]) for each in inspect.signature(action).parameters.values()][1:]
+    usual = [each for each in own if each.kind is USUAL]
+    by_name = [each.replace(kind=USUAL) for each in own if each.kind is not USUAL]
+    parameters = [*usual, *[SECRET] * with_secret, *by_name, *ACCOUNT]
+    signature = inspect.Signature(parameters, return_annotation=types["return"])
+
+    @wraps(action)
+    def call(*arguments: Any, **named: Any) -> Any:
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        visitor = identify_visitor(*(bound.arguments.pop(each.name, each.default) for each in (SECRET, *ACCOUNT)))
+        with refusals(on_page=False):
+            sent = {name: read_value(name, types[name], value) for name, value in bound.arguments.items()}
+            result = action(visitor, **sent)
+        return [to_plain(each) for each in result] if isinstance(result, list) else to_plain(result)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": types["return"]}
+    return call
+
+
+def read_value(name: str, kind: Any, value: object) -> Any:
+    """Check a value that a client sent by the type of an action's argument."""
+    try:
+        return TypeAdapter(kind, config={"allow_inf_nan": False}).validate_python(value)
+    except ValidationError as error:
+        raise RequestError(f"{name} {str(value)[:40]!r}: {error.errors()[0]['msg']}") from None
+
+
+def to_plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
 @contextmanager
-def refusals_on_page() -> Iterator[None]:
-    """Show a refusal as a sentence on the page, escaped, and never as a traceback."""
+def refusals(on_page: bool = True) -> Iterator[None]:
+    """Show a refusal as a sentence, on the page as HTML, and never as a traceback."""
     try:
         yield
     except LinearizerError as error:
+        if not on_page:
+            raise gr.Error(markup.without_folders(str(error)), print_exception=False) from None
         sentence = markup.sentence_html(str(error))
         raise gr.Error(sentence, title="That cannot be done", duration=15, print_exception=False) from None
-
-
-@contextmanager
-def refusals_in_api() -> Iterator[None]:
-    """Answer a refused call of the API with the sentence that says why."""
-    try:
-        yield
-    except LinearizerError as error:
-        raise gr.Error(markup.without_folders(str(error)), print_exception=False) from None

@@ -76,12 +76,6 @@ DECIDING = {
 }
 
 
-def shares_note(decided: bool) -> str:
-    """Say whose allocation is shown: the run's own, or what is predicted for a budget."""
-    own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
-    return f'<p class="lz-faint">{own if decided else other}</p>'
-
-
 def run_card(status: Status | None, name: str, now: float) -> str:
     """Say what a run is doing."""
     if status is None:

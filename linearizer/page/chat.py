@@ -102,17 +102,13 @@ def save_document(run: Run, cache: LinearizedCache, begins: str | None = None) -
     from linearizer.serve import kept_state
 
     kept_state.save_state(cache, run.folder / DOCUMENT)
-    reading = count_bytes(run, cache.get_seq_length())
+    tokens, state = cache.get_seq_length(), StateSize.of(run.require_allocation(), run.layers)
+    # from shapes, as everything on the page is counted
+    reading = Reading(tokens, state.student_bytes(tokens), state.teacher_bytes(tokens))
     if begins is None:
         begins = run.parse_file(str(DOCUMENT_FACTS), parse_json, again=False)["begins"]
     run.write(str(DOCUMENT_FACTS), json.dumps({**asdict(reading), "begins": begins}))
     return reading
-
-
-def count_bytes(run: Run, tokens: int) -> Reading:
-    """Count what a student has read as everything on the page is counted: from shapes."""
-    state = StateSize.of(run.require_allocation(), run.layers)
-    return Reading(tokens, state.student_bytes(tokens), state.teacher_bytes(tokens))
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,13 @@ import gradio as gr
 from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.page import actions, cards, chat, plan_cards, run_state, runs_cards, sending, warmup
-from linearizer.page.calls import Browser, Memory, handler, refusals_on_page
+from linearizer.page import actions, cards, chat, run_state, runs_cards, sending, shares
+from linearizer.page.calls import Browser, Memory, begin_import, handler, refusals
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
 from linearizer.progress import Progress
 from linearizer.report import markup
+from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.workers import control
 
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
+SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
+ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
+    "stop": actions.stop_run,
+    "resume": actions.resume_run,
+    "use": actions.use_run,
+    "pay": partial(actions.resume_run, pay=True),
+}
 
 
 def watched_run(browser: Browser) -> tuple[Run, dict[str, run_state.Piece]] | None:
@@ -51,7 +60,7 @@ def plot_json(figure: str | None) -> Any:
 @handler
 def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
     """Show the run that the address names, or that this browser watched last."""
-    warmup.begin_import()
+    begin_import()
     secret, note = str(browser.memory.get("secret") or ""), ""
     if on_space() and len(secret) < MIN_SECRET_CHARACTERS:
         secret = new_secret()
@@ -101,13 +110,13 @@ def leave_run(browser: Browser) -> tuple[Any, ...]:
     return watch_run(browser, None)
 
 
-def ask_run(wish: str) -> Callable:
+def ask_run(name: str) -> Callable:
     """Make the handler of a button that stops a run, resumes it, or ends its training."""
 
     @handler
     def ask(browser: Browser) -> tuple[Any, Any, Any]:
         try:
-            actions.ask_run(browser.visitor, browser.run_name, wish)
+            ASKED[name](browser.visitor, browser.run_name)
         except NotAgreed as question:
             return gr.skip(), show_note(markup.message_box(str(question))), gr.Button(visible=True)
         return gr.Timer(SOON_SECONDS), show_note(""), gr.Button(visible=False)
@@ -122,22 +131,10 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
         run = browser.find_run() if browser.run_name else None
         if run is None or not run.has_file("profile.json"):
             return "", False
-        figure, card = draw_shares(run, int(budget))
+        figure, card = shares.draw_shares(run, int(budget))
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), True
     return card + markup.hidden_data("figure", figure), True
-
-
-def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
-    """Draw how a budget, or that of the run, is shared out, and say which bytes it takes."""
-    from linearizer.report import allocation_charts
-    from linearizer.report.prediction import predict_kl
-
-    shares = actions.share_budget(run, budget)
-    figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix)
-    kl = predict_kl(run, shares.plan, shares.allocation)
-    card = cards.shares_note(shares.decided) + plan_cards.allocation_card(shares.allocation, shares.layers, kl)
-    return figure.to_json(), card + (cards.candidates_card(run) if shares.decided else "")
 
 
 @handler
@@ -178,7 +175,7 @@ def read_document(browser: Browser, text: str) -> Iterator[tuple[str, Any, Any]]
     yield cards.reading_card(browser.find_run()), asks, asks
 
 
-@refusals_on_page()
+@refusals()
 def take_document(content: bytes | None) -> str:
     """Take the text of a file."""
     from linearizer.teacher.text import decode_text
@@ -206,6 +203,45 @@ def take_back_answer(browser: Browser) -> tuple[str, str]:
     return "", cards.reading_card(browser.find_run())
 
 
+def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None) -> dict[str, Any]:
+    """Read the choices on the page as those of a Request."""
+    if not parts:
+        raise RequestError("no part was chosen: choose what to measure")
+    named = [name for name in (tasks or "").replace(",", " ").split() if name] if "tasks" in parts else []
+    if "tasks" in parts and not named:
+        raise RequestError("no task was named: write some of lm_eval's, such as piqa,arc_easy")
+    limited = {"tasks": named, "limit": int(limit) if limit else None} if named else {}
+    return {"parts": list(parts), "texts": int(texts), "seconds": SPEED_SECONDS, **limited}
+
+
+@handler
+def start_evaluation(browser: Browser, parts: list[str], texts: float, tasks: str, limit: float | None) -> Any:
+    """Start an evaluation, which goes on without the page."""
+    actions.evaluate_run(browser.visitor, browser.run_name, options=read_choices(parts, texts, tasks, limit))
+    return gr.Timer(SOON_SECONDS)
+
+
+@handler
+def stop_evaluation(browser: Browser) -> Any:
+    """Stop an evaluation; its finished parts are kept."""
+    actions.stop_evaluation(browser.visitor, browser.run_name)
+    return gr.Timer(SOON_SECONDS)
+
+
+@handler
+def forecast_evaluation(browser: Browser, parts: list[str], texts: float, tasks: str, limit: float | None) -> str:
+    """Say how long the chosen parts will take, where there is a student."""
+    from linearizer.workers import forecast
+
+    try:
+        if not browser.run_name or not browser.find_run().checkpoint.is_dir():
+            return ""
+        request = Request.of(read_choices(parts, texts, tasks, limit))
+        return cards.times_line(forecast.forecast_evaluation(browser.find_run(), request))
+    except LinearizerError as error:
+        return markup.message_box(str(error))
+
+
 @handler
 def list_owners(browser: Browser) -> tuple[Any, str, str]:
     """List the accounts under which the visitor may publish, and suggest a name."""
@@ -229,11 +265,8 @@ def preview_publication(browser: Browser, owner: str, repo: str, private: bool) 
     """Show what publishing would send."""
     from linearizer.publish import push
 
-    run = browser.find_run()
-    preview, warnings = (
-        push.preview(run, repo_id_of(owner, repo), private, browser.visitor.token),
-        push.list_warnings(run),
-    )
+    preview = actions.preview_publication(browser.visitor, browser.run_name, repo_id_of(owner, repo), private)
+    warnings = push.list_warnings(browser.find_run())
     notes = "".join(markup.message_box(note, "bad" if note in warnings else "note") for note in preview.notes)
     return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=preview.checked)
 
@@ -253,20 +286,16 @@ def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
 
 @handler
 def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
-    """List the visitor's runs; what was chosen to be compared or deleted stays."""
+    """List the visitor's runs: all can be compared but damaged ones; what was chosen stays."""
     try:
-        table, names, idle = lay_out_runs(browser.visitor)
+        statuses = control.runs_in(browser.visitor.home)
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), *[gr.skip()] * 3
-    return table, gr.Dropdown(choices=idle), gr.Dropdown(choices=names), gr.Dropdown(choices=names)
-
-
-def lay_out_runs(visitor: Visitor) -> tuple[str, list[str], list[str]]:
-    """Lay out a visitor's runs, and name all that can be compared, and those that nothing works on."""
-    statuses = control.runs_in(visitor.home)
-    names = [status.run.folder.name for status in statuses if status.plan is not None]
     idle = [status.run.folder.name for status in statuses if not status.live]
-    return runs_cards.runs_table(statuses), [*names, *([EXAMPLE_NAME] if has_example() else [])], idle
+    names = [status.run.folder.name for status in statuses if status.plan is not None]
+    names += [EXAMPLE_NAME] * has_example()
+    either = gr.Dropdown(choices=names)
+    return runs_cards.runs_table(statuses), gr.Dropdown(choices=idle), either, either
 
 
 @handler
@@ -281,12 +310,11 @@ def compare_runs(browser: Browser, first: str | None, second: str | None) -> str
 
 
 @handler
-def resume_run(browser: Browser, name: str | None) -> str:
+def resume_run(browser: Browser, name: str | None) -> None:
     """Go on with a run of the list."""
     if not name:
         raise RequestError("no run was chosen: choose the run to resume")
-    actions.ask_run(browser.visitor, name, "resume")
-    return lay_out_runs(browser.visitor)[0]
+    actions.resume_run(browser.visitor, name)
 
 
 @handler
@@ -298,8 +326,7 @@ def ask_to_delete(browser: Browser, name: str | None) -> tuple[Any, str]:
 
 
 @handler
-def delete_run(browser: Browser, name: str | None) -> tuple[str, Any, Any]:
+def delete_run(browser: Browser, name: str | None) -> tuple[Any, Any]:
     """Delete a run for good."""
     actions.delete_run(browser.visitor, name or "")
-    table, _, idle = lay_out_runs(browser.visitor)
-    return table, gr.Dropdown(choices=idle, value=None), gr.Column(visible=False)
+    return gr.Dropdown(value=None), gr.Column(visible=False)

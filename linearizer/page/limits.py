@@ -194,12 +194,10 @@ def visitor_folders(root: Path) -> list[Path]:
 def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
     """Stop runs that have worked too long, and delete runs that have not changed for days."""
     for folder in visitor_folders(root):
-        statuses: list[control.Status] = []
         with keep_guarding():
-            statuses = control.runs_in(folder)
-        for status in statuses:
-            with keep_guarding():
-                enforce_limit(status, now, limits)
+            for status in control.runs_in(folder):
+                with keep_guarding():
+                    enforce_limit(status, now, limits)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from linearizer.errors import RequestError
-from linearizer.page import actions
+from linearizer.page.planning import EFFORTS, make_plan
 from linearizer.page.presets import field_title, name_fields, recipe_of, way_of
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
@@ -20,7 +20,7 @@ from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING,
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")
 GROUPS = (MEASURING, TRAINING, ALLOCATION, MACHINE)
 OPTIONS = {name: option for name, option in options_of(Plan).items() if name not in IN_SIGHT}
-BY_EFFORT = frozenset(name for sizes, _ in actions.EFFORTS.values() for name in sizes)
+BY_EFFORT = frozenset(name for sizes, _ in EFFORTS.values() for name in sizes)
 WIDE = 24  # characters that a field has no room for
 TRUTH = [("yes", "true"), ("no", "false")]
 
@@ -55,11 +55,6 @@ def place_option(option: Option) -> gr.components.Component:
     return gr.Textbox("", placeholder=usual, max_lines=1, **shared)
 
 
-def read_written(form: Sequence[Any]) -> dict[str, Any]:
-    """Read the options that were written under Advanced, whose fields are the last of the form."""
-    return read_fields(form[-len(OPTIONS) :])
-
-
 def read_fields(values: Sequence[Any]) -> dict[str, Any]:
     """Read the fields; what is empty is left out."""
     written = {name: str(value or "").strip() for name, value in zip(OPTIONS, values, strict=True)}
@@ -74,9 +69,9 @@ def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
     """
     given = {"recipe": plan.recipe, "may_grow": plan.may_grow, "features": plan.features}
     nearest: tuple[str, dict[str, str]] | None = None
-    for effort in actions.EFFORTS:
+    for effort in EFFORTS:
         try:
-            base = actions.make_plan(plan.model, plan.budget or DEFAULT_BUDGET, effort, given)
+            base = make_plan(plan.model, plan.budget or DEFAULT_BUDGET, effort, given)
         except RequestError:  # what the plan says besides makes it possible
             base = Plan(plan.model, DEFAULT_BUDGET)
         mine, usual = ({**asdict(each), **each.sizes} for each in (plan, base))

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
 
-from linearizer.page import hub_jobs, plan_form
-from linearizer.page.actions import EFFORTS
+from linearizer.page import plan_form
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, SEARCH_ABOUT, lead
+from linearizer.page.planning import EFFORTS
 from linearizer.page.presets import USUAL_PAPER, further_memories, recipe_choices, way_choices
-from linearizer.page.visitors import EXAMPLE_NAME, has_example
+from linearizer.page.visitors import EXAMPLE_NAME, has_example, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import folded, message_box, table
 
-LENGTHS = ("a page", "a chapter", "a book")  # that was read, in the picture of the landing page
-CACHES, STATE = (22, 62, 150), 22  # heights of its bars
-WIDTH, GROUND, STEP = 44, 178, 132
+SKETCH = Path(__file__).with_name("memory.svg")  # of what a teacher and its student keep while they read
+ABOUT_JOBS = (
+    "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
+    "a private bucket of yours, and this page follows it as any other."
+)
 
 
 def place_choice(ui: SimpleNamespace, name: str, text: str, place: Callable[[SimpleNamespace], None]) -> None:
@@ -44,10 +47,11 @@ def budget_step(ui: SimpleNamespace) -> None:
 
 def choose_model(ui: SimpleNamespace) -> None:
     example = f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p>'
+    sketch = SKETCH.read_text(encoding="utf-8")
     gr.HTML(
         '<div class="lz-hero"><div><p>A language model keeps every token that it has read, so its memory grows with '
         "the text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what "
-        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{sketch_memory()}</div>",
+        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{sketch}</div>",
         elem_id="hero",
     )
     lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
@@ -57,28 +61,6 @@ def choose_model(ui: SimpleNamespace) -> None:
         ui.demo = gr.Button("Take the demo", scale=1, min_width=180, elem_id="demo")
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
-
-
-def sketch_memory() -> str:
-    """Sketch what a teacher and its student keep while a text is read, after three lengths of it."""
-    bars = []
-    for place, (length, cache) in enumerate(zip(LENGTHS, CACHES, strict=True)):
-        left = 26 + place * STEP
-        for x, height, kind in ((left, cache, "teacher"), (left + WIDTH + 6, STATE, "student")):
-            bars.append(
-                f'<rect class="lz-{kind}-bar" x="{x}" y="{GROUND - height}" width="{WIDTH}" height="{height}" rx="4"/>'
-            )
-        bars.append(f'<text x="{left + WIDTH + 3}" y="{GROUND + 20}" text-anchor="middle">{length}</text>')
-    legend = (
-        '<rect class="lz-teacher-bar" x="26" y="6" width="12" height="12" rx="3"/><text x="44" y="16">teacher: its '
-        'cache grows</text><rect class="lz-student-bar" x="26" y="26" width="12" height="12" rx="3"/>'
-        '<text x="44" y="36">student: its state stays</text>'
-    )
-    return (
-        '<svg class="lz-picture" viewBox="0 0 420 204" role="img" aria-label="A sketch: the cache of the teacher grows '
-        'with the text that it reads, and the state of the student stays the same.">'
-        f'{legend}<line x1="16" x2="404" y1="{GROUND}" y2="{GROUND}"/>{"".join(bars)}</svg>'
-    )
 
 
 def choose_plan(ui: SimpleNamespace) -> None:
@@ -96,7 +78,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
         ui.taken = gr.UploadButton(
             "Load a plan.json", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
         )
-    hub_jobs.place_job(ui)
+    place_job(ui)
     ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
 
 
@@ -140,3 +122,23 @@ def place_ways(ui: SimpleNamespace) -> None:
     ui.effort = gr.Radio(list(EFFORTS), value="Quick", show_label=False, label="How thorough", elem_id="effort")
     ui.efforts = gr.HTML(elem_id="efforts")
     ui.machine = gr.HTML(elem_id="machine")
+
+
+def place_job(ui: SimpleNamespace) -> None:
+    """Place the choices of a job; what is paid for is asked once more."""
+    with gr.Accordion("Work in a job on your account instead", open=False, elem_id="job") as ui.job_part:
+        gr.HTML(f'<p class="lz-faint">{ABOUT_JOBS}{" Sign in first." if signs_in() else ""}</p>')
+        with gr.Row(elem_classes="lz-options"):
+            ui.flavor = gr.Dropdown(
+                [], value=None, label="Hardware", info="what it costs now", allow_custom_value=True, elem_id="flavor"
+            )
+            ui.job_minutes = gr.Textbox(
+                "", label="Minutes at most", placeholder="twice the forecast", max_lines=1, elem_id="job-minutes"
+            )
+            ui.job_push = gr.Textbox(
+                "", label="Publish privately as", placeholder="OWNER/NAME, if at all", max_lines=1, elem_id="job-push"
+            )
+        ui.offer = gr.Button("What does it cost?", elem_id="job-offer")
+        with gr.Column(visible=False, elem_id="job-sure") as ui.job_sure:
+            ui.job_question, ui.cap = gr.HTML(elem_id="job-question"), gr.State(0.0)
+            ui.start_job = gr.Button("Agree, and begin the job", variant="primary", elem_id="job-start")

@@ -15,13 +15,15 @@ from typing import Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError
-from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
+from linearizer.page import cards, plan_cards, run_state, sending, shares
 from linearizer.page.calls import Browser, handler
-from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, show_note, watched_run
+from linearizer.page.handlers import ASKED, IDLE_POLL_SECONDS, plot_json, show_note, watched_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.run_state import PART_PREFIX
 from linearizer.page.visitors import is_example
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
+from linearizer.report.parts import PART_VIEWS
 from linearizer.run.folder import Run
 from linearizer.workers import control
 
@@ -31,9 +33,8 @@ EXAMPLE_NOTE = (
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = {piece: piece for piece in ("map", "prices", "curves", "frontier")} | {"memory": "memory_plot"}
-BUTTONS = ("stop", "resume", "use", "pay")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
-    "seen", "timer", "walk", "note", *BUTTONS, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
+    "seen", "timer", "walk", "note", *ASKED, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
     "verdict", "deciding", "bars", "other", "other_card", "branch", "to_distil", "to_compare", "compare", "read", "ask",
     "take_back", "reading", "sent", "snippet", "step_2", "step_3", "step_4", "step_5", "model_choice", "model_of_run",
     "run_model", "plan_choice", "plan_of_run", "run_plan",
@@ -53,12 +54,10 @@ def poll_run(browser: Browser) -> tuple[str, str, str, str, str, str]:
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), "", "", "gone", "none", "none"
     rest = {
-        key: part.mark
-        for key, part in parts.items()
-        if key not in POLLED_PIECES and not key.startswith(run_state.PART_PREFIX)
+        key: part.mark for key, part in parts.items() if key not in POLLED_PIECES and not key.startswith(PART_PREFIX)
     }
     mark = json.dumps([name, rest, publication_piece(run, parts).mark])
-    examined = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluation_handlers.part_marks(parts)])
+    examined = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, part_marks(parts)])
     shown = (parts[key].value for key in ("card", "training", "evaluating card"))
     return *shown, mark, f"{name} {parts['losses'].mark}", examined
 
@@ -75,39 +74,36 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
     """Send the pieces that are new since this page was last drawn."""
     if (watched := watched_run(browser)) is None:
         # where nothing was shown yet, steps stay as the visitor has opened them
-        return show_no_run() if seen or browser.run_name else in_order({})
+        return in_order(show_nothing() | show_attached(None) if seen or browser.run_name else {})
     run, parts = watched
     if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
         seen = {name: step for name, step in seen.items() if name == "shown"}
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
-    live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.is_publishing(run)
-    sent, snippet = publication_piece(run, parts).value
-    drawn: dict[str, Any] = {
-        "seen": {**seen, **{key: part.mark for key, part in parts.items()}},
-        "timer": gr.Timer(POLL_SECONDS if live else IDLE_POLL_SECONDS),
-        "sent": sent,
-        "snippet": snippet,
-        **{output: plot_json(new[piece]) for piece, output in PLOTS.items() if piece in new},
-        **{piece: new[piece] for piece in ("evaluation", "verdict", "deciding", "reading") if piece in new},
-    }
-    if "id" in new:
-        drawn |= show_attached(run)
-    if "can" in new or "reading" in new:
-        can = parts["can"].value
-        drawn |= {name: gr.Button(visible=can[name]) for name in BUTTONS}
-        drawn |= {name: gr.Button(interactive=can["student"]) for name in ("compare", "read")}
-        asks = can["student"] and bool(parts["reading"].value)
-        drawn |= {name: gr.Button(interactive=asks) for name in ("ask", "take_back")}
-    if "stage" in new or "can" in new or "evaluation" in new:
-        drawn["to_distil"] = gr.Button(interactive=parts["stage"].value > 3)
-        drawn["to_compare"] = gr.Button(interactive=parts["can"].value["student"] or "evaluation" in parts)
-    if "measured" in new:
-        drawn["branch"] = gr.Button(interactive=True)
+    drawn = show_nothing() | show_attached(run) if "id" in new else {}
+    drawn |= {output: plot_json(new[piece]) for piece, output in PLOTS.items() if piece in new}
+    drawn |= {piece: new[piece] for piece in ("evaluation", "verdict", "deciding", "reading") if piece in new}
+    drawn |= show_allowed(parts)
+    if "can" in new:
+        drawn |= {name: gr.Button(visible=new["can"][name]) for name in ASKED}
     if "shares" in new and not touched:
         drawn |= draw_own_shares(run)
-    if "stage" in new and follows(seen, at, touched):
-        drawn["walk"] = gr.Tabs(selected=parts["stage"].value)
+    # a visitor is still where the page itself went: at the run's step, or where the run was opened
+    if "stage" in new and not touched and int(at) == int(seen.get("stage", seen.get("shown", 1))):
+        drawn["walk"] = gr.Tabs(selected=new["stage"])
+    live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.is_publishing(run)
+    drawn["seen"] = {**seen, **{key: part.mark for key, part in parts.items()}}
+    drawn["timer"] = gr.Timer(POLL_SECONDS if live else IDLE_POLL_SECONDS)
+    drawn["sent"], drawn["snippet"] = publication_piece(run, parts).value
     return in_order(drawn)
+
+
+def show_allowed(parts: Mapping[str, run_state.Piece]) -> dict[str, Any]:
+    """Let those buttons be pressed whose step of the run is reached."""
+    student = parts["can"].value["student"]
+    asks = student and bool(parts["reading"].value)
+    allowed = {"compare": student, "read": student, "ask": asks, "take_back": asks, "branch": "shares" in parts}
+    allowed |= {"to_distil": parts["stage"].value > 3, "to_compare": student or "evaluation" in parts}
+    return {name: gr.Button(interactive=each) for name, each in allowed.items()}
 
 
 def in_order(drawn: dict[str, Any]) -> list[Any]:
@@ -132,20 +128,14 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     return shown
 
 
-def show_no_run() -> list[Any]:
-    """Show no run."""
-    empty = dict.fromkeys((*PLOTS.values(), "bars"))
-    empty |= dict.fromkeys(("evaluation", "verdict", "deciding", "other_card", "reading", "sent"), "")
-    closed = {name: gr.Button(visible=False) for name in BUTTONS}
+def show_nothing() -> dict[str, Any]:
+    """Empty what shows a run."""
+    shown: dict[str, Any] = dict.fromkeys((*PLOTS.values(), "bars"))
+    shown |= dict.fromkeys(("evaluation", "verdict", "deciding", "other_card", "reading", "sent"), "")
+    shown |= {name: gr.Button(visible=False) for name in ASKED}
     locked = ("compare", "read", "ask", "take_back", "branch", "to_distil", "to_compare")
-    closed |= {name: gr.Button(interactive=False) for name in locked}
-    rest = {"seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
-    return in_order({**empty, **closed, **rest, **show_attached(None)})
-
-
-def follows(seen: Mapping[str, str], at: float, touched: bool) -> bool:
-    """Tell whether a visitor is still where the page itself went: at the run's step, or where the run was opened."""
-    return int(at) == int(seen.get("stage", seen.get("shown", 1))) and not touched
+    shown |= {name: gr.Button(interactive=False) for name in locked}
+    return {**shown, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
 
 
 def slider_of(run: Run) -> gr.Slider:
@@ -158,7 +148,7 @@ def slider_of(run: Run) -> gr.Slider:
 def draw_own_shares(run: Run) -> dict[str, Any]:
     """Draw what the run itself decided; until it has, what is predicted for its budget."""
     try:
-        figure, card = draw_shares(run)
+        figure, card = shares.draw_shares(run)
         return {"bars": plot_json(figure), "other_card": card}
     except LinearizerError as error:
         return {"other_card": markup.message_box(str(error), "bad")}
@@ -166,13 +156,40 @@ def draw_own_shares(run: Run) -> dict[str, Any]:
 
 def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.Piece:
     """Say how publishing goes; if this server published nothing, what the log says was published last."""
-    publication, before = sending.latest_publication(run), parts.get("published")
-    if publication is not None and publication.published is not None:
-        card, snippet = cards.published_card(asdict(publication.published)), publication.published.snippet
+    publication, snippet = sending.latest_publication(run), ""
+    published = parts["published"].value if "published" in parts else None
+    if publication is not None:
+        published = asdict(publication.published) if publication.published else None
+    if published is not None:
+        card, snippet = cards.published_card(published), published.get("snippet", "")
     elif publication is not None:
-        card, snippet = cards.sending_card(publication.repo_id, publication.progress, publication.error), ""
-    elif before is not None:
-        card, snippet = cards.published_card(before.value), before.value.get("snippet", "")
+        card = cards.sending_card(publication.repo_id, publication.progress, publication.error)
     else:
-        card, snippet = "", ""
+        card = ""
     return run_state.Piece(card, (card, gr.Code(value=snippet, visible=bool(snippet))))
+
+
+def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
+    """Give the mark of every part that has results."""
+    return {part: parts[PART_PREFIX + part].mark for part in PART_VIEWS if PART_PREFIX + part in parts}
+
+
+@handler
+def draw_parts(browser: Browser, seen: dict[str, Any]) -> list[Any]:
+    """Show the parts that are new since this page was last drawn."""
+    watched = watched_run(browser)
+    name, pieces = (None, {}) if watched is None else (browser.run_name, watched[1])
+    live = name is not None and pieces["evaluating"].value in control.LIVE
+    student = name is not None and pieces["can"].value["student"]
+    new, before = part_marks(pieces), seen.get("marks", {}) if seen.get("run") == name else {}
+    outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
+    for part, view in PART_VIEWS.items():
+        outputs.append(gr.Column(visible=part in new))
+        if part not in new or before.get(part) == new[part]:
+            outputs += [gr.skip()] * (1 + 2 * len(view.charts))  # a place and a chart for each
+            continue
+        tables, figures = pieces[PART_PREFIX + part].value()  # drawn when it is first shown
+        outputs.append(tables)
+        for figure in figures:
+            outputs += [gr.Column(visible=figure is not None), plot_json(figure)]
+    return outputs

@@ -7,7 +7,6 @@ than one page, because pieces are kept until the run's log grows.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from typing import Any
 from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import decidable, offers_of
 from linearizer.page import cards
-from linearizer.page.chat import DOCUMENT_FACTS
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.state_size import StateSize
-from linearizer.report import markup
+from linearizer.report import allocation_charts, markup, training_charts
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import find_correction
 from linearizer.report.verdict import judge_run
@@ -59,6 +57,7 @@ class RunState:
         self.begin, self.ends = 0, dict[int, int]()  # of the loss that is at work, and of each that ended, in this list
         self.pieces: dict[str, Piece] = {}
         self.read_at = self.drawn = 0.0
+        self.evaluated: int | None = None  # when what is drawn of the evaluation was written
 
     def read_pieces(self, now: float) -> dict[str, Piece]:
         """Return all pieces, read anew where they are older than MAX_AGE_SECONDS."""
@@ -101,105 +100,70 @@ class RunState:
 
     def draw(self, status: Status, now: float) -> None:
         """Bring every piece up to date."""
-        run, live = self.run, status.state in LIVE
-        self.put("id", run.id, lambda: run.id)
-        self.put("state", status.state, lambda: status.state)
-        self.put("stage", step_of_page(status), lambda: step_of_page(status))
-        can = possible_actions(status)
-        self.put("can", json.dumps(can), lambda: can)
-        card = cards.run_card(status, run.folder.name, now)
-        self.put("card", card, lambda: card)
-        self.draw_profile()
-        training = cards.training_card(status, self.training, now)
-        self.put("training", training, lambda: training)
+        run, live, evaluation = self.run, status.state in LIVE, status.evaluation
+        kept = {
+            "id": run.id,
+            "state": status.state,
+            "stage": step_of_page(status),
+            "can": possible_actions(status),
+            "card": cards.run_card(status, run.folder.name, now),
+            "training": cards.training_card(status, self.training, now),
+            "deciding": markup.message_box(cards.DECIDING[run.plan.rules.decided_by]),
+            "reading": cards.reading_card(run),
+            "evaluating": "" if evaluation is None else evaluation.state,
+            "evaluating card": cards.evaluation_card(evaluation),
+        }
+        for name, value in kept.items():
+            self.put(name, value, lambda value=value: value)
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
-            self.drawn = now
-            mark = (len(self.training), self.training[-1]["done"] if self.training else 0)
-            self.put("losses", mark, lambda: self.draw_training("draw_training_losses"))
-            self.put("error", mark, lambda: self.draw_training("draw_errors"))
+            self.drawn, steps = now, self.training
+            mark = (len(steps), steps[-1]["done"] if steps else 0)
+            self.put("losses", mark, lambda: training_charts.draw_training_losses(steps).to_json() if steps else None)
+            self.put("error", mark, lambda: training_charts.draw_errors(steps).to_json() if steps else None)
+        self.draw_profile()
         self.draw_evaluation()
-        read = run.folder / DOCUMENT_FACTS
-        self.put("reading", read.stat().st_mtime_ns if read.is_file() else "", lambda: cards.reading_card(run))
-        state = "" if status.evaluation is None else status.evaluation.state
-        self.put("evaluating", state, lambda: state)
-        progress = cards.evaluation_card(status.evaluation)
-        self.put("evaluating card", progress, lambda: progress)
 
     def draw_profile(self) -> None:
         """Draw the map as layers are measured, and the curves once all are."""
         run = self.run
         profile = run.profile if run.has_file("profile.json") and "curves" not in self.pieces else None
         if profile is not None:
-            from linearizer.report import allocation_charts
-
             self.freedoms = allocation_charts.read_freedoms(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        self.put("map", (len(self.freedoms), self.run.has_file("inspection.json")), self.draw_map)
-        self.put("deciding", "by the plan", lambda: markup.message_box(cards.DECIDING[run.plan.rules.decided_by]))
-        if "prices" not in self.pieces and run.has_file("prices.json"):
-            self.put("prices", "measured", self.draw_prices)
-        if "measured" in self.pieces or decidable(run):
-            self.put("measured", "yes", lambda: True)
+        if run.has_file("inspection.json"):
+            draw_map = partial(allocation_charts.draw_freedom_map, self.freedoms, run.layers)
+            self.put("map", len(self.freedoms), lambda: draw_map().to_json())
+        if "prices" not in self.pieces and run.has_file("prices.json") and (prices := run.prices) is not None:
+            option = allocation_charts.priced_alike(prices, run.layers, run.plan.budget or 0)  # of an equal share
+            draw_prices = partial(allocation_charts.draw_price_map, prices, run.layers, option)
+            self.put("prices", "measured", lambda: draw_prices().to_json())
+        if "shares" in self.pieces or decidable(run):
             path = run.folder / "allocation.json"
             decided = path.stat().st_mtime_ns if path.is_file() else "predicted"
             self.put("shares", (decided, run.has_file(CANDIDATES)), lambda: True)
 
-    def draw_prices(self) -> str | None:
-        """Draw the kl of every head, all by the option that an equal share of the budget buys."""
-        from linearizer.report import allocation_charts
-
-        prices, layers = self.run.prices, self.run.layers
-        if prices is None:
-            return None
-        option = allocation_charts.priced_alike(prices, layers, self.run.plan.budget or 0)
-        return allocation_charts.draw_price_map(prices, layers, option).to_json()
-
-    def draw_map(self) -> str | None:
-        """Draw the degrees of freedom that are measured so far."""
-        from linearizer.report import allocation_charts
-
-        return (
-            allocation_charts.draw_freedom_map(self.freedoms, self.run.layers).to_json()
-            if self.run.has_file("inspection.json")
-            else None
-        )
-
-    def draw_training(self, name: str) -> str | None:
-        """Draw the training."""
-        from linearizer.report import training_charts
-
-        return getattr(training_charts, name)(self.training).to_json() if self.training else None
-
     def draw_evaluation(self) -> None:
         """Show the results of the evaluation, once there are any."""
-        path = self.run.folder / "evaluation.json"
-        if not path.is_file():
+        run, path = self.run, self.run.folder / "evaluation.json"
+        mark = path.stat().st_mtime_ns if path.is_file() else None
+        if mark in (None, self.evaluated):
             return
-        mark = path.stat().st_mtime_ns
-        if self.pieces.get("evaluation", Piece("", None)).mark == str(mark):
-            return
-        from linearizer.report import training_charts
-
-        parts = self.run.results
+        parts = run.results
         if (language := parts.get("language")) is not None:
-            tables = cards.evaluation_tables(parts)
-            self.put("evaluation", mark, lambda: tables + cards.candidates_card(self.run))
-            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(self.run)))
+            self.put("evaluation", mark, lambda: cards.evaluation_tables(parts) + cards.candidates_card(run))
+            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)))
         for name, part in parts.items():
             draw = cache(partial(draw_part, name, part))
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
-        allocation = self.run.allocation
-        if allocation is not None:
-            state = StateSize.of(allocation, self.run.layers)
+        if (allocation := run.allocation) is not None:
+            state = StateSize.of(allocation, run.layers)
             self.put("memory", mark, lambda: training_charts.draw_state_size(state).to_json())
-            priced = self.run.plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
-            if priced and language is not None:
+            if run.plan.rules.decided_by == "prices" and run.has_file("prices.json") and language is not None:
                 self.put("frontier", mark, lambda: self.draw_frontier(allocation, language.result))
+        self.evaluated = mark
 
     def draw_frontier(self, allocation: Allocation, language: Language) -> str:
         """Draw the kl that the prices predict for every budget, and what judging measured at this run's."""
-        from linearizer.report import allocation_charts
-
         plan, layers = self.run.plan, self.run.layers
         points = kl_by_bytes(offers_of(self.run, plan, layers))
         held = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)

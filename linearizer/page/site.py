@@ -6,6 +6,7 @@ import inspect
 import os
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,8 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 from linearizer.page import (
-    evaluation_handlers,
+    actions,
     handlers,
-    hub_jobs,
     layout,
     limits,
     plan_handlers,
@@ -23,10 +23,8 @@ from linearizer.page import (
     polling,
     result_layout,
 )
-from linearizer.page.api import add_endpoints
-from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
 from linearizer.page.chat import sample_prompts
-from linearizer.page.theme import CSS, OUTSIDE, theme
+from linearizer.page.theme import theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
 from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
@@ -36,6 +34,8 @@ from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # of these Gradio shows no error: they return sentences
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
+STEPS = ("Model", "Budget", "Measure", "Train", "Result")
+HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second
 MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
@@ -83,7 +83,7 @@ def build() -> gr.Blocks:
                 ui.pages.append(page)
                 setattr(ui, f"step_{number}", page)
         layout.sidebar(ui)
-        add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
+        actions.add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
         wire(site, ui)
     with site.route("Runs", "/runs") as runs:
         runs_page(runs)
@@ -113,18 +113,19 @@ def runs_page(page: gr.Blocks) -> None:
         with gr.Row():
             keep = gr.Button("Keep it", elem_id="keep")
             confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
-    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)
     gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
-    resume.click(handlers.resume_run, [memory, chosen], listed, **ONCE)
+    resumed = resume.click(handlers.resume_run, [memory, chosen], None, **ONCE)
     delete.click(handlers.ask_to_delete, [memory, chosen], [sure, question], **ONCE)
     gr.on([keep.click, chosen.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
-    confirm.click(handlers.delete_run, [memory, chosen], [listed, chosen, sure], **ONCE)
+    deleted = confirm.click(handlers.delete_run, [memory, chosen], [chosen, sure], **ONCE)
+    for listing in (page.load, gr.Timer(5).tick, resumed.success, deleted.success):
+        listing(handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)
 
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     """Connect what is touched with what answers."""
-    site.load(handlers.open_page, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js=ADDRESS, **QUICK)
-    ui.memory.change(None, ui.memory, None, js=REMEMBER, **QUICK)
+    site.load(handlers.open_page, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js="readAddress", **QUICK)
+    ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
     wire_model(ui)
@@ -151,12 +152,11 @@ def open_step(number: int) -> tuple[gr.Tabs, gr.Tab]:
 def wire_plan(ui: SimpleNamespace) -> None:
     form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values()]
     choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
-    shown = [ui.budget_card, ui.efforts, ui.machine, ui.way, ui.listed]
+    shown = [ui.budget_card, ui.efforts, ui.machine, ui.way, ui.listed, ui.command, ui.plan]
     last = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     changes = [part.change for part in changed]
     ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **last)
     gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, shown, **last)
-    gr.on([*changes, ui.budget.release], plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     ui.start.click(plan_handlers.start_run, [ui.memory, *choices], watch_outputs(ui), **ONCE)
     wire_job(ui, choices)
     written = [ui.model, *form]
@@ -164,18 +164,19 @@ def wire_plan(ui: SimpleNamespace) -> None:
     again = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
     for filled in (taken, again):  # a budget that was written moves no slider
         filled.success(plan_handlers.show_plan, choices, shown, **last)
-        filled.success(plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
 def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
     job, question = [ui.flavor, ui.job_minutes, ui.job_push], [ui.job_sure, ui.cap]
-    ui.job_part.expand(hub_jobs.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
+    ui.job_part.expand(plan_handlers.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
     shown = [ui.job_sure, ui.job_question, ui.cap]
-    ui.offer.click(hub_jobs.offer_job, [ui.memory, *job, *choices], shown, **{**ONCE, "show_progress_on": ui.offer})
-    ui.start_job.click(hub_jobs.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
+    ui.offer.click(
+        plan_handlers.offer_job, [ui.memory, *job, *choices], shown, **{**ONCE, "show_progress_on": ui.offer}
+    )
+    ui.start_job.click(plan_handlers.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
     changes = [part.change for part in (*job, *choices)]
-    gr.on(changes, hub_jobs.hide_question, None, question, **{**QUICK, "trigger_mode": "always_last"})
+    gr.on(changes, plan_handlers.hide_question, None, question, **{**QUICK, "trigger_mode": "always_last"})
 
 
 def watch_outputs(ui: SimpleNamespace) -> list[Any]:
@@ -191,7 +192,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
-    for name in polling.BUTTONS:
+    for name in handlers.ASKED:
         getattr(ui, name).click(handlers.ask_run(name), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
     ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
@@ -200,13 +201,13 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
     changed = [*(part.change for part in choices), ui.examined.change]
     later = {**QUICK, "trigger_mode": "always_last"}
-    gr.on(changed, evaluation_handlers.forecast_evaluation, [ui.memory, *choices], ui.part_times, **later)
-    ui.evaluate.click(evaluation_handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
-    ui.stop_evaluating.click(evaluation_handlers.stop_evaluation, ui.memory, ui.timer, **ONCE)
+    gr.on(changed, handlers.forecast_evaluation, [ui.memory, *choices], ui.part_times, **later)
+    ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
+    ui.stop_evaluating.click(handlers.stop_evaluation, ui.memory, ui.timer, **ONCE)
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():
         shown += [place, ui.part_tables[part], *ui.part_charts[part]]
-    ui.examined.change(evaluation_handlers.draw_parts, [ui.memory, ui.examined_seen], shown, **QUICK)
+    ui.examined.change(polling.draw_parts, [ui.memory, ui.examined_seen], shown, **QUICK)
 
 
 def wire_compare(ui: SimpleNamespace) -> None:
@@ -235,20 +236,18 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
     """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else statistics of all events are made at every event
+    os.environ["GRADIO_RUN_HISTORY"] = "False"  # else what was asked is kept in browsers
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
         threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
-    known = inspect.signature(gr.Blocks.launch).parameters
-    history = {"run_history": False} if "run_history" in known else {}  # Gradio would keep what was asked, in browsers
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
     site.launch(
         server_name=host or ("0.0.0.0" if on_space() else None),
         server_port=port,
         theme=theme(),
-        css=CSS,
-        head=HEAD + OUTSIDE,
-        **history,
+        css_paths=HERE / "page.css",
+        head_paths=HERE / "head.html",
         footer_links=["api", "settings"],
         show_error=False,
         allowed_paths=[],

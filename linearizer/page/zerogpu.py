@@ -4,18 +4,38 @@ Such a function works in a process that `spaces` forks from the server: argument
 keeps in memory is lost, and of an exception only the name of its class arrives. So it works on files, and returns
 errors as values. The time counts against the visitor whose request this is, or whose context a thread was given a copy
 of. Without ZeroGPU functions stay as they are.
+
+For a run or an evaluation a thread of the server asks for the device, for one step after the other. A step that takes
+longer than the device is lent ends in a sentence; what it saved is kept. The owner of a Space sets by LINEARIZER_SLICE
+how many seconds a step has.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from contextvars import copy_context
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
+from linearizer.progress import Progress, Steps, finish
+from linearizer.run.events import EventName
+from linearizer.run.folder import Run, newest_request
+from linearizer.run.locks import Lock
+from linearizer.run.prices import CANDIDATES
+from linearizer.run.stopping import SliceOver, check_stop, log_end
+from linearizer.workers import control
+from linearizer.workers.device_queue import Ticket
+from linearizer.workers.worker import keep_faults, work_in_turn, work_on
 
+SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 120)  # for which the device is asked
+DEVICE = "zerogpu"
+PRODUCTS = ("profile.json", "prices.json", "gates.json", "allocation.json", CANDIDATES, "evaluation.json")  # of steps
 BROKEN_TITLE = "ZeroGPU worker error"  # of the error that `spaces` raises if its process broke off
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -51,9 +71,7 @@ def with_device(seconds: int) -> Callable[[Function], Function]:
     """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
 
     def decorate(function: Function) -> Function:
-        if not on_zerogpu():
-            return function
-        return lend(function, seconds)  # type: ignore[return-value]
+        return lend(function, seconds) if on_zerogpu() else function  # type: ignore[return-value]
 
     return decorate
 
@@ -64,7 +82,9 @@ def lend(function: Callable, seconds: int) -> Callable:
 
     @wraps(function)
     def work(*args: Any) -> Any:
-        use_one_thread()
+        import torch
+
+        torch.set_num_threads(1)  # on the CPU: a forked process lacks the threads of the server
         try:
             if yields:
                 yield from function(*args)
@@ -93,13 +113,6 @@ def lend(function: Callable, seconds: int) -> Callable:
     return values if yields else wraps(function)(lambda *args: list(values(*args))[-1])
 
 
-def use_one_thread() -> None:
-    """Compute with one thread on the CPU, because a forked process lacks the threads of the server."""
-    import torch
-
-    torch.set_num_threads(1)
-
-
 def explain_refusal(call: Callable[[], Any]) -> Any:
     """Raise an error of ZeroGPU as one of ours, in a sentence."""
     import gradio as gr
@@ -113,3 +126,68 @@ def explain_refusal(call: Callable[[], Any]) -> Any:
                 f"ZeroGPU took its device back ({reason}): try again, with less to do at a time"
             ) from error
         raise DeviceRefused(f"ZeroGPU lends no device ({error.title}: {reason})") from error
+
+
+def start(run: Run, token: str | None = None, **details: Any) -> None:
+    """Queue a run, and work on it from where it stands; the time counts against the visitor of this request.
+
+    Other arguments go into the log, where the steps read them.
+    """
+    control.check_start(run, token)
+    lock, ticket = control.lock_and_queue(run, **details)
+    context = copy_context()  # tells ZeroGPU the visitor
+    threading.Thread(target=context.run, args=(work_in_steps, run, token, lock, ticket), daemon=True).start()
+
+
+def work_in_steps(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
+    """Work on a run until it ends; errors go into its log."""
+    with lock, suppress(LinearizerError), keep_faults(run, token, run.folder / "worker.log"):
+        finish(work_in_turn(run, ticket, lambda: run_steps(run, token), DEVICE))
+
+
+def run_steps(run: Run, token: str | None) -> Steps[None]:
+    """Work on a run, asking for the device for each of its steps."""
+    over = False
+    while not over:
+        with log_end(run):
+            check_stop(run)
+        try:
+            over = work_one_step(str(run.folder), run.job, token)
+        except DeviceTaken as error:
+            with log_end(run):
+                raise FaultError(
+                    f"{current_step(run)!r} is a step that takes longer than the {SECONDS} seconds for which ZeroGPU "
+                    "was asked: resume the run, and it goes on from what was saved, or ask for fewer or shorter texts, "
+                    "or for a smaller model, or do this at your own machine"
+                ) from error
+        except DeviceRefused as refusal:
+            run.log(EventName.STOPPED, error=f"{refusal}; what was finished is kept: resume it later")
+            raise
+        yield Progress(EventName.SLICE, 1, 1, "steps")
+
+
+@with_device(SECONDS)
+def work_one_step(folder: str, job: str | None, token: str | None) -> bool:
+    """Work on a run until a step is finished, while the device is lent; tell whether the run has ended."""
+    run = Run(Path(folder), job)
+    with keep_faults(run, token, run.folder / "worker.log"):
+        before, steps = finished_steps(run), work_on(run, token)
+        with suppress(SliceOver):
+            for _ in steps:
+                if finished_steps(run) != before:
+                    steps.throw(SliceOver())
+            return True
+    return False
+
+
+def finished_steps(run: Run) -> Collection[str]:
+    """Name what is finished: products of a run, or parts of its evaluation."""
+    if run.job is not None:
+        return set(newest_request(run)[2])
+    return {name for name in PRODUCTS if run.has_file(name)}
+
+
+def current_step(run: Run) -> str:
+    """Name the step at which a run was last."""
+    step = control.status(run).step
+    return str(step["event"]) if step else "load"

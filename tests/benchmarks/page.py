@@ -123,15 +123,15 @@ def sliding(browser, url, run, times):
 def answering(folder, times):
     """Time what the server does for a slider, without Gradio, network and browser, in milliseconds."""
     from linearizer import pipeline
-    from linearizer.page import actions, plan_cards
-    from linearizer.page.handlers import draw_shares
+    from linearizer.page import plan_cards, planning
+    from linearizer.page.shares import draw_shares
     from linearizer.run.folder import Run
 
     run, inspection = Run.open(folder), pipeline.inspect("demo")
     layers, positions = inspection.layers, inspection.max_positions
     budgets = [64 + 8 * n for n in range(times)]
     of_budget = [
-        clocked(lambda b=b: plan_cards.budget_card(actions.make_plan("demo", b, "Quick", {}), layers, positions))
+        clocked(lambda b=b: plan_cards.budget_card(planning.make_plan("demo", b, "Quick", {}), layers, positions))
         for b in budgets
     ]
     both = [clocked(lambda b=b: draw_shares(run, b)) for b in budgets]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gradio_client.exceptions import AppError
 
-from linearizer.page.api import ENDPOINTS
+from linearizer.page.actions import ENDPOINTS
 from linearizer.page.site import MAX_SESSIONS
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import Plan

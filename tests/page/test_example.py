@@ -5,7 +5,7 @@ import json
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, run_state
+from linearizer.page import actions, run_state, shares
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
 from linearizer.run.files import unseal
@@ -51,11 +51,11 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
         tables, figures = pieces[run_state.PART_PREFIX + part].value()
         assert tables and any(figures)
     assert pieces["stage"].value == 5 and not any(pieces["can"].value[name] for name in ("stop", "resume", "student"))
-    assert actions.share_budget(visitor.find_run(EXAMPLE_NAME), 128).allocation.heads
+    assert shares.share_out(visitor.find_run(EXAMPLE_NAME), 128).allocation.heads
     for change in (
         lambda: actions.delete_run(visitor, EXAMPLE_NAME),
-        lambda: actions.ask_run(visitor, EXAMPLE_NAME, "resume"),
-        lambda: actions.start_evaluation(visitor, EXAMPLE_NAME, {}),
+        lambda: actions.resume_run(visitor, EXAMPLE_NAME),
+        lambda: actions.evaluate_run(visitor, EXAMPLE_NAME),
     ):
         with pytest.raises(RequestError, match="the example that comes with Linearizer, and is only read"):
             change()

@@ -3,11 +3,11 @@
 import pytest
 
 from linearizer.errors import NotAgreed, RequestError
-from linearizer.page import actions, hub_jobs, limits, plan_form, run_state
+from linearizer.page import actions, limits, plan_form, plan_handlers, planning, run_state
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.workers import control
+from linearizer.workers import control, hub_start
 from tests.support.page_server import looking, shown
 from tests.support.runs import QUICK, wait_for, wait_until
 
@@ -25,19 +25,20 @@ def ann(hub, tmp_path, monkeypatch):
 
 
 def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, hub):
-    plan = Plan("demo", steps=2, **QUICK)
-    inspection = actions.examine_model(ann, "demo").inspection
-    job = actions.offer_job(ann, plan, inspection, "l4x1", 30, None)
+    options = {name: value for name, value in QUICK.items() if name != "budget"}
+    plan, asked = Plan("demo", **QUICK), {"budget": QUICK["budget"], "options": options, "minutes": 30}
+    inspection = planning.examine_model(ann, "demo").inspection
+    job = hub_start.offer_job(plan, inspection, "l4x1", minutes=30, token=ann.token)
     assert (job.owner, job.cap) == ("ann", 0.4)
     with pytest.raises(NotAgreed, match=r"a job on l4x1 costs ann \$0.80 an hour, and at most \$0.40 for 30 minutes"):
-        actions.start_job(ann, plan, (), "l4x1", 30, None, 0.39)
+        actions.start_job(ann, "demo", "l4x1", 0.39, **asked)
     stranger = find_visitor(None, None, "a secret of sixteen")
     with pytest.raises(
         RequestError, match="nobody is signed in, so no job can be begun: press the button that signs in"
     ):
-        actions.start_job(stranger, plan, (), "l4x1", 30, None, 1.0)
+        actions.start_job(stranger, "demo", "l4x1", 1.0, **asked)
     assert not hub.jobs and not control.runs_in(ann.home)
-    name = actions.start_job(ann, plan, (), "l4x1", 30, None, job.cap)
+    name = actions.start_job(ann, "demo", "l4x1", job.cap, **asked)
     run = ann.find_own_run(name)
     wait_for(run, "stopped")
     wait_until(lambda: not run.is_locked)
@@ -45,7 +46,7 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
     with pytest.raises(RequestError, match="is none of your runs"):
         find_visitor("ben", "hf_fake_ben").find_run(name)
     with pytest.raises(NotAgreed, match="needs another job, and a job on l4x1 costs ann"):
-        actions.ask_run(ann, name, "resume")
+        actions.resume_run(ann, name)
     assert not run_state.possible_actions(control.status(run))["pay"] and [*hub.jobs] == ["job0"]
     assert "a job on l4x1, at most $0.40" in run_state.cards.run_card(control.status(run), name, 0.0)
     with run.take_lock():
@@ -57,10 +58,10 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
 def test_the_form_asks_before_it_begins_a_job(ann, monkeypatch):
     monkeypatch.delenv("SPACE_ID")
     monkeypatch.setenv("HF_TOKEN", "hf_fake_ann")
-    assert "l4x1" in str(hub_jobs.list_hardware({}, None, None).choices)
-    chosen = actions.examine_model(find_visitor(), "demo")
+    assert "l4x1" in str(plan_handlers.list_hardware({}, None, None).choices)
+    chosen = planning.examine_model(find_visitor(), "demo")
     form = (chosen, 64, "Try it", False, "measured", "paper", *([""] * len(plan_form.OPTIONS)))
-    column, question, cap = hub_jobs.offer_job({}, None, None, "l4x1", "30", " mine ", *form)
+    column, question, cap = plan_handlers.offer_job({}, None, None, "l4x1", "30", " mine ", *form)
     assert column.visible and cap == 0.4 and "A job on l4x1 costs ann $0.80 an hour" in question
     assert "it publishes ann/mine" in question
     for given, sentence in (
@@ -68,8 +69,8 @@ def test_the_form_asks_before_it_begins_a_job(ann, monkeypatch):
         (("l4x1", "soon", ""), "is no number of minutes"),
     ):
         with pytest.raises(Exception, match=sentence):
-            hub_jobs.offer_job({}, None, None, *given, *form)
-    hidden, none = hub_jobs.hide_question()
+            plan_handlers.offer_job({}, None, None, *given, *form)
+    hidden, none = plan_handlers.hide_question()
     assert not hidden.visible and none == 0.0
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, chat, limits, runs_cards
+from linearizer.page import chat, limits, planning, runs_cards
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -74,7 +74,7 @@ def test_a_space_removes_what_nobody_has_looked_after(space):
 def examined(**given):
     """A plan for the demo model, and what is known of the model, as if it could read texts of any length."""
     plan = Plan.of(given.pop("recipe", "best"), model="demo", **{"budget": 64, **given})
-    return plan, replace(actions.examine_model(find_visitor(secret=ANN), "demo").inspection, max_positions=None)
+    return plan, replace(planning.examine_model(find_visitor(secret=ANN), "demo").inspection, max_positions=None)
 
 
 TOO_MUCH = {name: {"recipe": "features", name: most + 8} for name, most in MAX_OF_PLAN.items()}

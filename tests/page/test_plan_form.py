@@ -8,7 +8,7 @@ import pytest
 from linearizer import pipeline
 from linearizer.errors import RequestError
 from linearizer.method import blockwise_pass
-from linearizer.page import actions, plan_form, plan_handlers
+from linearizer.page import actions, plan_form, plan_handlers, planning
 from linearizer.page.plan_handlers import take_plan
 from linearizer.page.presets import LISTED, WAYS, further_memories, recipe_choices, recipe_of, way_of
 from linearizer.page.visitors import find_visitor
@@ -24,7 +24,7 @@ def plan_of(values):
     model, budget, effort, may_grow, way, listed, *fields = values
     listed = listed if isinstance(listed, str) else ""
     options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_fields(tuple(fields))}
-    return actions.make_plan(model, budget, effort, options)
+    return planning.make_plan(model, budget, effort, options)
 
 
 def test_every_option_of_a_plan_is_in_sight_or_has_a_field():
@@ -50,8 +50,8 @@ def test_every_memory_is_said_with_its_reference_and_what_it_begins_like():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_plan_that_is_taken_in_is_the_plan_that_starts(recipe):
-    for effort in actions.EFFORTS:
-        usual = actions.make_plan("demo", 128, effort, {"recipe": recipe, "may_grow": recipe == "duo"})
+    for effort in planning.EFFORTS:
+        usual = planning.make_plan("demo", 128, effort, {"recipe": recipe, "may_grow": recipe == "duo"})
         assert plan_of(plan_form.write_plan(usual)) == usual
     changed = replace(usual, texts=5, seed=3, dtype="float32", device="cpu", prices="measured", batch=1)
     assert plan_of(plan_form.write_plan(changed)) == changed
@@ -73,32 +73,32 @@ def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_ef
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
     text = tmp_path / "short.txt"
     text.write_text("the state of the student takes as many bytes as its teacher's cache " * 60)
-    for effort, (sizes, _) in actions.EFFORTS.items():
+    for effort, (sizes, _) in planning.EFFORTS.items():
         asked = {"text": f"file:{text}", "texts": sizes.get("texts", USUAL_TEXTS), "length": 512}
         with pytest.raises(RequestError, match="give more text, or ask for fewer or shorter texts"):
-            actions.start_run(find_visitor(), actions.make_plan("demo", 64, effort, asked), asked)
-        plan = actions.make_plan("demo", 64, effort, {"text": f"file:{text}"})
-        run = actions.begin_run(find_visitor(), plan, YIELDING)
+            actions.start_run(find_visitor(), "demo", 64, effort, asked)
+        plan = planning.make_plan("demo", 64, effort, {"text": f"file:{text}"})
+        run = pipeline.begin(find_visitor().fresh_folder(plan), plan, yielding=YIELDING)
         assert run.plan.texts == 2 and run.plan.length <= plan.kept_length(None)
-    assert len(list((tmp_path / "runs").iterdir())) == len(actions.EFFORTS)
+    assert len(list((tmp_path / "runs").iterdir())) == len(planning.EFFORTS)
 
 
 def test_a_slider_that_moves_forecasts_nothing_and_then_each_plan_is_forecast_once(monkeypatch):
-    forecast, asked = actions.forecast_run, []
-    monkeypatch.setattr(actions, "forecast_run", lambda plan, model: asked.append(plan) or forecast(plan, model))
-    chosen = actions.examine_model(find_visitor(), "demo")
+    forecast, asked = planning.Examined.forecast, []
+    monkeypatch.setattr(planning.Examined, "forecast", lambda self, plan: asked.append(plan) or forecast(self, plan))
+    chosen = planning.examine_model(find_visitor(), "demo")
     form = (64, "Quick", False, "features", "paper", *[""] * len(plan_form.OPTIONS))
     card = plan_handlers.show_budget(chosen, *form)
     assert "from 64 tokens on" in card and asked == []
     shown, efforts, *_ = plan_handlers.show_plan(chosen, *form)
-    assert shown == card and all(name in efforts for name in actions.EFFORTS)
-    assert len(asked) == len(set(asked)) == len(actions.EFFORTS) + len(WAYS) - 1
+    assert shown == card and all(name in efforts for name in planning.EFFORTS)
+    assert len(asked) == len(set(asked)) == len(planning.EFFORTS) + len(WAYS) - 1
 
 
 def test_the_page_refuses_while_it_is_chosen_what_the_door_refuses(monkeypatch):
     looked = []
     monkeypatch.setattr(blockwise_pass, "is_chain", looked.append)
-    chosen = actions.examine_model(find_visitor(), "demo")
+    chosen = planning.examine_model(find_visitor(), "demo")
     form = (64, "Quick", False, "measured", "paper", *("4" if name == "steps" else "" for name in plan_form.OPTIONS))
     for _ in range(2):
         assert "cannot be fitted: ask for “Loss” logits" in plan_handlers.show_budget(chosen, *form)

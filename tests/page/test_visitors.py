@@ -5,7 +5,7 @@ import time
 import pytest
 
 from linearizer.errors import ModelNotAvailable, RequestError
-from linearizer.page import actions, cards, handlers, plan_cards, runs_cards
+from linearizer.page import actions, cards, handlers, plan_cards, planning, runs_cards
 from linearizer.page.visitors import find_visitor, new_secret
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
@@ -79,7 +79,7 @@ def test_secrets_differ():
 
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
-    result = actions.examine_model(find_visitor(), "demo").inspection
+    result = planning.examine_model(find_visitor(), "demo").inspection
     object.__setattr__(result, "name", odd)
     object.__setattr__(result, "licence", odd)
     run = Run.create(find_visitor().fresh_folder(plan := Plan(odd, budget=64, text=odd)), plan)
@@ -115,7 +115,7 @@ def test_a_sentence_does_not_tell_where_runs_are_kept(space):
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
-    plan = actions.make_plan(
+    plan = planning.make_plan(
         "demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self", "dtype": "float32"}
     )
     from linearizer.cli.main import parser
@@ -131,9 +131,9 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
     from linearizer.workers.forecast import Speeds, forecast_run
 
-    result, machine = actions.examine_model(find_visitor(), "demo").inspection, Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
+    result, machine = planning.examine_model(find_visitor(), "demo").inspection, Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
     guesses = [
-        forecast_run(actions.make_plan("demo", 64, effort, {}), result, machine, 5e6) for effort in actions.EFFORTS
+        forecast_run(planning.make_plan("demo", 64, effort, {}), result, machine, 5e6) for effort in planning.EFFORTS
     ]
     assert guesses[0].seconds < guesses[1].seconds < guesses[2].seconds
     assert guesses[0].disk_bytes < guesses[2].disk_bytes
@@ -143,7 +143,7 @@ def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
 def test_minutes_that_are_asked_for_are_in_the_forecast():
     from linearizer.workers.forecast import Speeds, forecast_run
 
-    result, machine = actions.examine_model(find_visitor(), "demo").inspection, Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
+    result, machine = planning.examine_model(find_visitor(), "demo").inspection, Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
     untrained, an_hour = (forecast_run(plan, result, machine, 0) for plan in plans)
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)

@@ -13,7 +13,7 @@ import pytest
 from gradio_client.exceptions import AppError
 
 from linearizer import pipeline
-from linearizer.page import zerogpu, zerogpu_runs
+from linearizer.page import zerogpu
 from linearizer.pipeline import linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
@@ -54,7 +54,7 @@ def test_elsewhere_a_function_stays_as_it_is():
 @pytest.mark.parametrize("name", ["trained", "priced"])
 def test_steps_end_in_the_same_bits_as_one_piece(whole, name, tmp_path):
     run = pipeline.begin(tmp_path / "run", whole[name].plan)
-    zerogpu_runs.start(run)
+    zerogpu.start(run)
     while control.state_of(run) in control.LIVE:
         time.sleep(0.05)
     assert control.state_of(run) == "done", control.status(run)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, cards, limits, plan_cards
+from linearizer.page import actions, cards, handlers, limits, plan_cards
 from linearizer.page.cards import evaluation_card, times_line
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -136,8 +136,9 @@ def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     mine = begin_for(find_visitor(secret=ANN), Plan("demo", budget=64))
     other = find_visitor(secret="bob's secret, long enough")
-    for ask in (actions.start_evaluation, actions.forecast_evaluation):
-        with pytest.raises(RequestError, match="none of your runs"):
-            ask(other, mine.folder.name, {})
+    with pytest.raises(RequestError, match="none of your runs"):
+        actions.evaluate_run(other, mine.folder.name)
+    memory = {"secret": "bob's secret, long enough", "run": mine.folder.name}
+    assert "none of your runs" in handlers.forecast_evaluation(memory, None, None, ["language"], 2, "", None)
     with pytest.raises(RequestError, match="has no student yet"):
-        actions.start_evaluation(find_visitor(secret=ANN), mine.folder.name, {})
+        actions.evaluate_run(find_visitor(secret=ANN), mine.folder.name)

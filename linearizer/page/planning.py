@@ -1,0 +1,109 @@
+"""What a visitor looks at and chooses before a run: the model, the plan, and what the plan takes here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from linearizer.errors import RequestError
+from linearizer.page import limits, zerogpu
+from linearizer.page.visitors import Visitor
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import YIELDING, Plan
+from linearizer.run.folder import UNBOUNDED
+from linearizer.run.names import runs_root
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from linearizer.plan.inspection import Inspection
+    from linearizer.workers.forecast import Machine, RunForecast
+
+EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
+    "Try it": ({"texts": 2, "length": 256, "samples": 512}, 1 / 6),
+    "Quick": ({}, 1),
+    "Thorough": ({"texts": 32, "samples": 2048}, 5),
+}
+
+
+@dataclass(frozen=True, eq=False)  # Gradio hashes what it keeps for a visitor: by identity, as configs have no hash
+class Examined:
+    """A model before a run: what it is, its config, and the bytes that are still to be downloaded."""
+
+    inspection: Inspection
+    config: PreTrainedConfig
+    download: int
+
+    @property
+    def positions(self) -> int:
+        return self.inspection.max_positions or UNBOUNDED
+
+    @cached_property
+    def is_chain(self) -> bool:
+        from linearizer.method.blockwise_pass import is_chain
+
+        return is_chain(self.config)
+
+    def check(self, plan: Plan) -> None:
+        """Refuse what the door would refuse of a plan, while its visitor still chooses."""
+        from linearizer import checks
+
+        checks.check_plan(plan, self.inspection, lambda: self.is_chain)
+
+    def forecast(self, plan: Plan) -> RunForecast:
+        """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
+        from linearizer.teacher import devices
+        from linearizer.workers import forecast
+
+        # ZeroGPU's device is not there to be measured
+        device = "cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device)
+        return forecast.forecast_run(plan, self.inspection, forecast.measure_speeds(device), self.download)
+
+    def machine(self, plan: Plan) -> Machine | None:
+        """Describe what a plan would run on here; None: a GPU that is lent only for the work."""
+        from linearizer.teacher.load import stored_dtype
+        from linearizer.workers import forecast
+
+        if zerogpu.on_zerogpu():
+            return None
+        return forecast.describe_machine(plan, stored_dtype(self.config), runs_root())
+
+
+def examine_model(visitor: Visitor, model: str) -> Examined:
+    """Say what a model is and whether it can be linearized; no weight is downloaded."""
+    from linearizer.hub import models
+    from linearizer.teacher.inspect_model import inspect_model
+    from linearizer.teacher.load import load_config
+
+    model = (model or "").strip()
+    if not model:
+        raise RequestError("no model was named: write `org/name`, or take the demo")
+    limits.check_model(model)
+    source = models.find_model(model, visitor.token)
+    config = load_config(source, visitor.token)
+    inspection = inspect_model(source, config)
+    return Examined(inspection, config, models.download_bytes(source) if inspection.supported else 0)
+
+
+def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
+    """Make a plan of a visitor's choices; the effort, or the default, stands for what is None or empty."""
+    if not isinstance(effort, str) or effort not in EFFORTS:
+        raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
+    given = {name: value for name, value in options.items() if value is not None and value != ""}
+    known = options_of(Plan).keys() - {"model", "budget"}
+    if unknown := sorted(given.keys() - known):
+        raise RequestError(f"{', '.join(unknown)} is no option: there are {', '.join(sorted(known))}")
+    given.setdefault("budget", None if "features" in given else budget)
+    sizes, share = EFFORTS[effort]
+    plan = Plan.of(**{"model": model.strip(), **sizes, **given})
+    if "samples" in sizes and "samples" not in given:  # the effort's number yields to texts that are few or short
+        plan = replace(plan, samples=min(sizes["samples"], plan.most_samples()))
+    for name in (name for name in YIELDING if name not in given):  # the usual number is left out
+        without: dict[str, Any] = {name: None}
+        plan = shorter if (shorter := replace(plan, **without)).sizes == plan.sizes else plan
+    if plan.steps and "steps" not in given:
+        plan = replace(plan, steps=max(1, round(plan.steps * share)))
+    limits.check_model(plan.model, plan.text)
+    return plan
