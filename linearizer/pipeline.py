@@ -35,11 +35,11 @@ from linearizer.plan.state_size import StateSize
 from linearizer.progress import Progress, Steps, finish
 from linearizer.publish.card import add_card
 from linearizer.quiet import quiet
-from linearizer.run.candidates import CANDIDATES
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
+from linearizer.run.prices import CANDIDATES
 from linearizer.run.results import Comparison, Part
 from linearizer.run.sharing import ALONE, Helpers, Share
 from linearizer.run.stopping import check_stop, interruptible, log_end

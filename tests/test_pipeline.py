@@ -19,9 +19,9 @@ from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.progress import Progress, finish
-from linearizer.run.candidates import Candidate, Candidates
 from linearizer.run.files import remove
 from linearizer.run.folder import Trained, read_training
+from linearizer.run.prices import Candidate, Candidates
 from linearizer.run.stopping import LogPace
 from linearizer.run.weight_digests import DIGESTS, read_digests
 from linearizer.teacher.devices import choose_dtype

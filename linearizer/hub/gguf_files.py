@@ -229,11 +229,6 @@ def weigh_head(file: str, head: Head, size: int) -> Weights:
     return Weights((file,), sum(math.prod(tensor.shape) for tensor in head.tensors), size)
 
 
-def read_beginning(path: Path, count: int) -> bytes:
-    with path.open("rb") as file:
-        return file.read(count)
-
-
 def read_local_head(name: str, path: Path) -> Head:
     """Read the head of a file on this machine."""
     try:
@@ -245,7 +240,8 @@ def read_local_head(name: str, path: Path) -> Head:
 
 @lru_cache(maxsize=16)
 def head_of_file(name: str, path: Path, size: int, changed: int) -> Head:
-    return read_head(name, size, partial(read_beginning, path))[0]
+    with path.open("rb") as file:
+        return read_head(name, size, lambda count: os.pread(file.fileno(), count, 0))[0]
 
 
 @cache

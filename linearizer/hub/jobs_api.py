@@ -6,10 +6,9 @@ Everything is done with the token of the account that pays. Errors become a sent
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ LABEL = "linearizer-run"  # of a job: the id of its run
 HOURS = {"second": 3600, "minute": 60, "hour": 1}  # units in an hour
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")  # stages of a job
-NEEDED = ("run_job", "list_jobs_hardware", "create_bucket", "batch_bucket_files", "download_bucket_files")
 NOTHING_BEGUN = "nothing was begun, and nothing costs"
 TROUBLE = (*HUB_ERRORS, OSError)  # what a call may raise
 JOBS = Use(
@@ -96,34 +94,21 @@ def require_token(token: str | None) -> str:
     return str(chosen)
 
 
-def check_client() -> None:
-    """Refuse a client of the Hub that knows no jobs or no buckets."""
-    if missing := [name for name in NEEDED if not hasattr(HfApi, name)]:
-        raise RequestError(
-            f"huggingface_hub {version('huggingface_hub')} is too old for jobs (it has no {missing[0]}): "
-            "pip install -U huggingface_hub"
-        )
-
-
 def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
     """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
-    check_client()
     with explain_job_errors("the hardware of jobs"):
         machines = HfApi(token=access_token(token)).list_jobs_hardware()
-    offered = (
-        Hardware(
-            each.name,
-            each.pretty_name,
-            each.ram,
-            getattr(each, "ephemeral_storage", ""),
-            describe_gpu(each.accelerator),
-            usd_per_hour(each),
-            0 if each.accelerator is None else int(each.accelerator.quantity),
-            "" if each.accelerator is None else each.accelerator.vram,
-        )
-        for each in machines
-    )
-    return tuple(sorted(offered, key=lambda each: each.usd_per_hour))
+    return tuple(sorted(map(read_hardware, machines), key=lambda each: each.usd_per_hour))
+
+
+def read_hardware(machine: Any) -> Hardware:
+    """Keep what matters of a machine."""
+    disk, gpu = getattr(machine, "ephemeral_storage", ""), machine.accelerator
+    hardware = Hardware(machine.name, machine.pretty_name, machine.ram, disk, "", usd_per_hour(machine))
+    if gpu is None:
+        return hardware
+    described = f"{gpu.quantity} {gpu.model} with {gpu.vram}"
+    return replace(hardware, gpu=described, gpus=int(gpu.quantity), gpu_memory=gpu.vram)
 
 
 def usd_per_hour(machine: Any) -> float:
@@ -142,16 +127,10 @@ def parse_bytes(text: str) -> float:
     return float(stated[1]) * UNITS[stated[2]] if stated else 0.0
 
 
-def describe_gpu(accelerator: Any) -> str:
-    """Say which GPUs a machine has; empty: none."""
-    return "" if accelerator is None else f"{accelerator.quantity} {accelerator.model} with {accelerator.vram}"
-
-
 class Account:
     """The jobs and the bucket of an account; of an organisation, where a member of it says that it pays."""
 
     def __init__(self, token: str | None, owner: str | None = None) -> None:
-        check_client()
         self.token = require_token(token)
         self.api = HfApi(token=self.token)
         with explain_job_errors("the Hub"):
@@ -181,9 +160,9 @@ class Account:
         tree = self.api.list_bucket_tree(self.bucket, prefix=prefix, recursive=True)
         return {each.path: each for each in tree if each.type == "file" and each.path.startswith(prefix + "/")}
 
-    def has_files(self, paths: Iterable[str]) -> set[str]:
-        """Tell which of some files are in the bucket."""
-        return {each.path for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
+    def find_files(self, paths: Iterable[str]) -> dict[str, Any]:
+        """Find those of some files that are in the bucket."""
+        return {each.path: each for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
 
     def send(self, files: Mapping[str, Path | bytes], removed: Iterable[str] = ()) -> None:
         """Write files by their paths in the bucket, and remove others, in one request."""
@@ -197,6 +176,14 @@ class Account:
             place.parent.mkdir(parents=True, exist_ok=True)
         with without_bars():
             self.api.download_bucket_files(self.bucket, [(file, place) for place, file in files.items()])
+
+    def send_folder(self, folder: Path, prefix: str, **which: Any) -> None:
+        """Write what has changed in a folder below a prefix of the bucket."""
+        self.api.sync_bucket(str(folder), f"hf://buckets/{self.bucket}/{prefix}", quiet=True, **which)
+
+    def fetch_folder(self, prefix: str, folder: Path, include: Sequence[str] = ()) -> None:
+        """Download what is below a prefix of the bucket, or what some patterns name of it."""
+        self.api.sync_bucket(f"hf://buckets/{self.bucket}/{prefix}", str(folder), include=[*include], quiet=True)
 
     def begin_job(
         self, image: str, command: list[str], flavor: str, minutes: int, run_id: str, environment: Mapping[str, str]
@@ -230,9 +217,9 @@ class Account:
     def cancel_job(self, job_id: str) -> None:
         self.api.cancel_job(job_id=job_id, namespace=self.name)
 
-    def read_log(self, job_id: str) -> Iterator[str]:
-        """Give the lines that a job writes, from the first on, until it has ended."""
-        yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.name, follow=True)
+    def read_log(self, job_id: str) -> Iterable[str]:
+        """Give the lines that a job has written."""
+        return self.api.fetch_job_logs(job_id=job_id, namespace=self.name)
 
 
 def described(info: Any) -> Job:

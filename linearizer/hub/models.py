@@ -78,11 +78,17 @@ class Source:
     folder: Path | None  # of a local model
     repo_id: str | None
     revision: str | None  # the commit; None for a local model
-    licence: str | None
     gated: bool
     weights: Weights
     terms: dict[str, Any] = field(default_factory=dict)  # TERMS, as far as its author states them
     head: Path | None = None  # of a GGUF file: the file itself, or a stand-in that holds all but its weights
+
+    @property
+    def licence(self) -> str | None:
+        licence = self.terms.get("license")
+        if licence == "other":
+            licence = self.terms.get("license_name") or licence
+        return ", ".join(licence) if isinstance(licence, list) else licence
 
     @property
     def pinned(self) -> str | None:
@@ -258,8 +264,8 @@ def describe_folder(name: str, folder: Path) -> Source:
     if not (folder / CONFIG).is_file():
         check_other_format(name, [path.name for path in folder.iterdir()])
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
-    card = read_card(folder / "README.md")
-    return Source(name, folder, None, None, licence_of(card), False, weigh_folder(name, folder), terms_of(card))
+    terms = terms_of(read_card(folder / "README.md"))
+    return Source(name, folder, None, None, False, weigh_folder(name, folder), terms)
 
 
 def describe_file(name: str, path: Path) -> Source:
@@ -268,8 +274,7 @@ def describe_file(name: str, path: Path) -> Source:
         raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it, or a GGUF file")
     head = read_local_head(name, path)
     weights = weigh_head(path.name, head, path.stat().st_size)
-    terms = terms_of(head.terms)
-    return Source(name, path.parent, None, None, licence_of(terms), False, weights, terms, path)
+    return Source(name, path.parent, None, None, False, weights, terms_of(head.terms), path)
 
 
 def describe_hub_file(name: str, token: str | None) -> Source:
@@ -286,7 +291,7 @@ def describe_hub_file(name: str, token: str | None) -> Source:
     head = read_local_head(name, path)
     terms = {**terms_of(head.terms), **terms_of(info.card_data)}
     weights = weigh_head(file, head, sizes[file])
-    return Source(name, None, info.id, info.sha, licence_of(terms), bool(info.gated), weights, terms, path)
+    return Source(name, None, info.id, info.sha, bool(info.gated), weights, terms, path)
 
 
 def find_head(name: str, pinned: HubName, size: int, token: str | None) -> Path:
@@ -324,8 +329,7 @@ def describe_repository(name: str, token: str | None) -> Source:
             raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
         check_format(name, sizes)
         weights = weigh_repository(name, hub, info.id, info.sha, sizes)
-    card = info.card_data
-    return Source(name, None, info.id, info.sha, licence_of(card), bool(info.gated), weights, terms_of(card))
+    return Source(name, None, info.id, info.sha, bool(info.gated), weights, terms_of(info.card_data))
 
 
 def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
@@ -352,14 +356,6 @@ def read_card(path: Path) -> Any:
         return ModelCard.load(path, ignore_metadata_errors=True).data
     except (ValueError, TypeError, YAMLError):
         return None
-
-
-def licence_of(card: Any) -> str | None:
-    terms = terms_of(card)
-    licence = terms.get("license")
-    if licence == "other":
-        licence = terms.get("license_name") or licence
-    return ", ".join(licence) if isinstance(licence, list) else licence
 
 
 def terms_of(card: Any) -> dict[str, Any]:

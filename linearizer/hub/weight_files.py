@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from linearizer.errors import ModelNotAvailable
-from linearizer.plan.json_products import parse_json
+from linearizer.plan.json_products import parse_json, parse_object
 from linearizer.run.files import UNFINISHED, sync, writing
 
 if TYPE_CHECKING:
@@ -67,20 +67,12 @@ def check_other_format(name: str, files: Collection[str]) -> None:
 def read_json(name: str, path: Path) -> dict[str, Any]:
     """Read a JSON object of a model's folder."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        return parse_object(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or f"it is no JSON: {error}"
         raise ModelNotAvailable(
-            f"{name!r} has a {path.name} that cannot be read ({error.strerror}): check the folder"
+            f"{name!r} has a {path.name} that cannot be read ({why}): repair that file, or download the model again"
         ) from error
-    except ValueError as error:
-        raise ModelNotAvailable(
-            f"{name!r} has a {path.name} that is no JSON ({error}): download the model again, or repair that file"
-        ) from error
-    if not isinstance(content, dict):
-        raise ModelNotAvailable(
-            f"{name!r} has a {path.name} that is no JSON object but a {type(content).__name__}: repair that file"
-        )
-    return content
 
 
 def damaged_weights(name: str, what: object) -> ModelNotAvailable:
@@ -144,15 +136,10 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Read a file that `write_tensors` wrote; raise ValueError if its content has changed since."""
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        sealed = read_seal(file)
+        sealed = parse_json((file.metadata() or {})[SEAL])
     if digest(tensors, sealed["facts"]) != sealed["digest"]:
         raise ValueError("its content is not what was written")
     return tensors, sealed["facts"]
-
-
-def read_seal(file: Any) -> dict[str, str]:
-    """Read the text and the digest of an open file that `write_tensors` wrote."""
-    return parse_json((file.metadata() or {})[SEAL])
 
 
 def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:

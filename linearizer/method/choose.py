@@ -20,9 +20,9 @@ from linearizer.method.whole_student import kl_by_token
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.plan import Plan
 from linearizer.progress import Steps
-from linearizer.run.candidates import CANDIDATES, Candidate, Candidates
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.prices import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.kept_texts import texts_of_run
 from linearizer.teacher.load import Teacher

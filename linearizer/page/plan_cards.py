@@ -17,8 +17,7 @@ from linearizer.report.markup import announcement, folded, message_box, table, v
 
 if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
-    from linearizer.workers.forecast import RunForecast
-    from linearizer.workers.machine import Machine
+    from linearizer.workers.forecast import Machine, RunForecast
 
 
 def model_card(inspection: Inspection) -> str:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from linearizer.plan.inspection import Inspection
-    from linearizer.workers.forecast import RunForecast
-    from linearizer.workers.machine import Machine
+    from linearizer.workers.forecast import Machine, RunForecast
 
 EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
     "Try it": ({"texts": 2, "length": 256, "samples": 512}, 1 / 6),
@@ -65,11 +64,11 @@ class Examined:
     def machine(self, plan: Plan) -> Machine | None:
         """Describe what a plan would run on here; None: a GPU that is lent only for the work."""
         from linearizer.teacher.load import stored_dtype
-        from linearizer.workers import machine
+        from linearizer.workers import forecast
 
         if zerogpu.on_zerogpu():
             return None
-        return machine.describe_machine(plan, stored_dtype(self.config), runs_root())
+        return forecast.describe_machine(plan, stored_dtype(self.config), runs_root())
 
 
 def examine_model(visitor: Visitor, model: str) -> Examined:

@@ -24,9 +24,9 @@ from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import find_correction
 from linearizer.report.verdict import judge_run
 from linearizer.run import events
-from linearizer.run.candidates import CANDIDATES
 from linearizer.run.events import Event, EventName
 from linearizer.run.folder import Run
+from linearizer.run.prices import CANDIDATES
 from linearizer.run.results import Language, Part
 from linearizer.workers import control
 from linearizer.workers.control import LIVE, Status

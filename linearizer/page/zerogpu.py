@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.progress import Progress, Steps, finish
-from linearizer.run.candidates import CANDIDATES
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.locks import Lock
+from linearizer.run.prices import CANDIDATES
 from linearizer.run.stopping import SliceOver, check_stop, log_end
 from linearizer.workers import control
 from linearizer.workers.device_queue import Ticket

@@ -6,7 +6,7 @@ bits and a byte or two for the scale of each vector. The running state is priced
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from linearizer.plan.update_rules import MEMORIES
@@ -17,15 +17,7 @@ SUMMED = 4  # bytes of a number in a running state
 SINKS = 4  # tokens at the start of a text that most models lean on
 TILE = 16  # features that a kernel computes at once, and the fewest of a head
 BLOCK = 16  # tokens that leave a window at once, at the least, where slots take them and the window has room
-FEATURE_MAPS: Mapping[str, Callable[[int, int], int]] = {  # numbers of a head's map, by the size of a key and features
-    "clusters": lambda dim, features: features * (2 * dim + 1) + dim * dim + 1,
-    "codebook": lambda dim, features: features * dim + dim * dim + 1,
-    "mlp": lambda dim, features: 2 * (features * (3 * dim + 1) + 2 * dim * dim + 1),
-    "prf": lambda dim, features: features * (dim + 1),
-    "performer": lambda dim, features: features * (dim + 1),
-    "dijiang": lambda dim, features: features * (dim + 1),
-    "hedgehog": lambda dim, features: features // 2 * 2 * dim + 1,
-}
+FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from linearizer.method.decide import offers_of
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.plan import Plan
 from linearizer.report.tables import Rows, Table
-from linearizer.run.candidates import Candidates
 from linearizer.run.folder import Run
+from linearizer.run.prices import Candidates
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from linearizer.plan.options import differences
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import Profile
 from linearizer.run import locks
-from linearizer.run.candidates import CANDIDATES, Candidates
 from linearizer.run.events import (
     Event,
     EventName,
@@ -41,7 +40,7 @@ from linearizer.run.events import (
 )
 from linearizer.run.files import UNFINISHED, link_error, open_in_place, seal, unseal, write_whole, writing
 from linearizer.run.locks import Lock
-from linearizer.run.prices import Prices
+from linearizer.run.prices import CANDIDATES, Candidates, Prices
 from linearizer.run.results import RESULTS, Part, read_part
 
 Product = TypeVar("Product")
@@ -281,8 +280,7 @@ class Run:
 
     def remove_unstarted(self) -> None:
         """Remove a run without products, and its folder if that leaves it empty."""
-        names = ("plan.json", "plan.json" + UNFINISHED, "begun.json", "inspection.json", "events.jsonl")
-        for name in (*names, "stop", "use", "worker.log", "hub_job.json", "lock"):
+        for name in ("plan.json", "plan.json" + UNFINISHED, *sorted(FILES_OF_RUN - {"state", "checkpoint"})):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,25 +15,11 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 BEFORE = "name the model that it was quantised from"
-
-
-@dataclass(frozen=True)
-class Method:
-    """How the weights of a quantised model are held here."""
-
-    expanded: bool  # to a floating type, while they load; else they stay as they are
-    packages: tuple[str, ...] = ()  # that load them
-    read_here: bool = False  # not by transformers
-
-
-METHODS = {
-    "bitsandbytes": Method(False, ("bitsandbytes",)),
-    "fp8": Method(True),
-    "compressed-tensors": Method(True, ("compressed_tensors",)),
-    "gptq": Method(True, read_here=True),
-    "awq": Method(True, read_here=True),
-    GGUF: Method(True, ("gguf",)),
-}
+# The weights of PACKED stay as they are; those of others are expanded to a floating type while they load.
+PACKED = "bitsandbytes"
+READ_HERE = ("gptq", "awq")  # not by transformers
+PACKAGES = {PACKED: "bitsandbytes", "compressed-tensors": "compressed_tensors", GGUF: "gguf"}  # that load them
+METHODS = (*PACKAGES, *READ_HERE, "fp8")
 
 
 def quantisation_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -44,7 +29,7 @@ def quantisation_of(config: PreTrainedConfig) -> dict[str, Any]:
         return {}
     content = dict(stated) if isinstance(stated, dict) else stated.to_dict()
     bitsandbytes = content.get("load_in_4bit") or content.get("load_in_8bit")
-    return {**content, "quant_method": content.get("quant_method") or ("bitsandbytes" if bitsandbytes else "unknown")}
+    return {**content, "quant_method": content.get("quant_method") or (PACKED if bitsandbytes else "unknown")}
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
@@ -55,25 +40,23 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 def is_packed(config: PreTrainedConfig) -> bool:
     """Tell whether a model's weights stay quantised while it computes."""
-    method = METHODS.get(method_of(config) or "")
-    return method is not None and not method.expanded
+    return method_of(config) == PACKED
 
 
 def check_quantisation(config: PreTrainedConfig) -> None:
     """Refuse quantised weights that cannot be loaded here, or that no student's checkpoint can hold."""
     if (name := method_of(config)) is None:
         return
-    if (method := METHODS.get(name)) is None or (name == GGUF and gguf_file(config) is None):
+    if name not in METHODS or (name == GGUF and gguf_file(config) is None):
         raise Refused(f"its weights are quantised by {name}, which is not served", BEFORE)
-    missing = [package for package in method.packages if find_spec(package) is None]
-    if missing:
+    if (package := PACKAGES.get(name)) is not None and find_spec(package) is None:
         raise Refused(
-            f"its weights are quantised by {name}, and {missing[0]} is not installed",
-            f"`pip install {missing[0].replace('_', '-')}`, or {BEFORE}",
+            f"its weights are quantised by {name}, and {package} is not installed",
+            f"`pip install {package.replace('_', '-')}`, or {BEFORE}",
         )
     if name == "fp8":
         check_blocks(quantisation_of(config).get("weight_block_size"))
-    if method.read_here:
+    if name in READ_HERE:
         check_few_bits(name, quantisation_of(config), BEFORE)
 
 
@@ -96,9 +79,9 @@ def describe_quantisation(config: PreTrainedConfig) -> str | None:
     if (method := method_of(config)) is None:
         return None
     content = quantisation_of(config)
-    if method == "bitsandbytes":
-        return f"bitsandbytes, {4 if content.get('load_in_4bit') else 8} bits"
-    if METHODS.get(method, Method(False)).read_here:
+    if method == PACKED:
+        return f"{method}, {4 if content.get('load_in_4bit') else 8} bits"
+    if method in READ_HERE:
         return f"{method}, {content.get('bits', content.get('w_bit', 4))} bits"
     if gguf_file(config):
         return f"GGUF, {content['stored']}"
@@ -107,8 +90,7 @@ def describe_quantisation(config: PreTrainedConfig) -> str | None:
 
 def is_read_here(config: PreTrainedConfig) -> bool:
     """Tell whether transformers cannot load a quantised model without further packages, and we can."""
-    method = METHODS.get(method_of(config) or "")
-    return method is not None and method.read_here
+    return method_of(config) in READ_HERE
 
 
 def expand_while_loading(config: PreTrainedConfig) -> None:

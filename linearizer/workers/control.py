@@ -6,16 +6,19 @@ so every process that looks sees the same.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from linearizer.errors import FolderError, RequestError
 from linearizer.plan.plan import Plan
@@ -26,7 +29,6 @@ from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.workers import device_queue
 from linearizer.workers.device_queue import Ticket
-from linearizer.workers.processes import start_process
 
 EVALUATION_STEPS = (*PARTS, "longer", "distill")  # with progress
 STATE_AFTER = {
@@ -136,6 +138,44 @@ def start_worker(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> Non
     threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
 
 
+def start_process(
+    module: str, request: Mapping[str, Any], variables: Mapping[str, str] | None = None, **streams: Any
+) -> subprocess.Popen[str]:
+    """Start a process that works on the folder of a request, which only that process can read; it outlives this one."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, request["folder"]],  # the folder is for who reads a list of processes
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # ctrl-C is for this process alone
+        env={**environment_to_import(), **(variables or {})},
+        **streams,
+    )
+    with suppress(BrokenPipeError):  # a process that died at once shows as lost
+        process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
+    return process
+
+
+def end_process(work: Callable[[], int]) -> NoReturn:
+    """Do the work of a process that was started, and end it with the exit code that this gives."""
+    code = 1
+    try:
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for the threads of an abandoned download, or that listen
+
+
+def environment_to_import() -> dict[str, str]:
+    """Let a process import this package, and nothing from the working directory."""
+    home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
+    if home.name not in ("site-packages", "dist-packages"):  # which a process searches after the standard library
+        paths = os.pathsep.join(filter(None, (str(home), paths)))
+    return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
+
+
 def stop(run: Run, why: str = "") -> None:
     """Request that a run, or its evaluation, finishes its step, saves and stops; `why` is shown to its owner."""
     state = state_of(run)
@@ -183,7 +223,7 @@ def status(run: Run) -> Status:
         state=state,
         place=device_queue.place_of(run.folder) if state == "queued" else None,
         step=log_state.step,
-        error=LOST_ERROR + quote_last_line(run) if state == "lost" else log_state.error,
+        error=LOST_ERROR + read_last_words(run) if state == "lost" else log_state.error,
         begun=begun,
         changed=log_state.newest["time"] if log_state.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's
@@ -242,16 +282,20 @@ def read_log_state(run: Run) -> LogState:
     return LogState(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
 
 
-def quote_last_line(run: Run) -> str:
-    """Quote the last line that a lost process wrote to standard error, without folders and tokens."""
+def read_last_words(run: Run) -> str:
+    """Quote the last line that a lost process wrote to standard error."""
     path = run.folder / "worker.log"
     if not path.is_file():
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - READ_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+        return quote_last(file.read().decode(errors="replace").splitlines())
+
+
+def quote_last(lines: Sequence[str]) -> str:
+    """Quote the last line that a process or a job wrote, without folders, signed addresses and tokens."""
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    last = re.sub(r"hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
+    last = re.sub(r"\?\S+|hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
     return f"; its last words: {last[:MAX_QUOTED_CHARACTERS]}" if last else ""
 
 

@@ -1,16 +1,16 @@
 """The queues of the devices of this machine: each device works on one run at a time, in the order of tickets.
 
 Every process that waits or works holds the lock of a ticket: a file with the folder of its run, named NUMBER, then
-NUMBER@DEVICE, and NUMBER@DEVICE@now while the run works; a run on several devices, NUMBER@DEVICE+DEVICE, stands in the
-queue of each, and works once it is the first in all of them. A ticket without a lock belongs to a dead process and does
-not count. A run whose device is not known yet counts for every device.
+NUMBER@DEVICE; a run on several devices, NUMBER@DEVICE+DEVICE, stands in the queue of each. A run works once it is the
+first in all of its queues: numbers only grow, so none comes before it later. A ticket without a lock belongs to a dead
+process and does not count. A run whose device is not known yet counts for every device.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from linearizer.errors import FolderError
 from linearizer.run.files import writing
 from linearizer.run.locks import Lock, is_held, take_lock
 
-WORKING, AND = "now", "+"
+AND = "+"  # between the devices of a ticket
 WAIT_SECONDS = 30.0  # the longest wait for other processes; each holds the lock for a moment
 
 
@@ -36,12 +36,9 @@ class Ticket:
             self.path = self.path.rename(self.path.with_name(f"{number_of(self.path)}@{names}"))
 
     def count_before(self) -> int:
-        """Count the live tickets before this one; where there is none, mark this one as working."""
-        with lock_queue(), writing(self.path):  # a ticket that is being renamed would be missed
-            count = len(tickets_before(self.path))
-            if not count:
-                self.path = self.path.rename(self.path.with_name(f"{self.path.name}@{WORKING}"))
-        return count
+        """Count the live tickets before this one."""
+        with lock_queue():  # a ticket that is being renamed would be missed
+            return len(tickets_before(self.path))
 
     def remove(self) -> None:
         """Let the next run work."""
@@ -80,8 +77,9 @@ def take_ticket(run: Path) -> Ticket:
 def place_of(run: Path) -> int | None:
     """Give the place of a waiting run in the queue of its device: 1 is next."""
     for path in sorted(tickets()):
-        if run_of(path) == str(run.resolve()) and is_held(path):
-            return 1 + sum(not other.name.endswith(f"@{WORKING}") for other in tickets_before(path))
+        with suppress(FileNotFoundError):  # removed meanwhile
+            if path.read_text(encoding="utf-8") == str(run.resolve()) and is_held(path):
+                return 1 + sum(bool(tickets_before(other)) for other in tickets_before(path))  # the first are at work
     return None
 
 
@@ -108,15 +106,7 @@ def number_of(ticket: Path) -> str:
 
 def devices_of_ticket(ticket: Path) -> set[str]:
     """Name the devices of a ticket; none while they are unknown."""
-    return set(filter(None, ticket.name.removesuffix(f"@{WORKING}").partition("@")[2].split(AND)))
-
-
-def run_of(ticket: Path) -> str:
-    """Give the folder of the run of a ticket; empty if the ticket was removed meanwhile."""
-    try:
-        return ticket.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
+    return set(filter(None, ticket.name.partition("@")[2].split(AND)))
 
 
 @contextmanager

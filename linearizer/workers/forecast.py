@@ -1,4 +1,4 @@
-"""Forecasts of a run or an evaluation on this machine, right within a factor of about two.
+"""Forecasts of a run or an evaluation on this machine, right within a factor of about two; and what the machine is.
 
 A run: from the sizes of its model and the speeds of this machine. An evaluation: from the time that judging the same
 student took.
@@ -6,10 +6,13 @@ student took.
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -17,38 +20,37 @@ from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS, needle
 from linearizer.evaluate.needle import DEPTHS
 from linearizer.evaluate.speed import LENGTHS
 from linearizer.method.by_prices import MOST_DEAR
-from linearizer.method.decide import sinks_to_try
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import options_to_price
 from linearizer.method.head_prices_by_gradient import DRAWS
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
-from linearizer.run.disk import NUMBER, SAVE_EVERY, checkpoint_bytes, most_rows, other_bytes, resume_bytes
+from linearizer.run.disk import NUMBER, SAVE_EVERY, checkpoint_bytes, other_bytes, resume_bytes, rows_of
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.student.kernel_dispatch import FeatureAttention
+from linearizer.student.kernel_in_c import find_compiler
 from linearizer.student.layer_student import LayerStudent
-from linearizer.teacher.devices import device_kind
+from linearizer.teacher.devices import choose_device, choose_dtype, describe_device, device_kind
 from linearizer.teacher.logits import MAX_LOGITS
-from linearizer.teacher.streaming import bytes_for_weights, bytes_in_memory, streams
+from linearizer.teacher.ram import free_bytes
+from linearizer.teacher.streaming import bytes_for_weights, bytes_in_memory, rooms_for_weights, streams
 
-STUDENT_SHAPES = ((1, 256, 64), (8, 256, 64))  # KV heads, tokens, size of a head
-HEAD_SHARE = 0.25  # of a head's time that does not hang on its size, where that is 64
+SIZE = 64  # of the heads that a student's speed is measured with
 SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
-PROCESS_BYTES = 620e6  # of Python, PyTorch and what runs import
-JUDGED_LOGITS, PRICED_LOGITS = 6.5, 3.5  # copies of the logits of texts that are in memory at once
-PACKED_SHARE = 0.3  # of a block's weights that its largest matrix has: a CPU packs it anew for a product
-GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of its hidden state
-LARGEST_FILE = 5e9  # bytes of weights that are read at once
 START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
 READ_RATE = 4e8  # bytes of weights in a second
+PROCESS_BYTES = 620e6  # of Python, PyTorch and what runs import
+WEIGHTS = 1.2  # times the bytes of weights are in memory: of some there are two forms while they load or compute
+LOGITS = 6.5  # copies of the logits of texts that are in memory at once
+GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of its hidden state
+LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, beside its product
 JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
-LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, beside its product
-ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
+COMPARED = 6  # students that are measured before one of them is made
 DEAR_SHARE = 0.5  # of the dear offers that may be measured
-COMPARED = 4  # students that are measured before one of them is made
 HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
@@ -56,22 +58,19 @@ SUBJECTS = 4  # teacher, student, window, untrained student
 WITH_RIVALS = 1.5  # times as long as without the caches in few bits, which attend as a teacher does
 TOKEN_PASSES = 0.2  # that writing one token of all texts takes
 HEAD_ERROR_PASSES = 60  # that the errors of every head take, the curve of errors included
-CHOICES = 4  # of a sample of a task, each read by itself
-CHOICE_TOKENS = 64
-TASK_SAMPLES = 1000  # of a task without a limit
+TASK_SAMPLES, SAMPLE_TOKENS = 1000, 4 * 64  # of a task without a limit, and of all choices of a sample
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Amounts of work that this machine does in a second."""
+    """Amounts of work that a machine does in a second."""
 
     products: float  # multiplications and additions of matrices in float32
     small_products: float  # likewise in bfloat16
     students: float  # tokens of a KV head of size 64 with a window and slots
     spectra: float  # cubed points of a spectrum
     reads: float  # bytes of weights
-    calls: float = 0.0  # seconds that a layer takes for a token of a student, however many heads it has
     room: float | None = None  # bytes of weights that memory holds; None: what is free here
 
 
@@ -98,32 +97,21 @@ def measure_speeds(device: str, clock: Clock = time.perf_counter) -> Speeds:
     """Measure this machine, in well under a second; only once."""
     size = matrix_size(device)
     matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    points = torch.randn(SPECTRUM_POINTS, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
+    points = torch.randn(SPECTRUM_POINTS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
     products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5, clock) for x in matrices)  # type: ignore[misc]
     spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2, clock)
-    students, calls = students_speed(device, clock)
-    return Speeds(products, small, students, SPECTRUM_POINTS**3 / spectra, READ_RATE, calls)
-
-
-def students_speed(device: str, clock: Clock) -> tuple[float, float]:
-    """Measure how many tokens KV heads read in a second, and the seconds that their layer takes besides for each."""
-    few, many = (student_seconds(device, clock, *shape) for shape in STUDENT_SHAPES)
-    head = max((many - few) / (STUDENT_SHAPES[1][0] - STUDENT_SHAPES[0][0]), many / 100)  # if a clock was disturbed
-    return 1 / head, max(few - head, 0.0)
+    return Speeds(products, small, students_speed(device, clock), SPECTRUM_POINTS**3 / spectra, READ_RATE)
 
 
 @torch.inference_mode()
-def student_seconds(device: str, clock: Clock, heads: int, tokens: int, dim: int) -> float:
-    """Measure what a layer of a student takes for a token of a text."""
-    student = LayerStudent([Head(window=16, slots=48).held] * heads, 0, dim, "prf").to(device)
-    student.reset(torch.Generator().manual_seed(0))
+def students_speed(device: str, clock: Clock, heads: int = 4, tokens: int = 256) -> float:
+    """Measure how many tokens KV heads of a student read in a second."""
     generator = torch.Generator().manual_seed(0)
-    text = torch.randn(1, heads, tokens, dim, generator=generator).to(device)
-
-    def read() -> float:
-        return float(student(text, text, text, dim**-0.5, None, None)[0, 0, 0, 0])
-
-    return seconds_of(read, 3, clock) / tokens
+    student = LayerStudent([Head(window=16, slots=48).held] * heads, 0, SIZE, "prf").to(device)
+    student.reset(generator)
+    text = torch.randn(1, heads, tokens, SIZE, generator=generator).to(device)
+    read = seconds_of(lambda: float(student(text, text, text, SIZE**-0.5, None, None)[0, 0, 0, 0]), 3, clock)
+    return heads * tokens / read
 
 
 def matrix_size(device: str) -> int:
@@ -160,42 +148,32 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     """Say how many seconds the steps take."""
     layers, length = replaced_layers(inspection), plan.kept_length(inspection.max_positions)
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
-    token = 2 * inspection.active + attention  # operations
-    heads = sum(layer.kv_heads for layer in layers)
-    spectra = heads * plan.kept_samples**3 / speeds.spectra
     products = product_speed(plan, inspection, speeds)
-    teacher = length * token / products  # seconds for a text
-    reading = inspection.weight_bytes / speeds.reads
-    weights = bytes_in_memory(inspection, plan.dtype, plan.device)
-    if weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device):
-        reading += sweeps(plan, layers) * weights / speeds.reads
-    sizes = [
-        layer.kv_heads * (HEAD_SHARE + (1 - HEAD_SHARE) * layer.key_dim / STUDENT_SHAPES[0][2]) for layer in layers
-    ]
-    own = length * (sum(sizes) / speeds.students + len(layers) * speeds.calls)  # that a student takes besides
+    teacher = length * (2 * inspection.active + attention) / products  # seconds for a text
+    heads = sum(layer.kv_heads for layer in layers)
+    own = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students  # of a student
     logits = length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
-    joined = 2 * length <= (inspection.max_positions or 2 * length)  # texts in pairs, of which a teacher sees all
-    longer = length * attention / products if joined else 0.0
-    judging = JUDGING.texts * JUDGED_SHARE * (3 * (teacher + logits) + longer + 2 * own)
+    judging = JUDGING_PASSES * (teacher + own + logits)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = plan.texts_priced * pricing_seconds(plan, layers, length, teacher, own)
-    training = training_seconds(plan, layers, length, token, products)
-    if plan.heals and plan.minutes is None:
-        passes = HEALING_PASSES if plan.kept_lora else 1
-        training = plan.steps * plan.batch * (teacher + passes * (teacher + own))
+        pricing = plan.texts_priced * pricing_seconds(plan, heads, length, teacher, own)
+    training = training_seconds(plan, layers, teacher, own, length / products)
+    spectra = heads * plan.kept_samples**3 / speeds.spectra
+    reading = reading_seconds(plan, inspection, speeds)
     return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
 
 
-def sweeps(plan: Plan, layers: list[Layer]) -> float:
-    """Say how often a run reads all weights that are read block by block; texts share a reading."""
-    count = 8.0  # until it is profiled, and of all that is judged together the texts in two parts, and passages
+def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
+    """Say how many seconds the weights are read, once, or by every pass of a run that reads them block by block."""
+    weights, count = bytes_in_memory(inspection, plan.dtype, plan.device), 8.0  # with two parts of what is judged
+    if not (weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device)):
+        return inspection.weight_bytes / speeds.reads
     if plan.rules.decided_by == "prices":
         priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
-        count += 6 + COMPARED + priced * len(layers) / 2
+        count += 4 + COMPARED + priced * len(replaced_layers(inspection)) / 2
     if plan.trains:
         count += 3 + plan.steps / SAVE_EVERY
-    return count
+    return (inspection.weight_bytes + count * weights) / speeds.reads
 
 
 def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
@@ -205,55 +183,46 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
 
 
-def pricing_seconds(plan: Plan, layers: list[Layer], length: int, teacher: float, own: float) -> float:
-    """Say how many seconds sinks, prices and the comparison take for a text."""
-    heads = sum(layer.kv_heads for layer in layers)
+def pricing_seconds(plan: Plan, heads: int, length: int, teacher: float, own: float) -> float:
+    """Say how many seconds prices and the comparison of students take for a text."""
     offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
-    students = len(sinks_to_try(plan)) + COMPARED
-    priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
+    priced = 1 + 1.2 * DRAWS + MOST_DEAR * DEAR_SHARE / 2  # passes of a text, forward and back
     if plan.prices == "measured":
         priced = heads * offered / 2
-    return students * (teacher + own) + priced * teacher + offered * own
+    return COMPARED * (teacher + own) + priced * teacher + offered * own
 
 
-def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float, speed: float) -> float:
-    """Say how many seconds training takes: a token takes some operations, and a second has room for `speed` of them."""
+def training_seconds(plan: Plan, layers: list[Layer], teacher: float, own: float, operation: float) -> float:
+    """Say how many seconds training takes; an operation for every token of a text takes some of them."""
     if plan.minutes is not None:
         return 60 * plan.minutes
-    share = 1 if plan.features else 0.5  # of a budget, which windows take, too
-    products = sum(layer.query_heads * layer.key_dim * share * most_rows(plan, layer) for layer in layers)
-    return plan.steps * plan.batch * length * (token + TRAINING_FACTOR * products) / speed
+    step = teacher + (HEALING_PASSES if plan.kept_lora else 1) * (teacher + own)
+    if not plan.heals:
+        products = sum(layer.query_heads * layer.key_dim * rows_of(plan, layer) for layer in layers)
+        step = teacher + TRAINING_FACTOR * products * operation
+    return plan.steps * plan.batch * step
 
 
 def run_memory(plan: Plan, inspection: Inspection) -> float:
     """Say how many bytes a run has in memory at once: the weights, and what the dearest of its steps takes besides."""
     layers, length = replaced_layers(inspection), plan.kept_length(inspection.max_positions)
     weights: float = bytes_in_memory(inspection, plan.dtype, plan.device)
-    read = min(inspection.weight_bytes, LARGEST_FILE) if weights > inspection.weight_bytes else 0.0
     if streams(inspection, plan.dtype, plan.device):
-        weights, read = min(weights, bytes_for_weights(plan.device)), 0.0
-    sample = 6 * 8 * plan.kept_samples**2
-    token = NUMBER * inspection.vocabulary  # the bytes of its logits
-    judging = JUDGED_LOGITS * min(NUMBER * MAX_LOGITS, JUDGING.texts * length * token)
+        weights = min(weights, bytes_for_weights(plan.device))
+    token = LOGITS * NUMBER * inspection.vocabulary  # the bytes of its logits
+    judging = min(LOGITS * NUMBER * MAX_LOGITS, JUDGING.texts * length * token)
     pricing = rows = graph = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = PRICED_LOGITS * plan.texts_priced * length * token
+        pricing = plan.texts_priced * length * token / 2
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
     if plan.kept_lora:  # the whole student is differentiated, and judged beside its teacher's own weights
         width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
-        of_blocks = NUMBER * GRAPH_WIDTHS * width * len(inspection.layers)
-        graph = plan.batch * length * (of_blocks + 2 * JUDGED_LOGITS * token)
+        graph = plan.batch * length * (NUMBER * GRAPH_WIDTHS * width * len(inspection.layers) + 2 * token)
         weights *= 2
+    sample = 6 * 8 * plan.kept_samples**2
     work = max(sample, judging, pricing, rows, graph)
-    return PROCESS_BYTES + weights + max(read, work + packed_bytes(inspection)) + resume_bytes(plan, inspection)
-
-
-def packed_bytes(inspection: Inspection) -> float:
-    """Estimate the bytes of the largest matrix, in float32."""
-    block = PACKED_SHARE * inspection.active / max(1, len(inspection.layers))
-    width = max((layer.query_heads * layer.key_dim for layer in inspection.layers), default=0)
-    return NUMBER * max(block, inspection.vocabulary * width)
+    return PROCESS_BYTES + WEIGHTS * weights + work + resume_bytes(plan, inspection)
 
 
 def forecast_evaluation(run: Run, request: Request) -> EvaluationForecast:
@@ -282,7 +251,7 @@ def part_seconds(run: Run, request: Request) -> dict[str, float]:
     seconds = {part: 1 + SUBJECTS * count * pass_time for part, count in passes.items()}
     seconds["speed"] = 3 * len(LENGTHS) / 2 * min(request.seconds, 60.0)
     samples = len(request.tasks) * (request.limit or TASK_SAMPLES)
-    seconds["tasks"] = START_SECONDS + SUBJECTS * samples * CHOICES * pass_time * CHOICE_TOKENS / usual
+    seconds["tasks"] = START_SECONDS + SUBJECTS * samples * SAMPLE_TOKENS * pass_time / usual
     first = next(iter(request.chosen))
     return {part: took + START_SECONDS * (part == first) for part, took in seconds.items() if part in request.chosen}
 
@@ -298,3 +267,49 @@ def pass_seconds(run: Run) -> float | None:
         elif run.owns_event(event) and event["event"] == EventName.EVALUATED and begun is not None:
             return max(event["time"] - begun, 0.01) / JUDGING_PASSES
     return None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device of a plan, with what is free on it."""
+
+    device: str  # as its maker names it
+    has_gpu: bool
+    dtype: str  # that is computed in
+    kernels: str  # whether kernels serve, in words
+    free_memory: int  # bytes, of the device, or of all GPUs where any will do
+    free_disk: int  # bytes, where runs are
+
+    def fits(self, forecast: RunForecast) -> bool:
+        """Tell whether there is room for what a run is forecast to take."""
+        return forecast.memory_bytes <= self.free_memory and forecast.disk_bytes <= self.free_disk
+
+
+def describe_machine(plan: Plan, stored: torch.dtype | None, runs: Path) -> Machine:
+    """Describe what a plan would run on; `stored` is the type of the model's weights."""
+    device = torch.device(choose_device(plan.device))
+    dtype = choose_dtype(plan.dtype, stored, plan.device)
+    if dtype == "auto":
+        dtype = str(stored or torch.float32).removeprefix("torch.")
+    place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
+    return Machine(
+        describe_device(device),
+        torch.cuda.is_available(),
+        dtype,
+        describe_kernels(device),
+        sum(free_bytes(torch.device(place)) for place in rooms_for_weights(plan.device)),
+        shutil.disk_usage(place).free,
+    )
+
+
+def describe_kernels(device: torch.device) -> str:
+    """Say whether kernels serve on a device, and why not."""
+    if os.environ.get("LINEARIZER_KERNELS") == "0":
+        return "none: LINEARIZER_KERNELS=0 keeps them off"
+    if device.type == "cpu":
+        return "in C, each tried on first use" if find_compiler() else "none: there is no C compiler"
+    if device.type != "cuda":
+        return "none: they need a GPU"
+    if FeatureAttention is None:
+        return "none: Triton is not installed"
+    return "Triton's for heads of 8 and 16 bits, each tried on first use; PyTorch for those of fewer bits"

@@ -14,12 +14,11 @@ import select
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError
 from linearizer.progress import Steps
@@ -27,7 +26,7 @@ from linearizer.run.folder import Run
 from linearizer.run.sharing import Helpers, Share
 from linearizer.run.stopping import check_stop, memory_explained
 from linearizer.teacher.devices import choose_device, device_kind, device_name, visible_name
-from linearizer.workers.processes import start_process
+from linearizer.workers.control import end_process, start_process
 
 Product = TypeVar("Product")
 PROCESSES = "LINEARIZER_PROCESSES"  # how many price the heads of a run; else one for each GPU
@@ -138,23 +137,16 @@ class HelperProcesses(Helpers):
         self.started = []
 
 
-def main() -> NoReturn:
+def main() -> int:
     """Help with a run until there are no more tasks."""
-    code = 1
-    try:
-        answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
 
-        def answer(**content: Any) -> None:
-            answers.write(json.dumps(content) + "\n")
-            answers.flush()
+    def answer(**content: Any) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
 
-        code = help_until_end(answer, **json.loads(sys.stdin.readline()))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)  # without waiting for the thread that listens
+    return help_until_end(answer, **json.loads(sys.stdin.readline()))
 
 
 def help_until_end(answer: Callable[..., None], folder: str, number: int, count: int, token: str | None) -> int:
@@ -182,4 +174,4 @@ def listen(tasks: queue.Queue[str | None]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_process(main)

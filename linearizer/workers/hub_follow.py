@@ -1,28 +1,24 @@
 """Follow the job of a run: its log becomes the run's log, and its products the run's; begin a job where there is none.
 
-The lines of the job's log are appended unchanged, so everything that reads a run needs nothing new. The lines that end
-a run wait until its products are here. Whoever follows after a crash skips the lines that are there already.
+The job keeps its log in the bucket. Its lines are appended unchanged, so everything that reads a run needs nothing new.
+The lines that end a run wait until its products are here. Whoever follows after a crash skips the lines that are there
+already.
 """
 
 from __future__ import annotations
 
 import io
-import queue
-import threading
 import time
 import zipfile
-from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, job_environment, status_of
 from linearizer.hub.upload import path_or_bytes
-from linearizer.hub.weight_files import teacher_files
 from linearizer.publish.space import job_requirements, package_files
 from linearizer.run.events import EventName, append_line, parse_line
 from linearizer.run.files import UNFINISHED, remove
@@ -30,6 +26,7 @@ from linearizer.run.folder import Run
 from linearizer.run.hub_job import HubJob, agreed_cap, open_job, read_hub_job
 from linearizer.run.stopping import log_end
 from linearizer.run.weight_digests import DIGESTS
+from linearizer.workers.control import quote_last
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
 INSTALL = """set -e
@@ -47,14 +44,15 @@ zipfile.ZipFile("code.zip").extractall("code")
 os.environ["PYTHONPATH"] = os.path.abspath("code")
 os.execv(sys.executable, [sys.executable, "-m", "linearizer.workers.hub_work", sys.argv[1], *sys.argv[3:]])
 """
-NOT_SENT = ("lock", "stop", "use", "worker.log", "hub_job.json")  # with the last, a job would begin jobs
+NOT_SENT = (  # of a run's folder; with the last of the first line, a job would begin jobs
+    "lock", "stop", "use", "worker.log", "hub_job.json",
+    "checkpoint/teacher-*", f"*{UNFINISHED}*",
+)  # fmt: skip
 ENDINGS = (EventName.DONE, EventName.STOPPED, EventName.FAILED)
 LOOK_SECONDS = 0.2  # between two looks for requests
-POLL_SECONDS = 10.0  # between two questions for the stage of a job
-LOG_SECONDS = 15.0  # that the log of an ended job may still take
+POLL_SECONDS = 5.0  # between two questions for the log and the stage of a job
 STOP_SECONDS = 90.0  # that a job may take to stop and to save, before it is cancelled
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # between tries to read from the Hub
-MAX_WORDS = 200  # characters that are quoted of a job's last words
 
 
 def bucket_folder(run_id: str) -> str:
@@ -107,31 +105,23 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     place = bucket_folder(run.id)
     there = set(account.list_files(f"runs/{run.id}"))
     newer = any(path.startswith(f"{place}/state/") for path in there)  # than the state here
-    files: dict[str, Path | bytes] = {
-        f"{place}/{name}": path
-        for name, path in files_to_keep(run)
-        if not name.startswith(("checkpoint/", *(["state/"] if newer else [])))
-    }
+    files: dict[str, Path | bytes] = {}
+    for path in run.folder.rglob("*"):
+        sent = path.relative_to(run.folder).as_posix()
+        if path.is_file() and not any(
+            fnmatch(sent, each) for each in (*NOT_SENT, "checkpoint/*", "state/*"[: 7 * newer])
+        ):
+            files[f"{place}/{sent}"] = path
     obsolete = {path for path in there if "/requests/" in path}
     if allocated_anew(run):  # another student needs another training
         obsolete |= {path for path in there if path.startswith(f"{place}/state/training/")}
         obsolete |= {f"{place}/state/steps.json"} & there
-    if not account.has_files([name]):
+    if not account.find_files([name]):
         files[name] = code
     account.send(files, obsolete - set(files))
     more = ["peft"] * (run.plan.kept_lora > 0) + ["gguf"] * (run.inspection.gguf is not None)
     install = INSTALL.format(packages=" ".join(job_requirements(*more)))
     return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
-
-
-def files_to_keep(run: Run) -> Iterator[tuple[str, Path]]:
-    """List the files of a run that resuming it elsewhere needs, but for its teacher's weights."""
-    teachers = teacher_files(run.checkpoint)
-    for path in sorted(run.folder.rglob("*")):
-        name = path.relative_to(run.folder).as_posix()
-        unwanted = name in NOT_SENT or path.suffix == UNFINISHED or path.parent.suffix == UNFINISHED
-        if not unwanted and not (path.parent == run.checkpoint and path.name in teachers) and path.is_file():
-            yield name, path
 
 
 def allocated_anew(run: Run) -> bool:
@@ -160,10 +150,8 @@ class Follower:
 
     def __init__(self, run: Run, account: Account, hub_job: HubJob, job_id: str) -> None:
         self.run, self.account, self.hub_job, self.id = run, account, hub_job, job_id
-        self.known: Counter[str] = Counter()  # lines that are there already, and will be read again
+        self.seen = ""  # the hash of the job's log as it was read last
         self.held: list[str] = []  # lines from the end of the run on
-        self.words = ""  # that the job wrote last and that are no event
-        self.news: queue.Queue[tuple[str, Any]] = queue.Queue()
         self.asked: set[str] = set()  # requests that were passed on
         self.cancel_at = float("inf")
 
@@ -173,20 +161,15 @@ class Follower:
         had_ended = job.ended
         if again and job.stage == "RUNNING":
             self.run.log(EventName.STARTED)
-        threading.Thread(target=self.read_log, daemon=True).start()
-        polled = ended_at = time.monotonic()
-        over = False
-        while not job.ended or (not over and time.monotonic() < ended_at + LOG_SECONDS):
-            over = self.take_news() or over
+        asked = time.monotonic()
+        while not job.ended:
             self.pass_requests_on(job)
-            if over or time.monotonic() > polled + POLL_SECONDS:
+            time.sleep(LOOK_SECONDS)
+            if time.monotonic() > asked + POLL_SECONDS:
                 with suppress(*TROUBLE):
                     job = self.read_stage()
-                polled = time.monotonic()
-                if over and not job.ended:
-                    time.sleep(1)
-            if not job.ended:
-                ended_at = time.monotonic()
+                    self.take_events()
+                asked = time.monotonic()
         self.finish(job)
         return had_ended
 
@@ -203,53 +186,25 @@ class Follower:
             time.sleep(pause)
         raise AssertionError
 
-    def read_log(self) -> None:
-        """Put the lines of the job's log into the news, from the first on after every break (in a thread)."""
-        for tries in range(10**9):
-            self.news.put(("begin", None))
-            try:
-                for line in self.account.read_log(self.id):
-                    self.news.put(("line", line))
-                self.news.put(("over", None))
-                return
-            except TROUBLE as error:
-                if status_of(error) in (401, 403, 404):
-                    self.news.put(("over", None))  # what is in the bucket tells the rest
-                    return
-            time.sleep(PAUSES[min(tries, len(PAUSES) - 1)])
-
-    def take_news(self) -> bool:
-        """Take the lines that have arrived, waiting a moment for the first; tell whether the log is over."""
-        wait: float | None = LOOK_SECONDS
-        while True:
-            try:
-                kind, line = self.news.get(timeout=wait) if wait else self.news.get_nowait()
-            except queue.Empty:
-                return False
-            wait = None
-            if kind == "over":
-                return True
-            if kind == "begin":
-                self.known = self.count_lines_here()
+    def take_events(self) -> None:
+        """Append the lines that are new in the job's log; hold those that end the run until the end."""
+        path, arrived = f"{bucket_folder(self.run.id)}/events.jsonl", self.run.folder / f"events.jsonl{UNFINISHED}"
+        file = self.account.find_files([path]).get(path)
+        if file is None or file.xet_hash == self.seen:
+            return
+        self.account.fetch({arrived: file})
+        lines = arrived.read_text(encoding="utf-8").splitlines()
+        arrived.unlink()
+        known = {*self.run.log_file.read_text(encoding="utf-8").splitlines(), *self.held}  # each line has its time
+        for line in lines:
+            event = parse_line(line.encode())
+            if event is None or line in known or event["event"] == EventName.QUEUED:
+                continue
+            if self.held or event["event"] in ENDINGS:
+                self.held.append(line)
             else:
-                self.take(line)
-
-    def count_lines_here(self) -> Counter[str]:
-        """Count the lines that arrived; each has its time, so no two are the same."""
-        return Counter([*self.run.log_file.read_text(encoding="utf-8").splitlines(), *self.held])
-
-    def take(self, line: str) -> None:
-        """Append a line of the job to the run's log, unless it is there; hold lines that end the run until the end."""
-        line = line.strip()
-        event = parse_line(line.encode())
-        if event is None:
-            self.words = line or self.words
-        elif self.known[line] > 0:
-            self.known[line] -= 1
-        elif self.held or event["event"] in ENDINGS:
-            self.held.append(line)
-        else:
-            append_line(self.run.log_file, line.encode())
+                append_line(self.run.log_file, line.encode())
+        self.seen = file.xet_hash
 
     def pass_requests_on(self, job: Job) -> None:
         """Pass on what the run is requested to do; cancel a job that has not begun, or that does not stop."""
@@ -273,10 +228,10 @@ class Follower:
 
     def finish(self, job: Job) -> None:
         """Bring the products of an ended job, and then what it said at its end."""
-        self.take_news()
         for pause in (*PAUSES, None):
             try:
                 self.bring_products()
+                self.take_events()
                 break
             except TROUBLE as error:
                 if pause is None:
@@ -309,40 +264,22 @@ class Follower:
             how = f"came to the end of its {self.hub_job.minutes} minutes"
         else:
             how = f"ended before its work ({job.stage}{': ' + job.message if job.message else ''})"
-        words = f"; its last words: {redact(Exception(self.words))[len('Exception: ') :]}" if self.words else ""
-        return f"the job {how}: resume the run, and another job goes on from what was saved{words[: MAX_WORDS + 20]}"
+        return f"the job {how}: resume the run, and another job goes on from what was saved{self.quote_last_line()}"
+
+    def quote_last_line(self) -> str:
+        """Quote the last line that the job wrote and that is no event."""
+        with suppress(*TROUBLE):
+            return quote_last([line for line in self.account.read_log(self.id) if parse_line(line.encode()) is None])
+        return ""
 
     def bring_products(self) -> None:
-        """Fetch what the job left in the bucket, but for what only resuming needs; add the lines that the log lost."""
-        place = bucket_folder(self.run.id) + "/"
-        there = self.account.list_files(bucket_folder(self.run.id))
-        own = {path.removeprefix(place): file for path, file in there.items()}
-        wanted = {
-            name: file
-            for name, file in own.items()
-            if (not name.startswith("state/") or name == DIGESTS) and name not in (*NOT_SENT, "events.jsonl")
-        }
-        checkpoint = {name for name in wanted if name.startswith("checkpoint/")}
-        self.bring({name: file for name, file in wanted.items() if name not in checkpoint}, self.run.folder)
-        if checkpoint and not self.run.checkpoint.is_dir():
-            unfinished = self.run.folder / f"checkpoint{UNFINISHED}"
-            remove(unfinished)
-            self.bring({name.removeprefix("checkpoint/"): wanted[name] for name in checkpoint}, unfinished)
-            unfinished.rename(self.run.checkpoint)
-        if "events.jsonl" in own:
-            log = self.run.folder / f"events.jsonl{UNFINISHED}"
-            self.account.fetch({log: own["events.jsonl"]})
-            lines = log.read_text(encoding="utf-8").splitlines()
-            log.unlink()
-            self.known = self.count_lines_here()
-            for line in lines:
-                event = parse_line(line.encode())
-                if event is not None and event["event"] != EventName.QUEUED:
-                    self.take(line)
-
-    def bring(self, files: dict[str, Any], folder: Path) -> None:
-        """Fetch files into a folder, each whole or not at all."""
-        unfinished = {name: (folder / name).with_name((folder / name).name + UNFINISHED) for name in files}
-        self.account.fetch({unfinished[name]: file for name, file in files.items()})
-        for name, path in unfinished.items():
-            path.replace(folder / name)
+        """Fetch what the job left in the bucket, but for what only resuming needs; each whole or not at all."""
+        arrived = self.run.folder / "state" / f"job{UNFINISHED}"
+        remove(arrived)
+        wanted = ["*.json", *["checkpoint/*"] * (not self.run.checkpoint.is_dir())]
+        self.account.fetch_folder(bucket_folder(self.run.id), arrived, wanted)
+        for path in (*arrived.glob("*.json"), *arrived.glob(DIGESTS)):
+            path.replace(self.run.folder / path.relative_to(arrived))
+        if (arrived / "checkpoint").is_dir() and not self.run.checkpoint.is_dir():
+            (arrived / "checkpoint").rename(self.run.checkpoint)
+        remove(arrived)

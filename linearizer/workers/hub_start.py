@@ -26,7 +26,7 @@ MACHINE_SECONDS = 300.0  # until a machine is there and has installed what it ne
 MARGIN = 2.0  # by which a forecast may be wrong
 # The least that hardware on offer does in a second, whichever machine asks: of a CPU with two cores, and of a GPU,
 # where students and spectra are taken to be no faster.
-CPU_SPEEDS = Speeds(products=3e10, small_products=1e10, students=2e5, spectra=8e8, reads=READ_RATE, calls=2e-6)
+CPU_SPEEDS = Speeds(products=3e10, small_products=1e10, students=2e5, spectra=8e8, reads=READ_RATE)
 GPU_SPEEDS = replace(CPU_SPEEDS, products=8e12, small_products=3e13)
 DOWNLOAD_RATE = 1e8  # bytes in a second, inside the Hub
 INSTALLED_BYTES = 1.2e10  # of PyTorch and what it needs

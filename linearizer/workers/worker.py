@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, FolderError, LinearizerError, RequestError, Stopped
 from linearizer.progress import Progress, Steps, finish
@@ -25,24 +25,12 @@ from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import check_stop, log_end
-from linearizer.workers.control import lock_and_queue
+from linearizer.workers.control import end_process, lock_and_queue
 from linearizer.workers.device_queue import Ticket
 from linearizer.workers.helpers import HelperProcesses, devices_to_hold
 
 Product = TypeVar("Product")
 QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
-
-
-def main() -> NoReturn:
-    """Do what is requested through standard input."""
-    code = 1
-    try:
-        code = work(**json.loads(sys.stdin.readline()))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)  # without waiting for the threads of an abandoned download
 
 
 def work(lock: int, ticket_lock: int, folder: str, job: str | None, ticket: str, token: str | None) -> int:
@@ -137,4 +125,4 @@ def stop_on_sigterm(run: Run) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    end_process(lambda: work(**json.loads(sys.stdin.readline())))

@@ -13,8 +13,7 @@ from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.publish.card import write_card
-from linearizer.run.candidates import Candidate, Candidates
-from linearizer.run.prices import Prices
+from linearizer.run.prices import Candidate, Candidates, Prices
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
 PLAN = Plan("demo", budget=24, texts=4, length=128, samples=64, bits=8, sinks=2, dtype="float32")

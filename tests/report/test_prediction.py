@@ -13,8 +13,7 @@ from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.publish.card import write_card
 from linearizer.report.prediction import find_correction, predict_kl
-from linearizer.run.candidates import Candidate, Candidates
-from linearizer.run.prices import Prices
+from linearizer.run.prices import Candidate, Candidates, Prices
 from tests.support.cards import made
 
 PLAN = Plan("org/base@main", budget=64, length=128, bits=8)

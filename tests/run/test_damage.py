@@ -14,6 +14,7 @@ from linearizer.method.samples import SAMPLES
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
+from linearizer.run.sharing import ALONE
 from linearizer.teacher import load as teacher_module
 from linearizer.train import train_run
 
@@ -131,11 +132,13 @@ def test_what_is_made_anew_is_what_was_lost(run):
 def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
     teacher = stopped[1]
     texts = allocate_run.texts_to_price_on(run, teacher, None)
-    result = finish(allocate_run.price_heads(run, teacher, texts))
+    finish(allocate_run.price_heads(run, teacher, texts, ALONE))
+    result = run.read("prices.json")
     (run.folder / "prices.json").unlink()
     (run.folder / allocate_run.LAYERS).mkdir()
     run.write(f"{allocate_run.LAYERS}/0.json", '{"sinks"')
-    assert finish(allocate_run.price_heads(run, teacher, texts)) == result
+    finish(allocate_run.price_heads(run, teacher, texts, ALONE))
+    assert run.read("prices.json") == result
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert (
         dropped["file"] == f"{allocate_run.LAYERS}/0.json"

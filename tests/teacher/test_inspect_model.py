@@ -27,7 +27,9 @@ VALUES = {"deepseek_v2": 12, "deepseek_v3": 12}  # the size of a value, where it
 
 
 def inspect(config):
-    return inspect_model(Source("tiny", None, "org/tiny", "c0ffee", "mit", False, Weights((), 1234, 5678)), config)
+    return inspect_model(
+        Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"}), config
+    )
 
 
 def kv_heads(family):

@@ -46,7 +46,7 @@ def small_configs(kind):
 
 def inspected(kind):
     """Give a small config that transformers can build, and what inspection says of it; None where it can build none."""
-    source = Source("tiny", None, "org/tiny", "c0ffee", "mit", False, Weights((), 1234, 5678))
+    source = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
     for config in small_configs(kind):
         inspection = inspect_model(source, config)
         if not (inspection.reason or "").startswith("transformers cannot build"):

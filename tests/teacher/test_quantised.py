@@ -26,7 +26,7 @@ from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.layers import matrix
 from linearizer.teacher.load import load_config, load_teacher
-from linearizer.teacher.quantised import METHODS, keep_as_stored
+from linearizer.teacher.quantised import keep_as_stored
 from tests.support.models import MIXED, allocation_of, layers_of, teacher_of, tokens
 
 INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
@@ -220,7 +220,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     from linearizer.teacher import quantised as module
 
     quantised("fp8", tmp_path)
-    monkeypatch.setitem(METHODS, "fp8", module.Method(True, ("no_such_package",)))
+    monkeypatch.setitem(module.PACKAGES, "fp8", "no_such_package")
     refused = pipeline.inspect(str(tmp_path))
     assert "no_such_package is not installed" in refused.reason and "pip install no-such-package" in refused.remedy
 

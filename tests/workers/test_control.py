@@ -81,7 +81,8 @@ def test_a_killed_run_is_lost_and_resumes_to_the_same_bits(done, begin):
     wait_for(run, "done")
     assert student(run) == student(done)
     assert run.evaluation_parts == done.evaluation_parts
-    steps = [event["done"] for event in run.events() if event["event"] == "distill"]
+    told = (event for event in run.events() if "working" not in event)  # a slow step is told again
+    steps = [event["done"] for event in told if event["event"] == "distill"]
     assert steps.count(1) == 1 and (26 in steps or 51 in steps)  # it went on from a state that was written
 
 
