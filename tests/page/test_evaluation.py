@@ -43,7 +43,7 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(local, 
         shown(page, "#evaluating", "Evaluated", LONG)
         wait_until_true(page, "document.querySelector('#heard').textContent.startsWith('Evaluated')")
         page.wait_for_selector("#part-needle .js-plotly-plot .heatmaplayer >> nth=0")
-        assert page.locator("#part-language .js-plotly-plot").count() == 3
+        assert page.locator("#part-language .js-plotly-plot").count() == len(PART_VIEWS["language"].charts)
         assert page.locator("#part-speed").count() == 0 or not page.locator("#part-speed").is_visible()
         cells = page.locator("#part-needle .heatmap-label").all_text_contents()
         assert cells and all(cell.endswith("%") for cell in cells)

@@ -124,7 +124,7 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
     assert pushed.returncode == 0, pushed.stderr
     repo = hub.repos["spaces", "me/app"]
     sent, own = repo.commits[repo.branches["main"]], space.list_space_files("me/app")
-    pictures = {name for name in own if name.endswith((".png", ".svg"))}
+    pictures = {name for name in own if name.startswith("assets/") and name.endswith((".png", ".svg"))}
     assert set(sent) - {".gitattributes"} == set(own) - pictures
     assert "](assets/page" in own["README.md"].decode() and b"](assets/page" not in sent["README.md"]
     for name, content in own.items():
