@@ -71,7 +71,7 @@ def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Te
     return with_repeats(texts, passage, run.plan.seed)
 
 
-def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers) -> Steps[None]:
+def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers = ALONE) -> Steps[Prices]:
     """Measure or estimate the prices of all KV heads."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
@@ -91,6 +91,7 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helper
     remove(run.folder / LAYERS)
     estimated = run.plan.prices == "estimated"
     run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated, measured=len(measured))
+    return prices
 
 
 def help_pricing(
