@@ -66,7 +66,7 @@ def ask_until_stopped(served, name, stop):
     options = {"model": name, "prompt": "The import statement", "max_tokens": 5}
     answer = httpx.post(f"{served['url']}/completions", json=options, timeout=60).json()
     assert answer["usage"]["completion_tokens"] <= 5
-    options |= {"prompt": ["The import statement"] * 64, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    options |= {"prompt": ["The import statement"] * 64, "max_tokens": 400, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{served['url']}/completions", json=options, timeout=60) as stream:
         lines = stream.iter_lines()
         assert '"text"' in next(lines)
