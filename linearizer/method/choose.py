@@ -83,9 +83,8 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
 
 def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:  # (texts, tokens)
     """Take texts that no head was priced on, joined in pairs where the model's positions have room for two."""
-    plan, priced = run.plan, run.plan.texts_priced
-    last = max(plan.texts_measured, priced + 1)
-    texts = texts_of_run(run, teacher, last, token)[priced : priced + 2]
+    priced = run.plan.texts_priced
+    texts = texts_of_run(run, teacher, run.plan.texts_measured, token)[priced : priced + 2]
     first = len(start_tokens(teacher.tokenizer))
     joined = torch.cat([texts[0], *(text[first:] for text in texts[1:])])
     most = teacher.inspection.max_positions

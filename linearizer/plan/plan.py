@@ -18,7 +18,8 @@ from linearizer.plan.update_rules import MEMORIES
 DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given none
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
 MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
-USUAL_TEXTS, USUAL_LENGTH, MEASURED_TOKENS = 8, 512, 2**13  # shorter texts are no more
+USUAL_TEXTS, USUAL_LENGTH = 8, 512
+MEASURED_TOKENS = 2**13  # of all texts: the longer they are, the fewer
 FEWEST_TEXTS = 3  # where they are long: one to price heads on, and two to compare students on
 BUDGETS_IN_LENGTH = 16  # tokens of a text for each token of the budget: what fits into a state whole has no price
 MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
@@ -355,7 +356,7 @@ class Plan(JsonProduct):
 
     @property
     def texts_measured(self) -> int:
-        """How many texts, from the first on, are measured; heads are priced, and gates learned, on two or more."""
+        """How many texts, from the first on, are measured; where heads have prices or gates, two or more."""
         return max(self.kept_texts, 2) if self.rules.product in ("prices", "gates") else self.kept_texts
 
     @property
