@@ -43,13 +43,6 @@ def exchange_students(model: PreTrainedModel, students: Sequence[nn.Module]) -> 
         yield
 
 
-def remove_students(model: PreTrainedModel) -> None:
-    """Take the students out of a model's layers."""
-    for module in attention_modules(model):
-        if hasattr(module, "student"):
-            del module.student
-
-
 class InputRecorder(nn.Module):
     """Takes the place of a layer's student, and keeps its inputs."""
 
