@@ -1,7 +1,7 @@
 """Initialises slots, axes and feature maps from a sample of a layer's queries, keys and values, without training.
 
   turns  the mean of keys and values, and in each direction how far keys spread beside how large queries are
-  slots  the metric of the queries: |metric·x|² is the mean of (q·x)²
+  slots  the metric of the queries: |metric·x|² is the mean of (q·x)²; and their mean
   codebook, clusters  centres of the keys, by k-means in that metric
   memories  keys in the directions that queries tell apart best; routes to centres of the keys; weights by a text
 All other feature maps keep the values that they were drawn with.
@@ -54,7 +54,9 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
         if isinstance(group, SlotGroup):
             group.merger.reset()
             for place, head in enumerate(group.heads):
-                student.set_metric(group, place, query_metric(queries[head]))
+                mean_query = queries[head].mean(0)
+                around = (mean_query @ samples.keys[head].float().mean(0))[None]
+                student.set_merger(group, place, query_metric(queries[head]), torch.cat([mean_query, around]))
     for group in featured(student):
         for place, head in enumerate(group.heads):
             given = place, queries[head], samples.keys[head].float(), generator_at(seed, index, head)

@@ -39,7 +39,7 @@ except ImportError as missing:
 
 TRIAL_WINDOW, TRIAL_FEATURES = 16, 40
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
-TRIAL_SLOTS, TRIAL_BLOCK, TRIAL_GAIN = 28, 8, 0.25  # their window is as large as a block
+TRIAL_SLOTS, TRIAL_BLOCK, TRIAL_GAIN, TRIAL_QUERY = 28, 8, 0.25, 0.125  # their window is as large as a block
 GIVEN = -1  # features that are not folded
 
 Tensor = torch.Tensor
@@ -130,7 +130,7 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
     def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = TrialText.of(q, sizes, sizes.sinks + block + slots + 4 * block, dtype)
         metric = torch.eye(sizes.key_dim, device=q.device, dtype=dtype).expand(2, -1, -1)
-        own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), block, block, bits=merging.bits)
+        own = trial_merging(metric, block, bits=merging.bits)
         state = SlotState.empty(text.k, text.v, block, sizes.sinks, slots)
         attend = attend_periods_by_kernel if by_kernels else attend_periods
         k, v = (round_vectors(x) if merging.bits == 8 else x for x in (text.k, text.v))  # as a layer gives them
@@ -141,13 +141,21 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         return passes_trial("slots", q, (*sizes, slots, block, merging.bits), compute)
 
 
+def trial_merging(metric: Tensor, block: int, root: float = 1.0, bits: int = 16) -> Merging:
+    """Return how heads merge on which a kernel is tried; their window is as large as a block."""
+    query = metric.new_full((len(metric), metric.shape[-1] + 1), TRIAL_QUERY) / root
+    return Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), query, block, block, root, bits)
+
+
 def attend_periods_by_kernel(piece: Piece) -> Tensor:
     """Merge the blocks of some periods, then attend with the rows of all of them."""
     columns, state, merging = piece.columns, piece.state, piece.merging
     k, v = columns.k.contiguous(), columns.v.contiguous()
     before = [state.slot_k, state.slot_v, state.weight, state.spread]
     blocks = piece.leaving.index, piece.leaving.present
-    after = run_slot_merging(k, v, merging.scaled.contiguous(), *blocks, before, merging.bits)
+    scaled = merging.scaled
+    metric, mean_query = scaled[:, :-1, :-1].contiguous(), scaled[:, -1].contiguous()
+    after = run_slot_merging(k, v, metric, mean_query, *blocks, before, merging.bits)
     state.slot_k, state.slot_v, state.weight, state.spread = (
         x[:, -1].clone() for x in after
     )  # not all periods with it
@@ -227,7 +235,7 @@ def can_merge(held: TokenGroup) -> bool:
     merging = held.merging
     if merging is None or merging.bits != held.bits:  # numbers that are rounded and not kept as bytes
         return False
-    whole = merging.metric.is_contiguous() and merging.gain.is_contiguous()
+    whole = all(x.is_contiguous() for x in (merging.metric, merging.gain, merging.mean_query))
     return whole and 0 < block <= window and slots + block <= MAX_MERGED_ROWS
 
 
@@ -242,7 +250,7 @@ def token_slots_are_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float =
         text = TrialText.of(q, sizes, tokens, dtype)
         text.q = (text.q / scale).to(q.dtype).to(dtype)
         metric = torch.eye(sizes.key_dim, device=q.device, dtype=made).repeat(2, 1, 1) / root
-        own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), TRIAL_BLOCK, TRIAL_BLOCK, root, bits)
+        own = trial_merging(metric, TRIAL_BLOCK, root, bits)
         state, out = SlotState.empty(text.k, text.v, TRIAL_BLOCK, sizes.sinks, TRIAL_SLOTS), []
         if by_kernels and bits == 8:
             state = pack_state(state)

@@ -23,6 +23,7 @@ from .slots_merging import Merging
 from .state import ExactState, FeatureState, SlotState, tensors, working_dtype
 
 VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
+MERGING = ("metric", "gain", "mean_query")  # of heads with slots, in the order of the kernel
 HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel
 TOKENS, STRIDES, OF_CALL = 3, slice(9, 25), slice(1, 7)  # where a call's own sizes and tensors lie
 
@@ -150,11 +151,13 @@ static void level_slots(Reader *r, REAL gain) {
         r->level[i] = (sizeof(REAL) == 4 ? logf(s->weight[i]) : log(s->weight[i])) + gain * s->spread[i];
 }
 
-static void prepare_merging(Slots *s, const REAL *metric, REAL factor) {
+static void prepare_merging(Slots *s, const REAL *metric, const REAL *query, REAL factor) {
     memset(s->columns, 0, (s->key + s->value) * s->room * sizeof(REAL));
     memset(s->metric, 0, s->key_dim * s->key * sizeof(REAL));
     for (long r = 0; r < s->key_dim; r++)
         for (long c = 0; c < s->key_dim; c++) s->metric[c * s->key + r] = metric[r * s->key_dim + c] * factor;
+    for (long c = 0; c < s->key_dim; c++) s->query[c] = query[c] * factor;
+    s->query[s->key_dim] = query[s->key_dim];
 }
 
 /* Let one head of a text read. */
@@ -201,7 +204,8 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
         if (!found) break;
         if (leaves) {
             if (!prepared)
-                prepare_merging(slots, (REAL *)of[METRIC] + h * r.key.dim * r.key.dim, r.key.back ? 1 : root);
+                prepare_merging(slots, (REAL *)of[METRIC] + h * r.key.dim * r.key.dim,
+                                (REAL *)of[MEAN_QUERY] + h * (r.key.dim + 1), r.key.back ? 1 : root);
             prepared = merged = 1;
             merge_block(&r, place - r.window), level_slots(&r, gain);
         }
@@ -282,15 +286,14 @@ class LayerInC:
         for index, (group, merging, state, layout) in served.items():
             bits, own, room = (group.bits, 16 if exact_values else group.bits), {}, (group.window, 0, 0)
             if merging is not None:
-                room, own = (group.window, group.slots, group.block), {"metric": merging.metric, "gain": merging.gain}
-                own = {name: x.to(work).contiguous() for name, x in own.items()}
+                room = group.window, group.slots, group.block
+                own = {name: getattr(merging, name).to(work).contiguous() for name in MERGING}
             if memory is not None:
                 memory[index] = state = own_state(state, layout, count)
                 own |= tensors(state)
             windows[index] = own.get("window_k")
             sizes += [len(group.heads), *room, *bits, bits[1], int(group.bits == 16 and k.dtype != work)]
-            kept += [torch.tensor(group.heads, device="cpu"), own.get("metric"), own.get("gain")]
-            kept += [own.get(name) for name in HELD]
+            kept += [torch.tensor(group.heads, device="cpu"), *(own.get(name) for name in (*MERGING, *HELD))]
         jobs = sum(len(k) * len(group.heads) for group, *_ in served.values())
         return LayerInC(
             kernel,

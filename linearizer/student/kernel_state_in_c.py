@@ -7,10 +7,11 @@ kernel_layer_in_c.py reads with it.
 
 SOURCE = r"""
 enum {  /* tensors of a group of heads */
-       HEAD, METRIC, GAIN, SINK_K, SINK_V, WINDOW_K, WINDOW_V, SLOT_K, SLOT_V, WEIGHT, SPREAD, GROUP_TENSORS };
+       HEAD, METRIC, GAIN, MEAN_QUERY, SINK_K, SINK_V, WINDOW_K, WINDOW_V, SLOT_K, SLOT_V, WEIGHT, SPREAD,
+       GROUP_TENSORS };
 enum { ROWS_AT_ONCE = 32, PARTS = 4 };
 
-static const REAL TINY = 1e-30, MOST_TOKENS = 32767;
+static const REAL TINY = 1e-30, MOST_TOKENS = 32767, IMPORTANCE = 2, MOST_IMPORTANT = 20;
 
 /* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of. */
 typedef struct {
@@ -19,6 +20,7 @@ typedef struct {
     REAL *rows, *columns, *cost;                /* (room, width), (key + value, room), (room, room) */
     REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
     REAL *metric;                               /* (key_dim, key), turned */
+    REAL *importance, *query;                   /* query: the mean query, and what it gives the mean key */
     char *changed, *gone;
     long *order, *partner;
 } Slots;
@@ -150,6 +152,10 @@ static void measure_slot(Slots *s, long i) {
     for (long d = 0; d < s->key; d++) key += row[d] * row[d];
     for (long d = 0; d < s->value; d++) value += row[s->key + d] * row[s->key + d];
     s->key_square[i] = key, s->value_square[i] = value, s->inverse[i] = 1 / s->weight[i];
+    REAL asked = -s->query[s->key_dim];
+    for (long c = 0; c < s->key_dim; c++) asked += k[c] * s->query[c];
+    asked *= IMPORTANCE;
+    s->importance[i] = exp(asked < -MOST_IMPORTANT ? -MOST_IMPORTANT : asked > MOST_IMPORTANT ? MOST_IMPORTANT : asked);
     for (long d = 0; d < s->key + s->value; d++) s->columns[d * s->room + i] = row[d];
 }
 
@@ -176,10 +182,12 @@ static void measure_pairs(Slots *s) {
         for (long r = 0; r < found; r++) {
             REAL *cost = s->cost + some[r] * s->room, *kk = key + r * s->room, *vv = value + r * s->room;
             REAL a = s->key_square[some[r]], b = s->value_square[some[r]], own = s->inverse[some[r]];
+            REAL important = s->importance[some[r]];
             for (long j = 0; j < n; j++) {
                 REAL x = a + s->key_square[j] - 2 * kk[j], y = b + s->value_square[j] - 2 * vv[j];
                 x = x * x / (own + s->inverse[j]);
-                cost[j] = x * x * (y > TINY ? y : TINY);
+                x = x * x * (y > TINY ? y : TINY);
+                cost[j] = x * (important > s->importance[j] ? important : s->importance[j]);
             }
             cost[some[r]] = INFINITY;
             for (long j = 0; j < n; j++) s->cost[j * s->room + some[r]] = cost[j];
@@ -265,7 +273,7 @@ static void close_gaps(Slots *s) {
             memcpy(s->rows + i * s->width, s->rows + from * s->width, s->width * sizeof(REAL));
             s->key_square[i] = s->key_square[from], s->value_square[i] = s->value_square[from];
             s->weight[i] = s->weight[from], s->inverse[i] = s->inverse[from], s->spread[i] = s->spread[from];
-            s->changed[i] = s->changed[from];
+            s->changed[i] = s->changed[from], s->importance[i] = s->importance[from];
             memcpy(s->cost + i * s->room, s->cost + from * s->room, first * sizeof(REAL));
         }
         REAL *to = s->cost + i * s->room, *cost = s->cost + from * s->room;
@@ -322,6 +330,7 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
     TAKE(slots->key_square, room), TAKE(slots->value_square, room), TAKE(slots->weight, room);
     TAKE(slots->inverse, room), TAKE(slots->spread, room), TAKE(slots->dots, 2 * ROWS * room);
     TAKE(slots->sums, slots->width), TAKE(slots->metric, r->key.dim * key), TAKE(slots->changed, room);
+    TAKE(slots->importance, room), TAKE(slots->query, r->key.dim + 1);
     TAKE(slots->gone, room), TAKE(slots->order, room), TAKE(slots->partner, room);
 #undef TAKE
     return used;

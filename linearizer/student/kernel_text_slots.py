@@ -31,11 +31,11 @@ from .kernel_common import (
     store_vectors,
     update_softmax,
 )
-from .slots_merging import TINY
+from .slots_merging import IMPORTANCE, MOST_IMPORTANT, TINY
 
 Tensor = torch.Tensor
 INFINITE = tl.constexpr(float("inf"))
-LEAST = tl.constexpr(TINY)
+LEAST, POWER, MOST = tl.constexpr(TINY), tl.constexpr(IMPORTANCE), tl.constexpr(MOST_IMPORTANT)
 SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers
 
 
@@ -53,7 +53,7 @@ def squared_distances(x_ptr, i, j, N, W, D, least: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C: tl.constexpr):
+def pair_costs(x_ptr, weight_ptr, place_ptr, importance_ptr, i, j, N, W, C: tl.constexpr):
     """Compute what merging pairs costs (slots_merging.py); infinite for empty slots and a slot with itself."""
     own, other = load_rows(weight_ptr, i, N), load_rows(weight_ptr, j, N)
     apart = squared_distances(x_ptr, i, j, N, W, C.D, 0.0, C)
@@ -61,7 +61,8 @@ def pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C: tl.constexpr):
     light = 1 / tl.maximum(own, 1.0)[:, None] + 1 / tl.maximum(other, 1.0)[None, :]
     cost = apart * apart * (apart * apart) * values / light / light
     newer = tl.maximum(load_rows(place_ptr, i, N)[:, None], load_rows(place_ptr, j, N)[None, :])
-    cost = cost * newer  # slots_merging.RECENCY
+    important = tl.maximum(load_rows(importance_ptr, i, N)[:, None], load_rows(importance_ptr, j, N)[None, :])
+    cost = cost * important * newer  # slots_merging.RECENCY
     never = (own == 0)[:, None] | (other == 0)[None, :] | (i[:, None] == j[None, :])
     return tl.where(never, INFINITE, cost)
 
@@ -105,14 +106,16 @@ def number_slots(weight_ptr, place_ptr, N, C: tl.constexpr):
 
 
 @triton.jit
-def choose_targets(x_ptr, weight_ptr, value_ptr, place_ptr, gone_ptr, target_ptr, surplus, N, W, C: tl.constexpr):
+def choose_targets(x_ptr, numbers, gone_ptr, target_ptr, surplus, N, W, C: tl.constexpr):
     """Choose the slot that each goes into: the `surplus` cheapest into one that stays, the others into themselves."""
+    weight_ptr, value_ptr, place_ptr, importance_ptr = numbers
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         best = tl.full([C.B], INFINITE, C.ACC)
         for j0 in range(0, i0 + 1, C.B):
             j = j0 + tl.arange(0, C.B)
-            cost = tl.where(i[:, None] > j[None, :], pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C), INFINITE)
+            cost = pair_costs(x_ptr, weight_ptr, place_ptr, importance_ptr, i, j, N, W, C)
+            cost = tl.where(i[:, None] > j[None, :], cost, INFINITE)
             best = tl.minimum(tl.min(cost, 1), best)
         tl.store(value_ptr + i, best, mask=i < N)
     tl.debug_barrier()
@@ -126,7 +129,8 @@ def choose_targets(x_ptr, weight_ptr, value_ptr, place_ptr, gone_ptr, target_ptr
         for j0 in range(0, N, C.B):
             j = j0 + tl.arange(0, C.B)
             stays = tl.load(gone_ptr + j, mask=j < N, other=1) == 0
-            cost = tl.where(stays[None, :], pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C), INFINITE)
+            cost = pair_costs(x_ptr, weight_ptr, place_ptr, importance_ptr, i, j, N, W, C)
+            cost = tl.where(stays[None, :], cost, INFINITE)
             least = tl.min(cost, 1)
             partner = tl.where(least < best, tl.argmin(cost, 1).to(tl.int32) + j0, partner)
             best = tl.minimum(least, best)
@@ -173,9 +177,9 @@ def join_slots(x_ptr, out_ptr, weight_ptr, spread_ptr, total_ptr, value_ptr, tar
 @triton.jit
 def fill_rows(rows, slots, text, block, N, W, SLOTS, ROOT: tl.constexpr, packed: tl.constexpr, C: tl.constexpr):
     """Fill rows with the slots and a block of tokens; packed where both are kept as bytes."""
-    x_ptr, weight_ptr, spread_ptr = rows
+    x_ptr, weight_ptr, spread_ptr, importance_ptr = rows
     held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr = slots
-    k_ptr, v_ptr, metric_ptr = text
+    k_ptr, v_ptr, metric_ptr, query_ptr = text
     index_ptr, present_ptr = block
     for i0 in range(0, N, C.B):
         i, od, ov = i0 + tl.arange(0, C.B), tl.arange(0, C.DP), tl.arange(0, C.VP)
@@ -188,6 +192,9 @@ def fill_rows(rows, slots, text, block, N, W, SLOTS, ROOT: tl.constexpr, packed:
         row = x_ptr + i[:, None] * W
         tl.store(row + C.D + ov[None, :], v, mask=(i < N)[:, None] & (ov < C.DV)[None, :])
         tl.store(row + C.D + C.DV + od[None, :], k, mask=(i < N)[:, None] & (od < C.D)[None, :])
+        query = tl.load(query_ptr + od, mask=od < C.D, other=0).to(C.ACC) * ROOT
+        asked = (tl.sum(k * query[None, :], 1) - tl.load(query_ptr + C.D).to(C.ACC)) * POWER
+        tl.store(importance_ptr + i, tl.exp(tl.minimum(tl.maximum(asked, -MOST), MOST)), mask=i < N)
         weight = load_rows(held_weight_ptr, i, SLOTS) + tl.load(present_ptr + i - SLOTS, mask=new, other=0).to(C.ACC)
         tl.store(weight_ptr + i, weight, mask=i < N)
         tl.store(spread_ptr + i, load_rows(held_spread_ptr, i, SLOTS), mask=i < N)
@@ -233,6 +240,7 @@ def store_slots(rows, slots, N, W, SLOTS, packed: tl.constexpr, TYPE: tl.constex
 def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, C: tl.constexpr):
     """Merge N rows, which lie in memory for MOST, until SLOTS are left; return which of the two copies has them."""
     weight, spread, value, total = numbers_ptr, numbers_ptr + MOST, numbers_ptr + 2 * MOST, numbers_ptr + 3 * MOST
+    importance = numbers_ptr + 4 * MOST
     full = 0
     for i0 in range(0, N, C.B):
         full += tl.sum((load_rows(weight, i0 + tl.arange(0, C.B), N) > 0).to(tl.int32))
@@ -240,7 +248,7 @@ def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, C: tl.const
     if full > SLOTS:
         x, out, target = rows_ptr, rows_ptr + MOST * W, places_ptr + MOST
         number_slots(weight, total, N, C)
-        choose_targets(x, weight, value, total, places_ptr, target, full - SLOTS, N, W, C)
+        choose_targets(x, (weight, value, total, importance), places_ptr, target, full - SLOTS, N, W, C)
         join_slots(x, out, weight, spread, total, value, target, N, W, C)
         side = 1
     return side
@@ -249,7 +257,7 @@ def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, C: tl.const
 @triton.jit
 def merge_periods_kernel(text, blocks, slots, scratch, sizes, C: tl.constexpr):
     """Merge a block per period; grid (heads, batch). slots: (batch, PERIODS + 1, heads, SLOTS, …)."""
-    k_ptr, v_ptr, metric_ptr = text
+    k_ptr, v_ptr, metric_ptr, query_ptr = text
     index_ptr, present_ptr = blocks
     held_k_ptr, held_v_ptr, weight_ptr, spread_ptr = slots
     rows_ptr, numbers_ptr, places_ptr = scratch
@@ -257,16 +265,17 @@ def merge_periods_kernel(text, blocks, slots, scratch, sizes, C: tl.constexpr):
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pair, N, W = batch * H + head, SLOTS + BLOCK, 2 * C.D + C.DV
     rows_ptr += pair * 2 * N * W
-    numbers_ptr += pair * 4 * N
+    numbers_ptr += pair * 5 * N
     places_ptr += pair * 2 * N
     own_weight, own_spread, value = numbers_ptr, numbers_ptr + N, numbers_ptr + 2 * N
     for period in range(0, PERIODS):
         at = ((batch * (PERIODS + 1) + period) * H + head) * SLOTS
         block = (batch * PERIODS + period) * BLOCK
         fill_rows(
-            (rows_ptr, own_weight, own_spread),
+            (rows_ptr, own_weight, own_spread, numbers_ptr + 4 * N),
             (held_k_ptr + at * C.D, held_v_ptr + at * C.DV, weight_ptr + at, spread_ptr + at),
-            (k_ptr + pair * COLUMNS * C.D, v_ptr + pair * COLUMNS * C.DV, metric_ptr + head * C.D * C.D),
+            (k_ptr + pair * COLUMNS * C.D, v_ptr + pair * COLUMNS * C.DV, metric_ptr + head * C.D * C.D,
+             query_ptr + head * (C.D + 1)),
             (index_ptr + block, present_ptr + block), N, W, SLOTS, 1.0, False, C,
         )  # fmt: skip
         side = merge_rows(rows_ptr, numbers_ptr, places_ptr, N, N, W, SLOTS, C)
@@ -285,7 +294,7 @@ def widths(k: Tensor, v: Tensor) -> dict:
 
 @on_device_of_first
 def run_slot_merging(
-    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, present: Tensor, held: list[Tensor],
+    k: Tensor, v: Tensor, metric: Tensor, mean_query: Tensor, index: Tensor, present: Tensor, held: list[Tensor],
     bits: int = 16,
 ) -> list[Tensor]:  # fmt: skip
     """Merge blocks of columns k, v (batch, heads, columns, dim), as slots_torch.merge_blocks does.
@@ -301,10 +310,10 @@ def run_slot_merging(
     for each, x in zip(every, held, strict=True):
         each[:, 0] = x
     rows = torch.empty(batch, heads, 2, count, 2 * k.shape[-1] + v.shape[-1], dtype=work, device=k.device)
-    numbers = torch.empty(batch, heads, 4, count, dtype=work, device=k.device)
+    numbers = torch.empty(batch, heads, 5, count, dtype=work, device=k.device)
     places = torch.empty(batch, heads, 2, count, dtype=torch.int32, device=k.device)
     merge_periods_kernel[heads, batch](
-        (k, v, metric),
+        (k, v, metric, mean_query),
         (index, present.int()),
         tuple(every),
         (rows, numbers, places),

@@ -45,7 +45,7 @@ from .kernel_token_table import TokenTable
 from .state import SlotState
 
 Tensor = torch.Tensor
-SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0, 2, 3, 4, 5))
+SLOT_K, WEIGHT, SPREAD, METRIC, GAIN, MEAN_QUERY = (tl.constexpr(REST.value + n) for n in (0, 2, 3, 4, 5, 6))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def token_slots_kernel(table, token, layout, scratch, out_ptr, C: tl.constexpr):
     slot_k, slot_v = point_at_pair(row_ptr, SLOT_K, at * SLOTS, C)
     weight_ptr, spread_ptr = address(row_ptr, WEIGHT, C.ACC) + at * SLOTS, address(row_ptr, SPREAD, C.ACC) + at * SLOTS
     W, own_numbers = 2 * C.D + C.DV, batch * tl.num_programs(0) + tl.program_id(0)
-    rows, places = numbers_ptr + own_numbers * (2 * W + 4) * ROOM, places_ptr + own_numbers * 2 * ROOM
+    rows, places = numbers_ptr + own_numbers * (2 * W + 5) * ROOM, places_ptr + own_numbers * 2 * ROOM
     merged = tl.maximum(place - WIDTH + block, 0) // block * block  # tokens before this place are not in the window
     if (merged > 0) & (merged - block == place - WIDTH):
         N = SLOTS + block
@@ -76,9 +76,10 @@ def token_slots_kernel(table, token, layout, scratch, out_ptr, C: tl.constexpr):
         tl.debug_barrier()
         window_k, window_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH, C)
         slots = slot_k, slot_v, weight_ptr, spread_ptr
+        metric = address(row_ptr, METRIC, C.MADE) + own * C.D * C.D
+        mean_query = address(row_ptr, MEAN_QUERY, C.MADE) + own * (C.D + 1)
         fill_rows(
-            (rows, numbers, numbers + ROOM), slots,
-            (window_k, window_v, address(row_ptr, METRIC, C.MADE) + own * C.D * C.D),
+            (rows, numbers, numbers + ROOM, numbers + 4 * ROOM), slots, (window_k, window_v, metric, mean_query),
             (places, places + ROOM), N, W, SLOTS, C.ROOT, C.BITS == 8, C,
         )  # fmt: skip
         side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, C)
@@ -117,7 +118,7 @@ def run_token_slots(
     """
     layout, sizes = token_layout(q, k, v, state)
     heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
-    numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=state.weight.dtype, device=q.device)
+    numbers = torch.empty(q.shape[0], heads, (2 * width + 5) * room, dtype=state.weight.dtype, device=q.device)
     places = torch.empty(q.shape[0], heads, 2 * room, dtype=torch.int32, device=q.device)
     merging = {"B": SIZE, "K": 16}
     token_slots_kernel[heads, q.shape[0]](

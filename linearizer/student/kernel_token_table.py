@@ -50,7 +50,7 @@ class TokenGroup:
             it = self.folded
             used = [it.query, it.query_bias, it.key, it.key_bias, it.query_norm, it.key_norm]
         elif self.merging is not None:
-            used = [self.merging.metric, self.merging.gain]
+            used = [self.merging.metric, self.merging.gain, self.merging.mean_query]
         return [*tensors(self.state).values(), *used]
 
     def stamp(self) -> tuple[list[int], ...]:

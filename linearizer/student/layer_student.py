@@ -37,7 +37,7 @@ from .token_buffer import WindowGroup, attend_token_in_buffer
 Tensor = torch.Tensor
 SOFTMAX = "softmax"
 TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # of heads on which the kernel in C is tried, of each number of bits
-TRIAL_ENDS, TRIAL_SCALE = (17, 18, 30), 0.5  # of the calls for its text
+TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 30), 0.5, 0.125  # of the calls for its text
 
 
 def generator_at(seed: int, *place: int) -> torch.Generator:
@@ -121,9 +121,9 @@ class SlotGroup(nn.Module):
         return SlotState.empty(k, v, self.window, self.sinks, self.slots)
 
     def merging(self, scale: float) -> Merging:
-        metric, gain = self.merger()
+        metric, gain, mean_query = self.merger()
         root = 1.0 if self.turns else scale**0.5  # turned keys are multiplied by it
-        return Merging(metric, gain, self.window, self.block, root, self.bits)
+        return Merging(metric, gain, mean_query, self.window, self.block, root, self.bits)
 
     def window_group(self, scale: float, state: SlotState) -> WindowGroup:
         return WindowGroup(self.heads, state, self.merging(scale), self.bits)
@@ -237,14 +237,18 @@ class LayerStudent(nn.Module):
         for group in self.groups:
             if isinstance(group, SlotGroup):
                 for place, metric in enumerate(group.merger.metric):
-                    self.set_metric(group, place, metric.clone())
+                    self.set_merger(group, place, metric.clone(), metric.new_zeros(metric.shape[-1] + 1))
 
     @torch.no_grad()
-    def set_metric(self, group: SlotGroup, place: int, metric: Tensor) -> None:
-        """Let a head of a group, by its place there, merge by a metric of keys that are multiplied by `root`."""
+    def set_merger(self, group: SlotGroup, place: int, metric: Tensor, mean_query: Tensor) -> None:
+        """Let a head of a group, by its place there, merge by metric and mean query of keys multiplied by `root`."""
         if self.turns is not None and group.turns:
-            metric = self.turns.turn_metric(metric, group.heads[place])
+            head = group.heads[place]
+            around = mean_query[-1:].to(metric) - mean_query[:-1].to(metric) @ self.turns.key_middle[head].to(metric)
+            metric, query = (self.turns.turn_metric(x, head) for x in (metric, mean_query[:-1]))
+            mean_query = torch.cat([query, around.to(query)])
         group.merger.metric[place] = metric.to(group.merger.metric)
+        group.merger.mean_query[place] = mean_query.to(group.merger.mean_query)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
@@ -329,6 +333,7 @@ class LayerStudent(nn.Module):
             trial.in_c, heads, tokens = by_kernel, len(TRIAL_HELD), TRIAL_ENDS[-1]
             if bits in FEWER:  # an error of a sum may change what a spread, of two bytes there, is rounded to
                 trial.groups[0].merger.gain.zero_()
+            trial.groups[0].merger.mean_query.fill_(TRIAL_QUERY)
             asks = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
             kept = trial.stable(
                 bits, TRIAL_SCALE, *(torch.randn(1, heads, tokens, x, generator=generator) for x in dims)

@@ -29,6 +29,8 @@ from .state import first_rows, made_once
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
+IMPORTANCE = 2  # power, of e^(mean query · key) of the slot of two that more of this holds for, by which it is, too
+MOST_IMPORTANT = 20.0  # logarithm of an importance that counts no further: so that costs stay within single precision
 RECENCY = 1  # power of the place of the newer of two slots by which what merging them costs is multiplied
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
 
@@ -36,29 +38,35 @@ Tensor = torch.Tensor
 
 
 class Merger(nn.Module):
-    """How far apart two keys are to the queries of a head, and what their spread adds to a slot's logit."""
+    """How far apart two keys are to the queries of a head, and how important; what spread adds to a slot's logit.
+
+    A key is as important as its product with the mean query is large. Behind that stands its product with the mean key.
+    """
 
     def __init__(self, heads: int, dim: int) -> None:
         super().__init__()
         self.metric = nn.Parameter(torch.zeros(heads, dim, dim), requires_grad=False)
         self.gain = nn.Parameter(torch.zeros(heads), requires_grad=False)
+        self.mean_query = nn.Parameter(torch.zeros(heads, dim + 1), requires_grad=False)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Return metric and gain: what offloads parameters brings them for a forward."""
-        return self.metric, self.gain
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parameters: what offloads them brings them for a forward."""
+        return self.metric, self.gain, self.mean_query
 
     def reset(self, generator: torch.Generator | None = None) -> None:
-        """Start where all directions count alike."""
+        """Start where all directions count alike, and all keys."""
         self.metric.data.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
         self.gain.data.fill_(GAIN)
+        self.mean_query.data.zero_()
 
 
 @dataclass(frozen=True)
 class Merging:
-    """How some heads merge: metric (for keys that are multiplied by `root`) and gain, and sizes."""
+    """How some heads merge: metric and mean query (for keys that are multiplied by `root`) and gain, and sizes."""
 
     metric: Tensor  # (heads, dim, dim)
     gain: Tensor  # (heads,)
+    mean_query: Tensor  # (heads, dim + 1)
     window: int
     block: int
     root: float = 1.0
@@ -66,13 +74,16 @@ class Merging:
 
     @property
     def scaled(self) -> Tensor:
-        """The metric for keys as they are kept."""
-        return self.metric * self.root
+        """The metric for keys as they are kept, and below it the mean query: (heads, dim + 1, dim + 1)."""
+        metric = nn.functional.pad(self.metric * self.root, (0, 1))
+        query = torch.cat([self.mean_query[:, :-1] * self.root, self.mean_query[:, -1:]], -1)
+        return torch.cat([metric, query[:, None].to(metric.dtype)], 1)
 
     @property
     def unrounded(self) -> Merging:
         """The same without rounding what slots hold."""
-        return replace(self, metric=self.scaled, root=1.0, bits=16)
+        scaled = self.scaled
+        return replace(self, metric=scaled[:, :-1, :-1], mean_query=scaled[:, -1], root=1.0, bits=16)
 
 
 @dataclass
@@ -107,7 +118,7 @@ def merge_block(held: Slots, k: Tensor, v: Tensor, comes: Tensor, merging: Mergi
 class Rounding:
     """How the mean of a slot is kept: in a type, and in the bits of each head; and the metric by which it is seen."""
 
-    metric: Tensor  # (heads, dim, dim)
+    metric: Tensor  # (heads, dim + 1, dim + 1) Merging.scaled
     kept: torch.dtype
     bits: tuple[int, ...]
 
@@ -140,23 +151,25 @@ def merge_slots(slots: Slots, count: int, rounding: Rounding) -> Slots:
 
 
 def lay_rows(slots: Slots, metric: Tensor) -> Tensor:
-    """Lay side by side what merging needs of slots: (batch, heads, slots, 2 · key_dim + value_dim + 5).
+    """Lay side by side what merging needs of slots: (batch, heads, slots, 2 · key_dim + value_dim + 6).
 
-    These are metric·k, v, k, |metric·k|², |v|², spread, 1 and weight.
+    These are metric·k, v, k, |metric·k|², |v|², spread, importance, 1 and weight.
     """
-    seen, weight = slots.k @ metric.to(slots.k.dtype).mT, slots.weight[..., None]
+    metric, weight = metric.to(slots.k.dtype), slots.weight[..., None]
+    seen, asked = (slots.k @ metric[..., :-1].mT).split([slots.k.shape[-1], 1], -1)
+    importance = ((asked - metric[:, -1:, -1:]) * IMPORTANCE).clamp_(-MOST_IMPORTANT, MOST_IMPORTANT).exp_()
     vectors = torch.cat([seen, slots.v, slots.k], -1)
     if slots.k.shape[-1] == slots.v.shape[-1]:  # in one go: a call of an operation takes longer than its work
         squares = vectors[..., : 2 * seen.shape[-1]].unflatten(-1, (2, -1)).square().sum(-1)
     else:
         squares = torch.stack([seen.square().sum(-1), slots.v.square().sum(-1)], -1)
-    return torch.cat([vectors, squares, slots.spread[..., None], torch.ones_like(weight), weight], -1)
+    return torch.cat([vectors, squares, slots.spread[..., None], importance, torch.ones_like(weight), weight], -1)
 
 
 def slots_of_rows(rows: Tensor, dims: tuple[int, int]) -> Slots:
     """Give the slots that `lay_rows` laid out."""
-    _, v, k, numbers = rows.split([dims[0], dims[1], dims[0], 5], -1)
-    return Slots(k, v, numbers[..., 4], numbers[..., 2])
+    _, v, k, numbers = rows.split([dims[0], dims[1], dims[0], 6], -1)
+    return Slots(k, v, numbers[..., 5], numbers[..., 2])
 
 
 def merge_rows(
@@ -175,7 +188,7 @@ def merge_rows(
     alike = (partner[:, :, None] == partner[:, None]).to(rows.dtype)  # what goes where another goes
     sums = torch.baddbmm(sums[:, :most], alike, sums[:, most:]).unflatten(0, shape[:2])
     weight = sums[..., -1:]
-    seen, v, k, numbers = (sums / (weight if full else weight.clamp_min(1))).split([dims[0], dims[1], dims[0], 4], -1)
+    seen, v, k, numbers = (sums / (weight if full else weight.clamp_min(1))).split([dims[0], dims[1], dims[0], 5], -1)
     spread = (numbers[..., 0] + numbers[..., 2] - seen.square().sum(-1)).clamp_min_(0)
     merged = lay_rows(rounding.round(Slots(k, v, weight[..., 0], spread)), rounding.metric)
     rows.index_copy_(0, partner.flatten(), merged.flatten(0, 2))
@@ -220,15 +233,17 @@ def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:
     """Compute what merging each pair costs, infinite with empty slots, unless all are full: (rows, slots, slots).
 
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
-    of its values; the product of both is its fourth power, which takes no roots. Slots stand in the order of their
-    tokens, and an error of newer ones counts for more, as more queries look at them: or what is read last would be
-    remembered as coarsely as what was read first, and the worse the longer a text is.
+    of its values; the product of both is its fourth power, which takes no roots. An error counts for more where queries
+    look: at keys with a large product with the mean query, and at newer ones. Slots stand in the order of their tokens;
+    without that, what is read last would be remembered as coarsely as what was read first, and the worse the longer a
+    text is.
     """
     seen, v, weight = rows[..., : dims[0]], rows[..., dims[0] : sum(dims)], rows[..., -1]
-    far = rows[..., -5] if full else rows[..., -5].masked_fill(weight == 0, math.inf)  # an empty one is far away
+    far = rows[..., -6] if full else rows[..., -6].masked_fill(weight == 0, math.inf)  # an empty one is far away
     inverse = (weight if full else weight.clamp_min(1)).reciprocal()
     keys = squared_distances(seen, far).square_().div_(inverse[..., None] + inverse[:, None]).square_()
-    cost = keys.mul_(squared_distances(v, rows[..., -4]).clamp_min_(TINY))
+    cost = keys.mul_(squared_distances(v, rows[..., -5]).clamp_min_(TINY))
+    cost.mul_(torch.maximum(rows[..., -3, None], rows[..., None, :, -3]))
     if full:
         return cost.mul_(newer_places(weight.shape[-1], cost.dtype, cost.device))
     place = (weight > 0).cumsum(-1).to(cost.dtype)

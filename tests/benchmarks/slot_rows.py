@@ -23,7 +23,8 @@ def slots(quick):
 def slots_row(heads, group, dim, tokens):
     q, k, v = (draw(1, heads, *shape, tokens, dim, seed=n) for n, shape in enumerate(((group,), (), ())))
     metric, gain = torch.eye(dim, device=q.device).expand(heads, -1, -1), torch.full((heads,), GAIN).to(q.device)
-    merging, scale = Merging(metric * dim**-0.25, gain, WINDOW, BLOCK), dim**-0.5
+    query = torch.zeros(heads, dim + 1, device=q.device)
+    merging, scale = Merging(metric * dim**-0.25, gain, query, WINDOW, BLOCK), dim**-0.5
 
     def read(way):
         state = SlotState.empty(k, v, WINDOW, 4, SLOTS)

@@ -27,11 +27,12 @@ def text(length, group=2, dtype=torch.float64, heads=2, batch=2, whole=False):
 
     q, k = draw(batch, heads, group, length, DIM), draw(batch, heads, length, DIM)
     metric = torch.eye(DIM).expand(heads, -1, -1).to(k) if whole else draw(heads, DIM, DIM)
-    return q, k, draw(batch, heads, length, VALUE_DIM), metric, 0.25 + draw(heads).abs()
+    query = torch.zeros(heads, DIM + 1).to(k) if whole else draw(heads, DIM + 1) / 4
+    return q, k, draw(batch, heads, length, VALUE_DIM), metric, 0.25 + draw(heads).abs(), query
 
 
 @torch.no_grad()
-def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
+def both(q, k, v, metric, gain, mean_query, count, block, real=None, edges=(), bits=16):
     """The whole text by PyTorch and by kernels, in calls that end at these edges: outputs and states."""
     ends = [*edges, q.shape[-2]]
     if bits == 8:
@@ -42,7 +43,9 @@ def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
             part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
             piece = None if real is None else real[:, a:b]
             out.append(
-                attend_text_with_slots(*part, Merging(metric, gain, WINDOW, block, bits=bits), piece, state, attend)
+                attend_text_with_slots(
+                    *part, Merging(metric, gain, mean_query, WINDOW, block, bits=bits), piece, state, attend
+                )
             )
         yield torch.cat(out, -2), state
 

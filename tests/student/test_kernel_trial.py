@@ -101,7 +101,13 @@ def compare():
 
 def merge(tokens=5, attend=slot_attention):
     q, k, v, _ = inputs(tokens)
-    merging = Merging(torch.eye(k.shape[-1], device=DEVICE)[None], torch.ones(1, device=DEVICE), 2, 2)
+    merging = Merging(
+        torch.eye(k.shape[-1], device=DEVICE)[None],
+        torch.ones(1, device=DEVICE),
+        torch.zeros(1, k.shape[-1] + 1, device=DEVICE),
+        2,
+        2,
+    )
     with torch.no_grad():
         return attend(q, k, v, merging, None, SlotState.empty(k, v, 2, 1, 2))
 

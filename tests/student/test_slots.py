@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.student.features_torch import reference as attend_exactly
@@ -16,6 +17,7 @@ from linearizer.student.state import SlotState
 from tests.support.models import student_of, tokens
 
 WINDOW, SINKS, DIM = 8, 2, 4
+QUERY = torch.tensor([0.7, -0.4, 0.3, 0.5, 0.2], dtype=torch.float64)
 
 
 def drawn(batch=2, heads=3, group=2, length=50, seed=0):
@@ -30,7 +32,8 @@ def drawn(batch=2, heads=3, group=2, length=50, seed=0):
 def merging(heads=3, window=WINDOW, block=4):
     merger = Merger(heads, DIM)
     merger.reset()
-    return Merging(merger.metric.double(), merger.gain.double(), window, block)
+    merger.mean_query.normal_(generator=torch.Generator().manual_seed(5))
+    return Merging(*(x.double() for x in merger()), window, block)
 
 
 def attend(q, k, v, slots, edges=(), block=4, real=None):
@@ -57,8 +60,19 @@ def slots_of(count=12, seed=0):
     return Slots(k, v, torch.ones(1, 2, count, dtype=torch.float64), torch.zeros(1, 2, count, dtype=torch.float64))
 
 
+def asked(k):
+    """What the mean query gives a key, less what it gives the mean key."""
+    return QUERY[:-1] @ k - QUERY[-1]
+
+
 def unrounded():
-    return Rounding(torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1), torch.float64, (16, 16))
+    return Rounding(seen_by(torch.eye(DIM).expand(2, -1, -1)), torch.float64, (16, 16))
+
+
+def seen_by(metric):
+    """A metric above the mean query, which gives half of its square to the mean key."""
+    query = QUERY.expand(len(metric), 1, -1)
+    return torch.cat([nn.functional.pad(metric, (0, 1)).double(), query], 1)
 
 
 def test_with_a_slot_for_every_token_nothing_is_approximate():
@@ -123,8 +137,8 @@ def test_a_token_alone_leaves_the_exact_tokens_where_they_are():
 
 def test_the_root_multiplies_the_keys_that_are_measured():
     q, k, v = drawn()
-    states = []
-    for own in (merging(), replace(merging(), metric=2 * merging().metric, root=0.5)):
+    states, twice = [], torch.cat([2 * merging().mean_query[:, :-1], merging().mean_query[:, -1:]], -1)
+    for own in (merging(), replace(merging(), metric=2 * merging().metric, mean_query=twice, root=0.5)):
         states.append(SlotState.empty(k, v, WINDOW, SINKS, 5))
         slot_attention(q, k, v, own, None, states[-1])
     assert states[0].spread.max() > 0
@@ -134,7 +148,7 @@ def test_the_root_multiplies_the_keys_that_are_measured():
 def test_merging_keeps_the_sums_and_counts_the_spread():
     given = slots_of()
     metric = torch.randn(2, DIM, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    result = merge_slots(given, 3, Rounding(metric, metric.dtype, (16, 16)))
+    result = merge_slots(given, 3, Rounding(seen_by(metric), metric.dtype, (16, 16)))
     assert result.weight.shape[-1] == 3 and (result.weight > 0).all()
     torch.testing.assert_close(result.weight.sum(-1), given.weight.sum(-1))
     for mine, theirs in ((result.k, given.k), (result.v, given.v)):
@@ -154,6 +168,7 @@ def test_the_pair_that_is_merged_is_the_cheapest():
             (i, j): (given.k[0, head, i] - given.k[0, head, j]).square().sum()
             * (given.v[0, head, i] - given.v[0, head, j]).norm().sqrt()
             * (i + 1) ** 0.25
+            * max(asked(given.k[0, head, n]) for n in (i, j)).mul(0.5).exp()
             for i in range(5)
             for j in range(i)
         }
@@ -176,7 +191,8 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
         def cost(i, j, k=k, v=v, weight=weight, full=full):
             apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
             newer = full.index(max(i, j)) + 1
-            return float(apart**2 * values * newer**0.5 * weight[i] * weight[j] / (weight[i] + weight[j]))
+            important = max(asked(k[i]), asked(k[j])).exp()
+            return float(important * apart**2 * values * newer**0.5 * weight[i] * weight[j] / (weight[i] + weight[j]))
 
         least = {i: min(cost(i, j) for j in full if j < i) for i in full[1:]}
         gone = sorted(least, key=least.get)[: len(full) - count]
@@ -195,7 +211,7 @@ def test_equal_costs_are_decided_by_place_alike_in_every_dtype(dtype):
     state = SlotState.empty(k, k, WINDOW, SINKS, 5)
     held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
     assert held.weight.dtype == (dtype if dtype == torch.float64 else torch.float32)  # in which costs are compared
-    how = Merging(torch.eye(DIM)[None], torch.ones(1), WINDOW, 8)
+    how = Merging(torch.eye(DIM)[None], torch.ones(1), torch.zeros(1, DIM + 1), WINDOW, 8)
     result = merge_block(held, k, k, torch.ones(1, 8, dtype=torch.bool), how)
     assert result.weight[0, 0].tolist() == [3, 2, 1, 1, 1]  # 1, 2 and 3 go: 1 and 2 to 0, the first of two, 3 to 4
     assert result.k[0, 0, :, 0].tolist() == [1, 3.5, 5, 6, 7] and result.k.dtype == dtype

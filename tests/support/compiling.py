@@ -122,7 +122,7 @@ def slots(q, k, sink, count, window, metric, periods=64, size=64, block=16):
     (batch, heads, _, _, dim), work = q.shape, torch.float32
     index, merges = draw(batch, periods, block, dtype=torch.int64), draw(batch, periods, dtype=torch.int64)
     own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
-    result = kernel_text_slots.run_slot_merging(k, k, metric, index, index, [own, own, number, number], 8)
+    result = kernel_text_slots.run_slot_merging(k, k, metric, metric, index, index, [own, own, number, number], 8)
     asks = q[..., : periods * block, :]
     kernel_text_slots.run_text_slots(
         asks, k, k, sink, sink, result, metric[:, 0, 0], index, merges, count, count, window
@@ -145,7 +145,10 @@ def slot_step(q, k, count, near, window, metric, bits, size=64):
     sink, ring = near
     kept = kept_in(bits, (sink, sink), (ring, ring, slot, slot))
     held = TokenGroup(
-        [*range(heads)], SlotState(count, *kept, number, number), window, merging=Merging(metric, metric, window, 16)
+        [*range(heads)],
+        SlotState(count, *kept, number, number),
+        window,
+        merging=Merging(metric, metric, metric, window, 16),
     )
     merged = held.sizes()[1] + held.sizes()[2]
     kernel_token_slots.run_token_slots(
