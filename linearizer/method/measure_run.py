@@ -224,6 +224,8 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
         return profile
     with interruptible(run):
         texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
+        if not run.plan.memory:
+            texts = join_texts(texts, run.plan, teacher.inspection.max_positions)
         check_logits(teacher.model, texts)
     settings, keep_text = profile_settings(run.plan), bool(run.plan.memory)
     steps = measure_profile(teacher.model, texts, teacher.inspection.layers, settings, keep_text=keep_text)
@@ -232,6 +234,19 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     run.write_product("profile.json", measured.profile.to_json())
     run.log(EventName.PROFILED, tokens=measured.profile.tokens)
     return measured.profile
+
+
+def join_texts(texts: torch.Tensor, plan: Plan, positions: int | None) -> torch.Tensor:
+    """Join texts in pairs, so that queries are drawn from places up to twice the length that heads are priced on.
+
+    Positions turn the mean query, which says what slots keep apart: beyond the places it is known from, it misleads.
+    """
+    length = 2 * texts.shape[1]
+    count = texts.numel() // length
+    enough = count * (length - plan.kept_sinks) >= plan.kept_samples // 2
+    if not count or not enough or length > (positions or length):
+        return texts
+    return texts.flatten()[: count * length].view(count, length)
 
 
 def fit_to_text(plan: Plan, tokens: int, positions: int | None, yielding: Collection[str]) -> Plan:

@@ -11,7 +11,7 @@ enum {  /* tensors of a group of heads */
        GROUP_TENSORS };
 enum { ROWS_AT_ONCE = 32, PARTS = 4 };
 
-static const REAL TINY = 1e-30, MOST_TOKENS = 32767, IMPORTANCE = 2, MOST_IMPORTANT = 20;
+static const REAL TINY = 1e-30, MOST_TOKENS = 32767, MOST_IMPORTANT = 20;
 
 /* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of. */
 typedef struct {
@@ -154,7 +154,6 @@ static void measure_slot(Slots *s, long i) {
     s->key_square[i] = key, s->value_square[i] = value, s->inverse[i] = 1 / s->weight[i];
     REAL asked = -s->query[s->key_dim];
     for (long c = 0; c < s->key_dim; c++) asked += k[c] * s->query[c];
-    asked *= IMPORTANCE;
     s->importance[i] = exp(asked < -MOST_IMPORTANT ? -MOST_IMPORTANT : asked > MOST_IMPORTANT ? MOST_IMPORTANT : asked);
     for (long d = 0; d < s->key + s->value; d++) s->columns[d * s->room + i] = row[d];
 }

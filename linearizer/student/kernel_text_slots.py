@@ -31,11 +31,11 @@ from .kernel_common import (
     store_vectors,
     update_softmax,
 )
-from .slots_merging import IMPORTANCE, MOST_IMPORTANT, TINY
+from .slots_merging import MOST_IMPORTANT, TINY
 
 Tensor = torch.Tensor
 INFINITE = tl.constexpr(float("inf"))
-LEAST, POWER, MOST = tl.constexpr(TINY), tl.constexpr(IMPORTANCE), tl.constexpr(MOST_IMPORTANT)
+LEAST, MOST = tl.constexpr(TINY), tl.constexpr(MOST_IMPORTANT)
 SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers
 
 
@@ -192,8 +192,8 @@ def fill_rows(rows, slots, text, block, N, W, SLOTS, ROOT: tl.constexpr, packed:
         row = x_ptr + i[:, None] * W
         tl.store(row + C.D + ov[None, :], v, mask=(i < N)[:, None] & (ov < C.DV)[None, :])
         tl.store(row + C.D + C.DV + od[None, :], k, mask=(i < N)[:, None] & (od < C.D)[None, :])
-        query = tl.load(query_ptr + od, mask=od < C.D, other=0).to(C.ACC) * ROOT
-        asked = (tl.sum(k * query[None, :], 1) - tl.load(query_ptr + C.D).to(C.ACC)) * POWER
+        query = ROOT * tl.load(query_ptr + od, mask=od < C.D, other=0).to(C.ACC)
+        asked = tl.sum(k * query[None, :], 1) - tl.load(query_ptr + C.D).to(C.ACC)
         tl.store(importance_ptr + i, tl.exp(tl.minimum(tl.maximum(asked, -MOST), MOST)), mask=i < N)
         weight = load_rows(held_weight_ptr, i, SLOTS) + tl.load(present_ptr + i - SLOTS, mask=new, other=0).to(C.ACC)
         tl.store(weight_ptr + i, weight, mask=i < N)

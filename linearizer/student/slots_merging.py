@@ -29,8 +29,7 @@ from .state import first_rows, made_once
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
-IMPORTANCE = 2  # power, of e^(mean query · key) of the slot of two that more of this holds for, by which it is, too
-MOST_IMPORTANT = 20.0  # logarithm of an importance that counts no further: so that costs stay within single precision
+MOST_IMPORTANT = 20.0  # logarithm beyond which an importance counts no further: costs stay within single precision
 RECENCY = 1  # power of the place of the newer of two slots by which what merging them costs is multiplied
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
 
@@ -157,7 +156,7 @@ def lay_rows(slots: Slots, metric: Tensor) -> Tensor:
     """
     metric, weight = metric.to(slots.k.dtype), slots.weight[..., None]
     seen, asked = (slots.k @ metric[..., :-1].mT).split([slots.k.shape[-1], 1], -1)
-    importance = ((asked - metric[:, -1:, -1:]) * IMPORTANCE).clamp_(-MOST_IMPORTANT, MOST_IMPORTANT).exp_()
+    importance = (asked - metric[:, -1:, -1:]).clamp_(-MOST_IMPORTANT, MOST_IMPORTANT).exp_()
     vectors = torch.cat([seen, slots.v, slots.k], -1)
     if slots.k.shape[-1] == slots.v.shape[-1]:  # in one go: a call of an operation takes longer than its work
         squares = vectors[..., : 2 * seen.shape[-1]].unflatten(-1, (2, -1)).square().sum(-1)

@@ -168,7 +168,7 @@ def test_the_pair_that_is_merged_is_the_cheapest():
             (i, j): (given.k[0, head, i] - given.k[0, head, j]).square().sum()
             * (given.v[0, head, i] - given.v[0, head, j]).norm().sqrt()
             * (i + 1) ** 0.25
-            * max(asked(given.k[0, head, n]) for n in (i, j)).mul(0.5).exp()
+            * max(asked(given.k[0, head, n]) for n in (i, j)).mul(0.25).exp()
             for i in range(5)
             for j in range(i)
         }
@@ -191,7 +191,7 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
         def cost(i, j, k=k, v=v, weight=weight, full=full):
             apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
             newer = full.index(max(i, j)) + 1
-            important = max(asked(k[i]), asked(k[j])).exp()
+            important = max(asked(k[i]), asked(k[j])).mul(0.5).exp()
             return float(important * apart**2 * values * newer**0.5 * weight[i] * weight[j] / (weight[i] + weight[j]))
 
         least = {i: min(cost(i, j) for j in full if j < i) for i in full[1:]}
