@@ -19,7 +19,7 @@ from linearizer.cli.text import (
 )
 from linearizer.errors import RequestError, Stopped
 from linearizer.run.names import find_run
-from linearizer.serve.address import HOST, MAX_SECONDS, MAX_STATE_BYTES, PORT, listen
+from linearizer.serve.server import HOST, LOCAL_HOSTS, MAX_SECONDS, MAX_STATE_BYTES, PORT, listen, serve
 
 KEY_VARIABLE = "LINEARIZER_API_KEY"
 UNGUARDED = (
@@ -137,9 +137,6 @@ def add_serve(add: AddCommand) -> None:
 
 
 def serve_serve(arguments: argparse.Namespace) -> None:
-    from linearizer.serve.local_requests import LOCAL_HOSTS
-    from linearizer.serve.server import serve
-
     def say(url: str, model: str) -> None:
         if arguments.host not in LOCAL_HOSTS and arguments.api_key is None:
             print(UNGUARDED, file=sys.stderr)  # noqa: T201

@@ -27,7 +27,8 @@ from linearizer.page.chat import sample_prompts
 from linearizer.page.theme import theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
-from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
+from linearizer.serve.guards import Guard, is_local
+from linearizer.serve.server import LOCAL_HOSTS
 
 # Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it
 # again and again: so an event without progress names no part for it, and an event with progress names one.
@@ -254,6 +255,8 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         enable_monitoring=False,
         max_file_size="1mb",
         state_session_capacity=MAX_SESSIONS,
-        app_kwargs={} if on_space() or host not in LOCAL_HOSTS else {"middleware": [Middleware(LocalRequests)]},
+        app_kwargs={}
+        if on_space() or host not in LOCAL_HOSTS
+        else {"middleware": [Middleware(Guard, allows=is_local)]},
         ssr_mode=False,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from random import Random
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError, first_line
+from linearizer.serve.sampling import Drawing
 
 MAX_PROMPTS, MAX_STOPS = 64, 16  # of one request
 DEFAULT_COMPLETION = 16  # new tokens, as OpenAI has it; a chat goes on to its end
@@ -63,14 +65,14 @@ class Body(BaseModel, ABC):
 
     model: str
     max_tokens: Whole | None = Field(None, ge=1)
-    temperature: Number | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: Number | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    top_k: Whole | None = Field(None, ge=-1)  # 0 and -1: all
-    min_p: Number | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: Number | None = Field(None, gt=0, allow_inf_nan=False)
+    temperature: Number = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: Number = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: Whole = Field(0, ge=-1)  # 0 and -1: all
+    min_p: Number = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: Number = Field(1.0, gt=0, allow_inf_nan=False)
     seed: Whole | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
+    stop: str | list[str] = []
+    stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # go on after the end of a text: for measurements
 
@@ -82,11 +84,12 @@ class Body(BaseModel, ABC):
         for name, neutral in NEUTRAL.items():
             if (value := values.get(name)) is not None and value not in neutral:
                 raise ValueError(f"{name} = {str(value)[:40]} is not served here: leave it out")
-        return {name: value for name, value in values.items() if name not in IGNORED and name not in NEUTRAL}
+        left_out = IGNORED | NEUTRAL.keys()
+        return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
     @property
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if len(stops) > MAX_STOPS or not all(stops):
             raise RequestError(f"stop may name at most {MAX_STOPS} strings, none of them empty: name fewer")
         return tuple(stops)
@@ -95,6 +98,12 @@ class Body(BaseModel, ABC):
     def new_tokens(self) -> int | None:
         """The tokens to write; None: to the end of the text, or as far as positions reach."""
         return self.max_tokens
+
+    def drawing(self, index: int) -> Drawing:
+        """Say how the text of one of the prompts is drawn."""
+        seeded = Random(None if self.seed is None else f"{self.seed} {index}")
+        top_k = self.top_k if self.top_k > 0 else None
+        return Drawing(self.temperature, self.top_p, seeded, top_k, self.min_p, self.repetition_penalty)
 
     @abstractmethod
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -119,7 +128,8 @@ class CompletionBody(Body):
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Give the tokens of every prompt."""
-        prompts: list[Any] = [self.prompt] if is_one(self.prompt) else list(self.prompt)
+        is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
+        prompts: list[Any] = [self.prompt] if is_one else list(self.prompt)
         if len(prompts) > MAX_PROMPTS:
             raise RequestError(f"{len(prompts)} prompts are more than the {MAX_PROMPTS} of one request: send several")
         return [tokenizer(each, verbose=False)["input_ids"] if isinstance(each, str) else each for each in prompts]
@@ -152,7 +162,7 @@ class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Whole | None = Field(None, ge=1)
     reasoning_effort: str | None = None  # for the template, if it asks for it
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def new_tokens(self) -> int | None:
@@ -163,7 +173,7 @@ class ChatBody(Body):
         if not tokenizer.chat_template:
             raise RequestError("this model has no chat template: send the whole text as a prompt to /v1/completions")
         wanted = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
-        wanted |= self.chat_template_kwargs or {}
+        wanted |= self.chat_template_kwargs
         if own := wanted.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
             raise RequestError(f"chat_template_kwargs may not set {min(own)}: name variables of the template only")
         try:
@@ -173,8 +183,3 @@ class ChatBody(Body):
         except Exception as error:  # a template is a program, and refuses in its own way
             raise RequestError(f"the model's chat template refuses these messages ({first_line(error)})") from error
         return [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def is_one(prompt: Any) -> bool:
-    """Tell one prompt, a text or its tokens, from a list of them."""
-    return isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)

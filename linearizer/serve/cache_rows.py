@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.student.cache import Change, LinearizedCache, copy_layer, keeps_state
+from linearizer.student.cache import CACHE, Change, LinearizedCache, copy_layer, keeps_state
 from linearizer.student.state import tensors
 
 Tensor = torch.Tensor
@@ -59,6 +60,21 @@ def real_tokens(cache: Cache, read: Tensor, new: int) -> Tensor | None:  # (rows
     return (torch.arange(int(longest) + new, device=read.device) >= (longest - read)[:, None]).long()
 
 
+def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, read: Tensor) -> Tensor:  # (rows, vocabulary)
+    """Let rows read their next tokens (rows, tokens), where each has read so many (rows,); return the last logits."""
+    count = ids.shape[1]
+    out = model(
+        input_ids=ids,
+        position_ids=read[:, None] + torch.arange(count, device=ids.device),
+        attention_mask=real_tokens(cache, read, count),
+        use_cache=True,
+        logits_to_keep=1,
+        **{CACHE: cache},
+    )
+    logits: Tensor = out.logits[:, -1]
+    return logits
+
+
 def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
     """Keep some rows of a batch, of which the longest has read so many tokens, and no more padding than they need."""
     cache.batch_select_indices(torch.tensor(rows))
@@ -67,7 +83,6 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
 
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
     """Copy one row of a batch, which has read so many tokens; what the copy reads does not change the batch."""
-
     other = copy_cache(cache, lambda name, x: x[row : row + 1].clone())
     cut_padding(other, tokens)
     return other

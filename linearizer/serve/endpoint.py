@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -21,15 +20,12 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError
-from linearizer.serve.access import KeyHolders
-from linearizer.serve.address import MAX_SECONDS
 from linearizer.serve.bodies import Body, ChatBody, CompletionBody
 from linearizer.serve.engine import Engine
-from linearizer.serve.local_requests import REFUSAL, LocalRequests
+from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.metrics import CONTENT_TYPE, Counted, Metrics
 from linearizer.serve.reading import Refusal, read_body
 from linearizer.serve.row import Piece, Row
-from linearizer.serve.sampling import Drawing
 from linearizer.teacher.logits import vocabulary
 
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
@@ -46,7 +42,7 @@ class Served:
     tokenizer: PreTrainedTokenizerBase
     positions: int  # tokens of the longest text
     engine: Engine
-    max_seconds: float = MAX_SECONDS  # of a request
+    max_seconds: float  # of a request
     metrics: Metrics = field(default_factory=Metrics)
     since: int = field(default_factory=lambda: int(time.time()))
 
@@ -112,9 +108,10 @@ def make_endpoint(served: Served, local: bool = True, key: str | None = None) ->
     """Make the application that serves a model, to this machine or to others; its engine must be at work."""
     app = FastAPI(title="Linearizer", docs_url=None, redoc_url=None, openapi_url=None)
     if key is not None:
-        app.add_middleware(KeyHolders, key=key, refuse=response_of(Refusal(401, WRONG_KEY, code="invalid_api_key")))
+        refusal = response_of(Refusal(401, WRONG_KEY, code="invalid_api_key"))
+        app.add_middleware(Guard, allows=has_key(key), refuse=refusal)
     if local:
-        app.add_middleware(LocalRequests, refuse=response_of(Refusal(403, REFUSAL.strip())))
+        app.add_middleware(Guard, allows=is_local, refuse=response_of(Refusal(403, REFUSAL.strip())))
     app.add_middleware(Counted, metrics=served.metrics)
 
     @app.exception_handler(Refusal)
@@ -239,17 +236,7 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
     if min(tokens) < 0 or max(tokens) >= (known := vocabulary(served.model)):
         raise Refusal(400, f"a token is none of the model's {known}", "prompt")
     ends = frozenset[int]() if body.ignore_eos else served.ends
-    return Row(tokens, send, served.tokenizer, body.new_tokens or room, make_drawing(body, index), body.stops, ends)
-
-
-def make_drawing(body: Body, index: int) -> Drawing:
-    """Take from a body how a text of it is drawn."""
-    temperature, top_p, penalty = (
-        1.0 if x is None else x for x in (body.temperature, body.top_p, body.repetition_penalty)
-    )
-    top_k = body.top_k if body.top_k is not None and body.top_k > 0 else None
-    seeded = random.Random(None if body.seed is None else f"{body.seed} {index}")
-    return Drawing(temperature, top_p, seeded, top_k, body.min_p or 0.0, penalty)
+    return Row(tokens, send, served.tokenizer, body.new_tokens or room, body.drawing(index), body.stops, ends)
 
 
 def end(served: Served, work: Work) -> None:

@@ -14,12 +14,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.serve.cache_rows import join_caches, keep_rows, real_tokens, take_row
+from linearizer.serve.cache_rows import join_caches, keep_rows, read_on, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.prompts import Prompts
 from linearizer.serve.row import Row
 from linearizer.serve.sampling import choose_tokens
-from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import fresh_cache
 
 MAX_ROWS = 32  # texts in the batch
@@ -128,15 +127,7 @@ class Engine:
         """Let every row read its last token, and write the next."""
         assert cache is not None
         ids, read = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
-        out = self.model(
-            input_ids=ids[:, None],
-            position_ids=read[:, None],
-            attention_mask=real_tokens(cache, read, 1),
-            use_cache=True,
-            logits_to_keep=1,
-            **{CACHE: cache},
-        )
-        logits = out.logits[:, -1].float()
+        logits = read_on(self.model, cache, ids[:, None], read).float()
         broken = logits.isnan().any(-1).tolist()
         tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
         for row, token, is_broken in zip(rows, tokens, broken, strict=True):

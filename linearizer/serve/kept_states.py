@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,56 +29,44 @@ class KeptStates:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
         self.states: OrderedDict[bytes, Kept] = OrderedDict()
-        self.lengths: Counter[int] = Counter()
 
-    def keep(self, tokens: Sequence[int], cache: Cache) -> bool:
-        """Keep a cache that has read these tokens, and is nobody else's; tell whether there is room for it."""
-        key, held = next(hashes(tokens, [len(tokens)]))[1], memory_of(cache)
-        if held > self.max_bytes:
-            return False
+    def keep(self, tokens: Sequence[int], cache: Cache) -> None:
+        """Keep a cache that has read these tokens, and is nobody else's, where there is room for it."""
+        key, size = next(hashes(tokens, [len(tokens)])), memory_of(cache)
+        if size > self.max_bytes:
+            return
         if key in self.states:
-            self.forget(key)
-        self.states[key] = Kept(len(tokens), held, cache)
-        self.lengths[len(tokens)] += 1
-        self.bytes += held
+            self.bytes -= self.states.pop(key).bytes
+        self.states[key] = Kept(len(tokens), size, cache)
+        self.bytes += size
         while self.bytes > self.max_bytes:
-            self.forget(next(iter(self.states)))
-        return True
+            self.bytes -= self.states.popitem(last=False)[1].bytes
 
     def find_longest(self, tokens: Sequence[int]) -> tuple[int, Cache | None]:
         """Find the state that has read the most of these tokens, from the first one on, and tell how many."""
-        longest: bytes | None = None
-        for _, key in hashes(tokens, sorted(length for length in self.lengths if length <= len(tokens))):
-            longest = key if key in self.states else longest
-        if longest is None:
+        lengths = sorted({kept.tokens for kept in self.states.values() if kept.tokens <= len(tokens)})
+        if not (found := [key for key in hashes(tokens, lengths) if key in self.states]):
             return 0, None
-        self.states.move_to_end(longest)
-        kept = self.states[longest]
+        self.states.move_to_end(found[-1])
+        kept = self.states[found[-1]]
         return kept.tokens, kept.cache
-
-    def forget(self, key: bytes) -> None:
-        kept = self.states.pop(key)
-        self.bytes -= kept.bytes
-        self.lengths[kept.tokens] -= 1
-        if not self.lengths[kept.tokens]:
-            del self.lengths[kept.tokens]
 
 
 def memory_of(cache: Cache) -> int:
     """Count the memory that a cache takes: whole storages, counters too, and what each tensor takes by itself."""
-    held = []
+    counted = []
     for layer in cache.layers:
         if keeps_state(layer):
-            held += [x for state in layer.memory for x in tensors(state).values()]
+            counted += [x for state in layer.memory for x in tensors(state).values()]
         elif layer.is_initialized:
-            held += [layer.keys, layer.values]
-    return sum(x.untyped_storage().nbytes() + TENSOR_BYTES for x in held)
+            counted += [layer.keys, layer.values]
+    return sum(x.untyped_storage().nbytes() + TENSOR_BYTES for x in counted)
 
 
-def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """Yield each length with the hash of so many first tokens; lengths grow."""
+def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
+    """Yield the hash of so many first tokens for each length; lengths grow."""
     hashed, done = hashlib.sha256(), 0
     for length in lengths:
         hashed.update(array("q", tokens[done:length]).tobytes())
         done = length
-        yield length, hashed.digest()
+        yield hashed.digest()

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.serve.cache_rows import copy_cache, join_caches, real_tokens, take_row
+from linearizer.serve.cache_rows import copy_cache, join_caches, read_on, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.row import Row
-from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import fresh_cache
 
 PIECE = 512  # states are kept at multiples of so many tokens
@@ -94,14 +93,8 @@ class Prompts:
         else:
             cache = join_caches([row.cache for row in rows])
         read = torch.tensor([row.read for row in rows], device=device)
-        self.model(
-            input_ids=torch.tensor([row.prompt[row.read : row.read + count] for row in rows], device=device),
-            position_ids=read[:, None] + torch.arange(count, device=device),
-            attention_mask=real_tokens(cache, read, count),
-            use_cache=True,
-            logits_to_keep=1,
-            **{CACHE: cache},
-        )
+        ids = torch.tensor([row.prompt[row.read : row.read + count] for row in rows], device=device)
+        read_on(self.model, cache, ids, read)
         for index, row in enumerate(rows):
             row.read += count
             row.cache = take_row(cache, index, row.read) if len(rows) > 1 else cache

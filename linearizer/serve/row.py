@@ -70,9 +70,9 @@ class Row:
             text += self.stream.rest()
         begin = find_stop(text, self.stop)
         if begin is not None:
-            self.end(Piece(text[:begin], "stop"))
+            self.send_piece(Piece(text[:begin], "stop"))
         elif ended or full:
-            self.end(Piece(text, "stop" if ended else "length"))
+            self.send_piece(Piece(text, "stop" if ended else "length"))
         else:
             final = len(text) - begun_stop(text, self.stop)
             self.held = text[final:]
@@ -81,17 +81,14 @@ class Row:
 
     def fail(self, why: str) -> None:
         self.failed = True
-        self.end(Piece(error=why))
+        self.send_piece(Piece(error=why))
 
     def fail_with(self, error: Exception) -> None:
         self.fail(f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once")
 
-    def end(self, piece: Piece) -> None:
-        self.done = True
-        self.send_piece(piece)
-
     def send_piece(self, piece: Piece) -> None:
-        """Send a piece; a row whose receiver has gone is abandoned."""
+        """Send a piece, of which the last ends the row; a row whose receiver has gone is abandoned."""
+        self.done = piece.last
         try:
             self.send(piece)
         except RuntimeError:  # its event loop is closed

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable
 
-import uvicorn
-
-from linearizer.errors import RequestError
-from linearizer.method import checkpoint
+from linearizer.errors import RequestError, first_line
 from linearizer.quiet import quiet
 from linearizer.run.folder import Run
-from linearizer.serve.address import HOST, MAX_SECONDS, MAX_STATE_BYTES, PORT, listen
-from linearizer.serve.endpoint import Served, make_endpoint
-from linearizer.serve.engine import Engine
-from linearizer.serve.local_requests import LOCAL_HOSTS
-from linearizer.teacher.load import load_teacher_of
 
+HOST, PORT = "127.0.0.1", 8000
+LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # to listen at, for this machine alone
+MAX_STATE_BYTES = 2**30  # of states kept between requests
+MAX_SECONDS = 3600.0  # of a request
 CLOSING_SECONDS = 2  # that requests at work are given when the server is stopped
 LONGEST_SECONDS = 2**31  # that a request may be given
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take an address of this machine, before anything slow begins or is imported."""
+    if not 0 <= port <= 65535:
+        raise RequestError(f"--port {port} is no port: give a number from 1 to 65535, or 0 for any free port")
+    try:
+        if b"\0" in host.encode("idna"):  # what no host is called is found here: the socket would stay open
+            raise ValueError("it has a null character")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise RequestError(
+            f"{ascii(host)[1:-1]}:{port} cannot be listened at ({reason}): name another --port or --host"
+        ) from error
 
 
 def serve(
@@ -42,6 +55,13 @@ def serve(
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise RequestError("the API key is empty, or has letters that no header carries: give ASCII without spaces")
     with listen(host, port) as listening, quiet():
+        import uvicorn
+
+        from linearizer.method import checkpoint
+        from linearizer.serve.endpoint import Served, make_endpoint
+        from linearizer.serve.engine import Engine
+        from linearizer.teacher.load import load_teacher_of
+
         if teacher:
             loaded = load_teacher_of(run.plan, inspection=run.inspection)
             model, tokenizer = loaded.model, loaded.tokenizer

@@ -122,7 +122,10 @@ def measure(name, model, tokenizer, prompts, written):
     The bytes are those that the longest text's last state takes.
     """
     positions = 2 * (len(prompts[0]) + written + WORDS)
-    with Engine(model, KEPT_BYTES) as engine, listening(Served(name, model, tokenizer, positions, engine)) as url:
+    with (
+        Engine(model, KEPT_BYTES) as engine,
+        listening(Served(name, model, tokenizer, positions, engine, 3600.0)) as url,
+    ):
         asyncio.run(send(url, name, [prompts[0][:16]], 2))  # what is done once is not timed
         seconds, first, answers = asyncio.run(send(url, name, prompts, written))
         again = [

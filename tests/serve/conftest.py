@@ -23,7 +23,7 @@ def served():
     student = student_of("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
     student.generation_config.eos_token_id = None
     with Engine(student, 2**24) as engine:
-        known = Served("tiny", student, tokenizer, 512, engine)
+        known = Served("tiny", student, tokenizer, 512, engine, 3600.0)
         with listening(known) as url, httpx.Client(base_url=url, timeout=60) as client:
             client.served = known
             yield client

@@ -3,12 +3,12 @@
 import json
 import re
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from linearizer.serve import engine as engines
-from linearizer.serve.endpoint import Served
 from linearizer.serve.metrics import Metrics
 from tests.support.serving import complete, listening
 
@@ -17,8 +17,7 @@ SAMPLE = re.compile(r'linearizer_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? \d+(\.\d+)
 
 def limited(served, **changes):
     """The same model, with limits of its own."""
-    known = served.served
-    return Served(known.name, known.model, known.tokenizer, known.positions, known.engine, **changes)
+    return replace(served.served, **changes)
 
 
 @pytest.mark.parametrize("header", [None, "Bearer other", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer s3crét"])

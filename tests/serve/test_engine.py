@@ -157,7 +157,7 @@ def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
     assert kept.bytes == 3 * size
     small = KeptStates(size - 1)
     small.keep(texts[0], cache_of(texts[0]))
-    assert not small.states and not small.bytes and not small.lengths
+    assert not small.states and not small.bytes
 
 
 @pytest.mark.parametrize("heads", [SLOTS, SMALL, None], ids=["16 bits", "8 bits", "teacher"])

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from linearizer.serve.local_requests import LocalRequests
+from linearizer.serve.guards import Guard, is_local
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -26,7 +26,7 @@ from linearizer.serve.local_requests import LocalRequests
 )
 def test_host_and_origin_must_name_this_machine(method, headers, status):
     app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("served"), methods=["GET", "POST"])])
-    app.add_middleware(LocalRequests)
+    app.add_middleware(Guard, allows=is_local)
 
     async def ask():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
