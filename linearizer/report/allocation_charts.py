@@ -12,24 +12,7 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import Profile
-from linearizer.report.chart_style import (
-    BLUE,
-    COUNTS_AXIS,
-    GREEN,
-    GREY,
-    LOG_AXIS,
-    MAP_CELLS,
-    MAP_COLOURS,
-    MAP_GROUND,
-    MAX_LABELLED,
-    ORANGE,
-    XAXIS,
-    YAXIS,
-    layer_line,
-    new_figure,
-    subject_line,
-    thin_points,
-)
+from linearizer.report import chart_style as style
 from linearizer.run.prices import Prices
 
 if TYPE_CHECKING:
@@ -38,11 +21,11 @@ if TYPE_CHECKING:
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 EXACT, FEATURES, MEMORIES, SLOTS, WHOLE = "exact tokens", "features", "memories", "slots", "whole cache, grows"
 KINDS = {  # of what heads keep -> colour, pattern
-    EXACT: (ORANGE, "/"),
-    FEATURES: (BLUE, ""),
-    MEMORIES: (BLUE, "\\"),
-    SLOTS: (GREEN, "."),
-    WHOLE: (GREY, "x"),
+    EXACT: (style.ORANGE, "/"),
+    FEATURES: (style.BLUE, ""),
+    MEMORIES: (style.BLUE, "\\"),
+    SLOTS: (style.GREEN, "."),
+    WHOLE: (style.GREY, "x"),
 }
 LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
 
@@ -62,10 +45,11 @@ def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
     """Choose the option that all heads are compared by: the largest that an equal share of a budget buys."""
     layer = next(layer for layer, row in zip(layers, prices.kl, strict=True) if row)
     share = budget * head_bytes.token_bytes(layer)
-    sizes = [head_bytes.head_bytes(option, layer, prices.sinks, 0) for option in prices.options]
-    sized = [place for place, option in enumerate(prices.options) if not option.softmax]
-    fitting = [place for place in sized if sizes[place] <= share] or [min(sized, key=lambda place: sizes[place])]
-    return prices.options[max(fitting, key=lambda place: sizes[place])]
+    sizes = {
+        option: head_bytes.head_bytes(option, layer, prices.sinks, 0) for option in prices.options if not option.softmax
+    }
+    fitting = [option for option in sizes if sizes[option] <= share] or [min(sizes, key=sizes.__getitem__)]
+    return max(fitting, key=sizes.__getitem__)
 
 
 def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Figure:
@@ -86,21 +70,20 @@ def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer]
     low, high = min(known), max(known)
     ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
     bar = {"tickvals": ticks, "ticktext": [f"{10**tick:.3g}" for tick in ticks], "thickness": 10, "outlinewidth": 0}
-    figure = new_figure(max(340, min(22 * len(layers) + 90, 720)), plot_bgcolor=MAP_GROUND)
-    figure.add_heatmap(
+    x = {"title": "KV head", "dtick": max(1, heads // 16), "range": [-0.5, heads - 0.5]}
+    y = {"title": "layer", "dtick": max(1, len(layers) // 24), "range": [len(layers) - 0.5, -0.5], "showgrid": False}
+    figure = style.new_figure(max(340, min(22 * len(layers) + 90, 720)), x, y, plot_bgcolor=style.MAP_GROUND)
+    return figure.add_heatmap(
         z=logs,
         zmin=low,
         zmax=max(high, low + 0.05),
         text=[["" if value is None else cell_text(value, least) for value in row] for row in rows],
-        texttemplate="%{text}" if heads <= MAX_LABELLED and len(layers) <= 48 else "",
-        colorscale=[list(stop) for stop in MAP_COLOURS],
+        texttemplate="%{text}" if heads <= style.MAX_LABELLED and len(layers) <= 48 else "",
+        colorscale=[list(stop) for stop in style.MAP_COLOURS],
         hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}<extra></extra>",
         colorbar={"title": {"text": unit, "side": "right"}, **bar},
-        **MAP_CELLS,
+        **style.MAP_CELLS,
     )
-    figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
-    figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
-    return figure
 
 
 def cell_text(count: float, least: float) -> str:
@@ -111,28 +94,25 @@ def cell_text(count: float, least: float) -> str:
 def draw_freedom_curves(profile: Profile) -> Figure:
     """Draw N(λ): the mean of each layer as a line, from the first layer (violet) to the last (green)."""
     ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
-    few = len(measured) <= MAX_LABELLED
-    figure = new_figure(340 + 20 * (len(measured) // 5 if few else 0), showlegend=True)
+    few = len(measured) <= style.MAX_LABELLED
+    span = [math.log10(ridges[0]), math.log10(ridges[-1])]
+    x = {"title": "ridge λ, a share of the kernel's trace", "range": span, "dtick": 2, **style.LOG_AXIS}
+    y = {"title": "degrees of freedom, in features", "dtick": 1, **style.LOG_AXIS}
+    figure = style.new_figure(340 + 20 * (len(measured) // 5 if few else 0), x, y, showlegend=True)
     figure.update_layout(legend_entrywidth=LAYER_ENTRY)
     for place, index in enumerate(measured):
         heads = profile.layers[index].heads
-        means = [math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)]
         figure.add_scatter(
             x=ridges,
-            y=means,
+            y=[math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)],
             mode="lines",
-            line=layer_line(place, len(measured), 2),
+            line=style.layer_line(place, len(measured), 2),
             name=f"layer {index}",
             showlegend=few or place in (0, len(measured) - 1),
             hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
         )
-    reference = profile.settings.reference
-    dashes = {"color": GREY, "width": 1, "dash": "dash"}
-    figure.add_vline(x=reference, line=dashes, showlegend=True, name=f"λ of the map, {reference:.2g}")
-    span = [math.log10(ridges[0]), math.log10(ridges[-1])]
-    figure.update_xaxes(title="ridge λ, a share of the kernel's trace", range=span, dtick=2, **LOG_AXIS)
-    figure.update_yaxes(title="degrees of freedom, in features", dtick=1, **LOG_AXIS)
-    return figure
+    reference, dashes = profile.settings.reference, {"color": style.GREY, "width": 1, "dash": "dash"}
+    return figure.add_vline(x=reference, line=dashes, showlegend=True, name=f"λ of the map, {reference:.2g}")
 
 
 def draw_frontier(
@@ -146,23 +126,23 @@ def draw_frontier(
 
     Predictions are multiplied by a `factor`, by which whole students were measured to differ from them.
     """
-    figure = new_figure(320)
-    shown = [(held, factor * kl) for held, kl in thin_points(points)]
+    figure = style.new_figure(
+        320, {"title": "state, bytes", **style.COUNTS_AXIS}, {"title": "kl, nats per token", **style.LOG_AXIS}
+    )
+    shown = [(held, factor * kl) for held, kl in style.thin_points(points)]
     token = head_bytes.cache_bytes(layers, 1)
     figure.add_scatter(
         x=[held for held, _ in shown],
         y=[max(kl, MIN_DRAWN_KL) for _, kl in shown],
         customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
         mode="lines",
-        line={"color": GREEN, "width": 2},
+        line={"color": style.GREEN, "width": 2},
         name="predicted from the prices" + (f", × {factor:.2g} as measured" if factor != 1 else ""),
         hovertemplate="kl %{y:.2g} with %{customdata}<extra>predicted</extra>",
     )
     for name, kl in measured.items():
-        line = subject_line(name, f"kl %{{y:.2g}} with {size(bytes)}")
+        line = style.subject_line(name, f"kl %{{y:.2g}} with {size(bytes)}")
         figure.add_scatter(x=[bytes], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
-    figure.update_xaxes(title="state, bytes", **COUNTS_AXIS)
-    figure.update_yaxes(title="kl, nats per token", **LOG_AXIS)
     return figure
 
 
@@ -188,20 +168,24 @@ def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Alloca
     held = all_parts(allocation, layers)
     level = [] if fix is None else [sum(parts.values()) for parts in all_parts(fix, layers)]
     top = 1.12 * max((*(sum(parts.values()) for parts in held), *level, 1))
-    bars = [stack_bars(kind, held, names, top) for kind in KINDS if any(parts.get(kind) for parts in held)]
     firsts = [(at, i) for at, (i, j, _) in enumerate(places) if j == 0]
     shown = firsts[:: max(1, len(firsts) // 24)]
     still = {"automargin": False, "ticklabeloverflow": "allow"}
     ticks = {"tickvals": [at for at, _ in shown], "ticktext": [str(i) for _, i in shown]}
-    return new_figure(
-        340,
-        [*bars, *([draw_fix_line(level)] if level else [])],
-        barmode="stack",
-        bargap=0.15,
-        margin={"l": 64, "r": 16, "t": 36, "b": 48},
-        xaxis={**XAXIS, **still, **ticks, "title": "KV heads, by the number of their layer"},
-        yaxis={**YAXIS, **still, "title": "tokens of cache", "range": [0, top]},
-    )
+    x = {**still, **ticks, "title": "KV heads, by the number of their layer"}
+    y = {**still, "title": "tokens of cache", "range": [0, top]}
+    margin = {"l": 64, "r": 16, "t": 36, "b": 48}
+    figure = style.new_figure(340, x, y, barmode="stack", bargap=0.15, margin=margin)
+    figure.add_traces([stack_bars(kind, held, names, top) for kind in KINDS if any(parts.get(kind) for parts in held)])
+    if level:
+        figure.add_scatter(
+            y=level,
+            mode="lines",
+            line={"color": style.GREY, "width": 2, "dash": "dot", "shape": "hvh"},
+            name="Fix: the same for every head",
+            hovertemplate="Fix: %{y:.0f} tokens of cache<extra></extra>",
+        )
+    return figure
 
 
 def stack_bars(kind: str, held: Sequence[dict[str, float]], names: Sequence[str], top: float) -> dict[str, Any]:
@@ -215,16 +199,4 @@ def stack_bars(kind: str, held: Sequence[dict[str, float]], names: Sequence[str]
         "marker": {"color": colour, "line": {"width": 0}, "pattern": shape},
         "customdata": names,
         "hovertemplate": "%{customdata}<extra></extra>",
-    }
-
-
-def draw_fix_line(level: Sequence[float]) -> dict[str, Any]:
-    """Describe the line of Fix: what every head holds if all hold the same."""
-    return {
-        "type": "scatter",
-        "y": level,
-        "mode": "lines",
-        "line": {"color": GREY, "width": 2, "dash": "dot", "shape": "hvh"},
-        "name": "Fix: the same for every head",
-        "hovertemplate": "Fix: %{y:.0f} tokens of cache<extra></extra>",
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 T = TypeVar("T")
+Options = Mapping[str, Any]  # of plotly
+NO_OPTIONS: Options = {}
 # Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
 BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
 MAP_COLOURS = ((0.0, "#5b8fc9"), (0.35, "#5fb3c4"), (0.65, "#86cfa8"), (1.0, "#d8f3b8"))  # lightness rises all the way
@@ -49,11 +51,11 @@ MAP_CELLS = {"xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11
 MAP_GROUND = "rgba(128,138,150,0.10)"
 
 
-def new_figure(height: int, traces: Sequence[Any] = (), **layout: Any) -> Figure:
-    """Create a figure in one piece, which plotly checks ten times as fast as many."""
+def new_figure(height: int, x: Options = NO_OPTIONS, y: Options = NO_OPTIONS, **layout: Any) -> Figure:
+    """Create a figure with options of its axes, in one piece, which plotly checks ten times as fast as many."""
     from plotly.graph_objects import Figure
 
-    return Figure(list(traces), {**LAYOUT, "height": height, "xaxis": XAXIS, "yaxis": YAXIS, **layout})
+    return Figure(layout={**LAYOUT, "height": height, "xaxis": {**XAXIS, **x}, "yaxis": {**YAXIS, **y}, **layout})
 
 
 def new_grid(height: int, titles: Sequence[str], columns: int, coloraxis: dict[str, Any], **spacing: float) -> Figure:

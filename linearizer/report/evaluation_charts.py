@@ -8,19 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from linearizer.amounts import size
-from linearizer.report.chart_style import (
-    COUNTS_AXIS,
-    FAINT,
-    GREY,
-    LOG_AXIS,
-    MAP_CELLS,
-    MAP_COLOURS,
-    MAP_GROUND,
-    new_figure,
-    new_grid,
-    open_markers,
-    subject_line,
-)
+from linearizer.report import chart_style as style
+from linearizer.report.chart_style import new_figure, subject_line
 from linearizer.report.tables import mark_beyond
 from linearizer.run import results
 from linearizer.run.results import Estimate, Pace, Part, Score
@@ -43,15 +32,14 @@ def interval_bars(estimates: Sequence[Estimate]) -> dict[str, object]:
 def draw_losses(part: Part[results.Language]) -> Figure:
     """Draw the loss of every subject with its 95% interval."""
     subjects = part.result.subjects
-    figure = new_figure(90 + 34 * len(subjects), showlegend=False)
+    x, y = {**LOSS_AXIS, "showgrid": True, "gridcolor": style.FAINT}, {"range": [len(subjects) - 0.5, -0.75]}
+    figure = new_figure(90 + 34 * len(subjects), x, y, showlegend=False)
     for subject in subjects:
         low, high = subject.loss.interval
         look = subject_line(subject.name, f"%{{x:.3f}} nats, 95%: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
         number = {"text": [f"{subject.loss.mean:.3f}"], "textposition": "top center"}
         bars = interval_bars([subject.loss])
         figure.add_scatter(x=[subject.loss.mean], y=[look["name"]], error_x=bars, **number, **look)
-    figure.update_xaxes(LOSS_AXIS, showgrid=True, gridcolor=FAINT)
-    figure.update_yaxes(range=[len(subjects) - 0.5, -0.75])
     return figure
 
 
@@ -59,47 +47,41 @@ def draw_loss_by_position(part: Part[results.Language]) -> Figure:
     """Draw the loss of every subject by the position of a token, side by side so that no intervals overlap."""
     language, read = part.result, part.read
     assert read is not None, "the part reads texts"
-    figure = new_figure(320, scattermode="group", scattergap=0.7)
+    reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
+    room = 0.08 * (max(reached) - min(reached))
+    y = {**LOSS_AXIS, "range": [min(reached) - room, max(reached) + room]}  # groups would begin at zero
+    figure = new_figure(320, POSITION_AXIS, y, scattermode="group", scattergap=0.7)
     names = [f"{begin}–{end}" for begin, end in pairwise((*language.edges, read.length - 1))]
     for subject in language.subjects:
         estimates = [Estimate(*pair) for pair in zip(subject.by_position, subject.position_intervals, strict=True)]
         bars, look = interval_bars(estimates), subject_line(subject.name, "%{y:.3f} nats at %{x}")
         figure.add_scatter(x=names, y=subject.by_position, error_y=bars, **look)
-    reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
-    room = 0.08 * (max(reached) - min(reached))
-    figure.update_xaxes(POSITION_AXIS)
-    figure.update_yaxes(LOSS_AXIS, range=[min(reached) - room, max(reached) + room])  # groups would begin at zero
     return figure
 
 
 def draw_recall(part: Part[results.Recall]) -> Figure:
     """Draw the loss on a repeated passage by the gap, and the loss when it came first."""
     recall = part.result
-    figure = new_figure(300)
+    figure = new_figure(300, {"title": "tokens since the passage came first", **style.COUNTS_AXIS}, LOSS_AXIS)
     for subject in recall.subjects:
         look = subject_line(subject.name, "%{y:.3f} nats after %{x} tokens")
         figure.add_scatter(x=recall.gaps, y=subject.second, **look)
     first = recall.subjects[0]
     level = sum(first.first) / len(first.first)
     look = {"name": f"the first time, {first.name}", "hovertemplate": f"{level:.3f} nats<extra>the first time</extra>"}
-    ends, line = [recall.gaps[0], recall.gaps[-1]], {"color": GREY, "width": 1, "dash": "longdash"}
-    figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
-    figure.update_xaxes(title="tokens since the passage came first", **COUNTS_AXIS)
-    figure.update_yaxes(LOSS_AXIS)
-    return figure
+    ends, line = [recall.gaps[0], recall.gaps[-1]], {"color": style.GREY, "width": 1, "dash": "longdash"}
+    return figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
 
 
 def draw_longer_texts(part: Part[results.Recall]) -> Figure | None:
     """Draw the loss by position in longer texts; open markers lie beyond the teacher's positions."""
     if (longer := part.result.longer) is None:
         return None
-    figure = new_figure(300)
+    figure = new_figure(300, POSITION_AXIS, LOSS_AXIS)
     names = [f"{begin}–{end}" for begin, end in pairwise(longer.edges)] + [f"from {longer.edges[-1]}"]
     for name, losses in zip(longer.names, longer.losses, strict=True):
-        look = open_markers(subject_line(name, "%{y:.3f} nats at %{x}"), longer.extrapolated)
+        look = style.open_markers(subject_line(name, "%{y:.3f} nats at %{x}"), longer.extrapolated)
         figure.add_scatter(x=names, y=losses, **look)
-    figure.update_xaxes(POSITION_AXIS)
-    figure.update_yaxes(LOSS_AXIS)
     return figure
 
 
@@ -108,17 +90,15 @@ def draw_needle_maps(part: Part[results.Needle]) -> Figure:
     needle = part.result
     tables = {subject.name: list(zip(*subject.correct, strict=True)) for subject in needle.subjects}  # [depth][length]
     down = -(-len(tables) // 2)
-    colours = {"colorscale": [list(stop) for stop in MAP_COLOURS], "cmin": 0, "cmax": 1, "showscale": False}
+    colours = {"colorscale": [list(stop) for stop in style.MAP_COLOURS], "cmin": 0, "cmax": 1, "showscale": False}
     spacing = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down}
-    figure = new_grid(60 + 230 * down, list(tables), min(2, len(tables)), colours, **spacing)
+    figure = style.new_grid(60 + 230 * down, list(tables), min(2, len(tables)), colours, **spacing)
     lengths, depths = mark_beyond(needle.lengths, needle.extrapolated), [f"{depth:.0%}" for depth in needle.depths]
     axes = {"x": lengths, "y": depths, "texttemplate": "%{text}"}
     add_maps(figure, tables, ".0%", "–", "%{text} recalled<br>depth %{y} of %{x} tokens", axes)
-    figure.update_xaxes(type="category")
-    figure.update_xaxes(title="length, tokens", row=down)
+    figure.update_xaxes(type="category").update_xaxes(title="length, tokens", row=down)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
-    figure.update_yaxes(title="depth, share of the text", col=1)
-    return figure
+    return figure.update_yaxes(title="depth, share of the text", col=1)
 
 
 def add_maps(
@@ -139,7 +119,7 @@ def add_maps(
             col=place % 2 + 1,
             coloraxis="coloraxis",
             **how,
-            **MAP_CELLS,
+            **style.MAP_CELLS,
         )
 
 
@@ -149,13 +129,12 @@ def draw_first_differences(part: Part[results.Generation]) -> Figure | None:
     if not compared:
         return None
     longest = part.result.new_tokens
-    figure = new_figure(80 + 34 * len(compared), showlegend=False)
+    x = {"title": "tokens before the first difference", "range": [-0.02 * longest, 1.03 * longest]}
+    figure = new_figure(80 + 34 * len(compared), x, {"autorange": "reversed"}, showlegend=False)
     for subject, diverged in compared:
         name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
         line = subject_line(subject.name, "after %{x} tokens") | {"mode": "markers", "name": name}
         figure.add_scatter(x=diverged, y=[name] * len(diverged), **line)
-    figure.update_xaxes(title="tokens before the first difference", range=[-0.02 * longest, 1.03 * longest])
-    figure.update_yaxes(autorange="reversed")
     return figure
 
 
@@ -166,32 +145,29 @@ def draw_error_maps(part: Part[results.Approximation]) -> Figure:
     titles = ["before training", "after training"] if len(shown) > 1 else [""]
     layers, heads = len(shown[0]), max((len(row) for row in shown[0]), default=1)
     tables = [[[*row, *[None] * (heads - len(row))] for row in table] for table in shown]
-    scale = [[1 - at, colour] for at, colour in reversed(MAP_COLOURS)]  # light cells are small errors
+    scale = [[1 - at, colour] for at, colour in reversed(style.MAP_COLOURS)]  # light cells are small errors
     colours = {"colorscale": scale, "cmin": 0, "showscale": False}
-    figure = new_grid(max(240, min(26 * layers + 110, 760)), titles, len(shown), colours, horizontal_spacing=0.05)
+    height = max(240, min(26 * layers + 110, 760))
+    figure = style.new_grid(height, titles, len(shown), colours, horizontal_spacing=0.05)
     readable = heads * len(shown) <= MAX_NUMBERED_CELLS and layers <= 48
     hover, how = "layer %{y}, KV head %{x}<br>%{z:.3f} misplaced", {"texttemplate": "%{text}" if readable else ""}
     add_maps(figure, dict(zip(titles, tables, strict=True)), ".2f", "", hover, how)
-    figure.update_layout(plot_bgcolor=MAP_GROUND)
-    figure.update_xaxes(title="KV head", dtick=max(1, heads // 8))
+    figure.update_layout(plot_bgcolor=style.MAP_GROUND).update_xaxes(title="KV head", dtick=max(1, heads // 8))
     figure.update_yaxes(dtick=max(1, layers // 24), autorange="reversed", showgrid=False)
-    figure.update_yaxes(title="layer", col=1)
-    return figure
+    return figure.update_yaxes(title="layer", col=1)
 
 
 def draw_error_curve(part: Part[results.Approximation]) -> Figure | None:
     """Draw the error over the number of features, and what the degrees of freedom predict."""
     if (curve := part.result.curve) is None:
         return None
-    figure = new_figure(320)
+    x, y = {"title": "features per KV head", **style.COUNTS_AXIS}, {"title": "share of attention misplaced"}
+    figure = new_figure(320, x, {**y, **style.LOG_AXIS})
     for name, errors in zip(curve.names, curve.rows, strict=True):
         line = subject_line("student" if name == "trained" else name, "%{y:.3f} misplaced with %{x} features")
         figure.add_scatter(x=curve.features, y=errors, **line | {"name": name})
     predicted = subject_line("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
-    figure.add_scatter(x=curve.features, y=curve.predicted, **predicted)
-    figure.update_xaxes(title="features per KV head", **COUNTS_AXIS)
-    figure.update_yaxes(title="share of attention misplaced", **LOG_AXIS)
-    return figure
+    return figure.add_scatter(x=curve.features, y=curve.predicted, **predicted)
 
 
 def draw_rates(part: Part[results.Speed], of: str) -> Figure:
@@ -201,9 +177,8 @@ def draw_rates(part: Part[results.Speed], of: str) -> Figure:
         reason = f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else ""
         return getattr(pace, of), reason, bool(reason)
 
-    figure = draw_paces(part.result, describe, "%{y:.3g} tokens/s at %{x} tokens%{customdata}")
-    figure.update_yaxes(title="tokens per second", **LOG_AXIS)
-    return figure
+    y = {"title": "tokens per second", **style.LOG_AXIS}
+    return draw_paces(part.result, describe, "%{y:.3g} tokens/s at %{x} tokens%{customdata}", y)
 
 
 def draw_memory(part: Part[results.Speed]) -> Figure:
@@ -214,33 +189,34 @@ def draw_memory(part: Part[results.Speed]) -> Figure:
         bytes = pace.predicted_bytes if computed else pace.state_bytes
         return bytes, size(bytes or 0) + ", by its shape" * computed, computed
 
-    figure = draw_paces(part.result, describe, "%{customdata} at %{x} tokens")
-    figure.update_yaxes(title="state or cache, bytes", **COUNTS_AXIS)
-    return figure
+    y = {"title": "state or cache, bytes", **style.COUNTS_AXIS}
+    return draw_paces(part.result, describe, "%{customdata} at %{x} tokens", y)
 
 
-def draw_paces(speed: results.Speed, describe: Callable[[Pace], tuple[float | None, str, bool]], hover: str) -> Figure:
+def draw_paces(
+    speed: results.Speed, describe: Callable[[Pace], tuple[float | None, str, bool]], hover: str, y: style.Options
+) -> Figure:
     """Draw a line for every subject over the lengths of text at which its value is known.
 
     Of each pace the value is drawn, a text is read where a pointer rests, and a mark tells that it was not measured.
     """
-    figure = new_figure(300)
+    figure = new_figure(300, y=y)
     reached: set[int] = set()
     for subject in speed.subjects:
         known = [(pace.length, *told) for pace in subject.paces if (told := describe(pace))[0] is not None]
         lengths, values, texts, guessed = zip(*known, strict=True) if known else ((), (), (), ())
-        look = open_markers(subject_line(subject.name, hover), guessed)
+        look = style.open_markers(subject_line(subject.name, hover), guessed)
         figure.add_scatter(x=lengths, y=values, customdata=texts, **look)
         reached.update(lengths)
     first, last = min(reached or speed.lengths), max(reached or speed.lengths)
     ends = [math.log10(first / 1.15), math.log10(last * 1.15)]
-    figure.update_xaxes(title="length of the text, tokens", range=ends, **COUNTS_AXIS)
-    return figure
+    return figure.update_xaxes(title="length of the text, tokens", range=ends, **style.COUNTS_AXIS)
 
 
 def draw_scores(part: Part[results.Tasks]) -> Figure:
     """Draw the first metric of every task with its standard error: accuracy where a task has it."""
-    figure = new_figure(340, scattermode="group", scattergap=0.5)
+    y = {"title": "score, as the task defines it", "rangemode": "tozero"}
+    figure = new_figure(340, y=y, scattermode="group", scattergap=0.5)
     for subject in part.result.subjects:
         first: dict[str, Score] = {}
         for score in subject.scores:
@@ -248,8 +224,7 @@ def draw_scores(part: Part[results.Tasks]) -> Figure:
                 first[score.task] = score
         names = [f"{score.task}, {score.metric}" for score in first.values()]
         values = [score.value for score in first.values()]
-        errors = {"type": "data", "array": [score.error or 0.0 for score in first.values()], "color": GREY}
+        errors = {"type": "data", "array": [score.error or 0.0 for score in first.values()], "color": style.GREY}
         look = subject_line(subject.name, "%{x}: %{y:.3f}") | {"mode": "markers"}
         figure.add_scatter(x=names, y=values, error_y=errors, **look)
-    figure.update_yaxes(title="score, as the task defines it", rangemode="tozero")
     return figure
