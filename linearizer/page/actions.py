@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from glob import escape, glob
 from typing import Any, TypeVar
 
 import gradio as gr
@@ -127,15 +127,8 @@ def list_local_models(query: str) -> list[str]:
     """List the folders that hold a model and whose path begins with the query."""
     if not query or "\0" in query:
         return []
-    start = Path(os.path.expanduser(query))
-    parent, prefix = (start, "") if query.endswith("/") else (start.parent, start.name)
-    if not parent.is_dir():
-        return []
-    try:
-        paths = sorted(path for path in parent.iterdir() if path.name.startswith(prefix))
-    except OSError:  # a folder of someone else's
-        return []
-    return [str(path) for path in paths if (path / "config.json").is_file()][:MAX_MODELS_FOUND]
+    configs = sorted(glob(f"{escape(os.path.expanduser(query))}*/config.json"))
+    return [os.path.dirname(path) for path in configs][:MAX_MODELS_FOUND]
 
 
 def inspect_model(visitor: Visitor, model: str) -> Inspection:

@@ -69,8 +69,7 @@ def compare_models(
 
     run = find_student(visitor, name)
     check_prompt(prompt, tokens, seed)
-    with hold_comparison_lock():
-        pair = load_pair(run, visitor)
+    with loaded_pair(run, visitor) as pair:
         state = StateSize.of(run.require_allocation(), run.layers)
         yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
 
@@ -89,8 +88,7 @@ def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress |
             f"a document of {len(text):,} characters is more than this Space reads "
             f"({limits.MAX_DOCUMENT_CHARACTERS:,}): {limits.ELSEWHERE}"
         )
-    with hold_comparison_lock():
-        pair = load_pair(run, visitor)
+    with loaded_pair(run, visitor) as pair:
         cache = pair.student.empty_cache()
         yield from kept_state.read_text(pair.student, pair.tokenizer, text, cache)
         reading = save_document(run, cache, " ".join(text.split())[:BEGINNING])
@@ -123,8 +121,7 @@ def ask_document(
 
     run = find_reader(visitor, name)
     check_prompt(prompt, tokens, seed)
-    with hold_comparison_lock():
-        pair = load_pair(run, visitor)
+    with loaded_pair(run, visitor) as pair:
         cache, text = kept_state.load_state(pair.student, run.folder / DOCUMENT), ""
         if keep:
             cache.begin_turn()
@@ -146,8 +143,8 @@ def take_back_answer(visitor: Visitor, name: str) -> Reading:
     from linearizer.serve import kept_state
 
     run = find_reader(visitor, name)
-    with hold_comparison_lock():
-        cache = kept_state.load_state(load_pair(run, visitor).student, run.folder / DOCUMENT)
+    with loaded_pair(run, visitor) as pair:
+        cache = kept_state.load_state(pair.student, run.folder / DOCUMENT)
         kept_state.take_back_turn(cache)
         return save_document(run, cache)
 
@@ -186,58 +183,46 @@ def explain_speed(run: Run, teacher: Side, student: Side) -> str:
 
     if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
         return ""
-    allocation, parts = run.allocation, run.results
-    if allocation is None:
-        return ""
-    reasons, state = [], StateSize.of(allocation, run.layers)
-    if state.breakeven is None or student.tokens_read < state.breakeven:
-        until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is larger)"
-        reasons.append(
-            f"after {student.tokens_read:,} tokens its teacher's cache is still smaller than its state{until}"
-        )
-    heads = [head for row in allocation.heads for head in row]
-    if any(head.slots for head in heads):
-        reasons.append("tokens that leave a window have to be merged into slots")
-    if any(head.memory for head in heads):
-        reasons.append("every token is written into a memory")
-    if any(head.features and not head.memory for head in heads):
-        reasons.append("queries and keys have to be turned into features")
-    if not reasons:
-        reasons.append("its state has to be kept up to date")
-    device = run.evaluation_file["made_with"].get("device", "")
-    if device.startswith("cpu") and any(head.features for head in heads):
-        reasons.append("the kernels that do this at once need a GPU")
-    elif device.startswith("cpu") and find_compiler() is None:
-        reasons.append("the kernels that do this at once need a C compiler")
+    allocation, parts, read = run.require_allocation(), run.results, student.tokens_read
+    state, heads = StateSize.of(allocation, run.layers), [head for row in allocation.heads for head in row]
+    until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is larger)"
+    reasons = {
+        f"after {read:,} tokens its teacher's cache is still smaller than its state{until}": state.breakeven is None
+        or read < state.breakeven,
+        "tokens that leave a window have to be merged into slots": any(head.slots for head in heads),
+        "every token is written into a memory": any(head.memory for head in heads),
+        "queries and keys have to be turned into features": any(head.features and not head.memory for head in heads),
+    }
+    named = [reason for reason, holds in reasons.items() if holds] or ["its state has to be kept up to date"]
+    if run.evaluation_file["made_with"].get("device", "").startswith("cpu"):
+        if any(head.features for head in heads):
+            named.append("the kernels that do this at once need a GPU")
+        elif find_compiler() is None:
+            named.append("the kernels that do this at once need a C compiler")
     measured = parts["speed"].result.breakeven if "speed" in parts else None
     later = ""
     if measured is not None and measured.writing:
         later = f" It was measured to write faster from {measured.writing:,} tokens on."
     share = student.tokens_per_second / teacher.tokens_per_second
-    return f"The student writes {share:.0%} as fast here, because {', and '.join(reasons)}.{later}"
+    return f"The student writes {share:.0%} as fast here, because {', and '.join(named)}.{later}"
 
 
 @contextmanager
-def hold_comparison_lock() -> Iterator[None]:
-    """Let comparisons run one after the other."""
-    if not COMPARISON_LOCK.acquire(timeout=120):
-        raise RequestError("other visitors are comparing: try again in a minute")
-    try:
-        yield
-    finally:
-        COMPARISON_LOCK.release()
-
-
-def load_pair(run: Run, visitor: Visitor) -> Pair:
-    """Load the teacher and the student of a run, unless they were loaded last."""
+def loaded_pair(run: Run, visitor: Visitor) -> Iterator[Pair]:
+    """Give the teacher and the student of a run to one call after the other; those that were loaded last are kept."""
     from linearizer.method import checkpoint
     from linearizer.quiet import quiet
     from linearizer.teacher.load import load_teacher_of
 
-    if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
-        LOADED_PAIRS.clear()
-        with quiet():
-            teacher = load_teacher_of(run.plan, visitor.token, run.inspection)
-            student = checkpoint.load_beside(run, teacher.model)
-        LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
-    return LOADED_PAIRS[0]
+    if not COMPARISON_LOCK.acquire(timeout=120):
+        raise RequestError("other visitors are comparing: try again in a minute")
+    try:
+        if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
+            LOADED_PAIRS.clear()
+            with quiet():
+                teacher = load_teacher_of(run.plan, visitor.token, run.inspection)
+                student = checkpoint.load_beside(run, teacher.model)
+            LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
+        yield LOADED_PAIRS[0]
+    finally:
+        COMPARISON_LOCK.release()

@@ -1,21 +1,31 @@
-"""What is where on the page, and what its parts share; site.py connects it with handlers.
-
-plan_layout.py has the first two steps, result_layout.py the last.
-"""
+"""What is where on the page; site.py connects it with handlers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gradio as gr
 
+from linearizer.page import plan_form
+from linearizer.page.chat import sample_prompts
 from linearizer.page.limits import LIMITS
-from linearizer.page.visitors import on_space, signs_in
+from linearizer.page.planning import EFFORTS
+from linearizer.page.presets import USUAL_PAPER, further_memories, recipe_choices, way_choices
+from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
-from linearizer.report.markup import glossary_html
+from linearizer.report.markup import folded, glossary_html, message_box, part_lead, table
+from linearizer.report.parts import PART_VIEWS
 
 SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
+SKETCH = Path(__file__).with_name("memory.svg")  # of what a teacher and its student keep while they read
+ABOUT_JOBS = (
+    "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
+    "a private bucket of yours, and this page follows it as any other."
+)
 
 
 def lead(title: str, text: str, level: str = "h2") -> None:
@@ -48,6 +58,126 @@ def actions_of_run(ui: SimpleNamespace) -> None:
         ui.use = gr.Button("End training now", visible=False, elem_id="use", size="md")
         ui.resume = gr.Button("Resume", variant="primary", visible=False, elem_id="resume", size="md")
         ui.pay = gr.Button("Agree, and begin another job", variant="primary", visible=False, elem_id="pay", size="md")
+
+
+def place_choice(ui: SimpleNamespace, name: str, text: str, place: Callable[[SimpleNamespace], None]) -> None:
+    """Place what a visitor chooses, and beside it what a run has chosen, to read; one of both is shown."""
+    with gr.Column(visible=False) as of_run:
+        lead(f"The {name}", text)
+        setattr(ui, f"run_{name}", gr.HTML(elem_id=f"run-{name}"))
+        setattr(ui, f"change_{name}", gr.Button("Change and start again", elem_id=f"change-{name}"))
+    with gr.Column() as choice:
+        place(ui)
+    setattr(ui, f"{name}_of_run", of_run)
+    setattr(ui, f"{name}_choice", choice)
+
+
+def model_step(ui: SimpleNamespace) -> None:
+    place_choice(ui, "model", "This is the model of the run that you see.", choose_model)
+
+
+def budget_step(ui: SimpleNamespace) -> None:
+    text = "This is the plan of the run that you see. Another run can begin with its choices."
+    place_choice(ui, "plan", text, choose_plan)
+
+
+def choose_model(ui: SimpleNamespace) -> None:
+    example = f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p>'
+    sketch = SKETCH.read_text(encoding="utf-8")
+    gr.HTML(
+        '<div class="lz-hero"><div><p>A language model keeps every token that it has read, so its memory grows with '
+        "the text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what "
+        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{sketch}</div>",
+        elem_id="hero",
+    )
+    lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
+    with gr.Row(equal_height=False, elem_classes="lz-pick"):
+        typed: dict[str, Any] = {"allow_custom_value": True, "scale": 5, "min_width": 260}
+        ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, elem_id="model", **typed)
+        ui.demo = gr.Button("Take the demo", scale=1, min_width=180, elem_id="demo")
+    ui.model_card = gr.HTML(elem_id="model-card")
+    ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
+
+
+def choose_plan(ui: SimpleNamespace) -> None:
+    place_budget(ui)
+    place_ways(ui)
+    with gr.Accordion("Advanced", open=False, elem_id="advanced"):
+        gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
+        ui.fields = plan_form.place_options()
+        head, name = ("feature map", "what it is, and how it did"), "Memories beside those of the recipes"
+        memories = table("", head, further_memories(), label=name, kind="lz-words lz-pair")
+        gr.HTML(folded(f"{name}, for Feature map", memories), elem_id="further-memories")
+    with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
+        ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
+        ui.plan = gr.Code("", language="json", label="plan.json, for --plan", lines=3, wrap_lines=True)
+        ui.taken = gr.UploadButton(
+            "Load a plan.json", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
+        )
+    place_job(ui)
+    ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
+
+
+def place_budget(ui: SimpleNamespace) -> None:
+    """Place the slider, and what its budget means."""
+    lead(
+        "How much may it remember?",
+        "One number: the student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so "
+        "many tokens. On longer texts the student’s memory is smaller.",
+    )
+    with gr.Row():
+        with gr.Column(scale=3, min_width=300):
+            ui.budget = gr.Slider(
+                MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Tokens of cache", elem_id="budget"
+            )
+            ui.may_grow = gr.Radio(
+                [("Never grows", False), ("May grow", True)],
+                value=False,
+                label="State",
+                info="May grow: heads that are worth it keep their whole cache, so long texts take more",
+                elem_id="may-grow",
+            )
+        with gr.Column(scale=4, min_width=300):
+            ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
+
+
+def place_ways(ui: SimpleNamespace) -> None:
+    """Place the ways to a student and the efforts, and what each takes here."""
+    compared = (
+        "All three spend the same bytes, so their students can be compared by kl, the distance from the teacher: it is "
+        "0 for a student that predicts as its teacher does."
+    )
+    lead("In which way?", compared, "h3")
+    ui.way = gr.Radio(
+        way_choices({}), value="measured", show_label=False, label="Way", elem_id="way", elem_classes="lz-tiles"
+    )
+    ui.listed = gr.Radio(
+        recipe_choices(), value=USUAL_PAPER, label="Recipe", visible=False, elem_id="recipe", elem_classes="lz-tiles"
+    )
+    lead("How thorough?", "The effort decides how much text is read, and how long training takes.", "h3")
+    ui.effort = gr.Radio(list(EFFORTS), value="Quick", show_label=False, label="How thorough", elem_id="effort")
+    ui.efforts = gr.HTML(elem_id="efforts")
+    ui.machine = gr.HTML(elem_id="machine")
+
+
+def place_job(ui: SimpleNamespace) -> None:
+    """Place the choices of a job; what is paid for is asked once more."""
+    with gr.Accordion("Work in a job on your account instead", open=False, elem_id="job") as ui.job_part:
+        gr.HTML(f'<p class="lz-faint">{ABOUT_JOBS}{" Sign in first." if signs_in() else ""}</p>')
+        with gr.Row(elem_classes="lz-options"):
+            ui.flavor = gr.Dropdown(
+                [], value=None, label="Hardware", info="what it costs now", allow_custom_value=True, elem_id="flavor"
+            )
+            ui.job_minutes = gr.Textbox(
+                "", label="Minutes at most", placeholder="twice the forecast", max_lines=1, elem_id="job-minutes"
+            )
+            ui.job_push = gr.Textbox(
+                "", label="Publish privately as", placeholder="OWNER/NAME, if at all", max_lines=1, elem_id="job-push"
+            )
+        ui.offer = gr.Button("What does it cost?", elem_id="job-offer")
+        with gr.Column(visible=False, elem_id="job-sure") as ui.job_sure:
+            ui.job_question, ui.cap = gr.HTML(elem_id="job-question"), gr.State(0.0)
+            ui.start_job = gr.Button("Agree, and begin the job", variant="primary", elem_id="job-start")
 
 
 def profile_step(ui: SimpleNamespace) -> None:
@@ -105,6 +235,129 @@ def distil_step(ui: SimpleNamespace) -> None:
     about = "The mean error of attention over the layers, or the KL at the model's output, in nats."
     ui.error = chart("Error", about, None, later)
     ui.to_compare = gr.Button("Continue", variant="primary", elem_id="to-compare", interactive=False)
+
+
+def compare_step(ui: SimpleNamespace) -> None:
+    ui.verdict = gr.HTML(elem_id="verdict")
+    gr.HTML(message_box("Writing, evaluating and publishing wait for the student of this run."), elem_id="awaited")
+    lead("Compare", "The same prompt, both models. They write one token each in turn, so neither slows the other down.")
+    ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
+    with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
+        ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in sample_prompts()}
+    with gr.Row():
+        ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
+        ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
+        ui.sample = gr.Checkbox(
+            False, label="Draw tokens", info="instead of the likeliest token", scale=2, min_width=180
+        )
+    with gr.Row():
+        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False)
+        ui.stop_writing = gr.Button("Stop writing", elem_id="stop-writing")
+    with gr.Row():
+        for side in ("teacher", "student"):
+            with gr.Column(min_width=300):
+                gr.HTML(f"<h3>{side.capitalize()}</h3>", elem_classes="lz-side-name")
+                setattr(ui, side, gr.HTML(elem_id=side))
+                setattr(ui, f"{side}_card", gr.HTML(elem_id=f"{side}-card"))
+    ui.compare_note = gr.HTML(elem_id="compare-note")
+    place_reading(ui)
+    place_results(ui)
+    place_evaluation(ui)
+    place_publishing(ui)
+
+
+def place_reading(ui: SimpleNamespace) -> None:
+    """Place what a student reads once, and the questions that it then answers from its state."""
+    with gr.Accordion("Read a document once, ask often", open=False, elem_id="read-part"):
+        gr.HTML(
+            '<p class="lz-faint">The student reads the document, and only its state is kept. Every question goes on '
+            "from that state, so nothing is read again.</p>"
+        )
+        ui.document = gr.Textbox("", label="Document", lines=4, max_lines=8, elem_id="document")
+        with gr.Row():
+            ui.read = gr.Button("Read", variant="primary", elem_id="read", interactive=False)
+            ui.file = gr.UploadButton(
+                "Load a text file", file_types=["text"], type="binary", size="lg", elem_id="take-document"
+            )
+        ui.reading = gr.HTML(elem_id="reading")
+        ui.question = gr.Textbox("", label="Continue after the document", lines=2, elem_id="question")
+        ui.keep = gr.Checkbox(False, label="The state remembers question and answer", elem_id="keep")
+        with gr.Row():
+            ui.ask = gr.Button("Ask", variant="primary", elem_id="ask", interactive=False)
+            ui.take_back = gr.Button("Take the last answer back", elem_id="take-back", interactive=False)
+        ui.answer = gr.HTML(elem_id="answer")
+
+
+def place_results(ui: SimpleNamespace) -> None:
+    """Place what a student costs, and the parts that were measured."""
+    lead(
+        "Evaluate",
+        "How much of its teacher the student kept. The same code measures both, and what could stand in the student’s "
+        "place: a plain window of equal bytes, the student before its training, and the teacher’s cache in 2, 3 and 4 "
+        "bits, which still grows. The texts were kept from training.",
+    )
+    later = "It is drawn once the student is judged."
+    with gr.Row():
+        with gr.Column(min_width=320, visible=False) as ui.frontier_place:
+            ui.frontier = chart(
+                "What a budget buys",
+                "The kl that the prices predict for every budget, times what whole students were measured to differ "
+                "by; the markers were measured, at this run's bytes and on texts of its length.",
+                later=later,
+            )
+        with gr.Column(min_width=320):
+            about = "Bytes of the teacher's cache and the student's state, by length of text."
+            ui.memory_plot = chart("Memory", about, later=later)
+    ui.evaluation = gr.HTML(elem_id="evaluation")
+    ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
+    for part, view in PART_VIEWS.items():
+        with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
+            gr.HTML(part_lead(part))
+            ui.part_charts[part] = []
+            with gr.Row():
+                for figure in view.charts:
+                    with gr.Column(min_width=440) as place:
+                        ui.part_charts[part] += [place, chart(figure.title, figure.text)]
+            ui.part_tables[part] = gr.HTML()
+
+
+def place_evaluation(ui: SimpleNamespace) -> None:
+    """Place the choices of a further evaluation."""
+    lead(
+        "Measure more",
+        "The evaluation goes on when you close the page. After a stop it resumes at the part that was not finished.",
+        "h3",
+    )
+    usual = [part for part in PART_VIEWS if part != "tasks"]
+    names = [(view.title, part) for part, view in PART_VIEWS.items()]
+    ui.parts = gr.CheckboxGroup(names, value=usual, label="What to measure", elem_id="parts")
+    with gr.Row():
+        ui.part_texts = gr.Slider(2, 32, 8, step=1, label="Texts", elem_id="part-texts", min_width=180)
+        ui.part_tasks = gr.Textbox(label="Tasks", info="of lm_eval, such as piqa,arc_easy", max_lines=1, min_width=180)
+        ui.part_limit = gr.Number(100, label="Samples of a task", precision=0, minimum=1, min_width=120)
+    ui.part_times = gr.HTML(elem_id="part-times")
+    with gr.Row():
+        ui.evaluate = gr.Button("Evaluate", variant="primary", elem_id="evaluate", interactive=False, scale=3)
+        ui.stop_evaluating = gr.Button("Stop evaluating", elem_id="stop-evaluating", visible=False, scale=1)
+    ui.evaluating = gr.HTML(elem_id="evaluating")
+
+
+def place_publishing(ui: SimpleNamespace) -> None:
+    lead("Publish", "The student becomes a model of the Hub, with a card that shows these results.")
+    with gr.Accordion("Publish to the Hub", open=False, elem_id="publish-part") as ui.publish_part:
+        with gr.Row():
+            ui.owner = gr.Dropdown([], label="Owner", allow_custom_value=True, elem_id="owner")
+            ui.repo = gr.Textbox(label="Name", max_lines=1, elem_id="repo")
+            ui.private = gr.Checkbox(True, label="Private", elem_id="private")
+        with gr.Row():
+            ui.preview = gr.Button("Show what will be sent", elem_id="preview")
+            ui.publish = gr.Button("Publish", variant="primary", interactive=False, elem_id="publish")
+        ui.preview_note = gr.HTML(elem_id="preview-note")
+        ui.files = gr.HTML(elem_id="files")
+        with gr.Accordion("The card", open=False):
+            ui.card_text = gr.Code("", language="markdown", label="README.md", lines=3, wrap_lines=True)
+        ui.sent = gr.HTML(elem_id="sent")
+        ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False, elem_id="snippet")
 
 
 def sidebar(ui: SimpleNamespace) -> None:

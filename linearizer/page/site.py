@@ -13,16 +13,7 @@ from typing import Any
 import gradio as gr
 from starlette.middleware import Middleware
 
-from linearizer.page import (
-    actions,
-    handlers,
-    layout,
-    limits,
-    plan_handlers,
-    plan_layout,
-    polling,
-    result_layout,
-)
+from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling
 from linearizer.page.chat import sample_prompts
 from linearizer.page.theme import theme
 from linearizer.page.visitors import on_space, signs_in
@@ -35,7 +26,13 @@ from linearizer.serve.server import LOCAL_HOSTS
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # of these Gradio shows no error: they return sentences
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
-STEPS = ("Model", "Budget", "Measure", "Train", "Result")
+STEPS = {
+    "Model": layout.model_step,
+    "Budget": layout.budget_step,
+    "Measure": layout.profile_step,
+    "Train": layout.distil_step,
+    "Result": layout.compare_step,
+}
 HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second
@@ -69,15 +66,8 @@ def build() -> gr.Blocks:
         known = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
         wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in known else {}
         with gr.Tabs(selected=1, elem_id="steps", **wrap) as ui.walk:
-            places = (
-                plan_layout.model_step,
-                plan_layout.budget_step,
-                layout.profile_step,
-                layout.distil_step,
-                result_layout.compare_step,
-            )
             ui.pages = []
-            for number, (name, place) in enumerate(zip(STEPS, places, strict=True), 1):
+            for number, (name, place) in enumerate(STEPS.items(), 1):
                 label, open_now = f"{number} {name}", number == 1
                 with gr.Tab(label, interactive=open_now, id=number, elem_id=f"step-{number}") as page:
                     place(ui)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
 from linearizer.report import chart_style as style
@@ -17,9 +19,24 @@ from linearizer.run.results import Estimate, Pace, Part, Score
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+DrawPart = Callable[[Part[Any]], "Figure | None"]  # None: the result holds nothing to draw
 MAX_NUMBERED_CELLS = 16  # cells side by side up to which numbers can be read in them
 LOSS_AXIS = {"title": "loss, nats per token"}
 POSITION_AXIS = {"title": "position in the text, tokens", "type": "category"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of a part, with its title and a sentence that says what it shows."""
+
+    title: str
+    text: str
+    draw: DrawPart
+
+
+def chart(title: str, text: str) -> Callable[[DrawPart], Chart]:
+    """Make a chart of a function that draws it."""
+    return partial(Chart, title, text)
 
 
 def interval_bars(estimates: Sequence[Estimate]) -> dict[str, object]:
@@ -29,8 +46,8 @@ def interval_bars(estimates: Sequence[Estimate]) -> dict[str, object]:
     return {"type": "data", "array": above, "arrayminus": below, "width": 4, "thickness": 1.5}
 
 
-def draw_losses(part: Part[results.Language]) -> Figure:
-    """Draw the loss of every subject with its 95% interval."""
+@chart("Loss", "Next-token loss, lower is better; the bars are 95% intervals.")
+def loss_chart(part: Part[results.Language]) -> Figure:
     subjects = part.result.subjects
     x, y = {**LOSS_AXIS, "showgrid": True, "gridcolor": style.FAINT}, {"range": [len(subjects) - 0.5, -0.75]}
     figure = new_figure(90 + 34 * len(subjects), x, y, showlegend=False)
@@ -43,8 +60,11 @@ def draw_losses(part: Part[results.Language]) -> Figure:
     return figure
 
 
-def draw_loss_by_position(part: Part[results.Language]) -> Figure:
-    """Draw the loss of every subject by the position of a token, side by side so that no intervals overlap."""
+@chart(
+    "Loss by position",
+    "The loss of a student that forgets grows with the position of a token; the bars are 95% intervals.",
+)
+def position_chart(part: Part[results.Language]) -> Figure:
     language, read = part.result, part.read
     assert read is not None, "the part reads texts"
     reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
@@ -59,8 +79,8 @@ def draw_loss_by_position(part: Part[results.Language]) -> Figure:
     return figure
 
 
-def draw_recall(part: Part[results.Recall]) -> Figure:
-    """Draw the loss on a repeated passage by the gap, and the loss when it came first."""
+@chart("Recall", "Loss on a passage that is repeated after a number of tokens.")
+def recall_chart(part: Part[results.Recall]) -> Figure:
     recall = part.result
     figure = new_figure(300, {"title": "tokens since the passage came first", **style.COUNTS_AXIS}, LOSS_AXIS)
     for subject in recall.subjects:
@@ -73,8 +93,8 @@ def draw_recall(part: Part[results.Recall]) -> Figure:
     return figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
 
 
-def draw_longer_texts(part: Part[results.Recall]) -> Figure | None:
-    """Draw the loss by position in longer texts; open markers lie beyond the teacher's positions."""
+@chart("Longer texts", "Loss beyond the length of the training texts; open markers lie beyond the teacher's positions.")
+def longer_texts_chart(part: Part[results.Recall]) -> Figure | None:
     if (longer := part.result.longer) is None:
         return None
     figure = new_figure(300, POSITION_AXIS, LOSS_AXIS)
@@ -85,8 +105,11 @@ def draw_longer_texts(part: Part[results.Recall]) -> Figure | None:
     return figure
 
 
-def draw_needle_maps(part: Part[results.Needle]) -> Figure:
-    """Draw a map for every subject, depth down and length across, with the recalled share in every cell."""
+@chart(
+    "Pairs hidden in text",
+    "Share of a hidden value recalled when its key is given; * lies beyond the teacher's positions.",
+)
+def needle_chart(part: Part[results.Needle]) -> Figure:
     needle = part.result
     tables = {subject.name: list(zip(*subject.correct, strict=True)) for subject in needle.subjects}  # [depth][length]
     down = -(-len(tables) // 2)
@@ -123,8 +146,8 @@ def add_maps(
         )
 
 
-def draw_first_differences(part: Part[results.Generation]) -> Figure | None:
-    """Draw after how many tokens every text differs from the teacher's."""
+@chart("Where they leave the teacher", "Tokens before the first that is not the teacher's; a marker for each text.")
+def difference_chart(part: Part[results.Generation]) -> Figure | None:
     compared = [(subject, subject.diverged) for subject in part.result.subjects if subject.diverged is not None]
     if not compared:
         return None
@@ -138,8 +161,8 @@ def draw_first_differences(part: Part[results.Generation]) -> Figure | None:
     return figure
 
 
-def draw_error_maps(part: Part[results.Approximation]) -> Figure:
-    """Draw the errors of the student, beside the errors of the untrained student."""
+@chart("Error of every head", "Share of attention that is misplaced.")
+def error_chart(part: Part[results.Approximation]) -> Figure:
     named = {subject.name: subject.rows for subject in part.result.subjects}
     shown = [named[name] for name in ("untrained", "student") if name in named]
     titles = ["before training", "after training"] if len(shown) > 1 else [""]
@@ -157,8 +180,11 @@ def draw_error_maps(part: Part[results.Approximation]) -> Figure:
     return figure.update_yaxes(title="layer", col=1)
 
 
-def draw_error_curve(part: Part[results.Approximation]) -> Figure | None:
-    """Draw the error over the number of features, and what the degrees of freedom predict."""
+@chart(
+    "Error by features",
+    "The error of heads with this number of features and nothing else; dotted: what the profile predicts.",
+)
+def error_curve_chart(part: Part[results.Approximation]) -> Figure | None:
     if (curve := part.result.curve) is None:
         return None
     x, y = {"title": "features per KV head", **style.COUNTS_AXIS}, {"title": "share of attention misplaced"}
@@ -181,8 +207,15 @@ def draw_rates(part: Part[results.Speed], of: str) -> Figure:
     return draw_paces(part.result, describe, "%{y:.3g} tokens/s at %{x} tokens%{customdata}", y)
 
 
-def draw_memory(part: Part[results.Speed]) -> Figure:
-    """Draw the bytes of state or cache over the length of the text; open markers are computed from the shape."""
+OPEN = "open markers are extrapolated from shorter texts."
+writing_chart = Chart(
+    "Writing", f"Tokens written per second, one text at a time; {OPEN}", partial(draw_rates, of="write_rate")
+)
+reading_chart = Chart("Reading", f"Tokens read per second of a prompt; {OPEN}", partial(draw_rates, of="read_rate"))
+
+
+@chart("Memory", "Bytes of state or cache; open markers are computed from the shape.")
+def memory_chart(part: Part[results.Speed]) -> Figure:
 
     def describe(pace: Pace) -> tuple[float | None, str, bool]:
         computed = pace.extrapolated is not None or pace.state_bytes is None
@@ -213,8 +246,8 @@ def draw_paces(
     return figure.update_xaxes(title="length of the text, tokens", range=ends, **style.COUNTS_AXIS)
 
 
-def draw_scores(part: Part[results.Tasks]) -> Figure:
-    """Draw the first metric of every task with its standard error: accuracy where a task has it."""
+@chart("Scores", "The score in every task, with standard errors.")
+def score_chart(part: Part[results.Tasks]) -> Figure:
     y = {"title": "score, as the task defines it", "rangemode": "tozero"}
     figure = new_figure(340, y=y, scattermode="group", scattergap=0.5)
     for subject in part.result.subjects:

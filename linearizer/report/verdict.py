@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from linearizer.plan.allocation import window_control
 from linearizer.plan.state_size import StateSize
 from linearizer.run.folder import Run
-from linearizer.run.results import Estimate, Language, LengthResult, Part, ShortPredictions
+from linearizer.run.results import LengthResult, Part, ShortPredictions
 
 Kind = Literal["good", "note", "bad"]
 NEAR, FAR = 0.9, 0.5  # agreement from which on a student is near its teacher, and below which it is far from it
@@ -40,12 +39,9 @@ class Verdict:
 def judge_run(run: Run) -> Verdict | None:
     """Give the verdict on the student of a run; None until it is judged."""
     parts: Mapping[str, Part] = run.results
-    if (allocation := run.allocation) is None or (part := parts.get("language")) is None:
+    if (allocation := run.allocation) is None or (part := parts.get("language")) is None or not part.result.lengths:
         return None
-    length = 0 if part.read is None else part.read.length
-    window = window_control(allocation, run.layers, length).exact_tokens
-    results = part.result.lengths or (whole_texts(part.result, length, window),)
-    return judge_lengths(results, StateSize.of(allocation, run.layers))
+    return judge_lengths(part.result.lengths, StateSize.of(allocation, run.layers))
 
 
 def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
@@ -140,20 +136,6 @@ def comparison(result: LengthResult) -> str:
 def fits_whole(result: LengthResult) -> bool:
     """Tell whether texts are so short that a window of the same bytes holds them nearly whole."""
     return result.window >= WHOLE_SHARE * result.length
-
-
-def whole_texts(language: Language, length: int, window: int) -> LengthResult:
-    """Give what an older version measured of whole texts; its intervals are not paired."""
-    named = {each.name: ShortPredictions(each.name, each.loss, each.kl, each.agreement) for each in language.subjects}
-    (loss, kl), (window_loss, window_kl) = ((named[name].loss, named[name].kl) for name in ("student", "window"))
-    apart = unpaired(loss, window_loss) if kl is None or window_kl is None else unpaired(kl, window_kl)
-    return LengthResult(length, language.drawn, language.count, window, tuple(named.values()), apart)
-
-
-def unpaired(first: Estimate, second: Estimate) -> Estimate:
-    """Estimate a difference from the intervals of both: it is not known which tokens were hard for both."""
-    (low, high), (other_low, other_high) = first.interval, second.interval
-    return Estimate(first.mean - second.mean, (low - other_high, high - other_low))
 
 
 def of_subject(result: LengthResult, name: str) -> ShortPredictions:

@@ -36,11 +36,13 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 ):
     monkeypatch.setattr(push, "publish", published)
     run = Run(shutil.copytree(quick_run, tmp_path / "demo-64"))
-    first = chat.load_pair(run, someone)
+    with chat.loaded_pair(run, someone) as pair:
+        first = pair
     sending.begin_publication(run, "me/first", True, None)
     wait_until(lambda: sending.latest_publication(run).over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
-    assert chat.load_pair(run, someone) is first and "evaluation" in seen
+    with chat.loaded_pair(run, someone) as pair:
+        assert pair is first and "evaluation" in seen
 
     control.delete(run)
     run = pipeline.begin(tmp_path / "demo-64", PLAN)
@@ -53,7 +55,8 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 
     control.delete(run)
     run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
-    assert chat.load_pair(run, someone) is not first
+    with chat.loaded_pair(run, someone) as pair:
+        assert pair is not first
 
 
 def test_only_a_page_that_leaves_a_run_closes_the_steps_behind_the_first():
