@@ -89,6 +89,8 @@ class Work:
         left = len(self.rows)
         while left:
             index, piece = await self.received.get()
+            if piece.error is not None:
+                raise Refusal(piece.status, piece.error)
             left -= piece.last
             yield index, piece
 
@@ -195,14 +197,14 @@ async def begin(served: Served, body: Body, late: float) -> Work:
         texts: list[str] = []
 
         def send(piece: Piece) -> None:
+            if not body.stream:
+                texts.append(piece.text)
+                if not piece.last:  # to wake the loop for every token would take time from the batch
+                    return
+                piece = replace(piece, text="".join(texts))
             loop.call_soon_threadsafe(received.put_nowait, (index, piece))
 
-        def send_last(piece: Piece) -> None:
-            texts.append(piece.text)
-            if piece.last:  # to wake the loop for every token would take time from the batch
-                send(replace(piece, text="".join(texts)))
-
-        return send if body.stream else send_last
+        return send
 
     def make_rows() -> list[Row]:
         prompts = body.prompts(served.tokenizer)
@@ -256,30 +258,19 @@ async def answer_whole(served: Served, work: Work, request: Request) -> Any:
         await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
             return JSONResponse({}, 499)  # nobody reads it
-        texts, ends = await reading
+        choices = await reading
     finally:
         for task in (reading, leaving):
             task.cancel()
             with suppress(asyncio.CancelledError, Refusal):
                 await task
-    kind = "chat.completion" if work.is_chat else "text_completion"
-    choices = []
-    for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
-        content = {"message": {"role": "assistant", "content": text}} if work.is_chat else {"text": text}
-        choices.append({"index": index, **content, "logprobs": None, "finish_reason": end})
-    return {**head(served, work, kind), "choices": choices, "usage": work.usage}
+    return {**head(served, work), "choices": choices, "usage": work.usage}
 
 
-async def collect(work: Work) -> tuple[list[str], list[str | None]]:
-    """Gather all texts, and why they ended."""
-    texts: list[list[str]] = [[] for _ in work.rows]
-    ends: list[str | None] = [None for _ in work.rows]
-    async for index, piece in work.pieces():
-        if piece.error is not None:
-            raise Refusal(piece.status, piece.error)
-        texts[index].append(piece.text)
-        ends[index] = piece.finish
-    return ["".join(text) for text in texts], ends
+async def collect(work: Work) -> list[dict[str, Any]]:
+    """Gather all texts, each of which comes in one piece."""
+    pieces = {index: piece async for index, piece in work.pieces()}
+    return [choice(work, index, pieces[index]) for index in sorted(pieces)]
 
 
 async def wait_for_disconnect(request: Request) -> None:
@@ -308,30 +299,36 @@ class Stream(StreamingResponse):
 
 async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
     """Give the answer as events."""
-    kind = "chat.completion.chunk" if work.is_chat else "text_completion"
     with_usage = work.body.stream_options is not None and work.body.stream_options.include_usage
-    first = {**head(served, work, kind), **({"usage": None} if with_usage else {})}
-
-    def chunk(index: int, text: str, finish: str | None, **more: str) -> str:
-        delta = {**more, **({"content": text} if text else {})}
-        content = {"delta": delta} if work.is_chat else {"text": text}
-        return event({**first, "choices": [{"index": index, **content, "logprobs": None, "finish_reason": finish}]})
-
+    first = {**head(served, work), **({"usage": None} if with_usage else {})}
     if work.is_chat:
-        yield chunk(0, "", None, role="assistant")
-    async for index, piece in work.pieces():
-        if piece.error is not None:
-            yield event(Refusal(piece.status, piece.error).content)
-            return
-        yield chunk(index, piece.text, piece.finish)
+        yield event({**first, "choices": [choice(work, 0, Piece(), role="assistant")]})
+    try:
+        async for index, piece in work.pieces():
+            yield event({**first, "choices": [choice(work, index, piece)]})
+    except Refusal as error:
+        yield event(error.content)
+        return
     if with_usage:
         yield event({**first, "choices": [], "usage": work.usage})
     yield "data: [DONE]\n\n"
 
 
-def head(served: Served, work: Work, kind: str) -> dict[str, Any]:
-    prefix = "chatcmpl" if work.is_chat else "cmpl"
+def head(served: Served, work: Work) -> dict[str, Any]:
+    kind, prefix = ("chat.completion", "chatcmpl") if work.is_chat else ("text_completion", "cmpl")
+    kind += ".chunk" * (work.is_chat and work.body.stream)
     return {"id": f"{prefix}-{work.id}", "object": kind, "created": work.created, "model": served.name}
+
+
+def choice(work: Work, index: int, piece: Piece, **more: str) -> dict[str, Any]:
+    """Lay out a text, or a piece of it, as the answer has it."""
+    if not work.is_chat:
+        content: dict[str, Any] = {"text": piece.text}
+    elif work.body.stream:
+        content = {"delta": {**more, **({"content": piece.text} if piece.text else {})}}
+    else:
+        content = {"message": {"role": "assistant", "content": piece.text}}
+    return {"index": index, **content, "logprobs": None, "finish_reason": piece.finish}
 
 
 def event(content: dict[str, Any]) -> str:

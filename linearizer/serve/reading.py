@@ -104,13 +104,9 @@ def refusal_of(error: ValidationError) -> Refusal:
     """Say what is wrong with the values of a body."""
     first = error.errors(include_url=False)[0]
     names = [str(part) for part in first["loc"]]
-    place = names[:1] + [name for name in names[1:] if not is_tried(name)]
+    # besides names and numbers of the body, places have the types that pydantic tried
+    place = names[:1] + [name for name in names[1:] if name != "str" and "[" not in name]
     reason = first["msg"].removeprefix("Value error, ")
     if not place and first["type"] != "value_error":
         return Refusal(400, "the body is no JSON object: send an object, with the content type application/json")
     return Refusal(400, f"{'.'.join(place)}: {reason}" if place else reason, place[0] if place else None)
-
-
-def is_tried(name: str) -> bool:
-    """Tell whether a part of a place is a type that pydantic tried, not a name or number of the body."""
-    return name == "str" or "[" in name
