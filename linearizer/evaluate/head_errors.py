@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from linearizer.evaluate.subjects import Subject
-from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.profile import Curve, HeadProfile, Profile
 from linearizer.progress import Progress, Steps
@@ -39,9 +38,18 @@ def measure_approximation(
 ) -> Steps[Approximation]:
     """Compare the attention of students with their teacher's on the same texts."""
     errors = yield from measure_errors(teacher, subjects, windows)
-    predicted = tuple(predicted_errors(subject.allocation, profile) for subject in subjects)
+    predicted = []
+    for subject in subjects:
+        assert subject.allocation is not None, "a teacher has no error"
+        pairs = zip(subject.allocation.heads, profile.layers, strict=True)
+        predicted.append(
+            tuple(
+                tuple(predicted_error(head, own, profile) for head, own in zip(row, layer.heads, strict=True))
+                for row, layer in pairs
+            )
+        )
     ranked = tuple(rank_correlation(own.rows, row) for own, row in zip(errors, predicted, strict=True))
-    return Approximation(tuple(errors), predicted, ranked)
+    return Approximation(tuple(errors), tuple(predicted), ranked)
 
 
 def rank_correlation(rows: Sequence[Sequence[float | None]], predicted: PredictedErrors) -> float | None:
@@ -125,15 +133,6 @@ def draw_columns(tokens: int) -> tuple[Tensor, Tensor]:
     others = torch.randperm(tokens - first, generator=torch.Generator().manual_seed(0))[: MOST_COLUMNS - first]
     drawn = torch.cat([torch.arange(first), first + others.sort().values])
     return drawn, torch.where(drawn < first, 1.0, (tokens - first) / max(len(others), 1))
-
-
-def predicted_errors(allocation: Allocation | None, profile: Profile) -> PredictedErrors:
-    """Predict the error of every head of an allocation: [layer][KV head]."""
-    assert allocation is not None, "a teacher has no error"
-    return tuple(
-        tuple(predicted_error(head, own, profile) for head, own in zip(row, layer.heads, strict=True))
-        for row, layer in zip(allocation.heads, profile.layers, strict=True)
-    )
 
 
 def predicted_error(head: Head, own: HeadProfile, profile: Profile) -> float | None:

@@ -57,7 +57,8 @@ class CacheInFewBits(nn.Module):
         new_k, new_v = torch.cat([held.new_k, k], 2), torch.cat([held.new_v, v], 2)
         begin, tokens = held.old_k.shape[2], first + k.shape[2]
         more = int(rounded_before(torch.tensor(tokens - 1), self.group)) - begin
-        old_k = torch.cat([held.old_k, round_groups(new_k[:, :, :more], self.bits, self.group)], 2)
+        channels = new_k[:, :, :more].unflatten(-2, (-1, self.group)).mT  # of groups of tokens
+        old_k = torch.cat([held.old_k, round_rows(channels, self.bits).mT.flatten(-3, -2)], 2)
         old_v = torch.cat([held.old_v, round_rows(new_v[:, :, :more], self.bits)], 2)
         if memory is not None:
             memory[:] = [RoundedCache(old_k, old_v, new_k[:, :, more:], new_v[:, :, more:])]
@@ -77,11 +78,6 @@ class CacheInFewBits(nn.Module):
 def rounded_before(place: Tensor, group: int) -> Tensor:
     """Count the tokens that are rounded when the token at a place attends: whole groups, and no recent token."""
     return (place + 1 - RECENT).clamp_min(0) // group * group
-
-
-def round_groups(k: Tensor, bits: int, group: int) -> Tensor:
-    """Round keys (…, tokens, dim) per channel in groups of tokens."""
-    return round_rows(k.unflatten(-2, (-1, group)).mT, bits).mT.flatten(-3, -2)
 
 
 def round_rows(x: Tensor, bits: int) -> Tensor:
@@ -118,14 +114,9 @@ class CacheAllocation(Allocation):
 
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
         """Count the bytes of the rounded and of the exact tokens, scales and offsets included."""
-        rounded = max(length - RECENT, 0) // GROUP * GROUP
-        return sum(
-            len(row) * (rounded_bytes(layer, rounded, self.rounded_to) + (length - rounded) * token_bytes(layer))
-            for row, layer in zip(self.heads, layers, strict=True)
-        )
-
-
-def rounded_bytes(layer: Layer, tokens: int, bits: int) -> int:
-    """Count the bytes of one KV head's rounded tokens."""
-    numbers = tokens * (layer.key_dim + layer.value_dim) * bits // 8
-    return numbers + OFFSET_BYTES * (tokens // GROUP * layer.key_dim + tokens)
+        rounded, total = max(length - RECENT, 0) // GROUP * GROUP, 0
+        for row, layer in zip(self.heads, layers, strict=True):
+            numbers = rounded * (layer.key_dim + layer.value_dim) * self.rounded_to // 8
+            offsets = OFFSET_BYTES * (rounded // GROUP * layer.key_dim + rounded)
+            total += len(row) * (numbers + offsets + (length - rounded) * token_bytes(layer))
+        return total

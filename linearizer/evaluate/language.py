@@ -105,19 +105,16 @@ def compare_at(
     unit, owners = owners_of(documents[:, :length])
     over = Resampled(owners, seed)
     known = scored[0][0].allocation is None
-    rows = tuple(shorten_predictions(name, own, over, known) for name, (_, own) in named.items())
+    rows = []
+    for name, (_, own) in named.items():
+        kl, agreement = (over.estimate(scores) if known else None for scores in (own.kl, own.agreement))
+        rows.append(ShortPredictions(name, over.estimate(own.loss), kl, agreement))
     (_, student), (window, beside) = named["student"], named["window"]
     apart = student.kl - beside.kl if known else student.loss - beside.loss
     beyond = over.estimate_apart(beside.loss - named["teacher"][1].loss, slice(shorter - 1, None)) if known else None
     strained = beyond is not None and beyond.interval[1] < -STRAIN
     difference = over.estimate_apart(apart)
-    return LengthResult(length, unit, over.count, window.exact_tokens, rows, difference, strained)
-
-
-def shorten_predictions(name: str, own: Scores, over: Resampled, known: bool) -> ShortPredictions:
-    """Reduce the scores of one subject on the beginnings of texts; the teacher may be `known`."""
-    kl, agreement = (over.estimate(scores) if known else None for scores in (own.kl, own.agreement))
-    return ShortPredictions(name, over.estimate(own.loss), kl, agreement)
+    return LengthResult(length, unit, over.count, window.exact_tokens, tuple(rows), difference, strained)
 
 
 def begin_of_scores(scores: Scores, length: int) -> Scores:

@@ -93,14 +93,11 @@ def measure_needle(
             score = None if out_of_memory else run_if_it_fits(partial(ask_subject, subject, hidden))
             row.append(score or NO_SCORE)
         yield Progress("needle", done + 1, len(cells), "cells")
-    grids = tuple(lay_out_grid(subject.name, row) for subject, row in zip(subjects, answers, strict=True))
-    return Needle(tuple(lengths), DEPTHS, tuple(length > positions for length in lengths), grids)
-
-
-def lay_out_grid(name: str, row: Sequence[PairScore]) -> Grid:
-    """Lay out the answers of one subject: a table of each score, [length][depth]."""
-    begins = range(0, len(row), len(DEPTHS))
-    return Grid(name, *(tuple(scores[at : at + len(DEPTHS)] for at in begins) for scores in zip(*row, strict=True)))
+    grids, begins = [], range(0, len(cells), len(DEPTHS))
+    for subject, row in zip(subjects, answers, strict=True):
+        tables = (tuple(scores[at : at + len(DEPTHS)] for at in begins) for scores in zip(*row, strict=True))
+        grids.append(Grid(subject.name, *tables))
+    return Needle(tuple(lengths), DEPTHS, tuple(length > positions for length in lengths), tuple(grids))
 
 
 def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:

@@ -32,17 +32,6 @@ def find_difference(
     return Difference(place, alike, *(text[len(alike) :] for text in tokens))
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> torch.Tensor:
-    """Read a prompt that is to be continued: (1, tokens)."""
-    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.shape[1] == 0 or new_tokens < 1:
-        raise RequestError(
-            f"there is nothing to compare: prompt {prompt!r}, {new_tokens} new tokens; give a prompt, and at least one "
-            "new token"
-        )
-    return ids
-
-
 def write_in_turns(
     teacher: PreTrainedModel,
     student: LinearizedForCausalLM,
@@ -57,7 +46,10 @@ def write_in_turns(
 
     The last comparison is of all that they write.
     """
-    ids = prompt_ids(tokenizer, prompt, new_tokens)
+    ids: Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0 or new_tokens < 1:
+        asked = f"prompt {prompt!r}, {new_tokens} new tokens"
+        raise RequestError(f"there is nothing to compare: {asked}; give a prompt, and at least one new token")
     try:
         writers = [
             Writer(subject, tokenizer, size, ids, new_tokens, seed, sample)
