@@ -56,7 +56,7 @@ def measure_speed(
     return Speed(tuple(lengths), beyond, seconds, tuple(courses), breakeven_of(subjects, layers, courses))
 
 
-def read_clock(device: torch.device) -> float:
+def finish_and_read_clock(device: torch.device) -> float:
     """Give the time at which the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -71,6 +71,7 @@ class Meter:
     layers: Sequence[Layer]
     seconds: float
     seed: int
+    clock: Callable[[torch.device], float] = finish_and_read_clock
 
     def measure_pace(self, length: int, before: Sequence[Pace]) -> Pace:
         """Measure a length, or extrapolate from shorter lengths where memory or time does not suffice."""
@@ -109,14 +110,14 @@ class Meter:
         ids = torch.randint(vocabulary(self.subject.model), (batch, length), generator=drawn).to(device)
         with self.subject.at_work() as model:  # once: to make the model ready is no part of a token's time
             subject, cache, peak = Subject(self.subject.name, model), fresh_cache(model), PeakMemory(device)
-            begin = read_clock(device)
+            begin = self.clock(device)
             read_into_cache(subject, ids[:, : length - WRITTEN], cache)
-            read_all = read_clock(device)
+            read_all = self.clock(device)
             read_logits(subject, ids[:, length - WRITTEN : length - WRITTEN + 1], cache, keep=1)
-            first = read_clock(device)
+            first = self.clock(device)
             for token in ids[:, length - WRITTEN + 1 :].split(1, dim=1):
                 read_logits(subject, token, cache, keep=1)
-            end = read_clock(device)
+            end = self.clock(device)
         rates = (length - WRITTEN) * batch / (read_all - begin), (WRITTEN - 1) * batch / (end - first)
         return Pace(length, batch, *rates, peak.taken(), bytes_held(cache), *self.predict(length, batch))
 

@@ -12,16 +12,8 @@ from linearizer.amounts import ago, duration, size
 from linearizer.page.chat import DOCUMENT_FACTS
 from linearizer.plan.json_products import parse_json
 from linearizer.progress import Progress
-from linearizer.report.markup import (
-    announcement,
-    folded,
-    message_box,
-    sentence_html,
-    table,
-    table_html,
-    values_list,
-    without_folders,
-)
+from linearizer.report import markup
+from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
 from linearizer.report.training_charts import ERRORS
@@ -83,7 +75,9 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     plan = status.run.plan
     state = state_sentence(status)
     moving = status.step if status.state in LIVE else None
-    loud = announcement(f"{plan.model}: {state}{quarters_done(moving) if moving else ''}")
+    # in quarters, so that a screen reader speaks only four times
+    done = f", {step_title(moving)}, {25 * int(4 * share_done(moving))}%" if moving else ""
+    loud = announcement(f"{plan.model}: {state}{done}")
     lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
     if moving:
         lines.append(step_bar(moving, now))
@@ -115,9 +109,8 @@ def state_sign(state: str) -> str:
     return f'<span aria-hidden="true">{STATE_SIGNS[state]}</span>'
 
 
-def quarters_done(step: Mapping[str, Any]) -> str:
-    """Say in quarters how far a step is, so that a screen reader speaks only four times."""
-    return f", {STEP_SENTENCES.get(step['event'], step['event'])}, {25 * int(4 * share_done(step))}%"
+def step_title(step: Mapping[str, Any]) -> str:
+    return STEP_SENTENCES.get(step["event"], step["event"])
 
 
 def share_done(step: Mapping[str, Any]) -> float:
@@ -129,7 +122,7 @@ def step_bar(step: Mapping[str, Any], now: float) -> str:
     left, text = step.get("seconds_left"), f"{step['done']:,} of {step['total']:,} {step.get('unit', '')}"
     if isinstance(left, float) and math.isfinite(left) and step["done"] < step["total"]:
         text += f" · {duration(max(1.0, left - (now - step['time'])))} left"
-    return progress_bar(STEP_SENTENCES.get(step["event"], step["event"]), share_done(step), text)
+    return progress_bar(step_title(step), share_done(step), text)
 
 
 def progress_bar(title: str, share: float | None, text: str = "", loud: str = "") -> str:
@@ -184,13 +177,15 @@ def candidates_card(run: Run) -> str:
         return ""
     correction = find_correction(run)
     line = "" if correction is None else f'<p class="lz-faint">{escape(correction.in_words)}.</p>'
-    return line + folded(candidates.why, table_html("Allocations that were measured", candidates_table(candidates)))
+    return line + folded(
+        candidates.why, markup.table_html("Allocations that were measured", candidates_table(candidates))
+    )
 
 
 def evaluation_tables(parts: Mapping[str, Part]) -> str:
     """Compare the student with its teacher and a plain window of the same bytes, in the tables of the command."""
     shown = [each for name in ("language", "recall") if name in parts for each in PART_VIEWS[name].tables(parts[name])]
-    return folded("In numbers", "".join(table_html(f"Numbers, {n}", each) for n, each in enumerate(shown, 1)))
+    return folded("In numbers", "".join(markup.table_html(f"Numbers, {n}", each) for n, each in enumerate(shown, 1)))
 
 
 def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:
@@ -302,5 +297,5 @@ def times_line(forecast: EvaluationForecast) -> str:
         return ""
     pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in forecast.seconds.items()]
     facts = values_list([*pairs, ("in all", f"about {duration(sum(forecast.seconds.values()))}")], "lz-wide")
-    device = f", on {without_folders(forecast.device)}" if forecast.device else ""
+    device = f", on {markup.without_folders(forecast.device)}" if forecast.device else ""
     return f'{facts}<p class="lz-faint">Estimated from the time that judging this student took{escape(device)}.</p>'

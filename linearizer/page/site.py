@@ -11,11 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
+from gradio.themes import Color
 from starlette.middleware import Middleware
 
 from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling
 from linearizer.page.chat import sample_prompts
-from linearizer.page.theme import theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
 from linearizer.serve.guards import Guard, is_local
@@ -38,6 +38,14 @@ PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second
 MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
+ACCENT = Color(
+    "#eef6fb", "#d9eaf6", "#b5d6ec", "#84bbdf", "#4f9bcd", "#2a7fb8", "#1f6699", "#1b527b", "#194461", "#163650",
+    "#0f2538", name="accent",
+)  # fmt: skip
+NEUTRAL = Color(
+    "#fafaf8", "#f3f3f0", "#e6e6e1", "#d3d3cc", "#a3a49d", "#74766f", "#565853", "#434541", "#272926", "#1a1c1b",
+    "#121413", name="neutral",
+)  # fmt: skip
 
 
 def browser_memory() -> gr.BrowserState:
@@ -221,6 +229,52 @@ def wire_compare(ui: SimpleNamespace) -> None:
     shown = [ui.preview_note, ui.files, ui.card_text, ui.publish]
     ui.preview.click(handlers.preview_publication, target, shown, **{**ONCE, **noted})
     ui.publish.click(handlers.publish_run, target, ui.timer, **ONCE)
+
+
+def theme() -> gr.themes.Base:
+    """Make our theme; its fonts are the system's, so nothing is fetched."""
+    return gr.themes.Base(
+        primary_hue=ACCENT,
+        secondary_hue=ACCENT,
+        neutral_hue=NEUTRAL,
+        spacing_size=gr.themes.sizes.spacing_lg,
+        radius_size=gr.themes.sizes.radius_lg,
+        font=["Inter", "system-ui", "-apple-system", "Segoe UI", "sans-serif"],
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
+    ).set(
+        body_background_fill="*neutral_50",
+        body_background_fill_dark="*neutral_950",
+        body_text_color="*neutral_900",
+        body_text_color_subdued="*neutral_600",
+        background_fill_primary_dark="*neutral_900",
+        background_fill_secondary_dark="*neutral_950",
+        border_color_primary_dark="*neutral_800",
+        block_background_fill="transparent",
+        block_background_fill_dark="transparent",
+        block_border_width="0px",
+        block_label_background_fill="transparent",
+        block_label_background_fill_dark="transparent",
+        block_label_text_color="*body_text_color_subdued",
+        block_title_text_color="*body_text_color",
+        block_title_text_weight="600",
+        block_padding="0px",
+        input_background_fill="white",
+        input_background_fill_dark="*neutral_900",
+        input_border_width="1px",
+        input_border_color="*neutral_300",
+        input_border_color_dark="*neutral_700",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        button_secondary_background_fill="*neutral_100",
+        button_secondary_background_fill_hover="*neutral_200",
+        button_secondary_background_fill_dark="*neutral_800",
+        button_cancel_text_color="#a3281f",
+        button_cancel_text_color_dark="#f0a69f",
+        slider_color="*primary_600",
+        slider_color_dark="*primary_400",
+        link_text_color="*primary_600",
+        link_text_color_dark="*primary_300",
+    )
 
 
 def serve_page(port: int | None = None, host: str | None = None) -> None:
