@@ -104,7 +104,7 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     subjects = subjects_and_rivals(setup, request, most)
     grows = setup.allocation.growth(setup.layers) > 0
     controls = {each: setup.window(each) for each in judged.lengths if grows and each < most}
-    reader = RepeatReader.of([*subjects, *controls.values()], length, passage_tokens(length))
+    reader = RepeatReader([*subjects, *controls.values()], length, passage_tokens(length))
     read = reader.read if "recall" in request.chosen else read_together
     given = (subjects, windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
     language = yield from measure_language(*given, read, judged.lengths, controls)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -29,7 +28,7 @@ def measure_recall(
     subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = ()
 ) -> Steps[Recall]:
     """Measure how much better a passage is predicted when it comes the second time; no gaps: gaps that double."""
-    reader = RepeatReader.of(subjects, windows.shape[1], passage, gaps)
+    reader = RepeatReader(subjects, windows.shape[1], passage, gaps)
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     for done, ids in enumerate(split):
         for _ in reader.read(subjects, ids):
@@ -38,7 +37,6 @@ def measure_recall(
     return reader.result()
 
 
-@dataclass
 class RepeatReader:
     """Reads texts once, and from the same place on also passages that stood in them: all gaps share what is before.
 
@@ -46,16 +44,11 @@ class RepeatReader:
     own last tokens. What follows them in the text is read last.
     """
 
-    names: tuple[str, ...]
-    passage: int
-    gaps: tuple[int, ...]
-    losses: list[list[tuple[Tensor, Tensor]]]  # [subject][batch]: (texts, gaps), the first time and the second
-    length: int
-
-    @staticmethod
-    def of(subjects: Sequence[Subject], length: int, passage: int, gaps: Sequence[int] = ()) -> RepeatReader:
-        gaps = tuple(gaps) or doubling_gaps(length, passage)
-        return RepeatReader(tuple(subject.name for subject in subjects), passage, gaps, [[] for _ in subjects], length)
+    def __init__(self, subjects: Sequence[Subject], length: int, passage: int, gaps: Sequence[int] = ()) -> None:
+        self.names, self.length, self.passage = [subject.name for subject in subjects], length, passage
+        self.gaps = tuple(gaps) or doubling_gaps(length, passage)
+        # [subject][batch]: (texts, gaps), the first time and the second
+        self.losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in subjects]
 
     def read(self, subjects: Sequence[Subject], ids: Tensor) -> Pieces:
         """Let all read some texts to their own ends, and keep how well they predicted the passages meanwhile."""

@@ -134,7 +134,7 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
         figure, card = shares.draw_shares(run, int(budget))
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), True
-    return card + markup.hidden_data("figure", figure), True
+    return card + f'<i hidden data-figure="{escape(figure)}"></i>', True
 
 
 @handler

@@ -68,15 +68,11 @@ def recipe_of(way: str, listed: str) -> str:
 
 def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     """Write the ways as choices of several lines, with how long each takes here where that is known."""
-    return [
-        ("\n".join(filter(None, (way.title, way.does, expectation(way), times.get(name, "")))), name)
-        for name, way in WAYS.items()
-    ]
-
-
-def expectation(way: Way) -> str:
-    """Say what to expect of a way's students."""
-    return " ".join(filter(None, (way.expect, expected_quality(way.recipe) if way.recipe else "")))
+    choices = []
+    for name, way in WAYS.items():
+        expect = f"{way.expect} {expected_quality(way.recipe or '')}".strip()
+        choices.append(("\n".join(filter(None, (way.title, way.does, expect, times.get(name)))), name))
+    return choices
 
 
 def recipe_choices() -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.progress import Progress
+from linearizer.progress import Progress, finish
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
@@ -33,12 +33,11 @@ class Publication:
         """Publish, and keep the progress and the result."""
         from linearizer.publish import push
 
-        steps = push.publish(self.run, self.repo_id, private=private, token=token)
+        def keep(step: Progress) -> None:
+            self.progress = step
+
         try:
-            while True:
-                self.progress = next(steps)
-        except StopIteration as end:
-            self.published = end.value
+            self.published = finish(push.publish(self.run, self.repo_id, private=private, token=token), keep)
         except LinearizerError as error:
             self.error = str(error)
         finally:
@@ -73,5 +72,4 @@ def latest_publication(run: Run) -> Publication | None:
 
 def is_publishing(run: Run) -> bool:
     """Tell whether a run is being published."""
-    publication = PUBLICATIONS.get(run.key)
-    return publication is not None and not publication.over
+    return (publication := latest_publication(run)) is not None and not publication.over

@@ -154,11 +154,12 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
         try:
             over = work_one_step(str(run.folder), run.job, token)
         except DeviceTaken as error:
+            step = control.status(run).step or {"event": "load"}
             with log_end(run):
                 raise FaultError(
-                    f"{current_step(run)!r} is a step that takes longer than the {SECONDS} seconds for which ZeroGPU "
-                    "was asked: resume the run, and it goes on from what was saved, or ask for fewer or shorter texts, "
-                    "or for a smaller model, or do this at your own machine"
+                    f"{str(step['event'])!r} is a step that takes longer than the {SECONDS} seconds for which "
+                    "ZeroGPU was asked: resume the run, and it goes on from what was saved, or ask for fewer or "
+                    "shorter texts, or for a smaller model, or do this at your own machine"
                 ) from error
         except DeviceRefused as refusal:
             run.log(EventName.STOPPED, error=f"{refusal}; what was finished is kept: resume it later")
@@ -185,9 +186,3 @@ def finished_steps(run: Run) -> Collection[str]:
     if run.job is not None:
         return set(newest_request(run)[2])
     return {name for name in PRODUCTS if run.has_file(name)}
-
-
-def current_step(run: Run) -> str:
-    """Name the step at which a run was last."""
-    step = control.status(run).step
-    return str(step["event"]) if step else "load"

@@ -37,11 +37,6 @@ def announcement(text: str) -> str:
     return f' data-heard="{escape(without_folders(text))}"'
 
 
-def hidden_data(name: str, data: str) -> str:
-    """Hold data that the page's script reads and nobody sees."""
-    return f'<i hidden data-{name}="{escape(data)}"></i>'
-
-
 def without_folders(text: str) -> str:
     """Remove the folder of the runs from a sentence, and replace what could be HTML."""
     root = re.escape(str(runs_root().absolute()))

@@ -181,7 +181,7 @@ def report(model, tokenizer, held, length):
     texts = torch.stack([document[:length] for document in documents])
     subject, edges = Subject("teacher", model.eval()), doubling_edges(length - 1)
     gaps = [gap for gap in (128, 512, 1024, 2048, 3500) if gap + 2 * PASSAGE <= length]
-    reader = RepeatReader.of([subject], length, PASSAGE, gaps)
+    reader = RepeatReader([subject], length, PASSAGE, gaps)
     whole = torch.cat([read_whole(reader, subject, text) for text in texts.split(1)])
     (recall,) = reader.result().subjects
     same = {

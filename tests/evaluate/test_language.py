@@ -70,7 +70,7 @@ def test_the_beginning_of_a_text_is_scored_as_a_text_that_ends_there(subjects):
     held, layers = subjects
     ids = tokens(4, 40)
     own = [held[0], held[1], Subject("window", *fixed_window(held[1].model, layers))]
-    reader = RepeatReader.of(own, 20, 5)
+    reader = RepeatReader(own, 20, 5)
     documents = torch.zeros_like(ids)
     language = finish(measure_language(own, ids, documents, layers, 0, reader.read, (10, 20, 40)))
     assert [result.length for result in language.lengths] == [10, 20, 40]
@@ -256,7 +256,7 @@ def test_ranges_and_gaps_double_as_far_as_there_is_room():
 
 def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects, monkeypatch):
     result, layers = subjects
-    ids, reader = tokens(3, 40), RepeatReader.of(result, 40, 5)
+    ids, reader = tokens(3, 40), RepeatReader(result, 40, 5)
     counted: list[int] = []
     embedding = result[0].model.get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
@@ -276,7 +276,7 @@ def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects
 
 def test_a_forecast_of_judging_counts_the_tokens_that_it_reads(subjects):
     result, layers = subjects
-    ids, reader = tokens(2, 128), RepeatReader.of(result, 64, passage_tokens(64))  # four texts of 64 tokens, in pairs
+    ids, reader = tokens(2, 128), RepeatReader(result, 64, passage_tokens(64))  # four texts of 64 tokens, in pairs
     counted: list[int] = []
     hook = (
         result[0]

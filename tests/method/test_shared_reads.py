@@ -100,7 +100,7 @@ def test_judging_reads_each_weight_twice_whatever_the_number_of_texts_and_subjec
         heads = [make_layer_students(student, layers, row) for row in rows]
         others = [Subject(str(place), student, *both) for place, both in enumerate(zip(rows, heads, strict=True))]
         subjects = [Subject("teacher", student.base, softmax=True), *others]
-        reader = RepeatReader.of(subjects, 24, 4)
+        reader = RepeatReader(subjects, 24, 4)
         given = (subjects, tokens(6, 24), torch.zeros(6, 24, dtype=torch.long), layers)
         language = finish(measure_language(*given, read=reader.read))
         results.append((language, reader.result()))
