@@ -19,18 +19,18 @@ class FieldLimits:
     """The facts about a field beside its name, type and default."""
 
     about: str = ""  # its meaning, with the unit
+    default_text: str = ""  # for a default that is None or depends on other options
     least: float | None = None
     above: float | None = None  # a lower bound that is not allowed itself
     most: float | None = None
     choices: tuple[Any, ...] = ()
-    default_text: str = ""  # for a default that is None or depends on other options
     group: str = ""  # the title under which `--help` shows the option; none: it is no option of a command
     error: type[RequestError] = RequestError  # what a value out of bounds raises
 
 
-def option(default: Any, about: str = "", **limits: Any) -> Any:
-    """Declare a field of a dataclass; `limits` are the fields of Limits."""
-    return field(default=default, metadata={"limits": FieldLimits(about, **limits)})
+def option(default: Any, *about: str, **limits: Any) -> Any:
+    """Declare a field of a dataclass; the rest are the fields of FieldLimits in their order."""
+    return field(default=default, metadata={"limits": FieldLimits(*about, **limits)})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
@@ -31,6 +32,10 @@ YIELDING = ("texts", "length", "samples")  # options that, where they are left o
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 FITTED = "squares"  # the loss in closed form
 
+allocating, measuring, training, machine = (
+    partial(option, group=group) for group in (ALLOCATION, MEASURING, TRAINING, MACHINE)
+)
+
 
 @dataclass(frozen=True)
 class Plan(JsonProduct):
@@ -39,145 +44,116 @@ class Plan(JsonProduct):
     json_indent = 1
 
     model: str
-    budget: int | None = option(
+    budget: int | None = allocating(
         None,
         "tokens: the state may take the bytes that the teacher's KV cache takes at this length",
+        str(DEFAULT_BUDGET),
         least=1,
         most=MAX_TOKENS,
-        default_text=str(DEFAULT_BUDGET),
-        group=ALLOCATION,
         error=BudgetError,
     )
-    features: int | None = option(
+    features: int | None = allocating(
         None,
         "instead of a budget: the mean number of features per KV head, the paper's C",
         least=TILE,
         most=MAX_TOKENS,
-        group=ALLOCATION,
         error=BudgetError,
     )
     recipe: str = option("best", "the method; other options take precedence", choices=tuple(RECIPES), group=METHOD)
-    strategy: str = option(
-        "gain",
-        "how the budget is shared out",
-        choices=tuple(STRATEGIES),
-        default_text=BY_RECIPE,
-        group=ALLOCATION,
-        error=BudgetError,
+    strategy: str = allocating(
+        "gain", "how the budget is shared out", BY_RECIPE, choices=tuple(STRATEGIES), error=BudgetError
     )
-    window: int | None = option(
+    window: int | None = allocating(
         None,
         "tokens before each token that are exact, where heads hold features",
+        "half of the budget",
         least=0,
         most=MAX_TOKENS,
-        default_text="half of the budget",
-        group=ALLOCATION,
     )
-    sinks: int | None = option(
+    sinks: int | None = allocating(
         None,
         "tokens at the start of a text that are exact",
+        f"measured where heads have prices, else {SINKS}; none with --features",
         least=0,
         most=MAX_TOKENS,
-        default_text=f"measured where heads have prices, else {SINKS}; none with --features",
-        group=ALLOCATION,
     )
-    bits: int | None = option(
+    bits: int | None = allocating(
         None,
         "bits of a number in the keys and values that are kept",
+        "as pays for each head with gain, 8 with gain-features, else 16",
         choices=BITS,
-        default_text="as pays for each head with gain, 8 with gain-features, else 16",
-        group=ALLOCATION,
     )
-    feature_map: str = option(
+    feature_map: str = training(
         "clusters",
         "what makes features of queries and keys, or a memory that is written by a rule",
+        BY_RECIPE,
         choices=(*FEATURE_MAPS, *MEMORIES),
-        default_text=BY_RECIPE,
-        group=TRAINING,
     )
-    text: str = option(
-        "builtin",
-        "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]",
-        group=MEASURING,
+    text: str = measuring(
+        "builtin", "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]"
     )
-    texts: int | None = option(
+    texts: int | None = measuring(
         None,
         "how many texts to measure",
+        f"{USUAL_TEXTS}, fewer where texts are long, or the source is short",
         least=1,
-        default_text=f"{USUAL_TEXTS}, fewer where texts are long, or the source is short",
-        group=MEASURING,
     )
-    length: int | None = option(
+    length: int | None = measuring(
         None,
         "tokens of a text, at most what the model's positions allow",
+        f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}; fewer where the source is short",
         least=1,
-        default_text=f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}; fewer where the source is short",
-        group=MEASURING,
     )
-    samples: int | None = option(
+    samples: int | None = measuring(
         None,
         "queries and keys of a head that its degrees of freedom are computed from",
+        f"{USUAL_SAMPLES}, fewer where the texts hold fewer tokens",
         least=1,
-        default_text=f"{USUAL_SAMPLES}, fewer where the texts hold fewer tokens",
-        group=MEASURING,
     )
-    per: Per = option(
-        "kv",
-        "degrees of freedom per KV head, or per query head as in the paper",
-        default_text=BY_RECIPE,
-        group=MEASURING,
-    )
-    normalise: Normalise = option("trace", "what the Gram matrix is divided by", group=MEASURING)
-    gauge: Gauge = option("centred", "keys as they are, or less their mean", default_text=BY_RECIPE, group=MEASURING)
-    steps: int = option(
+    per: Per = measuring("kv", "degrees of freedom per KV head, or per query head as in the paper", BY_RECIPE)
+    normalise: Normalise = measuring("trace", "what the Gram matrix is divided by")
+    gauge: Gauge = measuring("centred", "keys as they are, or less their mean", BY_RECIPE)
+    steps: int = training(
         0,
         "steps of training; 0: none. Where heads hold no features, what the layers write is fitted to the teacher's on "
         "as many texts, which makes up for a part of what the heads lost",
+        BY_RECIPE,
         least=0,
         most=MAX_STEPS,
-        default_text=BY_RECIPE,
-        group=TRAINING,
     )
-    minutes: float | None = option(None, "minutes to train, not steps", above=0, most=MAX_MINUTES, group=TRAINING)
-    loss: str | None = option(
+    minutes: float | None = training(None, "minutes to train, not steps", above=0, most=MAX_MINUTES)
+    loss: str | None = training(
         None,
         "softmax, l2 or output: layer by layer; squares: the maps by which layers write, in closed form; direct or "
         "logits: end to end; a+b: one after the other",
-        default_text=f"{BY_RECIPE}; squares where heads hold no features",
-        group=TRAINING,
+        f"{BY_RECIPE}; squares where heads hold no features",
     )
-    lora: int | None = option(
+    lora: int | None = training(
         None,
         "rank of adapters on q, k, v and o that a loss end to end trains too; 0: none",
+        f"{BY_RECIPE}; {HEALING_RANK} where heads hold no features and are trained end to end",
         least=0,
-        default_text=f"{BY_RECIPE}; {HEALING_RANK} where heads hold no features and are trained end to end",
-        group=TRAINING,
     )
-    batch: int = option(2, "texts of a step", least=1, group=TRAINING)
-    target_length: int | None = option(
+    batch: int = training(2, "texts of a step", least=1)
+    target_length: int | None = allocating(
         None,
         "tokens at which the bytes of heads that may grow count",
+        "the model's positions",
         least=1,
         most=MAX_TOKENS,
-        default_text="the model's positions",
-        group=ALLOCATION,
     )
-    may_grow: bool = option(
-        False, "let heads keep their whole cache, softmax: the state then grows with the text", group=ALLOCATION
-    )
-    prices: str = option(
+    may_grow: bool = allocating(False, "let heads keep their whole cache, softmax: the state then grows with the text")
+    prices: str = measuring(
         "estimated",
         "how heads are priced: estimated by gradients, and the largest estimates measured; or all measured",
         choices=("estimated", "measured"),
-        group=MEASURING,
     )
-    seed: int = option(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1, group=MACHINE)
-    device: str = option("auto", "auto, cpu, cuda, cuda:1, …", group=MACHINE)
-    dtype: str = option(
+    seed: int = machine(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1)
+    device: str = machine("auto", "auto, cpu, cuda, cuda:1, …")
+    dtype: str = machine(
         "auto",
         "the type of number to compute in; auto is the teacher's own, or float32 where a CPU computes that faster",
         choices=("auto", "float32", "bfloat16", "float16"),
-        group=MACHINE,
     )
 
     @staticmethod

@@ -17,21 +17,17 @@ PARTS = ("language", "recall", "needle", "generation", "approximation", "speed",
 class Request:
     """The parts to measure, and the text to measure them on."""
 
-    parts: tuple[str, ...] = option(
-        (), "the parts to measure", choices=PARTS, default_text="all; tasks only if --tasks names some"
-    )
+    parts: tuple[str, ...] = option((), "the parts to measure", "all; tasks only if --tasks names some", choices=PARTS)
     text: str | None = option(
-        None,
-        "the text, as of `linearizer run`",
-        default_text="the run's own, where its training did not reach",
+        None, "the text, as of `linearizer run`", "the run's own, where its training did not reach"
     )
     length: int | None = option(
-        None, "tokens of a text", least=16, default_text="as the run's own; language is also judged at twice that"
+        None, "tokens of a text", "as the run's own; language is also judged at twice that", least=16
     )
     texts: int = option(8, "how many texts", least=1)
     short: bool = option(False, "leave out texts of twice the length, which recall reads besides")
     lengths: tuple[int, ...] = option(
-        (), "tokens, where several lengths are compared: 1024,4096,…", least=32, default_text="as each part chooses"
+        (), "tokens, where several lengths are compared: 1024,4096,…", "as each part chooses", least=32
     )
     seconds: float = option(15.0, "seconds that one measurement of speed may take", above=0)
     curve_steps: int = option(
@@ -41,10 +37,10 @@ class Request:
     tasks: tuple[str, ...] = option(
         (),
         "ruler (generated, at --lengths) or tasks of lm_eval: piqa,… (needs pip install 'linearizer[tasks]')",
-        default_text="none",
+        "none",
     )
-    limit: int | None = option(None, "samples of a task", least=1, default_text="all")
-    few_shot: int | None = option(None, "examples before each sample", least=0, default_text="as the task says")
+    limit: int | None = option(None, "samples of a task", "all", least=1)
+    few_shot: int | None = option(None, "examples before each sample", "as the task says", least=0)
     task_folder: str | None = option(
         None, "a folder of tasks of your own, as YAML files, which may run code that you put there"
     )
