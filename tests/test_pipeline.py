@@ -231,7 +231,7 @@ def test_prices_are_estimated_whatever_the_size_unless_all_are_to_be_measured(be
     run = begin(plan=Plan("demo", budget=64))
     assert run.plan.prices == "estimated"
     assert "prices measured" in Plan("demo", budget=64, prices="measured").command()
-    with pytest.raises(RequestError, match="prices 'auto' is none of estimated, measured"):
+    with pytest.raises(RequestError, match="prices 'auto' is not allowed: it should be 'estimated' or 'measured'"):
         Plan("demo", budget=64, prices="auto")
 
 

@@ -154,7 +154,7 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
         "paper", **{**kept, "seed": 4}, steps=5
     )
     for change in (written.changed, partial(replace, written)):
-        with pytest.raises(RequestError, match="recipe 'magic' is none of best, windows"):
+        with pytest.raises(RequestError, match="recipe 'magic' is not allowed: it should be 'best', 'windows'"):
             change(recipe="magic")
 
 
@@ -192,7 +192,9 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
     assert [event["steps"] for event in run.events() if event["event"] == "timed"] == [0]
     assert not [event for event in run.events() if event["event"] == "distill"] and run.done
     for endless in (0.0, 1e9, float("inf"), float("nan")):
-        with pytest.raises(RequestError, match="is not allowed: give a number, above 0 and at most 525600"):
+        with pytest.raises(
+            RequestError, match="is not allowed: it should be (greater than 0|less than or equal to 525600)"
+        ):
             replace(plan, minutes=endless)
     for steps in (0, 10):
         with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):
@@ -242,7 +244,7 @@ def test_losses_share_all_steps_and_each_has_one():
 
 
 def test_what_cannot_be_is_said():
-    with pytest.raises(RequestError, match="recipe 'magic' is none of best, windows"):
+    with pytest.raises(RequestError, match="recipe 'magic' is not allowed: it should be 'best', 'windows'"):
         Plan.of("magic", model="demo", budget=64)
     with pytest.raises(BudgetError, match="the strategy duo spends a budget in tokens"):
         Plan.of("duo", model="demo", features=64)

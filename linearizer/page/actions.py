@@ -394,8 +394,8 @@ def described_options() -> dict[str, str]:
     """Give the words in braces in the descriptions of endpoints: what options may be, as plans and requests have it."""
     plan, request = options_of(Plan), options_of(Request)
     return {
-        "budget": f"{plan['budget'].limits.about}; {plan['budget'].allowed}",
-        "seed": plan["seed"].allowed,
+        "budget": plan["budget"].limits.about,
+        "seed": plan["seed"].limits.about,
         "efforts": ", ".join(EFFORTS),
         "parts": ", ".join(PARTS),
         "prompt": f"at most {limits.MAX_PROMPT_CHARACTERS} characters",
@@ -407,7 +407,4 @@ def described_options() -> dict[str, str]:
 
 def list_options(options: dict[str, Any]) -> str:
     """List options with the values that each may have."""
-    named = (
-        f"{name} ({', '.join(map(str, option.limits.choices)) or option.allowed})" for name, option in options.items()
-    )
-    return f"a dictionary of {'; '.join(named)}"
+    return f"a dictionary of {'; '.join(f'{name}: {option.help}' for name, option in options.items())}"

@@ -1,19 +1,27 @@
-"""Frozen dataclasses as JSON: written as plain values, and read back by the types of their fields."""
+"""Frozen dataclasses as JSON: written as plain values, and read back by pydantic, by the types of their fields."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from linearizer.errors import RequestError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Extra = Literal["forbid", "ignore"]
 P = TypeVar("P", bound="JsonProduct")
 MAX_SHOWN = 40  # characters of a wrong value that a message repeats
-WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a dictionary"}
+FAULTS = {  # by pydantic's names
+    "json_invalid": "is no JSON: {error}",
+    "missing": "is missing",
+    "unexpected_keyword_argument": "is unknown: leave it out",
+}
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -45,75 +53,45 @@ class JsonProduct:
     def from_json(cls: type[P], text: str) -> P:
         """Read what `to_json` wrote; an error names the field that is missing, unknown or of another kind."""
         try:
-            return read_value(cls, parse_json(text), "it")
-        except (ValueError, RequestError) as error:
+            return read_json(cls, text)
+        except RequestError as error:
             raise RequestError(f"the {cls.__name__.lower()} cannot be read ({error}): {cls.json_remedy}") from error
 
 
+def read_plain(kind: Any, plain: Mapping[str, Any], extra: Extra = "forbid") -> Any:
+    """Make a dataclass of plain values by their names, lists as tuples."""
+    return read_json(kind, json.dumps(plain), extra)
+
+
+def read_json(kind: Any, text: str, extra: Extra = "forbid") -> Any:
+    """Read a value of a type from JSON; `extra` says what becomes of names that no field has."""
+    with explained_faults():
+        return adapter_of(kind).validate_json(text, strict=True, extra=extra)
+
+
 @cache
-def field_types(kind: type) -> Mapping[str, Any]:
-    """Give the type of every field of a dataclass."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Make what checks the values of a type; pydantic takes a fifth of a second to import."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
-def read_value(kind: Any, value: Any, name: str) -> Any:
-    """Give a plain value the type of a field, lists as tuples; `name` says in messages whose value it is."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind) and isinstance(value, Mapping):
-        return read_fields(kind, value, "" if name == "it" else f"{name}.")
-    if origin in (Union, UnionType):
-        return None if value is None else read_value(without_none(kind), value, name)
-    if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(read_value(arguments[0], each, f"{name}[{place}]") for place, each in enumerate(value))
-    if origin in (dict, Mapping) and isinstance(value, Mapping):
-        return {key: read_value(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
-    if kind is Any or (origin is Literal and value in arguments) or (isinstance(kind, type) and is_a(kind, value)):
-        return value
-    raise RequestError(f"{name} {quote(value)} is not allowed: give {in_words(kind)}")
+@contextmanager
+def explained_faults(name: str = "", refusal: type[RequestError] = RequestError) -> Iterator[None]:
+    """Turn what pydantic finds into a sentence: the first value at fault, and what it should be."""
+    from pydantic import ValidationError
 
-
-def read_fields(kind: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
-    """Make a dataclass of plain values by their names."""
-    types = field_types(kind)
-    check_names(kind, given)
-    needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
-    if missing := [prefix + name for name in needed if name not in given]:
-        raise RequestError(f"{', '.join(missing)} is missing")
-    return kind(**{name: read_value(types[name], value, prefix + name) for name, value in given.items()})
-
-
-def check_names(kind: Any, given: Iterable[str]) -> None:
-    """Refuse names that no field has."""
-    if unknown := sorted(set(given) - set(field_types(kind))):
-        raise RequestError(f"{', '.join(unknown)} is unknown: there are {', '.join(sorted(field_types(kind)))}")
-
-
-def is_a(kind: type, value: object) -> bool:
-    """Tell whether a value is of a kind; a whole number may stand for a number, and truth for neither."""
-    kinds = (int, float) if kind is float else (kind,)
-    return isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-
-
-def without_none(kind: Any) -> Any:
-    """Give the type of a field that may be None where it is not."""
-    kinds = [each for each in get_args(kind) if each is not NoneType] if is_optional(kind) else [kind]
-    assert len(kinds) == 1, f"{kind} is read in no single way"
-    return kinds[0]
-
-
-def is_optional(kind: Any) -> bool:
-    return get_origin(kind) in (Union, UnionType) and NoneType in get_args(kind)
-
-
-def in_words(kind: Any) -> str:
-    """Say what a field takes."""
-    kind = without_none(kind)
-    if get_origin(kind) is tuple:
-        return "a list"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    return WORDS.get(get_origin(kind) or kind, "a dictionary")
+    try:
+        yield
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = name + "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in fault["loc"])
+        if fault["type"] in FAULTS:
+            wrong = FAULTS[fault["type"]].format(**fault.get("ctx", {}))
+        else:
+            wrong = f"{quote(fault['input'])} is not allowed: {fault['msg'].replace('Input', 'it', 1)}"
+        raise refusal(f"{place.removeprefix('.') or 'it'} {wrong}") from error
 
 
 def quote(value: object) -> str:

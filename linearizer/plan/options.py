@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from difflib import get_close_matches
-from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from functools import cache, cached_property
+from types import GenericAlias, NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from linearizer.errors import RequestError
-from linearizer.plan.json_products import field_types, in_words, is_optional, quote, read_value, without_none
+from linearizer.plan.json_products import adapter_of, explained_faults
 
-TRUTH = {"true": True, "false": False}  # as text
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,9 @@ class FieldLimits:
     error: type[RequestError] = RequestError  # what a value out of bounds raises
 
 
-def option(default: Any, *about: str, **limits: Any) -> Any:
-    """Declare a field of a dataclass; the rest are the fields of FieldLimits in their order."""
-    return field(default=default, metadata={"limits": FieldLimits(*about, **limits)})
+def option(default: Any, about: str = "", default_text: str = "", **limits: Any) -> Any:
+    """Declare a field of a dataclass; `limits` are the other fields of FieldLimits."""
+    return field(default=default, metadata={"limits": FieldLimits(about, default_text, **limits)})
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,17 @@ class Option:
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def is_optional(self) -> bool:
+        return NoneType in get_args(self.kind)
+
+    @property
     def is_list(self) -> bool:
-        return get_origin(without_none(self.kind)) is tuple
+        return get_origin(self.kind) is tuple
 
     @property
     def value_kind(self) -> Any:
         """Give the type of a value; of each value where the option is a list."""
-        kind = without_none(self.kind)
-        return get_args(kind)[0] if self.is_list else kind
+        return get_args(self.kind)[0] if self.is_list or self.is_optional else self.kind
 
     @property
     def help(self) -> str:
@@ -69,67 +76,41 @@ class Option:
         """Say in words what the option is where it is not given; nothing where it is then left out."""
         return self.limits.default_text or ("" if self.default is None else str(self.default))
 
-    @property
-    def allowed(self) -> str:
-        """Say which values are allowed."""
-        bounds = (("above", self.limits.above), ("at least", self.limits.least), ("at most", self.limits.most))
-        limits = " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
-        kind = ("a list, each " if self.is_list else "") + in_words(self.value_kind)
-        return kind + (f", {limits}" if limits else "") + (", or leave it out" if is_optional(self.kind) else "")
+    @cached_property
+    def adapter(self) -> TypeAdapter[Any]:
+        """What checks a value: its type, the choices, and the bounds; whole numbers have 63 bits."""
+        from pydantic import Field
+
+        bounds: dict[str, Any] = {"ge": self.limits.least, "gt": self.limits.above, "le": self.limits.most}
+        if self.value_kind is int:
+            bounds = {"ge": -LARGEST, "le": LARGEST} | {name: each for name, each in bounds.items() if each is not None}
+        each: Any = Literal[self.limits.choices] if self.limits.choices else Annotated[self.value_kind, Field(**bounds)]
+        kind = GenericAlias(tuple, (each, ...)) if self.is_list else each
+        return adapter_of(kind | None if self.is_optional else kind)
 
     def check(self, value: Any) -> None:
         """Refuse a value that is of another kind or out of bounds."""
-        try:
-            read_value(self.kind, value, self.name)
-        except RequestError as error:
-            raise self.refusal(value) from error
-        for each in value if self.is_list else () if value is None else (value,):
-            if not self.is_within(each):
-                raise self.refusal(each)
-
-    def is_within(self, value: Any) -> bool:
-        """Tell whether a value is a choice and within the bounds and 63 bits; NaN is in no bounds."""
-        if isinstance(value, int) and abs(value) >= 2**63:
-            return False
-        least, above, most = self.limits.least, self.limits.above, self.limits.most
-        return (
-            (not self.limits.choices or value in self.limits.choices)
-            and (least is None or value >= least)
-            and (above is None or value > above)
-            and (most is None or value <= most)
-        )
-
-    def refusal(self, value: Any) -> RequestError:
-        """Say which value was received and which are allowed."""
-        received, choices = f"{self.name.replace('_', ' ')} {quote(value)}", list(map(str, self.limits.choices))
-        if not choices or isinstance(value, (list, tuple)) or (self.is_list and not isinstance(value, self.value_kind)):
-            return self.limits.error(f"{received} is not allowed: give {self.allowed}")
-        near = get_close_matches(str(value), choices, 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
-        return self.limits.error(f"{received} is none of {', '.join(choices)}{meant}")
+        with self.explained_faults():
+            self.adapter.validate_python(value, strict=True)
 
     def parse(self, text: str) -> Any:
         """Read a value that was written as text; commas stand between the values of a list."""
-        if self.value_kind is bool:
-            if text not in TRUTH:
-                raise self.refusal(text)
-            return TRUTH[text]
-        parts = [part.strip() for part in text.split(",") if part.strip()] if self.is_list else [text]
-        try:
-            values = tuple(self.value_kind(part) if self.value_kind in (int, float) else part for part in parts)
-        except ValueError as error:
-            raise self.refusal(text) from error
-        value = values if self.is_list else values[0]
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        with self.explained_faults():
+            value = adapter_of(self.kind).validate_python(parts if self.is_list else text)
         self.check(value)
         return value
+
+    def explained_faults(self) -> AbstractContextManager[None]:
+        return explained_faults(self.name.replace("_", " "), self.limits.error)
 
 
 @cache
 def options_of(kind: Any) -> Mapping[str, Option]:
     """Describe the fields of a dataclass by their names; a field that says nothing takes every value of its type."""
-    options = {}
+    options, types = {}, get_type_hints(kind)
     for declared in fields(kind):
-        of_type, limits = field_types(kind)[declared.name], declared.metadata.get("limits", FieldLimits())
+        of_type, limits = types[declared.name], declared.metadata.get("limits", FieldLimits())
         if get_origin(of_type) is Literal:
             limits = replace(limits, choices=get_args(of_type))
         default = None if declared.default is MISSING else declared.default

@@ -10,7 +10,7 @@ from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
-from linearizer.plan.json_products import JsonProduct, check_names
+from linearizer.plan.json_products import JsonProduct
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.profile import Gauge, Normalise, Per
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
@@ -161,7 +161,8 @@ class Plan(JsonProduct):
         """Take a recipe's choices for the options that are not given."""
         if recipe == "best" and given.get("features") is not None:
             recipe = "features"  # the paper's dial counts what only this recipe has
-        check_names(Plan, given)
+        if unknown := sorted(given.keys() - options_of(Plan).keys()):
+            raise RequestError(f"{', '.join(unknown)} is unknown: there are {', '.join(sorted(options_of(Plan)))}")
         return Plan(**{"recipe": recipe, **choices_of(recipe), **given})
 
     def changed(self, **given: Any) -> Plan:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from linearizer.errors import RequestError
-from linearizer.plan.json_products import read_fields
+from linearizer.plan.json_products import read_plain
 from linearizer.plan.options import check_options, option
 
 PARTS = ("language", "recall", "needle", "generation", "approximation", "speed", "tasks")  # in their order
@@ -53,7 +53,7 @@ class Request:
     @staticmethod
     def of(given: Mapping[str, Any]) -> Request:
         """Read a request from plain values, lists for tuples; None stands for the default."""
-        return read_fields(Request, {name: value for name, value in given.items() if value is not None})
+        return read_plain(Request, {name: value for name, value in given.items() if value is not None})
 
     @property
     def chosen(self) -> tuple[str, ...]:

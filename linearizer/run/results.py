@@ -6,10 +6,10 @@ A comparison is what teacher and student wrote after the same prompt; no file ho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar, get_args
 
-from linearizer.plan.json_products import read_fields
+from linearizer.plan.json_products import read_plain
 
 Interval = tuple[float, float]
 
@@ -330,15 +330,9 @@ class Part(Generic[R]):
 def read_part(name: str, plain: Mapping[str, Any]) -> Part:
     """Read what `Part.to_plain` laid out."""
     asked = dict(plain["asked"])
-    made_with = read_fields(MadeWith, asked.pop("made_with"), "made_with.")
-    read = select_fields(plain, TextRead)
-    source = read_fields(TextRead, read) if "text" in read else None
-    return Part(asked, made_with, read_fields(RESULTS[name], select_fields(plain, RESULTS[name])), source)
-
-
-def select_fields(plain: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Take the values of the fields of one dataclass."""
-    return {field.name: plain[field.name] for field in fields(kind) if field.name in plain}
+    made_with = read_plain(MadeWith, asked.pop("made_with"))
+    source = read_plain(TextRead, plain, "ignore") if "text" in plain else None
+    return Part(asked, made_with, read_plain(RESULTS[name], plain, "ignore"), source)
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,7 @@ def test_every_endpoint_says_its_types_and_what_its_options_may_be(local):
             assert each["python_type"]["type"] not in ("Any", ""), (name, each)
     described = info["/start_run"]["description"]
     for name, option in options_of(Plan).items():
-        assert name in ("model", "budget") or f"{name} (" in described, name
-        assert option.limits.choices or name == "model" or option.allowed in described, name
+        assert name in ("model", "budget") or f"{name}: {option.help}" in described, name
 
 
 def test_stopping_an_evaluation_tells_of_the_evaluation(local, done):

@@ -189,9 +189,9 @@ def test_one_visitor_never_sees_or_touches_anothers(space, trained_run):
         ({"text": "file:/etc/passwd"}, "text comes from"),
         ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
         ({"texts": 500}, "texts 500 is more than this Space serves"),
-        ({"texts": "many"}, "give a whole number"),
-        ({"parts": "language"}, "give a list"),
-        ({"pieces": 1}, "pieces is unknown: there are curve_steps, "),
+        ({"texts": "many"}, "it should be a valid integer"),
+        ({"parts": "language"}, "it should be a valid array"),
+        ({"pieces": 1}, "pieces is unknown: leave it out"),
     ):
         with pytest.raises(AppError, match=why):
             client.predict(run, None, options, ANN, api_name="/evaluate_run")

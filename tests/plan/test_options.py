@@ -35,17 +35,17 @@ class Oven:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"heat": -1}, "heat -1 is not allowed: give a whole number, at least 0 and at most 300, or leave it out"),
-        ({"heat": True}, "heat True is not allowed: give a whole number"),
-        ({"heat": 2.5}, "heat 2.5 is not allowed: give a whole number"),
-        ({"share": 0}, "share 0 is not allowed: give a number, above 0"),
+        ({"heat": -1}, "heat -1 is not allowed: it should be greater than or equal to 0"),
+        ({"heat": True}, "heat True is not allowed: it should be a valid integer"),
+        ({"heat": 2.5}, "heat 2.5 is not allowed: it should be a valid integer"),
+        ({"share": 0}, "share 0 is not allowed: it should be greater than 0"),
         ({"share": float("nan")}, "share nan is not allowed"),
-        ({"mode": "gril"}, r"mode 'gril' is none of fan, grill \(did you mean 'grill'\?\)"),
-        ({"mode": None}, "mode None is none of fan, grill"),
-        ({"trays": (1, 0)}, "trays 0 is not allowed: give a list, each a whole number, at least 1"),
-        ({"trays": 1}, "trays 1 is not allowed: give a list"),
-        ({"light": "yes"}, "light 'yes' is not allowed: give true or false"),
-        ({"mode": "x" * 90}, "mode 'x{39}… is none of"),
+        ({"mode": "gril"}, "mode 'gril' is not allowed: it should be 'fan' or 'grill'"),
+        ({"mode": None}, "mode None is not allowed: it should be 'fan' or 'grill'"),
+        ({"trays": (1, 0)}, r"trays\[1\] 0 is not allowed: it should be greater than or equal to 1"),
+        ({"trays": 1}, "trays 1 is not allowed: it should be a valid tuple"),
+        ({"light": "yes"}, "light 'yes' is not allowed: it should be a valid boolean"),
+        ({"mode": "x" * 90}, "mode 'x{39}… is not allowed: it should be"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_the_values_that_can(given, sentence):
@@ -60,7 +60,7 @@ def test_values_are_read_from_text():
         20, 1.0, "grill"
     ]  # fmt: skip
     assert options["trays"].parse("1, 3,") == (1, 3) and options["trays"].parse("") == ()
-    with pytest.raises(RequestError, match="trays '1,few' is not allowed"):
+    with pytest.raises(RequestError, match=r"trays\[1\] 'few' is not allowed"):
         options["trays"].parse("1,few")
 
 
@@ -127,7 +127,7 @@ def test_what_buys_nothing_is_refused(asked):
 
 @pytest.mark.parametrize("exact", [{"window": -1}, {"window": 1.5}, {"sinks": -1}, {"sinks": 1.5}])
 def test_tokens_that_cannot_be_kept_are_refused(exact):
-    with pytest.raises(RequestError, match="give a whole number, at least 0"):
+    with pytest.raises(RequestError, match="it should be (a valid integer|greater than or equal to 0)"):
         Plan.of("features", model="demo", budget=64, **exact)
 
 

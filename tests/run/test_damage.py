@@ -142,7 +142,7 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert (
         dropped["file"] == f"{allocate_run.LAYERS}/0.json"
-        and "delimiter" in dropped["why"]
+        and "no JSON" in dropped["why"]
         and not run.has_file(allocate_run.LAYERS)
     )
 

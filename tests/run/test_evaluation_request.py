@@ -34,15 +34,15 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"texts": 2.5}, "texts 2.5 is not allowed: give a whole number"),
-        ({"texts": True}, "texts True is not allowed: give a whole number"),
-        ({"lengths": [64, "128"]}, r"lengths\[1\] '128' is not allowed: give a whole number"),
-        ({"parts": "language"}, "parts 'language' is not allowed: give a list"),
-        ({"text": 5}, "text 5 is not allowed: give text"),
-        ({"seconds": "long"}, "seconds 'long' is not allowed: give a number"),
-        ({"seconds": 0}, "seconds 0 is not allowed: give a number, above 0"),
-        ({"parts": ["langage"]}, "did you mean 'language'"),
-        ({"sed": 1}, "sed is unknown: there are curve_steps, "),
+        ({"texts": 2.5}, "texts 2.5 is not allowed: it should be a valid integer"),
+        ({"texts": True}, "texts True is not allowed: it should be a valid integer"),
+        ({"lengths": [64, "128"]}, r"lengths\[1\] '128' is not allowed: it should be a valid integer"),
+        ({"parts": "language"}, "parts 'language' is not allowed: it should be a valid array"),
+        ({"text": 5}, "text 5 is not allowed: it should be a valid string"),
+        ({"seconds": "long"}, "seconds 'long' is not allowed: it should be a valid number"),
+        ({"seconds": 0}, "seconds 0.0 is not allowed: it should be greater than 0"),
+        ({"parts": ["langage"]}, r"parts\[0\] 'langage' is not allowed: it should be 'language', 'recall'"),
+        ({"sed": 1}, "sed is unknown: leave it out"),
     ],
 )
 def test_what_is_no_request_is_refused_in_a_sentence(given, sentence):
