@@ -30,7 +30,7 @@ from linearizer.progress import Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
-from linearizer.run.prices import KlOfLayer, LayerPrices, Prices
+from linearizer.run.prices import KlOfLayer, Prices
 from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.kept_texts import texts_of_run
@@ -116,13 +116,13 @@ def price_share(
         (run.folder / LAYERS).mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
 
     def keep(part: tuple[int, ...], kl: KlOfLayer) -> None:
-        run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", LayerPrices(sinks, options, kl).to_json())
+        run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", Prices(sinks, options, (kl,)).to_json())
 
     given = (teacher.model, texts, teacher.inspection.layers, options, sinks, begin)
     if run.plan.prices == "measured":
-        before = {part[0]: each.kl for part, each in stored.items() if len(part) == 1}
+        before = {part[0]: each.kl[0] for part, each in stored.items() if len(part) == 1}
         return (yield from measure_prices(*given, before, lambda index, kl: keep((index,), kl), share))
-    sums = {(part[0], part[1]): each.kl for part, each in stored.items() if len(part) == 2}
+    sums = {(part[0], part[1]): each.kl[0] for part, each in stored.items() if len(part) == 2}
     return (yield from estimate_prices(*given, run.plan.seed, sums, keep, share))
 
 
@@ -149,13 +149,13 @@ def measure_dear_prices(
     return [(*place, kl_of_place) for place, kl_of_place in kl.items()]
 
 
-def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[tuple[int, ...], LayerPrices]:
+def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[tuple[int, ...], Prices]:
     """Read the layers that were priced when a run was stopped, on all texts or a group; drop those that are damaged."""
-    stored: dict[tuple[int, ...], LayerPrices] = {}
+    stored: dict[tuple[int, ...], Prices] = {}
     for path in sorted((run.folder / LAYERS).glob("*.json")):
         name = f"{LAYERS}/{path.name}"
         try:
-            layer = run.parse_file(name, LayerPrices.from_json)
+            layer = run.parse_file(name, Prices.from_json)
         except RequestError as error:
             run.log(EventName.DROPPED, file=name, why=str(error.__cause__ or error))
             remove(path)

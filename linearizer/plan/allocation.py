@@ -18,18 +18,16 @@ from linearizer.plan.update_rules import MEMORIES
 class Allocation(JsonProduct):
     """The contents of every KV head of every layer; a native layer, which the teacher bounds itself, has none here."""
 
-    json_remedy = "allocate again"
-
     strategy: str
     sinks: int
     heads: tuple[tuple[Head, ...], ...]  # [layer][kv head]
 
     def __post_init__(self) -> None:
-        if not is_count(self.sinks):
-            raise RequestError(f"an allocation keeps a whole number of sinks, not {self.sinks!r}")
+        if self.sinks < 0:
+            raise RequestError(f"an allocation keeps {self.sinks} sinks: give 0 or more")
         for head in (head for row in self.heads for head in row):
-            if not all(map(is_count, (head.window, head.features, head.slots))):
-                raise RequestError(f"{head} is no head: window, features and slots are whole numbers, 0 or more")
+            if min(head.window, head.features, head.slots) < 0:
+                raise RequestError(f"{head} is no head: window, features and slots are 0 or more")
             if head.bits not in head_bytes.BITS:
                 raise RequestError(f"{head} is no head: its numbers have 4, 5, 6, 8 or 16 bits")
             if head.features and head.bits < 8:
@@ -103,11 +101,6 @@ def check_allocation(allocation: Allocation, layers: Sequence[Layer]) -> None:
 def heads_replaced(layer: Layer) -> int:
     """Count the KV heads of a layer that a student replaces: none in a native layer."""
     return layer.kv_heads if layer.native_window is None else 0
-
-
-def is_count(value: Any) -> bool:
-    """Tell whether a value is a whole number, 0 or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:

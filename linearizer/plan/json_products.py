@@ -44,7 +44,6 @@ class JsonProduct:
 
     # no annotations: what reads the types of the fields, as Gradio does, would read these, too
     json_indent = None  # type: int | None  # spaces a level, where people read the file
-    json_remedy = "start a new run"  # where the JSON cannot be read
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=self.json_indent)  # type: ignore[call-overload]
@@ -52,10 +51,7 @@ class JsonProduct:
     @classmethod
     def from_json(cls: type[P], text: str) -> P:
         """Read what `to_json` wrote; an error names the field that is missing, unknown or of another kind."""
-        try:
-            return read_json(cls, text)
-        except RequestError as error:
-            raise RequestError(f"the {cls.__name__.lower()} cannot be read ({error}): {cls.json_remedy}") from error
+        return read_json(cls, text)
 
 
 def read_plain(kind: Any, plain: Mapping[str, Any], extra: Extra = "forbid") -> Any:

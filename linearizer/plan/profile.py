@@ -72,8 +72,6 @@ class LayerProfile:
 class Profile(JsonProduct):
     """A model measured on a text."""
 
-    json_remedy = "measure it again"
-
     settings: ProfileSettings
     tokens: int  # no padding among them
     windows: tuple[int, ...]

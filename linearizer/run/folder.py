@@ -24,7 +24,7 @@ from linearizer.errors import FolderError, RequestError
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
-from linearizer.plan.json_products import parse_json, parse_object
+from linearizer.plan.json_products import parse_json, parse_object, read_json
 from linearizer.plan.options import differences
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import Profile
@@ -226,12 +226,12 @@ class Run:
     @property
     def evaluation_file(self) -> dict[str, Any]:
         """The content of evaluation.json: parts, and the versions and device with which the student was made."""
+        text = self.read("evaluation.json") if self.has_file("evaluation.json") else "{}"
         try:
-            held = read_evaluation(unseal(self.read("evaluation.json"))) if self.has_file("evaluation.json") else {}
-        except ValueError as error:
+            return {"parts": {}, "made_with": {}, **read_json(dict[str, dict[str, Any]], unseal(text))}
+        except (ValueError, RequestError) as error:
             path = str(self.folder / "evaluation.json")
             raise FolderError(f"{path!r} cannot be read ({error}): remove it, and evaluate again") from error
-        return {"parts": {}, "made_with": {}, **held}
 
     def write_evaluation(self, **changes: Any) -> None:
         """Write `parts` or `made_with`; keep what is not named."""
@@ -261,7 +261,7 @@ class Run:
         try:
             return parse(unseal(self.read(name)))
         except (ValueError, TypeError, KeyError, RequestError) as error:
-            raise self.damaged_file_error(name, error.__cause__ or error, name if again else "") from error
+            raise self.damaged_file_error(name, error, name if again else "") from error
 
     def damaged_file_error(self, name: str, what: object, remove: str) -> FolderError:
         """Say that a file is damaged, and what to remove so that resuming makes it anew, or to start a new run."""
@@ -367,7 +367,7 @@ def parse_plan(name: str, content: bytes) -> Plan:
     try:
         return Plan.from_json(unseal(content.decode(), check=False))
     except (UnicodeDecodeError, RequestError) as error:
-        raise RequestError(f"{name!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error
+        raise RequestError(f"{name!r} cannot be read ({error}): name a plan.json") from error
 
 
 def read_begun(text: str) -> dict[str, Any]:
@@ -376,14 +376,6 @@ def read_begun(text: str) -> dict[str, Any]:
     if missing := sorted({"id", *DECIDED} - begun.keys()):
         raise ValueError(f"it lacks {missing[0]}")
     return begun
-
-
-def read_evaluation(text: str) -> dict[str, dict[str, Any]]:
-    """Parse an evaluation: dictionaries by their names."""
-    held = parse_json(text)
-    if not isinstance(held, dict) or not all(isinstance(part, dict) for part in held.values()):
-        raise ValueError("it is no dictionary of dictionaries")
-    return held
 
 
 def read_gates(text: str) -> list[list[float]]:

@@ -24,8 +24,6 @@ class Prices(JsonProduct):
     Softmax heads of few bits are among the options: their kl is what these bits cost a head, whatever else it holds.
     """
 
-    json_remedy = "measure them again"
-
     sinks: int
     options: tuple[Head, ...]
     kl: tuple[KlOfLayer, ...]  # [layer]; no heads in a native layer
@@ -35,17 +33,6 @@ class Prices(JsonProduct):
         kept = [index for index, option in enumerate(self.options) if is_wanted(option)]
         kl = tuple(tuple(tuple(row[index] for index in kept) for row in layer) for layer in self.kl)
         return Prices(self.sinks, tuple(self.options[index] for index in kept), kl)
-
-
-@dataclass(frozen=True)
-class LayerPrices(JsonProduct):
-    """The prices of one layer, kept while others are measured, or their sums over the tokens of a group of texts."""
-
-    json_remedy = "remove them"
-
-    sinks: int
-    options: tuple[Head, ...]
-    kl: KlOfLayer
 
 
 @dataclass(frozen=True)
@@ -67,8 +54,6 @@ class Candidate:
 @dataclass(frozen=True)
 class Candidates(JsonProduct):
     """All allocations that were measured, on texts that no head was priced on."""
-
-    json_remedy = "measure them again"
 
     lengths: tuple[int, ...]  # tokens from the start of a text
     measured: tuple[Candidate, ...]

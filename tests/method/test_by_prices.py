@@ -175,7 +175,7 @@ def test_a_budget_below_the_least_options_says_what_would_do():
 def test_prices_survive_a_round_trip_and_damage_is_said():
     prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
     assert Prices.from_json(prices.to_json()) == prices
-    with pytest.raises(RequestError, match="measure them again"):
+    with pytest.raises(RequestError, match="sinks is missing"):
         Prices.from_json("{}")
 
 

@@ -42,7 +42,7 @@ def test_a_product_of_all_kinds_comes_back_from_its_json():
         (
             '{"parts"',
             "{",
-            r"the whole cannot be read \(it is no JSON: key must be a string at line 1 column 2\): start a new run",
+            "it is no JSON: key must be a string at line 1 column 2",
         ),
     ],
 )
@@ -55,5 +55,5 @@ def test_damage_is_named_by_its_field(before, after, sentence):
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"text"'])
 def test_json_of_another_kind_is_refused(text):
-    with pytest.raises(RequestError, match="the whole cannot be read .it .* is not allowed: it should be an object"):
+    with pytest.raises(RequestError, match="it .* is not allowed: it should be an object"):
         Whole.from_json(text)
