@@ -86,14 +86,6 @@ class Job:
         return self.stage in ENDED
 
 
-def require_token(token: str | None) -> str:
-    """Give the token of the account that is signed in."""
-    chosen = access_token(token)
-    if not chosen:
-        raise RequestError(f"nobody is signed in, so no job can be begun: {sign_in_advice()}")
-    return str(chosen)
-
-
 def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
     """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
     with explain_job_errors("the hardware of jobs"):
@@ -131,7 +123,9 @@ class Account:
     """The jobs and the bucket of an account; of an organisation, where a member of it says that it pays."""
 
     def __init__(self, token: str | None, owner: str | None = None) -> None:
-        self.token = require_token(token)
+        self.token = str(access_token(token) or "")
+        if not self.token:
+            raise RequestError(f"nobody is signed in, so no job can be begun: {sign_in_advice()}")
         self.api = HfApi(token=self.token)
         with explain_job_errors("the Hub"):
             signed_in = self.api.whoami()
@@ -185,16 +179,14 @@ class Account:
         """Download what is below a prefix of the bucket, or what some patterns name of it."""
         self.api.sync_bucket(f"hf://buckets/{self.bucket}/{prefix}", str(folder), include=[*include], quiet=True)
 
-    def begin_job(
-        self, image: str, command: list[str], flavor: str, minutes: int, run_id: str, environment: Mapping[str, str]
-    ) -> Job:
+    def begin_job(self, image: str, command: list[str], flavor: str, minutes: int, run_id: str) -> Job:
         """Begin a job, which the account pays; the token is a secret of the job."""
         with explain_job_errors(f"a job on {flavor}"):
             return described(
                 self.api.run_job(
                     image=image,
                     command=command,
-                    env=dict(environment),
+                    env=job_environment(),
                     secrets={"HF_TOKEN": self.token},
                     flavor=flavor,
                     timeout=60 * minutes,

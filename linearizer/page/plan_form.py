@@ -50,7 +50,7 @@ def place_option(option: Option) -> gr.components.Component:
         "elem_id": f"option-{option.name}",
     }
     choices = TRUTH if option.value_kind is bool else [(str(choice), str(choice)) for choice in option.limits.choices]
-    if choices and not option.is_list:
+    if choices:
         return gr.Dropdown([(f"usual: {usual}" if usual else "usual", ""), *choices], value="", **shared)
     return gr.Textbox("", placeholder=usual, max_lines=1, **shared)
 
@@ -90,8 +90,4 @@ def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
 
 def write_value(value: Any) -> str:
     """Write a value of an option as `Option.parse` reads it; None as nothing."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -349,9 +349,7 @@ class Plan(JsonProduct):
         usual = {field.name: field.default for field in fields(self)} | dict(choices_of(self.recipe))
         for name, choice in usual.items():
             value = getattr(self, name)
-            if name in ("model", "recipe") or value in (None, ()) or value == choice:
+            if name in ("model", "recipe") or value is None or value == choice:
                 continue
-            words.append(options_of(Plan)[name].flag)
-            if value is not True:
-                words.append(",".join(value) if isinstance(value, tuple) else str(value))
+            words += [options_of(Plan)[name].flag, *([] if value is True else [str(value)])]
         return shlex.join(words)

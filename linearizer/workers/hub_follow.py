@@ -17,7 +17,7 @@ from pathlib import Path
 
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.hub.errors import redact
-from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, job_environment, status_of
+from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, status_of
 from linearizer.hub.upload import path_or_bytes
 from linearizer.publish.space import job_requirements, package_files
 from linearizer.run.events import EventName, append_line, parse_line
@@ -91,9 +91,7 @@ def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
         if agreed_cap(run) < hub_job.cap:
             raise RequestError(f"the run needs another job, and {hub_job.in_words}: resume it and agree to that")
         account.make_bucket()
-        job = account.begin_job(
-            IMAGE, send_run(run, account, hub_job), hub_job.flavor, hub_job.minutes, run.id, job_environment()
-        )
+        job = account.begin_job(IMAGE, send_run(run, account, hub_job), hub_job.flavor, hub_job.minutes, run.id)
     run.log(EventName.HUB_JOB, id=job.id, url=job.url, flavor=hub_job.flavor, cap=hub_job.cap)
     return job.id
 

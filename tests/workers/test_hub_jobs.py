@@ -211,7 +211,7 @@ def test_a_job_whose_beginning_was_not_noted_is_followed_and_no_other_begun(queu
     account = Account(ME)
     account.make_bucket()
     hub.no_machine = True
-    account.begin_job("image", ["true"], "cpu-basic", 15, queued.id, {})
+    account.begin_job("image", ["true"], "cpu-basic", 15, queued.id)
     threading.Timer(0.5, hub.jobs["job0"].work).start()
     assert follow(queued).state == "stopped" and [*hub.jobs] == ["job0"]
 
