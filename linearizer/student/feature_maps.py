@@ -9,14 +9,6 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
   mlp        prf, apart for queries and keys, plus a small network; starts as prf
   codebook   a key is its nearest centre, a query scores the centres exactly
   clusters   a key is shared among near centres, a query scores centres of its own
-
-Most are one product with a query or a key, folded once and used for many single tokens: u = query·q + query_bias,
-w = key·k + key_bias, and further
-
-  NONE       u is less query_norm |q|²/2, and w is less key_norm |k|²/2
-  KEYS       w is the log of a softmax over all features
-  NEAREST    w is 0 for the largest, the first of equal ones, and nothing for the others
-  HALVES     u and w are logs of softmaxes over the first half and over the second, before u's bias is added
 """
 
 from __future__ import annotations
@@ -24,66 +16,20 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .state import ABSENT, is_traced
+from .state import ABSENT
 
 Tensor = torch.Tensor
-NONE, KEYS, NEAREST, HALVES = range(4)
-
-
-@dataclass(frozen=True)
-class Folded:
-    """The products and biases, for queries and keys with the scale that they carry in attention."""
-
-    query: Tensor  # (heads, features, dim)
-    query_bias: Tensor  # (heads, features)
-    key: Tensor
-    key_bias: Tensor
-    shares: int
-    query_norm: Tensor | None = None  # (heads,)
-    key_norm: Tensor | None = None
-
-    @property
-    def features(self) -> int:
-        return self.query.shape[1]
-
-    def folded(self) -> Folded:
-        return self
-
-    def queries(self, q: Tensor) -> Tensor:
-        u = product(q.flatten(2, 3), self.query, self.query_norm)
-        if self.shares == HALVES:
-            u = halves(u)
-        return u.add_(self.query_bias[:, None].to(u.dtype)).unflatten(2, q.shape[2:4])
-
-    def keys(self, k: Tensor) -> Tensor:
-        w = product(k, self.key, self.key_norm).add_(self.key_bias[:, None].to(k.dtype))
-        if self.shares == NEAREST:
-            return torch.full_like(w, ABSENT).scatter(-1, w.argmax(-1, keepdim=True), 0.0)
-        return {NONE: lambda x: x, KEYS: lambda x: x.log_softmax(-1), HALVES: halves}[self.shares](w)
-
-
-def product(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
-    result = x @ weight.to(x.dtype).mT
-    if norm is None:
-        return result
-    return result.sub_(x.square().sum(-1, keepdim=True) * (norm / 2)[:, None, None].to(x.dtype))
-
-
-def halves(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (2, -1)).log_softmax(-1).flatten(-2)
 
 
 class FeatureMap(nn.Module, ABC):
     """The methods of every feature map."""
 
     features: int
-    _folded: tuple[tuple, Folded | None] | None = None
 
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
@@ -100,37 +46,6 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def keys(self, k: Tensor) -> Tensor:
         """Return w: (batch, heads, tokens, dim) -> (…, features)."""
-
-    def fold(self, root: float) -> Folded | None:
-        """Return the map of q / root and of k root as one product with each, or None if it is more than that."""
-        return None
-
-    def forget_folded(self) -> None:
-        self._folded = None
-
-    def train(self, mode: bool = True) -> FeatureMap:
-        self.forget_folded()
-        return super().train(mode)
-
-    @torch.no_grad()
-    def folded(self, root: float = 1.0) -> Folded | None:
-        """Fold, or return the last result while no parameter has changed.
-
-        Fused optimizers and writes to `.data` change parameters unseen: therefore a pass with gradients, and the begin
-        and end of training, discard the result.
-        """
-        held = list(self.parameters(recurse=False))
-        if is_traced() or any(p.is_inference() for p in held):  # which do not count their changes
-            return self.exactly_folded(root)
-        stamp = root, self.training, *((p.data_ptr(), p._version) for p in held)
-        if self._folded is None or self._folded[0] != stamp:
-            self._folded = stamp, self.exactly_folded(root)
-        return self._folded[1]
-
-    def exactly_folded(self, root: float) -> Folded | None:
-        """Fold without autocast, which multiplies in bf16: the result outlasts it."""
-        with torch.autocast(next(self.parameters()).device.type, enabled=False):
-            return self.fold(root)
 
 
 class PositiveFeatures(FeatureMap):
@@ -151,14 +66,8 @@ class PositiveFeatures(FeatureMap):
         return self.keys(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
 
     def keys(self, k: Tensor) -> Tensor:
-        return k @ self.z.to(k.dtype).mT - half_square(k) + self.bias()[:, None].to(k.dtype)
-
-    def bias(self) -> Tensor:
-        return (self.log_weight - math.log(self.features)) / 2
-
-    def fold(self, root: float) -> Folded:
-        square = torch.full_like(self.z[:, 0, 0], root**2)
-        return Folded(self.z / root, self.bias(), self.z * root, self.bias(), NONE, 1 / square, square)
+        bias = (self.log_weight - math.log(self.features)) / 2
+        return k @ self.z.to(k.dtype).mT - half_square(k) + bias[:, None].to(k.dtype)
 
 
 class Hedgehog(FeatureMap):
@@ -188,11 +97,6 @@ class Hedgehog(FeatureMap):
 
     def keys(self, k: Tensor) -> Tensor:
         return self.both_signs(k, self.key_weight)
-
-    def fold(self, root: float) -> Folded:
-        query, key = (torch.cat([x, -x], 1) for x in (self.query_weight / root, self.key_weight * root))
-        none = torch.zeros_like(query[..., 0])
-        return Folded(query, self.gain[:, None] + none, key, none, HALVES)
 
     @staticmethod
     def both_signs(x: Tensor, weight: Tensor) -> Tensor:
@@ -242,9 +146,6 @@ class MLP(FeatureMap):
     def keys(self, k: Tensor) -> Tensor:
         return self.key_side(k)
 
-    def folded(self, root: float = 1.0) -> None:
-        return None
-
 
 class Codebook(FeatureMap):
     """u_m = q·c_m; w_m = 0 for the nearest centre and nothing for the others (while training: soft)."""
@@ -276,20 +177,6 @@ class Codebook(FeatureMap):
         nearest = closeness.argmax(-1, keepdim=True)
         return torch.full_like(closeness, ABSENT).scatter(-1, nearest, 0.0)
 
-    def scorers(self) -> tuple[Tensor, Tensor]:
-        """Return the centres and biases for queries."""
-        return self.centres, torch.zeros_like(self.centres[..., 0])
-
-    def fold(self, root: float) -> Folded:
-        """Let the metric, and the sharpness where keys are shared, be part of the centres."""
-        shared = self.training or self.soft
-        centres = self.centres @ self.metric.mT
-        sharpness = self.log_sharpness.exp() if shared else torch.ones_like(self.log_sharpness)
-        key, bias = centres @ self.metric * root, -half_square(centres)[..., 0]
-        query, query_bias = self.scorers()
-        key, bias = key * sharpness[:, None, None], bias * sharpness[:, None]
-        return Folded(query / root, query_bias, key, bias, KEYS if shared else NEAREST)
-
 
 class Clusters(Codebook):
     """u_m = q·a_m + b_m with a, b that begin as c, 0; keys are shared as in training, so nothing changes after it."""
@@ -309,9 +196,6 @@ class Clusters(Codebook):
 
     def queries(self, q: Tensor) -> Tensor:
         return q @ self.query_centres.to(q.dtype)[:, None].mT + self.bias.to(q.dtype)[:, None, None]
-
-    def scorers(self) -> tuple[Tensor, Tensor]:
-        return self.query_centres, self.bias
 
 
 def half_square(x: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ Far keys enter a row only as sums, so a feature keeps two things about all keys 
 To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Everything that is
 exponentiated is at most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 
-The same attention is written four times: `reference` below (clear, quadratic); for a text and for a token in PyTorch
-(linear in time and memory, with a state); and both by kernels (kernel_text_features.py, kernel_token_features.py).
-`linear_attention` is what callers use (kernel_dispatch.py); it takes every other memory, too (softmax_parts.py).
+This is linear in time and memory. Kernels read texts with features (kernel_text_features.py), and tokens where there is
+a window alone (kernel_token_windows.py). `linear_attention` is what callers use (kernel_dispatch.py); it takes every
+other memory, too (softmax_parts.py).
 
 Shapes: q (batch, heads, group, tokens, key_dim), already multiplied by the scale of the scores; k, v (batch, heads,
 tokens, dim). Heads are KV heads, a group is the query heads that share one. real (batch, tokens) is false at padding,
@@ -26,16 +26,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .feature_maps import FeatureMap
 from .softmax_parts import (
     FarField,
-    Features,
     Memory,
     Reading,
     attend_seen,
     combine,
     exact_part,
     far_logits_exactly,
-    fold_unless_training,
     join_rows,
     log_mass,
     seen_logits,
@@ -73,7 +72,7 @@ def attend_text_with_features(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    memory: Features | Memory | None,
+    memory: Memory | None,
     window: int,
     real: Tensor | None,
     state: Any,
@@ -84,7 +83,7 @@ def attend_text_with_features(
 
     A chunk of rows sees as columns the window before it and itself; what lies further left is in the state.
     """
-    tokens, order, memory = q.shape[-2], None, fold_unless_training(memory)
+    tokens, order = q.shape[-2], None
     if real is not None:
         order = real.to(torch.int8).argsort(dim=-1, stable=True)
         q = take_tokens(q, order)
@@ -96,9 +95,7 @@ def attend_text_with_features(
     return out if order is None else take_tokens(out, order.argsort(-1))
 
 
-def attend_chunks(
-    q: Tensor, columns: Columns, memory: Features | Memory | None, state: Any, chunk: int = CHUNK
-) -> Tensor:
+def attend_chunks(q: Tensor, columns: Columns, memory: Memory | None, state: Any, chunk: int = CHUNK) -> Tensor:
     """Attend in PyTorch, one chunk after the other, or all at once where there is nothing but a window."""
     if memory is None and columns.window:
         return attend_windows(q, columns, state, max(1, chunk // 2))
@@ -166,9 +163,7 @@ def split_windows(q: Tensor, columns: Columns, state: ExactState, size: int) -> 
         yield Block(asks, k, v, late.flatten(0, 1))
 
 
-def attend_chunk(
-    q: Tensor, near: Reading, columns: Columns, memory: Features | Memory | None, state: Any, start: int
-) -> Tensor:
+def attend_chunk(q: Tensor, near: Reading, columns: Columns, memory: Memory | None, state: Any, start: int) -> Tensor:
     """Let what is near meet what is far; move the columns that are then behind every window into the state.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
@@ -179,7 +174,7 @@ def attend_chunk(
     k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
     comes = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
     place = columns.place(start + columns.window, start + columns.window + size)
-    far = as_memory(memory).chunk(state, q, k, v, comes, place)
+    far = memory.chunk(state, q, k, v, comes, place)
     if far.is_share:
         far.bound = far.bound + near.lse
     if far.exactly is None:
@@ -191,16 +186,26 @@ def attend_chunk(
 
 
 @dataclass(frozen=True)
-class LogSums:
-    """The memory of features: for each the logarithm of its weight, and the mean of its values."""
+class ScaledMap:
+    """The memory of features, for queries that carry the whole scale of the scores, and keys that carry none of it.
 
-    feature_map: Features
+    It keeps for each feature the logarithm of its weight, and the mean of its values.
+    """
+
+    feature_map: FeatureMap
+    scale: float = 1.0
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.feature_map(self.feature_map.queries, q / self.scale**0.5)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return self.feature_map(self.feature_map.keys, k * self.scale**0.5)
 
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> FeatureState:
         return FeatureState.empty(k, v, window, sinks, self.feature_map.features)
 
     def chunk(self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor) -> Reading:
-        u, w = self.feature_map.queries(q), self.feature_map.keys(k)
+        u, w = self.queries(q), self.keys(k)
         if is_traced() or not comes.all():
             w = w.masked_fill(~comes[:, None, :, None], ABSENT)
         far, level, mean = FarField.of(u, w, v, state), state.level, state.mean
@@ -218,16 +223,11 @@ class LogSums:
     def token(
         self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor | None, place: Tensor
     ) -> tuple[Tensor, Tensor, bool]:
-        w = self.feature_map.keys(k)
+        w = self.keys(k)
         if comes is not None:
             w = w.masked_fill(~comes[:, None, :, None], ABSENT)
         merge_into_state(state, w[:, :, 0], v)
-        return self.feature_map.queries(q)[..., 0, :] + state.level[:, :, None], state.mean, False
-
-
-def as_memory(far: Features | Memory) -> Memory:
-    """Give the memory of a far field: a feature map alone stands for that of its features."""
-    return far if hasattr(far, "chunk") else LogSums(far)  # type: ignore[return-value]
+        return self.queries(q)[..., 0, :] + state.level[:, :, None], state.mean, False
 
 
 def columns_behind(rows: int, columns: int, shift: int, like: Tensor) -> Tensor:
@@ -243,18 +243,17 @@ def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:
 
 
 def attend_token_with_features(
-    q: Tensor, k: Tensor, v: Tensor, memory: Features | Memory | None, window: int, state: ExactState
+    q: Tensor, k: Tensor, v: Tensor, memory: Memory | None, window: int, state: ExactState
 ) -> Tensor:
     """Attend with one token; the state is changed in place."""
     q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
     least, old_k, old_v, far = least_count(place), k, v, None
-    memory = fold_unless_training(memory)
     if memory is not None:
         if window:
             slot = (place % window)[:, None]
             old_k, old_v = take_tokens(state.window_k, slot), take_tokens(state.window_v, slot)
         comes = (place - window >= sinks)[:, None] if least - window < sinks else None
-        far = as_memory(memory).token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), comes, place[:, None])
+        far = memory.token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), comes, place[:, None])
     remember_sink(state, k, v, least)
     remember_token(state, k, v)
     state.count = place + 1
@@ -271,22 +270,3 @@ def attend_token_with_features(
         parts.append((logits + log_mass(parts) if is_share and parts else logits, values))
     out = softmax_over(parts) if parts else rows.new_zeros(*rows.shape[:-1], v.shape[-1])
     return out[..., None, :]
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, sinks: int, real: Tensor | None = None
-) -> Tensor:
-    """softmax over j ≤ i of (q_i·k_j where j is near, log Σ_m exp(u_im + w_jm) elsewhere), times v."""
-    tokens = q.shape[-2]
-    real = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device) if real is None else real
-    place = real.cumsum(-1) - 1
-    near = (place[:, None, :] < sinks) | (place[:, :, None] - place[:, None, :] < window)
-    seen = real[:, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
-    logits = q @ k[:, :, None].mT
-    if feature_map is None:
-        seen = seen & near
-    else:
-        logits = torch.where(
-            near[:, None, None], logits, far_logits_exactly(feature_map.queries(q), feature_map.keys(k))
-        )
-    return logits.masked_fill(~seen[:, None, None], EMPTY).softmax(-1) @ v[:, :, None]

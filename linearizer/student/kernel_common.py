@@ -69,13 +69,12 @@ class Constants:
     ROWS: Any = None  # whether log-features are those of queries
     REVERSE: Any = None  # whether segments are summed from the last one on
     SQUARED: Any = None  # whether a loss is the squared error
-    SHARES: Any = None  # how features are shared out (feature_maps.py); -1 if they are given
     SCALE: Any = None  # of the scores
     ROOT: Any = None  # what keys are multiplied by before their distances are measured
     BITS: Any = None  # of a number in keys and values that are kept
     KEPT: Any = None  # type of keys and values that are kept
     SINK: Any = None  # type of sinks
-    MADE: Any = None  # type of folded features and metrics
+    MADE: Any = None  # type of metrics
     ACC: Any = None  # type of sums
     PRECISION: Any = None  # of products of fp32 numbers
 
@@ -296,16 +295,6 @@ def point_at_sinks(row_ptr, at, C: tl.constexpr):
     """The keys and the values of the sinks of a text and head."""
     keys, values = address(row_ptr, SINK_K, C.SINK), address(row_ptr, SINK_K + 1, C.SINK)
     return keys + at * C.S * C.D, values + at * C.S * C.DV
-
-
-@triton.jit
-def load_vector(pointer, row, o, live, width: tl.constexpr, C: tl.constexpr):
-    """One key or value that is kept, if it is `live`."""
-    if C.BITS == 8:
-        whole = tl.load(pointer + row * (width + 1) + o, mask=o < tl.where(live, width, 0), other=0)
-        return whole.to(tl.float32) * power(tl.load(pointer + row * (width + 1) + width, mask=live, other=0))
-    else:
-        return tl.load(pointer + row * width + o, mask=o < tl.where(live, width, 0), other=0.0)
 
 
 @triton.jit

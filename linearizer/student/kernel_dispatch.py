@@ -2,74 +2,68 @@
 
 kernel_serves_…  tells whether a kernel may do the work: there is one for such tensors, and its trial found it right
                  (kernel_trial.py)
-…_by_kernel      does the work, with the arguments of its counterpart in features_torch.py or slots_torch.py
+…_by_kernel      does the work, as its counterpart in features_torch.py or slots_torch.py does
 linear_attention: what callers use for heads that hold the same window, sinks and features, or another memory
 slot_attention: the same for heads with slots
-attend_token_of_layer: heads of a layer with windows and features share one launch, heads with slots another
+attend_token_of_layer: heads of a layer with windows alone share one launch, heads with slots another
+
+A token of heads with features is PyTorch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .feature_maps import NONE, Folded
-from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
+from .features_torch import CHUNK, ScaledMap, attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_token_table import TokenGroup, get_table
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from .packed_state import Turns, as_sink, pack_state
 from .rounding import FEWER, round_vectors, unpack_vectors
 from .slots_merging import MAX_MERGED_ROWS, Merging
 from .slots_torch import Piece, attend_periods, attend_text_with_slots, attend_token_with_slots
-from .softmax_parts import Features, get_folded
 from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, as_slice, working_dtype
 
 try:
     from .kernel_text_gradients import FeatureAttention
     from .kernel_text_slots import run_slot_merging, run_text_slots
-    from .kernel_token_features import run_token_features
     from .kernel_token_slots import run_token_slots
+    from .kernel_token_windows import run_token_windows
 except ImportError as missing:
     if missing.name != "triton":
         raise
     FeatureAttention = None  # type: ignore[assignment, misc]
-    run_text_slots = run_slot_merging = run_token_features = run_token_slots = None  # type: ignore[assignment]
+    run_text_slots = run_slot_merging = run_token_windows = run_token_slots = None  # type: ignore[assignment]
 
-TRIAL_WINDOW, TRIAL_FEATURES = 16, 40
+TRIAL_WINDOW = 16
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
 TRIAL_SLOTS, TRIAL_BLOCK, TRIAL_GAIN, TRIAL_QUERY = 28, 8, 0.25, 0.125  # their window is as large as a block
-GIVEN = -1  # features that are not folded
 
 Tensor = torch.Tensor
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Any, window: int, real: Tensor | None, state: Any) -> Tensor:
     """Attend and update the state, by kernels where they serve: window, sinks and features."""
-    may_serve = not hasattr(far, "chunk")  # a memory of its own has none
     if q.shape[-2] == 1 and real is None:
-        attend = (
-            attend_token_with_features_by_kernel
-            if may_serve and kernel_serves_token_features(q, k, v, far, state)
-            else attend_token_with_features
-        )
-        return attend(q, k, v, far, window, state)
-    fused = may_serve and kernel_serves_text_features(q, k, v, state)
-    return attend_text_with_features(
-        q, k, v, far, window, real, state, attend=attend_chunks_by_kernel if fused else attend_chunks
-    )
+        held = TokenGroup(list(range(k.shape[1])), state, window)
+        if far is None and kernel_serves_token(q, k, v, held):
+            return attend_token_by_kernel(q, k, v, held)
+        return attend_token_with_features(q, k, v, far, window, state)
+    fused = (far is None or isinstance(far, ScaledMap)) and kernel_serves_text_features(q, k, v, state)
+    attend = attend_chunks_by_kernel if fused else attend_chunks
+    return attend_text_with_features(q, k, v, far, window, real, state, attend=attend)
 
 
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
     """Attend and update the state, by kernels where they serve; q is multiplied by the scale of the scores."""
     if q.shape[-2] == 1 and real is None:
-        attend = (
-            attend_token_with_slots_by_kernel
-            if kernel_serves_token_slots(q, k, v, merging, state)
-            else attend_token_with_slots
-        )
-        return attend(q, k, v, merging, state)
+        held = TokenGroup(list(range(k.shape[1])), state, merging.window, merging)
+        if kernel_serves_token(q, k, v, held):
+            return attend_token_by_kernel(q, k, v, held)
+        return attend_token_with_slots(q, k, v, merging, state)
     fused = kernel_serves_text_slots(q, k, v, merging, state)
     return attend_text_with_slots(q, k, v, merging, real, state, attend_periods_by_kernel if fused else attend_periods)
 
@@ -99,14 +93,14 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
 
 
 def attend_chunks_by_kernel(
-    q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, chunk: int = CHUNK
+    q: Tensor, columns: Columns, features: ScaledMap | None, state: FeatureState, chunk: int = CHUNK
 ) -> Tensor:
     """Attend with a text to features, all chunks at once."""
     u = w = None
-    if feature_map is not None:
+    if features is not None:
         tokens, work, sinks = q.shape[-2], working_dtype(q), state.sink_k.shape[-2]
         leaving = columns.filled(0, tokens) & (columns.place(0, tokens) >= sinks)
-        u, w = feature_map.queries(q.to(work)), feature_map.keys(columns.k[:, :, :tokens].to(work))
+        u, w = features.queries(q.to(work)), features.keys(columns.k[:, :, :tokens].to(work))
         u, w = u.to(work), w.to(work).masked_fill(~leaving[:, None, :, None], ABSENT)  # autocast multiplies in bf16
     kept = [state.sink_k, state.sink_v, columns.first, columns.empty, u, w, state.level, state.mean]
     inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *kept)]
@@ -164,119 +158,76 @@ def attend_periods_by_kernel(piece: Piece) -> Tensor:
     return run_text_slots(piece.q.contiguous(), k, v, *sinks, after, merging.gain, *near, columns.window)
 
 
-def kernel_serves_token_features(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, state: FeatureState
-) -> bool:
-    """Tell whether a kernel may attend with a token to features, and change the state in place."""
-    if run_token_features is None or torch.is_grad_enabled() or not kernels_accept(q, k, v, state.sink_k):
+def kernel_serves_token(q: Tensor, k: Tensor, v: Tensor, held: TokenGroup) -> bool:
+    """Tell whether a kernel may attend with a token, and change the state in place."""
+    if run_token_slots is None or torch.is_grad_enabled() or not kernels_accept(q, k, v, held.state.sink_k):
         return False
-    folded = get_folded(feature_map)
-    shares = NONE if feature_map is None else GIVEN if folded is None else folded.shares
-    return token_features_are_right(q, sizes_of(q, v, state), shares)
-
-
-def token_features_are_right(q: Tensor, sizes: TrialSizes, shares: int, scale: float = 1.0, bits: int = 16) -> bool:
-    """Try the kernel for such queries; the number of features does not change the kernel."""
-    sizes = sizes._replace(features=TRIAL_FEATURES)
-
-    def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        tokens = TRIAL_WINDOW + sizes.sinks + 8
-        text = TrialText.of(q, sizes, tokens, dtype, None if shares == GIVEN else shares)
-        state, out = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features), []
-        text.q = (text.q / scale).to(q.dtype).to(dtype)
-        if by_kernels and bits == 8:
-            state = pack_state(state)
-        for t in range(tokens):
-            token_q, k, v = text.piece(t, t + 1)
-            if by_kernels:
-                out.append(
-                    attend_token_with_features_by_kernel(token_q, k, v, text.features, TRIAL_WINDOW, state, scale)
-                )
-            else:
-                k, v = (x if bits == 16 else as_sink(x) if t < sizes.sinks else round_vectors(x) for x in (k, v))
-                out.append(attend_token_with_features(token_q * scale, k, v, text.features, TRIAL_WINDOW, state))
-        return [torch.cat(out, -2).to(dtype), state.level, state.mean]
-
-    return passes_trial("single tokens", q, (*sizes, shares, scale, bits), compute)
-
-
-@torch.no_grad()
-def attend_token_with_features_by_kernel(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: FeatureState, scale: float = 1.0
-) -> Tensor:
-    """Attend with one token to features; nothing waits for the device, and no tensor of the state is exchanged.
-
-    A feature map that can be folded is computed inside the kernel.
-    """
-    u = w = None
-    folded = get_folded(feature_map)
-    if feature_map is not None and folded is None:
-        work, old = working_dtype(q), k
-        if window:
-            slot = (state.count % window)[:, None, None, None].expand(*k.shape)
-            old = state.window_k.gather(2, slot)
-        u, w = feature_map.queries(q.to(work)).contiguous(), feature_map.keys(old.to(work)).contiguous()
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    launch_token_features(q, k, v, out, [TokenGroup(list(range(k.shape[1])), state, window, folded)], scale, u, w)
-    return out
-
-
-def kernel_serves_token_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
-    """Tell whether a kernel may attend with a token to slots, and change the state in place."""
-    if run_token_slots is None or torch.is_grad_enabled() or not kernels_accept(q, k, v, state.sink_k):
-        return False
-    held = TokenGroup([], state, merging.window, merging=merging)
-    return can_merge(held) and token_slots_are_right(q, v, held)
+    return can_merge(held) and token_is_right(q, v, held)
 
 
 def can_merge(held: TokenGroup) -> bool:
-    """Tell whether a block fits into the window, and slots and block into one program."""
-    window, slots, block = held.sizes()
-    merging = held.merging
-    if merging is None or merging.bits != held.bits:  # numbers that are rounded and not kept as bytes
+    """Tell whether a block, if there is one, fits into the window, and slots and block into one program."""
+    (window, slots, block), merging = held.sizes(), held.merging
+    if merging is None:
+        return True
+    if merging.bits != held.bits:  # numbers that are rounded and not kept as bytes
         return False
     whole = all(x.is_contiguous() for x in (merging.metric, merging.gain, merging.mean_query))
     return whole and 0 < block <= window and slots + block <= MAX_MERGED_ROWS
 
 
-def token_slots_are_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float = 1.0) -> bool:
-    """Try the kernel for such queries; the number of slots does not change the kernel."""
-    assert held.merging is not None
-    root, bits, made = held.merging.root, held.bits, held.merging.metric.dtype
-    sizes = sizes_of(q, v, held.state)
+def token_is_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float = 1.0) -> bool:
+    """Try the kernel for such heads and queries; the size of the window and the number of slots do not change it."""
+    sizes, bits, merging = sizes_of(q, v, held.state), held.bits, held.merging
 
-    def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        tokens = sizes.sinks + TRIAL_BLOCK + TRIAL_SLOTS + 2 * TRIAL_BLOCK
+    def compute(by_kernel: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        tokens = sizes.sinks + (TRIAL_WINDOW + 8 if merging is None else 3 * TRIAL_BLOCK + TRIAL_SLOTS)
         text = TrialText.of(q, sizes, tokens, dtype)
         text.q = (text.q / scale).to(q.dtype).to(dtype)
-        metric = torch.eye(sizes.key_dim, device=q.device, dtype=made).repeat(2, 1, 1) / root
-        own = trial_merging(metric, TRIAL_BLOCK, root, bits)
-        state, out = SlotState.empty(text.k, text.v, TRIAL_BLOCK, sizes.sinks, TRIAL_SLOTS), []
-        if by_kernels and bits == 8:
-            state = pack_state(state)
+        own, out = trial_group(text, sizes.sinks, held), []
+        if by_kernel and bits == 8:
+            own = replace(own, state=pack_state(own.state))
         for t in range(tokens):
             token_q, k, v = text.piece(t, t + 1)
-            if by_kernels:
-                out.append(attend_token_with_slots_by_kernel(token_q, k, v, own, state, scale))
+            if by_kernel:
+                out.append(attend_token_by_kernel(token_q, k, v, own, scale))
             else:
                 k, v = (x if bits == 16 else as_sink(x) if t < sizes.sinks else round_vectors(x) for x in (k, v))
-                out.append(attend_token_with_slots(token_q * scale, k, v, own, state))
-        slots = (unpack_vectors(x, dtype) if x.dtype == torch.int8 else x for x in (state.slot_k, state.slot_v))
-        return [torch.cat(out, -2).to(dtype), *slots, state.weight]
+                out.append(attend_token(token_q * scale, k, v, own))
+        result = [torch.cat(out, -2).to(dtype)]
+        if merging is not None:
+            kept = own.state.slot_k, own.state.slot_v
+            result += [*(unpack_vectors(x, dtype) if x.dtype == torch.int8 else x for x in kept), own.state.weight]
+        return result
 
+    root, family = (1.0, "single tokens") if merging is None else (merging.root, "single tokens and slots")
     with torch.no_grad():
-        return passes_trial("single tokens and slots", q, (*sizes, scale, root, bits), compute)
+        return passes_trial(family, q, (*sizes, scale, root, bits), compute)
+
+
+def trial_group(text: TrialText, sinks: int, held: TokenGroup) -> TokenGroup:
+    """Give two heads that have read nothing, for the trial of a kernel for heads such as these."""
+    if held.merging is None:
+        state = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sinks, 0)
+        return TokenGroup([0, 1], state, TRIAL_WINDOW)
+    root, like = held.merging.root, held.merging.metric
+    metric = torch.eye(text.k.shape[-1], device=text.k.device, dtype=like.dtype).repeat(2, 1, 1) / root
+    slots = SlotState.empty(text.k, text.v, TRIAL_BLOCK, sinks, TRIAL_SLOTS)
+    return TokenGroup([0, 1], slots, TRIAL_BLOCK, trial_merging(metric, TRIAL_BLOCK, root, held.bits))
+
+
+def attend_token(q: Tensor, k: Tensor, v: Tensor, held: TokenGroup) -> Tensor:
+    """Attend with one token to a window, alone or with slots, in PyTorch."""
+    if held.merging is None:
+        return attend_token_with_features(q, k, v, None, held.window, held.state)
+    return attend_token_with_slots(q, k, v, held.merging, held.state)
 
 
 @torch.no_grad()
-def attend_token_with_slots_by_kernel(
-    q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState, scale: float = 1.0
-) -> Tensor:
-    """Attend with one token to slots; nothing waits for the device, and no tensor of the state is exchanged."""
+def attend_token_by_kernel(q: Tensor, k: Tensor, v: Tensor, held: TokenGroup, scale: float = 1.0) -> Tensor:
+    """Attend with one token; nothing waits for the device, and no tensor of the state is exchanged."""
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    launch_token_slots(
-        q, k, v, out, [TokenGroup(list(range(k.shape[1])), state, merging.window, merging=merging)], scale
-    )
+    launch_token(q, k, v, out, [held], scale)
     return out
 
 
@@ -289,32 +240,26 @@ def attend_token_of_layer(
     q (batch, heads, group, 1, dim), k, v and out are those of the whole layer, and their heads' states in `memory`.
     Heads that turn what they take are given it turned.
     """
-    if run_token_features is None or real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
+    if run_token_slots is None or real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
         return []
     if torch.is_grad_enabled() or not kernels_accept(q, k, v):
         return []
     kinds: dict[tuple[int, bool, bool], dict[int, TokenGroup]] = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         held = group.token_group(scale, state)
-        if held is None or held.state.window_k.dtype not in (k.dtype, torch.int8):
+        if held is None or held.state.window_k.dtype not in (k.dtype, torch.int8) or not can_merge(held):
             continue
-        if held.state.sink_k.device != k.device:  # PyTorch refuses it; to a kernel it would be addresses
-            continue
-        if held.merging is None or can_merge(held):
+        if held.state.sink_k.device == k.device:  # PyTorch refuses another; to a kernel it would be addresses
             kinds.setdefault((held.bits, held.merging is None, group.turns), {})[index] = held
     done: list[int] = []
-    for (bits, plain, turned), some in kinds.items():
-        first, *_ = states = list(some.values())
-        shares, given = shares_of([held.folded for held in states if held.folded is not None]), (q, k, v, out)
+    for (_, _, turned), some in kinds.items():
+        states, given = list(some.values()), (q, k, v, out)
         if turned and turns is not None:
             asks, keys, values = turns(turns.turn, q, k, v, scale**0.5)
             given = asks, keys, values, torch.empty(out.shape, dtype=values.dtype, device=out.device)
-        if plain and token_features_are_right(given[0], sizes_of(q, v, first.state), shares, scale, bits):
-            launch_token_features(*given, states, scale)
-        elif not plain and token_slots_are_right(given[0], v, first, scale):
-            launch_token_slots(*given, states, scale)
-        else:
+        if not token_is_right(given[0], v, states[0], scale):
             continue
+        launch_token(*given, states, scale)
         if turned and turns is not None:
             for index in some:
                 heads = as_slice(groups[index].heads)
@@ -324,32 +269,16 @@ def attend_token_of_layer(
 
 
 @torch.compiler.disable  # which would not see that memory changes behind addresses
-def launch_token_features(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[TokenGroup], scale: float, u: Tensor | None = None,
-    w: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Attend with heads of a layer in one launch; q (batch, heads, group, 1, dim) is that of the whole layer."""
-    state, folded = groups[0].state, [held.folded for held in groups if held.folded is not None]
-    shares = GIVEN if u is not None else shares_of(folded)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    made = folded[0].query.dtype if folded else torch.float32
-    run_token_features(q, k, v, out, get_table(groups), state, shares, scale, u, w, made)
-
-
-@torch.compiler.disable
-def launch_token_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[TokenGroup], scale: float) -> None:
+def launch_token(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[TokenGroup], scale: float) -> None:
     """Attend with heads of a layer in one launch; q (batch, heads, group, 1, dim) is that of the whole layer."""
     state, merging = groups[0].state, groups[0].merging
-    assert merging is not None
-    room = max(slots + block for _, slots, block in (held.sizes() for held in groups))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     table = get_table(groups)
+    if merging is None:
+        run_token_windows(q, k, v, out, table, state, scale)
+        return
+    room = max(slots + block for _, slots, block in (held.sizes() for held in groups))
     run_token_slots(q, k, v, out, table, state, room, merging.metric.dtype, merging.root, scale)
-
-
-def shares_of(folded: Sequence[Folded]) -> int:
-    """Return how the features of heads that attend together are shared out."""
-    return max((it.shares for it in folded), default=NONE)
 
 
 def sizes_of(q: Tensor, v: Tensor, state: ExactState) -> TrialSizes:

@@ -40,8 +40,8 @@ from .kernel_common import (
     update_softmax,
 )
 from .kernel_text_slots import SIZE, fill_rows, merge_rows, store_slots
-from .kernel_token_features import token_layout
 from .kernel_token_table import TokenTable
+from .kernel_token_windows import token_layout
 from .state import SlotState
 
 Tensor = torch.Tensor

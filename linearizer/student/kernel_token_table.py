@@ -1,7 +1,7 @@
 """The table that a kernel for one token reads: where the parts of every KV head's state lie, and how large they are.
 
-Heads of a layer hold windows, features and slots of any sizes, in states of several shapes. So that one launch may do
-all of them, a table on the device has a row for each: the numbers of COLUMNS, and then the addresses of the tensors of
+Heads of a layer hold windows and slots of any sizes, in states of several shapes. So that one launch may do all of
+them, a table on the device has a row for each: the numbers of COLUMNS, and then the addresses of the tensors of
 the state, in the order of its fields, and of what is used with it. States are changed in place, so a table is made once
 and kept beside the first of them, until one of its tensors is exchanged.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from .feature_maps import Folded
 from .slots_merging import Merging
 from .state import tensors
 
@@ -30,7 +29,6 @@ class TokenGroup:
     heads: list[int]
     state: Any
     window: int
-    folded: Folded | None = None
     merging: Merging | None = None
 
     @property
@@ -38,24 +36,20 @@ class TokenGroup:
         return 8 if self.state.window_k.dtype == torch.int8 else 16
 
     def sizes(self) -> tuple[int, int, int]:
-        """Window; features or slots; the tokens of a block."""
+        """Window; slots; the tokens of a block."""
         if self.merging is None:
-            return self.window, self.state.level.shape[-1], 0
+            return self.window, 0, 0
         return self.window, self.state.weight.shape[-1], self.merging.block
 
-    def tensors(self) -> list[Tensor | None]:
+    def tensors(self) -> list[Tensor]:
         """Return the tensors that a kernel reads and writes, in the order of the table."""
-        used: list[Tensor | None] = []
-        if self.folded is not None:
-            it = self.folded
-            used = [it.query, it.query_bias, it.key, it.key_bias, it.query_norm, it.key_norm]
-        elif self.merging is not None:
-            used = [self.merging.metric, self.merging.gain, self.merging.mean_query]
+        merging = self.merging
+        used = [] if merging is None else [merging.metric, merging.gain, merging.mean_query]
         return [*tensors(self.state).values(), *used]
 
     def stamp(self) -> tuple[list[int], ...]:
         """Return all that the table contains about them, and the number of texts."""
-        kept = [0 if x is None else x.data_ptr() for x in self.tensors()]
+        kept = [x.data_ptr() for x in self.tensors()]
         return self.heads, [*self.sizes()], kept, [len(self.state.count)]
 
 
@@ -64,7 +58,6 @@ class TokenTable:
     stamp: list[tuple]
     rows: Tensor  # (heads, columns)
     tickets: Tensor  # (groups, batch) how many heads of a group are done with a token: the last one counts it
-    make_table: list[Folded | None]  # lives as long as its addresses are used
 
 
 def get_table(groups: Sequence[TokenGroup]) -> TokenTable:
@@ -94,4 +87,4 @@ def make_table(groups: Sequence[TokenGroup], stamp: list[tuple]) -> TokenTable:
     width = max(map(len, rows))
     table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long)
     tickets = torch.zeros(len(groups), len(count), dtype=torch.int32, device=count.device)
-    return TokenTable(stamp, table.to(count.device), tickets, [held.folded for held in groups])
+    return TokenTable(stamp, table.to(count.device), tickets)

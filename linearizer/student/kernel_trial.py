@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from .feature_maps import NONE, Folded
+from .feature_maps import PositiveFeatures, gaussian
+from .features_torch import ScaledMap
 
 DEVICES = {"cuda"}  # what Triton compiles for; PyTorch says so of AMD's chips, too
 DTYPES = (torch.bfloat16, torch.float32)
@@ -114,13 +115,11 @@ class TrialText:
     q: Tensor  # (1, 2, group, tokens, key_dim)
     k: Tensor  # (1, 2, tokens, key_dim)
     v: Tensor
-    features: RandomFeatures | Folded
+    features: ScaledMap
 
     @classmethod
-    def of(
-        cls, like: Tensor, sizes: TrialSizes, tokens: int, dtype: torch.dtype, shares: int | None = None
-    ) -> TrialText:
-        """Draw it for the device and precision of a tensor, to compute in a dtype, with folded features if shared."""
+    def of(cls, like: Tensor, sizes: TrialSizes, tokens: int, dtype: torch.dtype) -> TrialText:
+        """Draw it for the device and precision of a tensor, to compute in a dtype."""
         generator = torch.Generator("cpu").manual_seed(0)
 
         def draw(scale: float, *shape: int) -> Tensor:
@@ -130,29 +129,12 @@ class TrialText:
         q = draw(root, 1, 2, sizes.group, tokens, sizes.key_dim)
         k = draw(root, 1, 2, tokens, sizes.key_dim)
         v = draw(1.0, 1, 2, tokens, sizes.value_dim)
-        z = draw(1.0, 2, sizes.features, sizes.key_dim)
+        with torch.device(like.device):
+            features = PositiveFeatures(2, sizes.key_dim, sizes.features, gaussian, learn_z=False, learn_weight=False)
+        features.z.data = draw(1.0, *features.z.shape)
         q, k, v = (x.to(like.dtype).to(dtype) for x in (q, k, v))
-        return cls(q, k, v, RandomFeatures(z) if shares is None else folded_features(z, shares))
+        return cls(q, k, v, ScaledMap(features))
 
     def piece(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return some tokens."""
         return self.q[..., start:stop, :], self.k[:, :, start:stop], self.v[:, :, start:stop]
-
-
-class RandomFeatures:
-    """Log-features z·x - |x|²/2."""
-
-    def __init__(self, z: Tensor) -> None:
-        self.z, self.features = z, z.shape[1]
-
-    def queries(self, q: Tensor) -> Tensor:
-        return self.keys(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
-
-    def keys(self, k: Tensor) -> Tensor:
-        return k @ self.z.to(k.dtype).mT - k.square().sum(-1, keepdim=True) / 2
-
-
-def folded_features(z: Tensor, shares: int) -> Folded:
-    """The same, which a kernel may compute itself, shared out in some way."""
-    ones, zeros = torch.ones_like(z[:, 0, 0]), torch.zeros_like(z[..., 0])
-    return Folded(z, zeros, z, zeros, shares, *([ones, ones] if shares == NONE else []))

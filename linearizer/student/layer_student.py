@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
+from .feature_maps import FEATURE_MAPS, FeatureMap
+from .features_torch import ScaledMap
 from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention, slot_attention
 from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import read_in_c
@@ -30,7 +31,6 @@ from .packed_state import (
 from .rounding import FEWER, can_turn, round_vectors
 from .slots_merging import Merger, Merging
 from .slots_torch import read_text, read_together
-from .softmax_parts import get_folded
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
@@ -91,13 +91,8 @@ class FeatureGroup(nn.Module):
         return WindowGroup(self.heads, state, None, self.bits) if self.feature_map is None else None
 
     def token_group(self, scale: float, state: ExactState) -> TokenGroup | None:
-        """Return what a kernel for one token needs, unless features take more than a product."""
-        folded = get_folded(self.memory(scale))
-        return (
-            None
-            if self.feature_map is not None and folded is None
-            else TokenGroup(self.heads, state, self.window, folded)
-        )
+        """Return what a kernel for one token needs, where a window is all there is."""
+        return TokenGroup(self.heads, state, self.window) if self.feature_map is None else None
 
 
 class SlotGroup(nn.Module):
@@ -170,26 +165,6 @@ class SoftmaxGroup(nn.Module):
     def token_group(self, scale: float, state: SoftmaxState) -> TokenGroup | None:
         """Return nothing: kernels for one token serve states of fixed size."""
         return None
-
-
-class ScaledMap:
-    """A feature map for queries that carry the whole scale of the scores, and keys that carry none of it."""
-
-    def __init__(self, feature_map: FeatureMap, scale: float) -> None:
-        self.feature_map, self.features, self.root = feature_map, feature_map.features, scale**0.5
-
-    def queries(self, q: Tensor) -> Tensor:
-        return self.feature_map(self.feature_map.queries, q / self.root)
-
-    def keys(self, k: Tensor) -> Tensor:
-        return self.feature_map(self.feature_map.keys, k * self.root)
-
-    def folded(self) -> Folded | None:
-        """Return this map as one product per token, or None where it is more than that."""
-        return self.feature_map(self.feature_map.folded, self.root)
-
-    def forget_folded(self) -> None:
-        self.feature_map.forget_folded()
 
 
 class LayerStudent(nn.Module):

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from .feature_maps import Folded
 from .state import EMPTY, HEADROOM, ExactState, FeatureState
 
 Tensor = torch.Tensor
@@ -80,30 +79,6 @@ class Memory(Protocol):
     def token(
         self, state: Any, q: Tensor, k: Tensor, v: Tensor, comes: Tensor | None, place: Tensor
     ) -> tuple[Tensor, Tensor, bool]: ...  # logits (batch, heads, group, n), values ([…, group], n, dim), is_share
-
-
-class Features(Protocol):
-    """The part of a feature map that attention uses."""
-
-    @property
-    def features(self) -> int: ...
-
-    def queries(self, q: Tensor) -> Tensor: ...  # (batch, heads, group, tokens, dim) -> (…, features), log-features u
-
-    def keys(self, k: Tensor) -> Tensor: ...  # (batch, heads, tokens, dim) -> (…, features), log-features w
-
-
-def get_folded(feature_map: Any) -> Folded | None:
-    """Return the map as one product per token (feature_maps.py), or None where it is more than that."""
-    return getattr(feature_map, "folded", lambda: None)()
-
-
-def fold_unless_training(feature_map: Any) -> Any:
-    """Return the folded map, or the map itself where gradients are taken: its parameters need them, and will change."""
-    if not torch.is_grad_enabled():
-        return get_folded(feature_map) or feature_map
-    getattr(feature_map, "forget_folded", lambda: None)()
-    return feature_map
 
 
 @dataclass

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.student.features_torch import attend_text_with_features
-from linearizer.student.layer_student import FeatureGroup, LayerStudent, ScaledMap
+from linearizer.student.features_torch import ScaledMap, attend_text_with_features
+from linearizer.student.layer_student import FeatureGroup, LayerStudent
 from linearizer.student.matrix_rule import MatrixRule, ScaledRule
 from linearizer.student.softmax_parts import multiply_by_head
 from linearizer.student.state import EMPTY

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from linearizer.student import features_torch, slots_torch
-from linearizer.student.features_torch import LogSums
+from linearizer.student.features_torch import ScaledMap
 from linearizer.student.layer_student import FeatureGroup, SlotGroup
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.student.slots_merging import Slots
@@ -122,12 +122,12 @@ def with_readout(kind: str) -> Iterator[None]:
 @contextmanager
 def with_gaussian_mass(student: LinearizedForCausalLM, texts: Tensor) -> Iterator[None]:
     """While this lasts, let slots and features weigh what Gaussian keys do; what that is off by is fitted to texts."""
-    mass, chunk = GaussianMass(), LogSums.chunk
+    mass, chunk = GaussianMass(), ScaledMap.chunk
 
-    def read(memory: LogSums, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Any) -> Any:
+    def read(memory: ScaledMap, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Any) -> Any:
         return mass.of_features(chunk(memory, state, q, k, v, comes, place), memory, state, q, k, comes)
 
-    own = exchanged(slots_torch, "attend_rows", mass.of_slots), exchanged(LogSums, "chunk", read)
+    own = exchanged(slots_torch, "attend_rows", mass.of_slots), exchanged(ScaledMap, "chunk", read)
     with without_kernels(), own[0], own[1], torch.no_grad():
         student(texts, use_cache=False)
         mass.fits = False
@@ -180,7 +180,7 @@ class GaussianMass:
             return attend_rows(piece, held)
 
     def of_features(
-        self, reading: Reading, memory: LogSums, state: FeatureState, q: Tensor, k: Tensor, comes: Tensor
+        self, reading: Reading, memory: ScaledMap, state: FeatureState, q: Tensor, k: Tensor, comes: Tensor
     ) -> Reading:
         """Give a reading of features another mass; all keys that came before are kept beside the state."""
         before = getattr(state, "keys_before", (k[:, :, :0], comes[:, :0]))
@@ -188,7 +188,7 @@ class GaussianMass:
         state.keys_before = (keys, came)  # type: ignore[attr-defined]
         rows, known = q.shape[-2], before[1].shape[1]
         earlier = torch.ones(rows, known + rows, dtype=torch.bool).tril(known) & came[:, None]
-        group = id(getattr(memory.feature_map, "feature_map", memory.feature_map))
+        group = id(memory.feature_map)
         mass = self.mass(q, keys, earlier, torch.full_like(reading.lse, EMPTY), group)
         mean = reading.sum / reading.total.clamp_min(torch.finfo(q.dtype).tiny)
         return Reading(mass, torch.ones_like(mass), mean)

@@ -4,11 +4,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.student.features_torch import attend_text_with_features, reference
+from linearizer.student.features_torch import ScaledMap, attend_text_with_features
 from linearizer.student.kernel_dispatch import linear_attention
-from linearizer.student.layer_student import FeatureGroup, ScaledMap
+from linearizer.student.layer_student import FeatureGroup
 from linearizer.student.state import FeatureState
 from tests.benchmarks.timing import DEVICE, GPU, attempt, compiled, draw, own
+from tests.support.log_features import reference
 
 
 def group_of(heads, dim, features, kind="prf"):

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.student.features_torch import attend_text_with_features, attend_token_with_features, reference
+from linearizer.student.features_torch import attend_text_with_features, attend_token_with_features
 from linearizer.student.kernel_dispatch import linear_attention
 from linearizer.student.state import FeatureState, tensors
-from tests.support.log_features import VALUE_DIM, extreme, make
+from tests.support.log_features import VALUE_DIM, extreme, far_of, make, reference
 
 
 def run(q, k, v, feature_map, window, sinks, real=None, cuts=()):
@@ -19,7 +19,9 @@ def run(q, k, v, feature_map, window, sinks, real=None, cuts=()):
     out = []
     for a, b in zip(edges, edges[1:], strict=False):
         piece = None if real is None else real[:, a:b]
-        out.append(linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], feature_map, window, piece, state))
+        out.append(
+            linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], far_of(feature_map), window, piece, state)
+        )
     return torch.cat(out, -2), state
 
 
@@ -67,7 +69,7 @@ def test_chunks_and_steps_agree_for_every_feature_map(kind, window, sinks):
     for chunk in (1, 7, 16, 64):
         state = FeatureState.empty(k, v, window, sinks, 4)
         assert (
-            attend_text_with_features(q, k, v, feature_map, window, None, state, chunk) - expected
+            attend_text_with_features(q, k, v, far_of(feature_map), window, None, state, chunk) - expected
         ).abs().max() < 1e-10
     stepped, _ = run(q, k, v, feature_map, window, sinks, cuts=range(1, 37))
     assert (stepped - expected).abs().max() < 1e-10
@@ -142,7 +144,7 @@ def test_gradients_agree_with_the_reference():
     weight = torch.randn(2, 2, 2, 30, VALUE_DIM, dtype=torch.float64)
     state = FeatureState.empty(k, v, 5, 2, 4)
     ours = torch.autograd.grad(
-        (attend_text_with_features(q, k, v, feature_map, 5, None, state, 7) * weight).sum(), inputs
+        (attend_text_with_features(q, k, v, far_of(feature_map), 5, None, state, 7) * weight).sum(), inputs
     )
     theirs = torch.autograd.grad((reference(q, k, v, feature_map, 5, 2) * weight).sum(), inputs)
     for mine, other in zip(ours, theirs, strict=True):
@@ -154,5 +156,5 @@ def test_a_step_changes_its_state_in_place():
     q, k, v, feature_map = make(9)
     _, state = run(q[..., :8, :], k[:, :, :8], v[:, :, :8], feature_map, 3, 2)
     ring = state.window_k
-    attend_token_with_features(q[..., 8:, :], k[:, :, 8:], v[:, :, 8:], feature_map, 3, state)
+    attend_token_with_features(q[..., 8:, :], k[:, :, 8:], v[:, :, 8:], far_of(feature_map), 3, state)
     assert state.window_k is ring and torch.equal(ring[:, :, 8 % 3], k[:, :, 8])

@@ -6,12 +6,12 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.student import kernel_common, kernel_text_features, kernel_text_gradients, state
-from linearizer.student.features_torch import attend_text_with_features, reference
+from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.kernel_dispatch import attend_chunks_by_kernel
 from linearizer.student.state import FeatureState, tensors
 from tests.support.compiling import attention_and_gradients, attention_inputs, draw, slots
 from tests.support.kernels import CLOSE, DEVICE, ON_GPU, make, mutate, relative
-from tests.support.log_features import extreme
+from tests.support.log_features import extreme, far_of, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # lanes that are masked afterwards
 
@@ -28,7 +28,9 @@ def fused(q, k, v, feature_map, window, sinks, real=None, cuts=()):
     for a, b in zip(edges, edges[1:], strict=False):
         piece = None if real is None else real[:, a:b]
         part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
-        out.append(attend_text_with_features(*part, feature_map, window, piece, state, attend=attend_chunks_by_kernel))
+        out.append(
+            attend_text_with_features(*part, far_of(feature_map), window, piece, state, attend=attend_chunks_by_kernel)
+        )
     return torch.cat(out, -2), state
 
 
@@ -74,7 +76,7 @@ def test_attention_and_every_gradient_are_the_reference_s(name):
 def test_the_state_is_the_one_that_chunks_leave():
     q, k, v, feature_map = make(70, heads=1)
     plain = FeatureState.empty(k, v, 5, 2, 20)
-    attend_text_with_features(q, k, v, feature_map, 5, None, plain)
+    attend_text_with_features(q, k, v, far_of(feature_map), 5, None, plain)
     _, state = fused(q, k, v, feature_map, 5, 2)
     for name, tensor in tensors(plain).items():
         assert relative(tensors(state)[name].double(), tensor.double()) < CLOSE
@@ -92,7 +94,7 @@ def test_a_state_passes_gradients_back_to_the_text_before():
 
 def chunked_state(q, k, v, feature_map, window, sinks):
     state = FeatureState.empty(k, v, window, sinks, feature_map.features)
-    attend_text_with_features(q, k, v, feature_map, window, None, state, 16)
+    attend_text_with_features(q, k, v, far_of(feature_map), window, None, state, 16)
     return state
 
 
@@ -190,8 +192,8 @@ def test_on_a_gpu_kernels_err_at_most_twice_as_much_as_pytorch(dtype, features, 
     q, k, v = (x.to(dtype) for x in (q / 8**0.5, k / 8**0.5, v))
     exact = reference(q.double(), k.double(), v.double(), feature_map.double(), 16, 4)
     feature_map.float()
-    plain = attend_text_with_features(q, k, v, feature_map, 16, None, FeatureState.empty(k, v, 16, 4, features)).to(
-        dtype
-    )
+    plain = attend_text_with_features(
+        q, k, v, far_of(feature_map), 16, None, FeatureState.empty(k, v, 16, 4, features)
+    ).to(dtype)
     out, _ = fused(q, k, v, feature_map, 16, 4)
     assert relative(out.double(), exact) <= 2 * relative(plain.double(), exact) + 1e-6

@@ -16,10 +16,10 @@ from tests.support.kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 DIM, VALUE_DIM, GROUP, SINKS, SCALE = 6, 5, 2, 2, 0.3
-FEATURES = [[5, 20], [3, 0], "softmax", [0, 36], [5, 20]]
+WINDOWS = [[5, 0], [3, 0], "softmax", [4, 0], [5, 0]]
 SLOTS = [[5, 0, 4, 3], [7, 0, 3, 4], [5, 0, 4, 3]]
 SMALL_SLOTS = [[*held, 8] for held in SLOTS[:2]]
-SMALL = [[4, 12, 0, 0, 8], [0, 8, 0, 0, 8], [3, 0, 0, 0, 8]]
+SMALL = [[4, 0, 0, 0, 8], [0, 0, 0, 0, 8], [3, 0, 0, 0, 8]]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def trusted(monkeypatch):
 def launches(monkeypatch):
     """Count them."""
     counted = Counter()
-    for name in ("run_token_features", "run_token_slots"):
+    for name in ("run_token_windows", "run_token_slots"):
         run = getattr(kernel_dispatch, name)
         monkeypatch.setattr(
             kernel_dispatch, name, lambda *args, run=run, name=name: (counted.update([name]), run(*args))[1]
@@ -90,10 +90,15 @@ def token_by_token(start, stop):
     return [start, *range(start + 1, stop + 1)]
 
 
-@pytest.mark.parametrize("held", [FEATURES, SMALL], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("held", [WINDOWS, SMALL], ids=["16 bits", "8 bits"])
 def test_a_token_of_all_heads_is_one_launch(held, launches, monkeypatch):
     assert_alike(layer(held), token_by_token(6, 10), monkeypatch)
-    assert launches == {"run_token_features": 4}
+    assert launches == {"run_token_windows": 4}
+
+
+def test_a_token_of_heads_with_features_is_of_pytorch(launches, monkeypatch):
+    assert_alike(layer([[3, 8], [2, 0], [0, 8]]), token_by_token(2, 4), monkeypatch, batch=1)
+    assert launches == {"run_token_windows": 2}
 
 
 @pytest.mark.parametrize("held", [SLOTS, SMALL_SLOTS], ids=["16 bits", "8 bits"])
@@ -103,16 +108,8 @@ def test_a_token_of_all_heads_with_slots_is_one_launch(held, launches, monkeypat
 
 
 def test_heads_of_several_numbers_of_bits_share_a_layer(launches, monkeypatch):
-    assert_alike(layer([[3, 8], [3, 8, 0, 0, 8], [4, 0]]), token_by_token(2, 6), monkeypatch, batch=1)
-    assert launches == {"run_token_features": 8}
-
-
-@pytest.mark.parametrize("bits", [[], [0, 0, 8]], ids=["16 bits", "8 bits"])
-def test_features_that_are_no_product_have_a_launch_of_their_own(bits, launches, monkeypatch):
-    assert_alike(
-        layer([[3, 8, *bits], [2, 0, *bits], [4, 0, *bits]], "mlp"), token_by_token(2, 6), monkeypatch, batch=1
-    )
-    assert launches == {"run_token_features": 8}
+    assert_alike(layer([[3, 0], [3, 0, 0, 0, 8], [4, 0]]), token_by_token(2, 6), monkeypatch, batch=1)
+    assert launches == {"run_token_windows": 8}
 
 
 @pytest.mark.parametrize("change", ["reordered", "moved", "laid otherwise"])
@@ -122,12 +119,12 @@ def test_states_that_were_exchanged_are_found_again(change, launches, monkeypatc
         "moved": lambda x: x.clone(),
         "laid otherwise": lambda x: x[..., None].repeat_interleave(3, -1)[..., 1],
     }
-    assert_alike(layer([[3, 8], [2, 0, 0, 0, 8]]), [*token_by_token(2, 4), 7, 8, 9], monkeypatch, changes[change])
-    assert launches == {"run_token_features": 8}
+    assert_alike(layer([[3, 0], [2, 0, 0, 0, 8]]), [*token_by_token(2, 4), 7, 8, 9], monkeypatch, changes[change])
+    assert launches == {"run_token_windows": 8}
 
 
 def test_a_state_on_another_device_is_no_address(launches):
-    student, text = layer([[3, 8], [2, 0, 3, 2]]), drawn(2, 5)
+    student, text = layer([[3, 0], [2, 0, 3, 2]]), drawn(2, 5)
     _, memory = read(student, [x[:, :, :4] for x in text], [4])
     for state in memory:
         change_tensors(state, lambda x: x.to("meta"))
@@ -137,7 +134,7 @@ def test_a_state_on_another_device_is_no_address(launches):
 
 
 def test_a_batch_that_grew_where_it_lies_has_tickets_for_all():
-    student, text = layer([[3, 8]]), drawn(1, 5)
+    student, text = layer([[3, 0]]), drawn(1, 5)
     _, (state,) = read(student, [torch.cat([x, x])[:, :, :4] for x in text], [4])
     whole = dict(tensors(state))
     change_tensors(state, lambda x: x[:1])
@@ -150,13 +147,13 @@ def test_a_batch_that_grew_where_it_lies_has_tickets_for_all():
 
 def test_a_token_leaves_alone_what_gradients_need(launches):
     kernel_trial._verdicts["attention and its gradients", torch.empty(0, device=DEVICE).device] = True
-    student, text = layer([[3, 8]]), drawn(1, 13, batch=1)
+    student, text = layer([[3, 0]]), drawn(1, 13, batch=1)
     result = []
     for goes_on in (False, True):
         memory: list = []
         k = text[1].clone().requires_grad_()
         out = student(*(x[:, :, :12] for x in (text[0], k, text[2])), SCALE, None, memory)
-        total = out.sum() + memory[0].level.square().sum() + memory[0].mean.square().sum()
+        total = out.sum() + memory[0].window_k.square().sum()
         if goes_on:
             with torch.no_grad():
                 student(*(x[:, :, 12:] for x in text), SCALE, None, memory)
@@ -165,7 +162,7 @@ def test_a_token_leaves_alone_what_gradients_need(launches):
 
 
 def test_a_state_stays_where_it_is_and_so_does_its_table():
-    student, text = layer(FEATURES), drawn(5, 6)
+    student, text = layer(WINDOWS), drawn(5, 6)
     _, memory = read(student, [x[:, :, :4] for x in text], [3, 4])
     held, table = [tensors(state) for state in memory], memory[0].token_table
     with torch.no_grad():
@@ -178,7 +175,7 @@ def test_a_state_stays_where_it_is_and_so_does_its_table():
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-@pytest.mark.parametrize("held", [FEATURES, SMALL, SLOTS, SMALL_SLOTS])
+@pytest.mark.parametrize("held", [WINDOWS, SMALL, SLOTS, SMALL_SLOTS])
 @torch.no_grad()
 def test_on_a_gpu_a_captured_layer_goes_on_with_the_state(held, monkeypatch):
     student = layer([kind for kind in held if kind != "softmax"])
@@ -197,18 +194,6 @@ def test_on_a_gpu_a_captured_layer_goes_on_with_the_state(held, monkeypatch):
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     expected, _ = read(student, text, [4, *range(5, 31)])
     assert relative(torch.cat(out, -2), expected[:, :, 5:]) < CLOSE
-
-
-def test_weights_that_changed_are_folded_anew(monkeypatch):
-    student, text = layer([[3, 8]]), drawn(1, 4)
-    _, memory = read(student, [x[:, :, :3] for x in text], [2, 3])
-    with torch.no_grad():
-        student.groups[0].feature_map.z.mul_(2)
-        before = [type(state)(**{name: x.clone() for name, x in tensors(state).items()}) for state in memory]
-        last = [x[:, :, 3:] for x in text]
-        result = student(*last, SCALE, None, memory)
-        monkeypatch.setenv("LINEARIZER_KERNELS", "0")
-        assert relative(result, student(*last, SCALE, None, before)) < CLOSE
 
 
 def test_numbers_are_kept_as_pytorch_keeps_them():

@@ -13,8 +13,8 @@ from linearizer.student import (
     kernel_text_features,
     kernel_text_gradients,
     kernel_text_slots,
-    kernel_token_features,
     kernel_token_slots,
+    kernel_token_windows,
     kernel_trial,
 )
 from linearizer.student.kernel_dispatch import linear_attention, slot_attention
@@ -25,7 +25,7 @@ from linearizer.train import attention_loss_kernels
 from linearizer.train.attention_loss import attention_loss
 from tests.support.attention_losses import make as make_loss
 from tests.support.kernels import mutate
-from tests.support.log_features import make
+from tests.support.log_features import far_of, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 ON_GPU = torch.cuda.is_available()
@@ -39,7 +39,7 @@ def untried(monkeypatch):
     monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
     monkeypatch.setattr(kernel_text_features, "SEGMENT", 32)
     if not ON_GPU:  # the interpreter is slow: shorter trials
-        for name, size in (("ENDS", (4, 38)), ("WINDOW", 4), ("FEATURES", 20), ("SLOTS", 4), ("BLOCK", 3)):
+        for name, size in (("ENDS", (4, 38)), ("WINDOW", 4), ("SLOTS", 4), ("BLOCK", 3)):
             monkeypatch.setattr(kernel_dispatch, f"TRIAL_{name}", size)
         monkeypatch.setattr(losses, "TRIAL_TOKENS", 34)
 
@@ -49,7 +49,7 @@ def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
     for module, name in (
-        (kernel_dispatch, "run_token_features"),
+        (kernel_dispatch, "run_token_windows"),
         (kernel_dispatch, "run_token_slots"),
         (kernel_dispatch, "run_slot_merging"),
         (losses, "loss_kernels"),
@@ -79,19 +79,20 @@ class Counted:
 
 def inputs(tokens):
     q, k, v, feature_map = make(tokens, heads=1, batch=1, dtype=torch.float32)
-    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), feature_map.to(DEVICE)
+    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), far_of(feature_map.to(DEVICE))
 
 
 def read(tokens=5, attend=linear_attention):
-    q, k, v, feature_map = inputs(tokens)
-    state = FeatureState.empty(k, v, 2, 1, 4)
+    q, k, v, features = inputs(tokens)
+    if tokens == 1:
+        features = None
     with torch.no_grad():
-        return attend(q, k, v, feature_map, 2, None, state)
+        return attend(q, k, v, features, 2, None, FeatureState.empty(k, v, 2, 1, 4 if features else 0))
 
 
 def train():
-    q, k, v, feature_map = inputs(5)
-    out = linear_attention(q.requires_grad_(), k, v, feature_map, 2, None, FeatureState.empty(k, v, 2, 1, 4))
+    q, k, v, features = inputs(5)
+    out = linear_attention(q.requires_grad_(), k, v, features, 2, None, FeatureState.empty(k, v, 2, 1, 4))
     return torch.autograd.grad(out.sum(), q)[0]
 
 
@@ -115,7 +116,7 @@ def merge(tokens=5, attend=slot_attention):
 DOORS = {
     "attention": (read, "FeatureAttention"),
     "attention and its gradients": (train, "FeatureAttention"),
-    "single tokens": (lambda: read(1), "run_token_features"),
+    "single tokens": (lambda: read(1), "run_token_windows"),
     "slots": (merge, "run_slot_merging"),
     "single tokens and slots": (lambda: merge(1), "run_token_slots"),
     "losses of attention rows": (compare, "loss_kernels"),
@@ -137,7 +138,7 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
-    "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
+    "single tokens": (kernel_token_windows, "place - WIDTH + 1, 0", "place - WIDTH + 2, 0"),
     "slots": (kernel_text_slots, "apart * apart * (apart * apart)", "values * values"),
     "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),

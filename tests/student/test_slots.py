@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
-from linearizer.student.features_torch import reference as attend_exactly
 from linearizer.student.kernel_dispatch import slot_attention
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
 from linearizer.student.slots_torch import reference
 from linearizer.student.state import SlotState
+from tests.support.log_features import reference as attend_exactly
 from tests.support.models import student_of, tokens
 
 WINDOW, SINKS, DIM = 8, 2, 4

@@ -25,13 +25,12 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from linearizer.student import (
-    feature_maps,
     kernel_common,
     kernel_text_features,
     kernel_text_gradients,
     kernel_text_slots,
-    kernel_token_features,
     kernel_token_slots,
+    kernel_token_windows,
 )
 from linearizer.student.kernel_token_table import TokenGroup, get_table
 from linearizer.student.slots_merging import Merging
@@ -46,7 +45,6 @@ for name in [name for name in sys.modules if name.startswith("linearizer.")]:
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 CASES = [(80, "128x128"), (89, "128x128"), (90, "128x128"), (120, "128x128"), (90, "256x128"), (89, "128x128xfp32")]
 RECORD = Path(__file__).with_name("compiled.json")
-MAPS = (feature_maps.NONE, feature_maps.KEYS, feature_maps.NEAREST, feature_maps.HALVES)
 
 
 def launches(chip, call):
@@ -71,9 +69,9 @@ def draw(*shape, dtype=torch.bfloat16):
 
 
 def everything(dim, features, dtype, whole, window=64, sinks=4):
-    """Call all that launches: attention and its gradients, a step with features of its own or given, both losses.
+    """Call all that launches: attention and its gradients, steps of windows and slots, both losses.
 
-    A step is made with all kinds of features and of bits if `whole`, and else with those that take least and most.
+    A step with slots is made with all numbers of bits if `whole`, and else with those that take most.
     """
     inputs = attention_inputs(1, 8, 4, 2048, dim, features, dtype, window, sinks)
     (q, k, _, sink, _, count, _, u, w, level, mean), heads = inputs, 8
@@ -84,10 +82,7 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     for bits in (16, 8):
         near = kept_in(bits, (sink, sink), (ring, ring))
         held = TokenGroup([*range(heads)], FeatureState(count, *near, level, mean), window)
-        for shares in MAPS if whole else MAPS[:1] if bits == 16 else MAPS[-1:]:
-            kernel_token_features.run_token_features(*first, get_table([held]), held.state, shares, dim**-0.5)
-    given = u[..., :1, :], w[..., :1, :]
-    kernel_token_features.run_token_features(*first, get_table([held]), held.state, -1, 1.0, *given)
+        kernel_token_windows.run_token_windows(*first, get_table([held]), held.state, dim**-0.5)
     metric = draw(heads, dim, dim).float()
     slots(q, k, sink, count, window, metric)
     for bits in (16, 8) if whole else (8,):

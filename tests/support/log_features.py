@@ -1,10 +1,13 @@
-"""Texts, keys and feature maps to run linear attention on."""
+"""Texts, keys and feature maps to run linear attention on, and what it is."""
 
 from __future__ import annotations
 
 import torch
 
 from linearizer.student.feature_maps import FEATURE_MAPS
+from linearizer.student.features_torch import ScaledMap
+from linearizer.student.softmax_parts import far_logits_exactly
+from linearizer.student.state import EMPTY
 
 DIM, VALUE_DIM = 6, 5
 
@@ -37,3 +40,24 @@ def extreme(case, tokens=48, **sizes):
         k *= (80 / DIM) ** 0.5 / k.square().mean(-1, keepdim=True).sqrt() ** 1
         q = k[:, :, None].expand_as(q) * torch.where(torch.arange(tokens)[:, None] % 2 == 0, 1.0, -1.0)
     return q, k, v, feature_map
+
+
+def far_of(feature_map):
+    """The far field of a map, for queries and keys that are scaled alike."""
+    return ScaledMap(feature_map) if feature_map else None
+
+
+def reference(q, k, v, feature_map, window, sinks, real=None):
+    """softmax over j ≤ i of (q_i·k_j where j is near, log Σ_m exp(u_im + w_jm) elsewhere), times v."""
+    tokens = q.shape[-2]
+    real = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device) if real is None else real
+    place = real.cumsum(-1) - 1
+    near = (place[:, None, :] < sinks) | (place[:, :, None] - place[:, None, :] < window)
+    seen = real[:, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+    logits = q @ k[:, :, None].mT
+    if feature_map is None:
+        seen = seen & near
+    else:
+        far = far_logits_exactly(feature_map.queries(q), feature_map.keys(k))
+        logits = torch.where(near[:, None, None], logits, far)
+    return logits.masked_fill(~seen[:, None, None], EMPTY).softmax(-1) @ v[:, :, None]

@@ -7,8 +7,8 @@ from torch import nn
 from linearizer.errors import RequestError
 from linearizer.plan.head_bytes import Head
 from linearizer.student.attention_interface import attending
-from linearizer.student.features_torch import reference
-from linearizer.student.layer_student import LayerStudent, ScaledMap
+from linearizer.student.features_torch import ScaledMap
+from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.layers import featured, output_projections
 from linearizer.train import losses
 from linearizer.train.losses import (
@@ -23,6 +23,7 @@ from linearizer.train.losses import (
     rows_of_memory,
 )
 from tests.support.families import FAMILIES
+from tests.support.log_features import reference
 from tests.support.models import student_of, teacher_of, tokens
 
 SINKS, SCALE, SIZE = 2, 0.3, 8
