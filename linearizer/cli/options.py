@@ -11,8 +11,8 @@ from typing import Any
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.plan.recipes import NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
-from linearizer.plan.update_rules import MEMORIES, beginning
 from linearizer.run.evaluation_request import Request
+from linearizer.student.update_rules import beginning
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
 AddCommand = Callable[..., Any]  # adds a command: its name, what serves it, what it is, its operand, its description
@@ -77,19 +77,16 @@ class ListRecipes(argparse.Action):
 
 
 def describe_recipes() -> str:
-    """List the recipes and memories with their references and results, and the methods that no recipe expresses."""
+    """List the recipes with their references and results, and the methods that no recipe expresses."""
     lines = ["each recipe: what it is, its reference, and its results with the demo model:", ""]
     for name, recipe in RECIPES.items():
         lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
-    lines += ["", "further memories, for --feature-map beside the recipe gdn:", ""]
-    for name in (name for name in MEMORIES if name not in RECIPES):
-        lines += [f"  {name:18}{MEMORIES[name].origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
     lines += ["", "methods that no head can hold, and why:", ""]
     return "\n".join(lines + [f"  {name}: {why}" for name, why in NOT_EXPRESSED.items()])
 
 
 def measured_lines(name: str) -> list[str]:
-    """Say how a recipe or a memory did in the quality table, and which other memory it begins like."""
+    """Say how a recipe did in the quality table, and which other memory it begins like."""
     alike, rows = [beginning(name)] * bool(beginning(name)), measured_quality().get(name)
     if not rows:
         return [*alike, "not measured here yet"]

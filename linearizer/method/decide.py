@@ -20,9 +20,9 @@ from linearizer.plan.head_bytes import (
     token_bytes,
 )
 from linearizer.plan.plan import Plan
-from linearizer.plan.update_rules import MEMORIES
 from linearizer.run.folder import Run
 from linearizer.run.prices import SMALLEST, Prices
+from linearizer.student.update_rules import UPDATE_RULES
 
 Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 
@@ -97,7 +97,7 @@ def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
     room = (plan.budget or 0) * token_bytes(layer)
     token = token_bytes(layer, plan.kept_bits)
     head = Head(plan.kept_window, bits=plan.kept_bits, memory=plan.memory)
-    most = MEMORIES[plan.memory].most_rows(layer.key_dim)
+    most = UPDATE_RULES[plan.memory].most_rows(layer.key_dim)
     fits = [r for r in range(1, most + 1) if head_bytes(replace(head, features=r), layer, sinks, 0) <= room]
     if not fits:
         least = head_bytes(replace(head, features=1), layer, sinks, 0)

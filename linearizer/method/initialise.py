@@ -99,7 +99,7 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
 
     Keys are taken in the metric of the queries, in the directions in which that is largest, and queries in its inverse.
     """
-    if rule.has_moments:  # what the mass of Gaussian keys is off by
+    if rule.rule.has_moments:  # what the mass of Gaussian keys is off by
         mass = (q @ k.mT).logsumexp(-1) - math.log(len(k))
         rule.mass[head] = (mass - q @ k.mean(0) - q.square() @ k.var(0, correction=0) / 2).median()
     values, vectors = torch.linalg.eigh((q.mT @ q / len(q)).double())
@@ -111,11 +111,6 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
     rule.key_map[head, :, :count] = torch.stack([key_map.roll(step, 0) for step in range(rule.rule.steps)])
     rule.query_map[head, :count] = query_map
     rule.key_shift[head] = k.mean(0)
-    if rule.key_bias is not None:  # of a cell, by the distance of a key to its centre
-        metric, around = query_metric(q), k - k.mean(0)
-        centres = cluster(around @ metric, rule.features, generator)
-        rule.key_map[head, 0] = SHARPNESS * centres @ metric
-        rule.key_bias[head] = -SHARPNESS * centres.square().sum(-1) / 2
     if rule.router is not None:
         rule.router[head, :, :count] = cluster((k - k.mean(0)) @ key_map.mT, rule.rule.memories, generator)
 

@@ -13,10 +13,10 @@ from linearizer.page import plan_form
 from linearizer.page.chat import sample_prompts
 from linearizer.page.limits import LIMITS
 from linearizer.page.planning import EFFORTS
-from linearizer.page.presets import USUAL_PAPER, further_memories, recipe_choices, way_choices
+from linearizer.page.presets import USUAL_PAPER, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
-from linearizer.report.markup import folded, glossary_html, message_box, part_lead, table
+from linearizer.report.markup import glossary_html, message_box, part_lead
 from linearizer.report.parts import PART_VIEWS
 
 SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"
@@ -105,9 +105,6 @@ def choose_plan(ui: SimpleNamespace) -> None:
     with gr.Accordion("Advanced", open=False, elem_id="advanced"):
         gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
         ui.fields = plan_form.place_options()
-        head, name = ("feature map", "what it is, and how it did"), "Memories beside those of the recipes"
-        memories = table("", head, further_memories(), label=name, kind="lz-words lz-pair")
-        gr.HTML(folded(f"{name}, for Feature map", memories), elem_id="further-memories")
     with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
         ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
         ui.plan = gr.Code("", language="json", label="plan.json, for --plan", lines=3, wrap_lines=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from linearizer.plan.recipes import RECIPES, measured_quality
-from linearizer.plan.update_rules import MEMORIES, beginning
+from linearizer.student.update_rules import beginning
 
 SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
 TITLES = {"per": "Degrees of freedom per", "lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
@@ -84,13 +84,6 @@ def recipe_choices() -> list[tuple[str, str]]:
         lines = upper_first(recipe.label), about, upper_first(recipe.reference) or "Ours.", *quality
         choices.append(("\n".join(filter(None, lines)), name))
     return choices
-
-
-def further_memories() -> list[tuple[str, str]]:
-    """List the memories that are no recipes: the name of each, then what it is, from whom and how it did."""
-    names = [name for name in MEMORIES if name not in RECIPES]
-    lines = ((f"{MEMORIES[name].origin}.", begins_like(name), expected_quality(name)) for name in names)
-    return [(name, " ".join(filter(None, of_memory))) for name, of_memory in zip(names, lines, strict=True)]
 
 
 def begins_like(name: str) -> str:

@@ -11,7 +11,7 @@ from linearizer.errors import RequestError
 from linearizer.plan import head_bytes
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.json_products import JsonProduct
-from linearizer.plan.update_rules import MEMORIES
+from linearizer.student.update_rules import UPDATE_RULES
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Allocation(JsonProduct):
                 raise RequestError(f"{head} is no head: beside features its numbers have 8 or 16 bits")
             if head.slots and (head.features or not head.window):
                 raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
-            if head.memory and (head.memory not in MEMORIES or head.slots):
-                raise RequestError(f"{head} is no head: its memory is one of {', '.join(MEMORIES)}, and without slots")
+            if head.memory and (head.memory not in UPDATE_RULES or head.slots):
+                known = ", ".join(UPDATE_RULES)
+                raise RequestError(f"{head} is no head: its memory is one of {known}, and without slots")
             if head.softmax and (head.window or head.features or head.slots):
                 raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from linearizer.plan.update_rules import MEMORIES
+from linearizer.student.update_rules import UPDATE_RULES
 
 CACHED = 2  # bytes of a cached number
 BITS = (4, 5, 6, 8, 16)  # that a number in keys and values may have
@@ -40,7 +40,7 @@ class Head:
     softmax: bool = False
     slots: int = 0  # tokens, each merged of several
     bits: int = 16  # of a number in keys and values
-    memory: str = ""  # what `features` count the rows of (memories.py); none: features, log sums
+    memory: str = ""  # what `features` count the rows of (update_rules.py); none: features, log sums
 
     @property
     def block(self) -> int:
@@ -94,7 +94,7 @@ def far_bytes(head: Head, layer: Layer) -> int:
     if not head.memory or not head.features:
         return head.features * feature_bytes(layer)
     group = layer.query_heads // layer.kv_heads
-    return SUMMED * MEMORIES[head.memory].numbers(head.features, layer.key_dim, layer.value_dim, group)
+    return SUMMED * UPDATE_RULES[head.memory].numbers(head.features, layer.key_dim, layer.value_dim, group)
 
 
 def slot_bytes(layer: Layer, bits: int = 16) -> int:

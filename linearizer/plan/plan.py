@@ -14,7 +14,7 @@ from linearizer.plan.json_products import JsonProduct
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.profile import Gauge, Normalise, Per
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
-from linearizer.plan.update_rules import MEMORIES
+from linearizer.student.update_rules import UPDATE_RULES
 
 DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given none
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
@@ -87,7 +87,7 @@ class Plan(JsonProduct):
         "clusters",
         "what makes features of queries and keys, or a memory that is written by a rule",
         BY_RECIPE,
-        choices=(*FEATURE_MAPS, *MEMORIES),
+        choices=(*FEATURE_MAPS, *UPDATE_RULES),
     )
     text: str = measuring(
         "builtin", "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]"
@@ -210,21 +210,19 @@ class Plan(JsonProduct):
         if self.strategy == "memory" and not self.memory:
             raise RequestError(
                 f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
-                f"--feature-map {' or '.join(list(MEMORIES)[-3:])}, or another strategy"
+                f"--feature-map {' or '.join(list(UPDATE_RULES)[-3:])}, or another strategy"
             )
-        compared = {"l2": "products of features"}
-        if self.memory and not MEMORIES[self.memory].is_positive:
-            compared["softmax"] = "rows of positive weights"
-        for loss, what in compared.items():
-            if self.memory and self.trains and loss in self.kept_loss.split("+"):
-                raise RequestError(
-                    f"{self.memory} has no {what}, which the loss {loss} compares: ask for --loss output"
-                )
+        compares_rows = {"softmax", "l2"} & {*self.kept_loss.split("+")}
+        if self.memory and self.trains and compares_rows:
+            raise RequestError(
+                f"{self.memory} has no rows of attention, which the loss {compares_rows.pop()} compares: ask for "
+                "--loss output"
+            )
 
     @property
     def memory(self) -> str:
         """The memory in place of features; none: features."""
-        return self.feature_map if self.feature_map in MEMORIES and self.rules.far_field == "features" else ""
+        return self.feature_map if self.feature_map in UPDATE_RULES and self.rules.far_field == "features" else ""
 
     @property
     def kept_sinks(self) -> int:

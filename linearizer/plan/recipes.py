@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from linearizer.student.update_rules import UPDATE_RULES
+
 SUMMARY = Path(__file__).with_name("quality.json")  # which the benchmark writes
 
 
@@ -78,9 +80,13 @@ class Recipe:
         return f"{self.about} ({self.reference})" if self.reference else self.about
 
 
-def by_rule(memory: str, **more: Any) -> dict[str, Any]:
-    """Give the choices of a memory beside a window and sinks, trained layer by layer on what attention puts out."""
-    return {"strategy": "memory", "feature_map": memory, "loss": "output", "steps": 60, **more}
+def by_rule(name: str) -> Recipe:
+    """Make the recipe of a memory beside a window and sinks, trained layer by layer on what attention puts out."""
+    rule, usual = UPDATE_RULES[name], {"strategy": "memory", "feature_map": name, "loss": "output", "steps": 60}
+    about, more = f"{rule.about}, beside a window", {}
+    if name == "liger":
+        about, more = f"{about} of equal share, then adapters", {"loss": "output+direct", "sinks": 0, "lora": 8}
+    return Recipe(rule.label, about, {**usual, **more}, rule.reference)
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -147,78 +153,7 @@ RECIPES: Mapping[str, Recipe] = {
         {"strategy": "fix", "feature_map": "mlp", "steps": 60},
         "Zheng et al., SAS: Simulated Attention Score, NeurIPS 2025, arXiv:2507.07694",
     ),
-    "cells": Recipe(
-        "soft cells",
-        "tokens shared among cells, each with its mean key, mean value and their number, beside a window",
-        by_rule("cells"),
-        "after Zhang et al., Gated Slot Attention for Efficient Linear-Time Sequence Modeling, NeurIPS 2024, "
-        "arXiv:2409.07146",
-    ),
-    "lawcat": Recipe(
-        "LAWCAT",
-        "normalised sums with a decay by token, keys and queries convolved over four tokens, beside a window",
-        by_rule("lawcat"),
-        "Liu et al., LAWCAT: Efficient Distillation from Quadratic to Linear Attention with Convolution across Tokens "
-        "for Long Context Modeling, Findings of EMNLP 2025, arXiv:2509.18467",
-    ),
-    "retnet": Recipe(
-        "RetNet",
-        "sums of products with one decay for a head, as Lightning Attention has it, too, beside a window",
-        by_rule("retnet"),
-        "Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, 2023, arXiv:2307.08621",
-    ),
-    "gla": Recipe(
-        "gated linear attention",
-        "sums of products with decays by token and channel, beside a window",
-        by_rule("gla"),
-        "Yang et al., Gated Linear Attention Transformers with Hardware-Efficient Training, ICML 2024, "
-        "arXiv:2312.06635",
-    ),
-    "liger": Recipe(
-        "Liger",
-        "gated linear attention whose gates are the keys, beside a window of equal share, then adapters",
-        by_rule("liger", loss="output+direct", sinks=0, lora=8),
-        "Lan et al., Liger: Linearizing Large Language Models to Gated Recurrent Structures, ICML 2025, "
-        "arXiv:2503.01496",
-    ),
-    "deltanet": Recipe(
-        "DeltaNet",
-        "erases what a key finds before it writes, beside a window",
-        by_rule("deltanet"),
-        "Yang et al., Parallelizing Linear Transformers with the Delta Rule over Sequence Length, NeurIPS 2024, "
-        "arXiv:2406.06484",
-    ),
-    "gdn": Recipe(
-        "Gated DeltaNet",
-        "erases and writes, with a decay by token, beside a window",
-        by_rule("gdn"),
-        "Yang, Kautz and Hatamizadeh, Gated Delta Networks: Improving Mamba2 with Delta Rule, ICLR 2025, "
-        "arXiv:2412.06464",
-    ),
-    "kda": Recipe(
-        "Kimi Delta Attention",
-        "erases and writes, with decays by token and channel, beside a window",
-        by_rule("kda"),
-        "Kimi Team, Kimi Linear: An Expressive, Efficient Attention Architecture, 2025, arXiv:2510.26692",
-    ),
-    "mom": Recipe(
-        "mixture of memories",
-        "three Gated DeltaNets that tokens are routed to by their keys, and a shared one, beside a window",
-        by_rule("mom"),
-        "Du et al., MoM: Linear Sequence Modeling with Mixture-of-Memories, 2025, arXiv:2502.13685",
-    ),
-    "nalaformer": Recipe(
-        "NaLaFormer",
-        "powers of products by their signs, with the query's norm in the power, beside a window",
-        by_rule("nalaformer"),
-        "Meng et al., NaLaFormer: Norm-Aware Linear Attention for Transformer Models, 2025, arXiv:2506.21137",
-    ),
-    "mala": Recipe(
-        "MALA",
-        "linear attention whose weights have a magnitude and an offset and sum to one, beside a window",
-        by_rule("mala"),
-        "Fan et al., Rectifying Magnitude Neglect in Linear Attention, ICCV 2025, arXiv:2507.00698",
-    ),
+    **{name: by_rule(name) for name in UPDATE_RULES},
 }
 CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide
 

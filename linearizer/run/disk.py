@@ -5,7 +5,7 @@ from __future__ import annotations
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import FITTED, Plan
-from linearizer.plan.update_rules import MEMORIES
+from linearizer.student.update_rules import UPDATE_RULES
 
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments
@@ -46,7 +46,7 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
 def rows_of(plan: Plan, layer: Layer) -> int:
     """Estimate how many features, or rows of a memory, the heads of a layer hold in the mean, beside their windows."""
     rows = plan.features or (plan.budget or 0) - plan.kept_window - plan.kept_sinks
-    return min(rows, MEMORIES[plan.memory].most_rows(layer.key_dim)) if plan.memory else rows
+    return min(rows, UPDATE_RULES[plan.memory].most_rows(layer.key_dim)) if plan.memory else rows
 
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:

@@ -18,7 +18,7 @@ from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import read_in_c
 from .kernel_token_table import TokenGroup
 from .kernel_trial import kernels_accept, passes_trial
-from .matrix_rule import RULES, MatrixRule, ScaledRule
+from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import (
     FewBits,
     Turns,
@@ -33,6 +33,7 @@ from .slots_merging import Merger, Merging
 from .slots_torch import read_text, read_together
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .token_buffer import WindowGroup, attend_token_in_buffer
+from .update_rules import UPDATE_RULES
 
 Tensor = torch.Tensor
 SOFTMAX = "softmax"
@@ -58,8 +59,8 @@ class FeatureGroup(nn.Module):
         self.bits = bits
         self.heads, self.window, self.sinks = heads, window, sinks
         self.features, self.feature_map = features, None  # type: int, FeatureMap | MatrixRule | None
-        if features and feature_map in RULES:
-            self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, RULES[feature_map])
+        if features and (rule := UPDATE_RULES.get(feature_map)):
+            self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, rule)
         elif features:
             self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features)
         self.turns = (

@@ -1,23 +1,14 @@
 """The matrix rule: a far field that is a matrix, which every token that leaves the window decays, erases and writes.
 
-    S <- Diag(a) S;   S <- S + k (w - e'S);   a query reads q'S, once the token that leaves its window is written.
-
-Linear attention, RetNet, GLA, DeltaNet, Gated DeltaNet, Kimi's delta attention and their kin are choices of the decay
-a, the write (k, w) and the erasure e: the names of RULES. A chunk is solved at once: with G the sums of log a,
+update_rules.py has its members and says how they are read. A chunk is solved at once: with G the sums of log a,
 U = W - (E∘e^G) S - tril_-1(<e_i, k_j> e^(G_i - G_j)) U is triangular, and S becomes e^G S + (K∘e^(G_last - G))'U.
-
-A reading is one vector and its mass in the softmax over what a row sees:
-  gauss  log n + q·mean + ½ Σ (variance · q²) + c, of the n far keys: what their exact mass is if they are Gaussian. The
-         values' mean is kept, too: the matrix holds how values differ from it
-  sum    the feature map's own denominator, kept as one more column of the matrix
-  share  a share of what the row sees exactly
 Gates read values and the norms of pairs of a key's numbers, which rotary positions leave as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from .matrix_torch import Cells, convolved, read_and_write, rows_of, running_moments
+from .matrix_torch import convolved, read_and_write, rows_of, running_moments
 from .softmax_parts import Reading
-from .state import EMPTY, HEADROOM, ExactState, MatrixState, working_dtype
+from .state import EMPTY, ExactState, MatrixState, working_dtype
+from .update_rules import UpdateRule
 
 Tensor = torch.Tensor
 RANK = 8  # of the gates' maps
@@ -36,47 +28,6 @@ SLOWNESS = 16.0  # log decays are logsigmoid(gate) / SLOWNESS
 ROUTES = 2  # memories that a token writes and reads, of those that are routed to
 WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: by channel, pairs of rows take more
 BEGIN_SCALE = 0.1  # of what the matrix adds to the mean of values, before training
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One member of the family."""
-
-    map: str = "unit"  # what makes rows of keys and queries
-    decay: str = ""  # fixed, scalar, channel: by gates; key: by the key; complement: what is not written; level: mean
-    erase: str = ""  # "": nothing; scalar or channel: what the key finds; removal: a step of its own before writing
-    mass: str = "gauss"
-    read: str = ""  # norm: of unit norm; mala; cells: softmax over the rows' mean keys
-    memories: int = 1  # routed to, beside one that every token shares
-    taps: int = 1  # of causal convolutions over keys and over queries
-    share: float = -2.0  # the logarithm of the far share before training, where the mass is a share
-
-    @property
-    def steps(self) -> int:
-        """Of erasing and writing, with a key each, for every token."""
-        return 2 if self.erase == "removal" else 1
-
-
-RULES: Mapping[str, Rule] = {
-    "linear": Rule("plain", mass="share", read="norm"),
-    "elu": Rule("elu", mass="sum"),
-    "nalaformer": Rule("signs", mass="sum"),
-    "mala": Rule("elu", read="mala"),
-    "cells": Rule("softmax", mass="sum", read="cells"),
-    "lawcat": Rule("both", "scalar", mass="sum", taps=4),
-    "retnet": Rule("plain", "fixed", mass="share", read="norm"),
-    "mamba2": Rule("plain", "scalar", mass="share", taps=4),
-    "gla": Rule("plain", "channel", mass="share", read="norm"),
-    "liger": Rule("softmax", "key", mass="share", share=0.0),
-    "hgrn2": Rule("plain", "complement", mass="share"),
-    "lightnet": Rule("plain", "level", mass="share"),
-    "deltanet": Rule("unit", "", "scalar"),
-    "gdn": Rule("unit", "scalar", "scalar"),
-    "kda": Rule("unit", "channel", "scalar"),
-    "gdn2": Rule("unit", "channel", "channel"),
-    "rwkv7": Rule("unit", "channel", "removal"),
-    "mom": Rule("unit", "scalar", "scalar", memories=3),
-}
 
 
 class MatrixRule(nn.Module):
@@ -91,17 +42,14 @@ class MatrixRule(nn.Module):
     gate_down: Tensor
     gate_up: Tensor | None
     norm: Tensor | None
-    key_bias: Tensor | None  # of cells, as far as keys are from their centres
     tap_weight: Tensor | None
     query_tap_weight: Tensor | None
     router: Tensor | None
 
-    def __init__(self, heads: int, key_dim: int, value_dim: int, rows: int, rule: Rule) -> None:
+    def __init__(self, heads: int, key_dim: int, value_dim: int, rows: int, rule: UpdateRule) -> None:
         super().__init__()
         self.rule, self.features, self.value_dim = rule, rows, value_dim
-        wide = rule.map in ("signs", "both")  # two rows from each product
-        products = -(-rows // 2) if wide else rows
-        self.all_memories = 1 if rule.memories == 1 else rule.memories + 1
+        products = -(-rows // 2) if rule.is_wide else rows
         self.gates = {
             "decay": {"fixed": 1, "scalar": 1, "channel": rows, "key": rows, "complement": rows}.get(rule.decay, 0),
             "beta": {"scalar": 1, "channel": rows, "removal": rows}.get(rule.erase, 0),
@@ -112,7 +60,6 @@ class MatrixRule(nn.Module):
             "key_map": (rule.steps, products, key_dim),
             "query_map": (products, key_dim),
             "key_shift": (key_dim,),
-            "key_bias": (products if rule.read == "cells" else 0,),
             "gate_bias": (sum(self.gates.values()),),
             "gate_down": (RANK, value_dim + key_dim // 2) if by_token else (0,),
             "gate_up": (sum(self.gates.values()), RANK) if by_token else (0,),
@@ -141,7 +88,7 @@ class MatrixRule(nn.Module):
                 parameter.copy_(drawn / math.sqrt(parameter.shape[-1]))
         if self.gate_bias is not None:
             self.gate_bias.copy_(torch.cat([self.begin_bias(kind, size) for kind, size in self.gates.items()]))
-        self.value_scale.fill_(BEGIN_SCALE if self.has_moments else 1.0)
+        self.value_scale.fill_(BEGIN_SCALE if self.rule.has_moments else 1.0)
         self.mass.fill_(self.rule.share if self.rule.mass == "share" else 0.0)
         if self.norm is not None:
             self.norm.fill_(1.0)
@@ -157,25 +104,14 @@ class MatrixRule(nn.Module):
         share = 2 ** (-slowness / HALF_LIFE) if kind == "decay" else 0.5
         return torch.full((size,), math.log(share / (1 - share)))
 
-    @property
-    def has_moments(self) -> bool:
-        return self.rule.mass == "gauss"
-
-    @property
-    def columns(self) -> int:
-        of_keys = self.key_shift.shape[-1] + 1
-        extra = {"mala": 1, "cells": of_keys}.get(self.rule.read, int(self.rule.mass == "sum"))
-        return self.value_dim + extra
-
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*k.shape[:2], *shape, dtype=working_dtype(v), device=v.device)
 
-        moments, leveled = int(self.has_moments), self.rule.decay == "level"
+        moments = int(self.rule.has_moments)
         return MatrixState(
             **ExactState.nothing(k, v, window, sinks),
-            matrix=zeros(self.all_memories, self.features, self.columns),
-            level=zeros(self.features * leveled) + EMPTY,
+            matrix=zeros(self.rule.matrices, self.features, self.rule.columns(self.value_dim)),
             key_mean=zeros(k.shape[-1] * moments),
             key_variance=zeros(k.shape[-1] * moments),
             value_mean=zeros(v.shape[-1] * moments),
@@ -196,20 +132,19 @@ class MatrixRule(nn.Module):
         k, v = k * there, v * there
         mass = self.mass.to(q.dtype)[:, None, None, None] + torch.where(count > 0, 0.0, EMPTY)[:, :, None].to(q.dtype)
         mean = q.new_zeros(())
-        if self.has_moments:
+        if self.rule.has_moments:
             moments = running_moments(state, k, v, there, count)
             mean, spread = moments[2], (q.square() * moments[1][:, :, None]).sum(-1, keepdim=True) / 2
             mass = mass + count.clamp_min(1).log()[:, :, None] + (q * moments[0][:, :, None]).sum(-1, keepdim=True)
             mass = mass + spread
         centre = mean * there if self.rule.read != "mala" else mean.new_zeros(())
-        keys, erase, write, decay = self.written(root, state, k, v - centre, there)
+        keys, erase, write, decay = self.written(root, k, v - centre, there)
         routes = None
         if self.router is not None:
             keys, erase, decay, routes = self.routed(root, q, k, keys, erase, decay)
-        cells = Cells(k.shape[-1]) if self.rule.read == "cells" else None
-        asks = (q if cells else self.queries(q / root))[:, :, None]
-        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 or cells else WRITTEN_AT_ONCE
-        out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes, cells)
+        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 else WRITTEN_AT_ONCE
+        asks = self.queries(q / root)[:, :, None]
+        out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes)
         out = out[:, :, 0] if routes is None else (out * routes).sum(2)
         vectors, mass = self.weighed(out, mass, mean, count)
         return mass, vectors
@@ -217,8 +152,6 @@ class MatrixRule(nn.Module):
     def weighed(self, out: Tensor, mass: Tensor, mean: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Make a mean of values and its mass of what was read."""
         scale = self.value_scale.to(out.dtype)[:, None, None, None]
-        if self.rule.read == "cells":
-            return out[..., :-1], mass + out[..., -1:]
         if self.rule.mass == "sum":
             total = out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
             return out[..., :-1] / total, mass + total.log()
@@ -228,28 +161,20 @@ class MatrixRule(nn.Module):
             return (1 + 1 / total) * out[..., :-1] - total * mean[:, :, None], mass
         if self.norm is not None:
             out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.norm[:, None, None].to(out.dtype)
-        return (mean[:, :, None] if self.has_moments else 0.0) + scale * out, mass
+        return (mean[:, :, None] if self.rule.has_moments else 0.0) + scale * out, mass
 
-    def written(
-        self, root: float, state: MatrixState, k: Tensor, v: Tensor, there: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    def written(self, root: float, k: Tensor, v: Tensor, there: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Give what each step writes: keys, erasures, values and log decays, (batch, heads, memories, steps, …)."""
         rule = self.rule
         shifted = k * root - self.key_shift[:, None].to(k.dtype)
         products = torch.einsum("bhtd,hspd->bhtsp", shifted, self.key_map.to(k.dtype))
-        if self.key_bias is not None:
-            products = products + self.key_bias[:, None, None].to(k.dtype)
         keys = rows_of(rule.map, products, False)[..., : self.features]
         gates = self.gate_values(k, v)
         decay = self.log_decay(gates["decay"], products[..., 0, :])
         if rule.decay == "complement":
             keys = -decay.expm1()[..., None, :]
-        if rule.decay == "level":
-            keys, decay = self.leveled(state, keys, there)
         if rule.mass == "sum" or rule.read == "mala":
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        if rule.read == "cells":
-            v = torch.cat([k, v], -1)
         beta = gates["beta"].sigmoid()
         keys, erase, write = keys * there[..., None], None, v[..., None, :].expand(*v.shape[:3], rule.steps, -1)
         if rule.erase == "scalar":
@@ -280,19 +205,11 @@ class MatrixRule(nn.Module):
 
     def log_decay(self, gates: Tensor, keys: Tensor) -> Tensor:
         """Give the log decays of every token: (batch, heads, tokens, 1 or rows)."""
-        if self.rule.decay in ("", "level"):
+        if not self.rule.decay:
             return keys.new_zeros(*keys.shape[:3], 1)
         if self.rule.decay in ("key", "complement"):
             gates = gates + keys
         return logsigmoid(gates) / (1.0 if self.rule.decay == "complement" else SLOWNESS)
-
-    def leveled(self, state: MatrixState, keys: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-        """Let a row be a mean over the past, weighted by e^key: give what is written, and the log decays."""
-        log_keys = keys[..., 0, :].masked_fill(there == 0, 2 * EMPTY)
-        levels = torch.cat([state.level[:, :, None], log_keys], -2).logcumsumexp(-2)
-        state.level = levels[:, :, -1]
-        before, after = levels[..., :-1, :], levels[..., 1:, :]
-        return (log_keys - after).clamp_max(0).exp()[..., None, :], (before - after).clamp(min=-HEADROOM, max=0.0)
 
     def queries(self, q: Tensor) -> Tensor:
         """Make the rows that read of queries: (batch, heads, group, tokens, rows)."""

@@ -4,7 +4,6 @@ matrix_rule.py defines them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.nn.functional import elu, pad, relu
 from .state import EMPTY, MatrixState
 
 Tensor = torch.Tensor
-LEAST_NUMBER = 1e-30  # of tokens in a cell
 PAIRED_AT_ONCE = 8  # rows with decays by channel: more take longer
 
 
@@ -76,29 +74,6 @@ def running_moments(
     return mean, variance, values
 
 
-@dataclass(frozen=True)
-class Cells:
-    """Scores the mean key of every row, which is a cell, and adds the logarithm of how much was written to it.
-
-    Columns hold the sums of keys, of values, and of what was written.
-    """
-
-    size: int
-
-    def columns(self, whole: Tensor) -> Tensor:
-        return whole[..., self.size : -1]
-
-    def queries(
-        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        own = (q @ write[..., None, :, : self.size].mT) * weights[..., None, :, :]
-        sums = own @ k[..., None, :, :] + kept[..., None, :, :] * (q @ matrix[..., None, :, : self.size].mT)
-        number = (weights @ k + kept * matrix[..., None, :, -1]).clamp_min(LEAST_NUMBER)[..., None, :, :]
-        logits = sums / number + number.log()
-        mass = logits.logsumexp(-1, keepdim=True)
-        return (logits - mass).exp() / number, mass
-
-
 def read_and_write(
     q: Tensor,  # (batch, heads, memories or 1, group, rows, K)
     k: Tensor,  # (batch, heads, memories, rows · steps, K)
@@ -108,25 +83,21 @@ def read_and_write(
     matrix: Tensor,  # (batch, heads, memories, K, columns)
     steps: int,
     size: int,
-    cells: Cells | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write tokens and read after each, some at a time; return what is read and the matrix at the end.
-
-    What is read of cells ends with the logarithm of its mass.
-    """
+    """Write tokens and read after each, some at a time; return what is read and the matrix at the end."""
     tokens, parts = q.shape[-2], []
     if tokens == 1:
-        return read_and_write_token(q, k, erase, write, decay, matrix, cells)
+        return read_and_write_token(q, k, erase, write, decay, matrix)
     for start in range(0, tokens, size):
         some = slice(start * steps, (start + size) * steps)
         part = k[..., some, :], None if erase is None else erase[..., some, :], write[..., some, :], decay[..., some, :]
-        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps, cells)
+        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps)
         parts.append(out)
     return torch.cat(parts, -2), matrix
 
 
 def read_and_write_token(
-    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, cells: Cells | None
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Take the steps of one token, one after the other."""
     for step in range(k.shape[-2]):
@@ -135,17 +106,12 @@ def read_and_write_token(
         if erase is not None:
             new = new - erase[..., step, None, :] @ matrix
         matrix = matrix + k[..., step, :, None] * new
-    if cells is None:
-        return q @ matrix[..., None, :, :], matrix
-    nothing = k.new_zeros(*k.shape[:-2], 1, 0), k.new_ones(*k.shape[:-2], 1, 1)  # all is in the matrix
-    q, mass = cells.queries(q, k[..., :0, :], write[..., :0, :], *nothing, matrix)
-    return torch.cat([q @ cells.columns(matrix)[..., None, :, :], mass], -1), matrix
+    return q @ matrix[..., None, :, :], matrix
 
 
 def read_and_write_chunk(
-    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, steps: int,
-    cells: Cells | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
     """Solve for what some tokens write, then read."""
     tokens = k.shape[-2]
     sums, at = decay.cumsum(-2), torch.arange(tokens, device=k.device)
@@ -153,17 +119,13 @@ def read_and_write_chunk(
         system = paired(erase, k, sums, sums, at < at[:, None]) + torch.eye(tokens, dtype=k.dtype, device=k.device)
         found = write - (erase * sums.exp()) @ matrix
         write = torch.linalg.solve_triangular(system, found, upper=False, unitriangular=True)
-    rows, mass, columns = at[steps - 1 :: steps], None, (write, matrix)
+    rows = at[steps - 1 :: steps]
     own, seen = sums[..., rows, :], at <= rows[:, None]
-    if cells is not None:
-        weights = torch.where(seen, own[..., :, None, 0] - sums[..., None, :, 0], EMPTY).exp()
-        q, mass = cells.queries(q, k, write, weights, own.exp(), matrix)
-        columns = cells.columns(write), cells.columns(matrix)
     scores = paired(q, k[..., None, :, :], own[..., None, :, :], sums[..., None, :, :], seen)
-    out = (q * own.exp()[..., None, :, :]) @ columns[1][..., None, :, :] + scores @ columns[0][..., None, :, :]
+    out = (q * own.exp()[..., None, :, :]) @ matrix[..., None, :, :] + scores @ write[..., None, :, :]
     last = sums[..., -1:, :]
     after = last.exp().mT * matrix + (k * (last - sums).exp()).mT @ write
-    return out if mass is None else torch.cat([out, mass], -1), after
+    return out, after
 
 
 def paired(x: Tensor, y: Tensor, x_sums: Tensor, y_sums: Tensor, seen: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ The words of these files:
   far field           what represents all other tokens: slots or features
   slot                a token, or the mean of several tokens that were merged, with their number (slots_merging.py)
   feature             a sum over tokens, weighted by a function of their keys (features_torch.py, feature_maps.py)
-  memory              another far field, which is written by a rule (matrix_rule.py)
+  memory              another far field, which is written by a rule (update_rules.py, matrix_rule.py)
   degrees of freedom  how many features a head's scores call for, as measured on text
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
@@ -46,10 +46,11 @@ from .attention_interface import (
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .layer_student import LayerStudent, generator_at
-from .matrix_rule import RULES, MatrixRule
+from .matrix_rule import MatrixRule
 from .packed_state import Turns
 from .saved_state import read_state
 from .slots_merging import Merger
+from .update_rules import UPDATE_RULES
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "
@@ -161,9 +162,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        if config.feature_map not in {**FEATURE_MAPS, **RULES}:
-            known = ", ".join([*FEATURE_MAPS, *RULES])
-            raise ValueError(f"feature_map={config.feature_map!r} is none of {known}")
+        if config.feature_map not in (known := [*FEATURE_MAPS, *UPDATE_RULES]):
+            raise ValueError(f"feature_map={config.feature_map!r} is none of {', '.join(known)}")
         if base is None:
             how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # that asked for
             base = AutoModelForCausalLM.from_config(config.base, **how)

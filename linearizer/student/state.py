@@ -116,7 +116,6 @@ class MatrixState(ExactState):
     """The state of heads with a window and a matrix; what a rule does not keep has no numbers."""
 
     matrix: Tensor  # (batch, heads, memories, rows, columns)
-    level: Tensor  # (batch, heads, rows) log Σ e^key
     key_mean: Tensor  # (batch, heads, key_dim)
     key_variance: Tensor
     value_mean: Tensor  # (batch, heads, value_dim)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, kl_div, pad, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, kl_div, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -27,8 +27,6 @@ from linearizer.errors import RequestError
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
 from linearizer.student.layer_student import FeatureGroup, LayerStudent
 from linearizer.student.matrix_rule import MatrixRule, ScaledRule
-from linearizer.student.softmax_parts import multiply_by_head
-from linearizer.student.state import EMPTY
 from linearizer.teacher.layers import featured, matrix
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
@@ -92,8 +90,6 @@ def rows_loss(
     kind: str, group: FeatureGroup, inputs: AttentionInputs, keep: float, normaliser: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of some heads; return the loss and its excess."""
-    if isinstance(group.feature_map, MatrixRule):
-        return rows_loss_of_memory(group, inputs, keep)
     q, k, _ = inputs.of_heads(group.heads)
     features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
     u, w = features.queries(q), features.keys(k)
@@ -101,32 +97,6 @@ def rows_loss(
     largest = None if normaliser is None else normaliser[group.heads]
     loss, least = attention_loss(u, w, q, k, int(group.window * keep), group.sinks, kind, inputs.scale, largest)
     return loss, loss.detach() - least
-
-
-def rows_loss_of_memory(group: FeatureGroup, inputs: AttentionInputs, keep: float) -> tuple[Tensor, Tensor]:
-    """Compare the attention rows of heads with a memory of positive weights; they are held as a whole."""
-    q, k, _ = inputs.of_heads(group.heads)
-    causal = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool, device=k.device).tril()
-    exact = multiply_by_head(q, k.mT).masked_fill(~causal, EMPTY).log_softmax(-1)
-    own = rows_of_memory(group, inputs, keep)
-    loss = -(exact.exp() * own.clamp_min(torch.finfo(own.dtype).tiny).log()).sum(-1).mean()
-    return loss, loss.detach() + (exact.exp() * exact).sum(-1).mean()
-
-
-def rows_of_memory(group: FeatureGroup, inputs: AttentionInputs, keep: float) -> Tensor:
-    """Compute the weight of every token in what heads with a memory put out: (batch, heads, group, tokens, tokens).
-
-    It is what they put out of values that are 1 for one token each; these stand beside the values, which gates read.
-    """
-    q, k, v = inputs.of_heads(group.heads)
-    each = torch.eye(k.shape[-2], device=k.device, dtype=v.dtype).expand(*k.shape[:2], -1, -1)
-    window, memory = int(group.window * keep), group.memory(inputs.scale)
-    assert isinstance(memory, ScaledRule)
-    wide = torch.cat([v, each], -1)
-    state = memory.empty(k, wide, window, group.sinks)
-    state.matrix = pad(state.matrix, (0, k.shape[-2]))
-    out = attend_text_with_features(q, k, wide, memory, window, None, state)
-    return out[..., v.shape[-1] :]
 
 
 def normaliser_of(kind: str, student: LayerStudent, inputs: AttentionInputs, projection: nn.Module | None) -> Tensor:

@@ -42,11 +42,11 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import cache_bytes, head_bytes, token_bytes
 from linearizer.plan.plan import USUAL_TEXTS, Plan
 from linearizer.plan.recipes import RECIPES
-from linearizer.plan.update_rules import MEMORIES
 from linearizer.progress import finish
 from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
 from linearizer.student.attention_interface import attention_modules
+from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher import load as teacher_module
 from linearizer.teacher.layers import layer_number
 from linearizer.train import train_run
@@ -137,7 +137,7 @@ def measure(arguments, row, budget, seed):
             record["later"] = remembered
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
-                if not is_control(row) and has_both(allocation) and row.partition(",")[0] not in MEMORIES:
+                if not is_control(row) and has_both(allocation) and row.partition(",")[0] not in UPDATE_RULES:
                     with ablation(student), torch.inference_mode():
                         record[name] = {"loss": score(student, held, original)[1].loss.mean().item()}
             if row in READ_OTHERWISE and length == LENGTH:

@@ -1,18 +1,13 @@
 """The rows of the table that decides: of each its recipe, what of its plan is not as usual, and a line about it."""
 
 from linearizer.plan.recipes import RECIPES, STRATEGIES
-from linearizer.plan.update_rules import MEMORIES
+from linearizer.student.update_rules import UPDATE_RULES
 from tests.benchmarks.rivals import RULES
 from tests.benchmarks.shares import ABOUT
 
 STEPS, MEMORY_STEPS = 60, 300  # of every recipe that trains; of memories alone
 OURS = {"best": "gain", "windows": "windows"}  # recipes of ours that prices decide, and their strategies
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
-
-
-def by_memory(name):
-    """Name the recipe that has a memory; any other brings the same choices beside the name."""
-    return name if name in RECIPES else "gdn"
 
 
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
@@ -60,15 +55,11 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "paper, l2": ("paper", {"loss": "l2"}),
     "paper, direct": ("paper", {"loss": "direct"}),
 }
-for name in MEMORIES:  # beside the same window in every head: as they begin, and trained
+for name in UPDATE_RULES:  # beside the same window in every head: as they begin, and trained
     memory = {"feature_map": name, **SINKS}
-    ROWS |= {f"{name}, untrained": (by_memory(name), {**memory, "steps": 0})}
-    ROWS |= {f"{name}, {MEMORY_STEPS} steps": (by_memory(name), {**memory, "steps": MEMORY_STEPS, "batch": 1})}
+    ROWS |= {f"{name}, untrained": (name, {**memory, "steps": 0})}
+    ROWS |= {f"{name}, {MEMORY_STEPS} steps": (name, {**memory, "steps": MEMORY_STEPS, "batch": 1})}
 ROWS |= {
-    f"cells, {MEMORY_STEPS} steps by rows": (
-        "cells",
-        {"feature_map": "cells", **SINKS, "steps": MEMORY_STEPS, "batch": 1, "loss": "softmax"},
-    ),
     "sas": ("sas", SINKS),
 }
 
@@ -84,13 +75,11 @@ def describe_row(row):
         return f"{RULES[rule]}; {bits} bits, {ABOUT.get(share_of(row), 'the same bytes in every head')}"
     if kind == "slots":
         return f"a window and as many slots in every head; 8 bits, {ABOUT[share_of(row)]}"
-    if changes.get("feature_map") in MEMORIES and "strategy" not in changes:
+    if changes.get("feature_map") in UPDATE_RULES and "strategy" not in changes:
         trained = (
-            f"{changes['steps']} steps of a text, layer by layer{' and row by row' * ('loss' in changes)}"
-            if changes["steps"]
-            else "as it begins, untrained"
+            f"{changes['steps']} steps of a text, layer by layer" if changes["steps"] else "as it begins, untrained"
         )
-        return f"{MEMORIES[changes['feature_map']].about}, beside the same window in every head; {trained}"
+        return f"{UPDATE_RULES[changes['feature_map']].about}, beside the same window in every head; {trained}"
     if recipe in OURS:
         return describe_priced(row)
     changed = [

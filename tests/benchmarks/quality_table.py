@@ -8,8 +8,8 @@ from pathlib import Path
 
 from linearizer.amounts import size
 from linearizer.plan.recipes import RECIPES, SUMMARY
-from linearizer.plan.update_rules import MEMORIES
 from linearizer.run.files import write_whole
+from linearizer.student.update_rules import UPDATE_RULES
 from tests.benchmarks.ablation import READOUTS
 from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, describe_row
 
@@ -58,7 +58,7 @@ class Table:
         result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
         result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
         means = {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
-        for name in MEMORIES:
+        for name in UPDATE_RULES:
             means[name] = [row for budget in budgets for row in self.of_memory(name, budget)]
         return {name: of_row for name, of_row in means.items() if of_row}
 

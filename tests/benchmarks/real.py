@@ -59,7 +59,7 @@ SHORT = {  # names of rows
     "duo": "duo --may-grow",
     **{rule: f"{rule}, 8 bits" for rule in ("h2o", "tova", "zsmerge", "morphkv")},
     **{f"cache{bits}": f"cache, {bits} bits" for bits in (2, 3, 4)},
-    **{memory: f"{memory}, 300 steps" for memory in ("gdn", "cells")},
+    "gdn": "gdn, 300 steps",
 }
 USUAL = ("best", "windows", "slots", "swa", "swa8", "h2o", "tova", "zsmerge", "morphkv", "cache2", "cache3", "cache4")
 

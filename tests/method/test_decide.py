@@ -11,10 +11,10 @@ from linearizer.pipeline import inspect
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import STRATEGIES
-from linearizer.plan.update_rules import MEMORIES
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.run.prices import Prices
+from linearizer.student.update_rules import UPDATE_RULES
 
 
 @pytest.fixture(scope="module")
@@ -133,14 +133,14 @@ def test_every_strategy_of_freedoms_turns_curves_into_units():
 
 @pytest.mark.parametrize("budget", [16, 32, 64, 128])
 def test_a_memory_takes_what_a_window_leaves_of_the_budget(budget, inspection):
-    for memory in MEMORIES:
+    for memory in UPDATE_RULES:
         plan = Plan.of("gdn", model="demo", budget=budget, feature_map=memory)
         allocation = decide(None, plan, inspection.layers)
         (head,) = {head for row in allocation.heads for head in row}
         spent, paid = allocation.state_bytes(inspection.layers, 512), cache_bytes(inspection.layers, budget)
         assert head.memory == memory and head.window >= plan.kept_window and head.features
         assert paid - 2 * paid / budget < spent <= paid
-        assert head.features <= MEMORIES[memory].most_rows(inspection.layers[0].key_dim)
+        assert head.features <= UPDATE_RULES[memory].most_rows(inspection.layers[0].key_dim)
 
 
 def test_a_memory_that_cannot_be_is_refused(inspection):
@@ -152,8 +152,6 @@ def test_a_memory_that_cannot_be_is_refused(inspection):
         Plan.of("features", model="demo", budget=64, feature_map="gdn")
     with pytest.raises(RequestError, match="needs a memory, and feature map 'mlp' is none"):
         Plan.of("gdn", model="demo", budget=64, feature_map="mlp")
-    with pytest.raises(RequestError, match="no rows of positive weights, .* ask for --loss output"):
-        Plan.of("gdn", model="demo", budget=64, loss="softmax")
-    with pytest.raises(RequestError, match="cells has no products of features, which the loss l2 compares"):
-        Plan.of("cells", model="demo", budget=64, loss="l2")
-    assert Plan.of("cells", model="demo", budget=64, loss="softmax").kept_loss == "softmax"
+    for loss in ("softmax", "l2", "softmax+direct"):
+        with pytest.raises(RequestError, match="gdn has no rows of attention, which the loss .* ask for --loss output"):
+            Plan.of("gdn", model="demo", budget=64, loss=loss)

@@ -10,13 +10,13 @@ from linearizer.errors import RequestError
 from linearizer.method import blockwise_pass
 from linearizer.page import actions, plan_form, plan_handlers, planning
 from linearizer.page.plan_handlers import take_plan
-from linearizer.page.presets import LISTED, WAYS, further_memories, recipe_choices, recipe_of, way_of
+from linearizer.page.presets import LISTED, WAYS, recipe_choices, recipe_of, way_of
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import USUAL_TEXTS, YIELDING, Plan
 from linearizer.plan.recipes import RECIPES
-from linearizer.plan.update_rules import MEMORIES
 from linearizer.run.folder import parse_plan, read_plan
+from linearizer.student.update_rules import UPDATE_RULES
 
 
 def plan_of(values):
@@ -40,11 +40,10 @@ def test_every_recipe_is_offered_with_its_reference():
     assert all(recipe_of(way_of(name), name) == name for name in RECIPES)
 
 
-def test_every_memory_is_said_with_its_reference_and_what_it_begins_like():
-    said = {name: label for label, name in recipe_choices()} | dict(further_memories())
-    assert all(memory.reference in said[name] for name, memory in MEMORIES.items())
+def test_every_memory_says_what_it_begins_like():
+    said = {name: label for label, name in recipe_choices()}
     assert all(
-        f"the same as {memory.begins_like}" in said[name] for name, memory in MEMORIES.items() if memory.begins_like
+        f"the same as {rule.begins_like}" in said[name] for name, rule in UPDATE_RULES.items() if rule.begins_like
     )
 
 

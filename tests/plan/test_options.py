@@ -14,10 +14,9 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
 from linearizer.plan.recipes import CHOSEN, NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
-from linearizer.plan.update_rules import MEMORIES
 from linearizer.run.evaluation_request import Request
 from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.student.matrix_rule import RULES
+from linearizer.student.update_rules import UPDATE_RULES
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def test_what_recipes_decide_is_said_to_be_theirs():
 
 
 def test_the_plan_knows_every_feature_map_and_rule():
-    assert set(options_of(Plan)["feature_map"].limits.choices) == {*FEATURE_MAPS, *RULES}
+    assert set(options_of(Plan)["feature_map"].limits.choices) == {*FEATURE_MAPS, *UPDATE_RULES}
 
 
 def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_the_table(capsys):
@@ -147,13 +146,12 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
     text, measured = capsys.readouterr().out, measured_quality()
     assert ended.value.code == 0 and all(recipe.origin in text for recipe in RECIPES.values())
     assert all(f"{name}: {why}" in text for name, why in NOT_EXPRESSED.items())
-    assert all(memory.origin in text for name, memory in MEMORIES.items() if name not in RECIPES)
-    alike = [memory.begins_like for memory in MEMORIES.values() if memory.begins_like]
+    alike = [rule.begins_like for rule in UPDATE_RULES.values() if rule.begins_like]
     assert all(text.count(f"the same as {name}\n") == alike.count(name) > 0 for name in set(alike))
     records = json.loads(Path("tests/benchmarks/results/quality-demo.json").read_text())
-    for name, row in [(each, row) for each in ("best", *MEMORIES) for row in measured.get(each, ())]:
-        kind = f"{name}, {'untrained' if row.untrained else '300 steps'}" if name in MEMORIES else name
+    for name, row in [(each, row) for each in ("best", *UPDATE_RULES) for row in measured.get(each, ())]:
+        kind = f"{name}, {'untrained' if row.untrained else '300 steps'}" if name in UPDATE_RULES else name
         result = [r["kl"] for r in records if (r["row"], r["budget"]) == (kind, row.budget) and "kl" in r]
         assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
         assert f"{row.budget} tokens {row.kl:.3g}" in text
-    assert measured.keys() <= {*RECIPES, *MEMORIES}
+    assert measured.keys() <= RECIPES.keys()

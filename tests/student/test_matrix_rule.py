@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from linearizer.plan.update_rules import MEMORIES
 from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.kernel_dispatch import linear_attention
-from linearizer.student.matrix_rule import RULES, MatrixRule, Rule, ScaledRule
+from linearizer.student.matrix_rule import MatrixRule, ScaledRule
 from linearizer.student.matrix_torch import read_and_write, running_moments
 from linearizer.student.state import ExactState, FeatureState, tensors
+from linearizer.student.update_rules import UPDATE_RULES, UpdateRule
 
 DIM, VALUE_DIM, ROWS = 6, 5, 4
 WINDOW, SINKS = 3, 2
@@ -34,7 +34,7 @@ def texts(tokens, heads=2, group=2, batch=2, seed=0):
 
 def memory_of(rule, heads=2, rows=ROWS, seed=1):
     """A rule whose parameters are all at random, so that none of them hides what it does."""
-    rule = RULES[rule] if isinstance(rule, str) else rule
+    rule = UPDATE_RULES[rule] if isinstance(rule, str) else rule
     made = MatrixRule(heads, DIM, VALUE_DIM, rows, rule).double()
     generator = torch.Generator().manual_seed(seed)
     made.reset(generator)
@@ -56,14 +56,14 @@ def read(q, k, v, memory, window=WINDOW, sinks=SINKS, real=None, cuts=()):
 
 def test_memories_begin_like_those_that_they_name_and_like_no_others():
     def begun(name):
-        made = MatrixRule(2, DIM, VALUE_DIM, ROWS, RULES[name]).double()
+        made = MatrixRule(2, DIM, VALUE_DIM, ROWS, UPDATE_RULES[name]).double()
         made.reset(torch.Generator().manual_seed(1))
         return read(*texts(11), ScaledRule(made, 0.7))[0]
 
-    out = {name: begun(name) for name in RULES}
-    found = {(a, b) for a, b in combinations(RULES, 2) if torch.allclose(out[a], out[b])}
-    first = {name: MEMORIES[name].begins_like or name for name in RULES}
-    assert found == {(a, b) for a, b in combinations(RULES, 2) if first[a] == first[b]}
+    out = {name: begun(name) for name in UPDATE_RULES}
+    found = {(a, b) for a, b in combinations(UPDATE_RULES, 2) if torch.allclose(out[a], out[b])}
+    first = {name: UPDATE_RULES[name].begins_like or name for name in UPDATE_RULES}
+    assert found == {(a, b) for a, b in combinations(UPDATE_RULES, 2) if first[a] == first[b]}
 
 
 def steps_of(tokens=11, channels=True, memories=1, steps=1, seed=0, columns=VALUE_DIM):
@@ -183,17 +183,6 @@ def test_further_rules_are_those_of_their_authors(name):
         torch.testing.assert_close(out[:, :, 0, 0].transpose(1, 2), expected, atol=5e-6, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_means_over_the_past_are_those_of_lightnet():
-    """A row's level is the logarithm of all that was written: what is written, and kept, is a share of it."""
-    memory, (_, k, v) = memory_of("lightnet"), texts(13)
-    keys, there = torch.randn(2, 2, 13, 1, ROWS, dtype=torch.float64), torch.ones(1, 1, 13, 1, dtype=torch.float64)
-    writes, decay = memory.rule.leveled(memory.empty(k, v, 0, 0), keys, there)
-    level = keys[..., 0, :].logcumsumexp(-2)
-    torch.testing.assert_close(writes[..., 0, :], (keys[..., 0, :] - level).exp())
-    torch.testing.assert_close(decay[..., 1:, :], level[..., :-1, :] - level[..., 1:, :])
-
-
 @pytest.mark.parametrize("order", ["erase before decay", "read first", "erase undecayed"])
 def test_another_order_is_another_rule(order):
     given = steps_of(11)
@@ -208,7 +197,7 @@ def test_chunks_have_the_gradients_of_the_plain_loop():
     assert max((a - b).abs().max() for a, b in zip(wanted, found, strict=True)) < 1e-10
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", UPDATE_RULES)
 @torch.no_grad()
 def test_a_text_may_be_cut_anywhere(name):
     q, k, v = texts(23)
@@ -223,7 +212,7 @@ def test_a_text_may_be_cut_anywhere(name):
     assert (chunked - whole).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", UPDATE_RULES)
 @torch.no_grad()
 def test_padding_and_later_tokens_change_nothing(name):
     q, k, v = texts(19)
@@ -244,7 +233,7 @@ def test_padding_and_later_tokens_change_nothing(name):
     assert (again[:1, ..., :12, :][..., rows, :] - padded[:1, ..., :12, :][..., rows, :]).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", UPDATE_RULES)
 def test_a_state_takes_the_bytes_that_are_counted(name):
     q, k, v = (x.float() for x in texts(9))
     for rows in (3, 4):
@@ -254,13 +243,7 @@ def test_a_state_takes_the_bytes_that_are_counted(name):
             _, state = read(q, k, v, memory)
         exact = {*ExactState.nothing(k, v, 0, 0)}
         held = sum(x.numel() for key, x in tensors(state).items() if key not in exact) // (len(k) * k.shape[1])
-        assert held == MEMORIES[name].numbers(rows, DIM, VALUE_DIM, q.shape[2])
-
-
-def test_every_memory_has_a_rule():
-    assert MEMORIES.keys() == RULES.keys()
-    sums = {name for name, rule in RULES.items() if rule.mass == "sum"}
-    assert {name for name, memory in MEMORIES.items() if memory.is_positive} == sums
+        assert held == UPDATE_RULES[name].numbers(rows, DIM, VALUE_DIM, q.shape[2])
 
 
 def outputs(memory, tokens=17, window=WINDOW):
@@ -298,17 +281,17 @@ def test_rules_reduce_to_one_another():
         b[:, :ROWS], b[:, ROWS:] = a[:, :ROWS], a[:, ROWS : ROWS + 1]
     assert (outputs(together) - outputs(apart)).abs().max() < 1e-9
 
-    none = memory_of(Rule("unit", "scalar", "scalar"))
+    none = memory_of("gdn")
     none.rule.gate_up.data.zero_()
     none.rule.gate_bias.data[:, 1] = -500.0  # β = 0 writes nothing: the mean of values is left
     none.rule.value_scale.data.fill_(1e6)
-    other = memory_of(Rule("unit", "scalar", "scalar"))
+    other = memory_of("gdn")
     other.rule.value_scale.data.zero_()
     assert (outputs(none) - outputs(other)).abs().max() < 1e-9
 
 
 def test_without_decay_or_erasure_sums_are_left():
-    kept, plain = aligned(Rule("unit", "scalar"), Rule("unit"))
+    kept, plain = aligned(UpdateRule("", "", "", decay="scalar"), UpdateRule("", "", ""))
     kept.rule.gate_up.data.zero_()
     kept.rule.gate_bias.data.fill_(500.0)
     assert (outputs(kept) - outputs(plain)).abs().max() < 1e-9
@@ -316,12 +299,12 @@ def test_without_decay_or_erasure_sums_are_left():
 
 def test_memories_that_every_token_is_routed_to_are_one():
     """The shared memory and those that are routed to hold the same, and are read with weights that sum to two."""
-    routed, alone = aligned(replace(RULES["mom"], memories=2), "gdn")
+    routed, alone = aligned(replace(UPDATE_RULES["mom"], memories=2), "gdn")
     alone.rule.value_scale.data.mul_(2)
     assert (outputs(routed) - outputs(alone)).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["kda", "lawcat", "mom", "cells"])
+@pytest.mark.parametrize("name", ["kda", "lawcat", "mom"])
 def test_every_query_head_of_a_group_reads_as_if_it_were_alone(name):
     q, k, v = texts(13, group=3)
     with torch.no_grad():
@@ -343,38 +326,10 @@ def test_one_cell_that_takes_a_share_of_each_token_is_the_mean_so_far():
 
 
 def test_convolutions_that_learned_nothing_change_nothing():
-    plain, other = aligned(RULES["gdn"], replace(RULES["gdn"], taps=3))
+    plain, other = aligned(UPDATE_RULES["gdn"], replace(UPDATE_RULES["gdn"], taps=3))
     for weight in (other.rule.tap_weight, other.rule.query_tap_weight):
         weight.data.zero_()[:, -1] = 1.0
     assert (outputs(plain) - outputs(other)).abs().max() < 1e-9
-
-
-def test_cells_are_read_as_tokens_of_their_mean_keys_and_values():
-    """One softmax over cells, as a plain loop has it; with a cell for every token it is softmax attention."""
-    q, k, v = texts(9, heads=1, batch=1)
-    memory = memory_of("cells", heads=1)
-    with torch.no_grad():
-        out, _ = read(q, k, v, memory, window=0, sinks=0)
-        rule = memory.rule
-        shares = ((k * 0.7 - rule.key_shift[:, None]) @ rule.key_map[:, 0].mT + rule.key_bias[:, None]).softmax(-1)[
-            0, 0
-        ]
-    for t in range(9):
-        seen, number = slice(t + 1), shares[: t + 1].sum(0)
-        keys, values = ((shares[seen].T @ x[0, 0, seen]) / number[:, None] for x in (k, v))
-        expected = (q[0, 0, :, t] @ keys.T + number.log()).softmax(-1) @ values
-        assert (out[0, 0, :, t] - expected).abs().max() < 1e-9
-    memory = memory_of("cells", heads=1, rows=9)
-    memory.rule.key_map.data.zero_()[:, 0, :, :] = 4000 * k[0, 0]
-    memory.rule.key_bias.data.copy_(-4000 * 0.7 * k[0, 0].square().sum(-1)[None] / 2)
-    memory.rule.key_shift.data.zero_()
-    with torch.no_grad():
-        mass = memory.rule.mass.data.zero_()
-        out, _ = read(q, k, v, memory, window=0, sinks=0)
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        q[:, 0], k[:, 0:1], v[:, 0:1], is_causal=True, scale=1.0, enable_gqa=True
-    )
-    assert (out[:, 0] - exact).abs().max() < 1e-9 and not mass.any()
 
 
 @pytest.mark.parametrize("name", ["gdn", "liger"])

@@ -20,7 +20,6 @@ from linearizer.train.losses import (
     layer_loss,
     logits_loss,
     output_losses,
-    rows_of_memory,
 )
 from tests.support.families import FAMILIES
 from tests.support.log_features import reference
@@ -131,27 +130,6 @@ def test_layers_with_memories_have_together_the_losses_and_gradients_of_each(mem
         assert (own is None) == (other is None)
         if own is not None:
             torch.testing.assert_close(own, other, **CLOSE)
-
-
-@pytest.mark.parametrize("memory", ["cells", "lawcat", "elu", "nalaformer"])
-def test_rows_of_a_memory_are_the_weights_of_what_it_puts_out(memory):
-    torch.manual_seed(0)
-    student = LayerStudent([[3, 4, 0, 0, 16, memory]] * 2, SINKS, SIZE, "")
-    student.reset(torch.Generator().manual_seed(0))
-    seen = AttentionInputs(torch.randn(2, 4, 21, SIZE), torch.randn(2, 2, 21, SIZE), torch.randn(2, 2, 21, SIZE), SCALE)
-    (group,), (q, k, v) = featured(student), seen.of_heads([0, 1])
-    rows = rows_of_memory(group, seen, 1.0)
-    expected = student(seen.query, seen.key, seen.value, SCALE, None, None).unflatten(1, (2, 2))
-    torch.testing.assert_close(rows @ v[:, :, None], expected, **CLOSE)
-    torch.testing.assert_close(rows.sum(-1), torch.ones(2, 2, 2, 21), **CLOSE)
-    causal = torch.ones(21, 21, dtype=torch.bool).tril()
-    assert (rows[..., causal] >= 0).all() and not rows[..., ~causal].any()
-    exact = (q @ k[:, :, None].mT).masked_fill(~causal, -torch.inf).softmax(-1)
-    result = layer_loss("softmax", student, seen, None, 1.0)
-    divergence = torch.where(causal, exact * (exact / rows.clamp_min(1e-30)).log(), 0.0).sum(-1).mean()
-    torch.testing.assert_close(result.excess, divergence.detach(), atol=1e-5, rtol=1e-3)
-    (gradient,) = torch.autograd.grad(result.loss, group.feature_map.key_map)
-    assert gradient.isfinite().all() and gradient.any()
 
 
 def test_layers_are_alike_where_all_hold_one_memory_of_one_size():
