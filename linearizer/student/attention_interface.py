@@ -78,29 +78,16 @@ def linearized(
 
 
 def padding_only(
-    batch_size: int,
     q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Callable = causal_mask_function,
+    mask_function: Callable,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> torch.Tensor | None:
     """Tell which of the new tokens are no padding; a student knows the rest, so no tokens × tokens mask is built."""
     if local_size is not None:
-        return sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            **kwargs,
-        )
+        given = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size}
+        return sdpa_mask(q_length=q_length, **given, **kwargs)
     if mask_function is not causal_mask_function:
         raise ValueError(NOT_SERVED)
     new = None if attention_mask is None else attention_mask[:, -q_length:]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .state import EMPTY, HEADROOM, ExactState, FeatureState
+from .state import EMPTY, ExactState
 
 Tensor = torch.Tensor
 
@@ -79,35 +79,6 @@ class Memory(Protocol):
     def token(
         self, state: Any, q: Tensor, k: Tensor, v: Tensor, comes: Tensor | None, place: Tensor
     ) -> tuple[Tensor, Tensor, bool]: ...  # logits (batch, heads, group, n), values ([…, group], n, dim), is_share
-
-
-@dataclass
-class FarField:
-    """What the rows of one chunk see of the state and, through features, of the chunk's earlier keys.
-
-    The reading's bound is HEADROOM below what a row's features could give with the largest keys: the stabilisers look
-    at all keys of the chunk, also at those that come after the row.
-    """
-
-    key: Tensor  # e^(w - ceiling + HEADROOM): (batch, heads, tokens, features)
-    ceiling: Tensor  # (batch, heads, 1, features)
-    reading: Reading
-
-    @classmethod
-    def of(cls, u: Tensor, w: Tensor, v: Tensor, state: FeatureState) -> FarField:
-        ceiling = torch.maximum(w.detach().amax(-2), state.level.detach())[:, :, None]
-        key, held = (
-            exp_without_underflow(w - (ceiling - HEADROOM)),
-            exp_without_underflow(state.level - (ceiling[:, :, 0] - HEADROOM))[..., None],
-        )
-        u = u + ceiling[:, :, None]
-        bound = u.detach().amax(-1, keepdim=True)
-        query = exp_without_underflow(u.sub_(bound))
-        seen = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
-        product = multiply_by_head(query, key.mT).mul_(seen)  # several times faster than two calls of tril
-        total = product.sum(-1, keepdim=True) + multiply_by_head(query, held)
-        sums = multiply_by_head(product, v).add_(multiply_by_head(query, held * state.mean))
-        return cls(key, ceiling, Reading(bound - HEADROOM, total, sums))
 
 
 def far_logits_exactly(u: Tensor, w: Tensor) -> Tensor:
