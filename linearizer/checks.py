@@ -109,11 +109,6 @@ def check_spread(plan: Plan) -> None:
 
 def check_streamed(plan: Plan) -> None:
     """Refuse what needs the gradients of a whole model, whose weights memory cannot hold."""
-    if plan.trains and plan.minutes is not None:
-        raise RequestError(
-            "the weights do not fit into memory and are read block by block, where every layer takes many steps at "
-            "once, whose time is not known before: ask for --steps in place of --minutes"
-        )
     end_to_end = [each.loss for each in training_settings(plan) if plan.trains and each.loss not in LAYERWISE]
     if end_to_end or plan.kept_lora or plan.rules.decided_by == "gates":
         what = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.kept_lora else "learning gates"

@@ -222,9 +222,8 @@ def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
 
 @on_device_of_first
 def losses(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0,
-    top: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute loss, entropy and lost mass of rows (batch, heads, group, tokens), and gradients of the summed loss."""
     batch, heads, group, tokens, features = u.shape
     u, w, q, k = (x.contiguous() for x in (u, w, q, k))
@@ -259,8 +258,7 @@ def losses(
         constants,
         **launch,
     )
-    top = (largest.amax((0, 2, 3)) if top is None else top.to(kept))[:, None, None]
-    shift = top.expand_as(lse).contiguous() if squared else lse
+    shift = largest.amax((0, 2, 3))[:, None, None].expand_as(lse).contiguous() if squared else lse
     factor = (bound - (shift if squared else student)).clamp_max_(80.0).exp_()
     du, dw = torch.empty_like(u), torch.empty_like(w)
     slabs, lengths = triton.cdiv(features, sizes["MG"]), (tokens, group, window, sinks)

@@ -100,22 +100,19 @@ def run_steps(
     settings, first, begun = trainer.settings, trainer.step, time.monotonic()
     events += new_events
     while trainer.active() and trainer.step < settings.steps and not enough(trainer.step):
-        begin, count = trainer.step, trainer.steps_at_once()
-        count = next((some for some in range(1, count) if enough(begin + some)), count)
-        taken = trainer.take_steps(count)
-        events += [problem for _, problems in taken for problem in problems]
+        losses, problems = trainer.take_step()
+        events += problems
         if folder is not None and (trainer.step % settings.save_every == 0 or trainer.step == settings.steps):
             write_state(folder, trainer.state({**identity, "events": events}))
         seconds = (time.monotonic() - begun) / (trainer.step - first)
-        for done, (losses, problems) in enumerate(taken, begin + 1):
-            details = {
-                **step_details(losses, settings),
-                "tokens_per_second": settings.batch * trainer.texts.shape[1] / seconds,
-                "seconds_left": seconds * (settings.steps - trainer.step),
-                "events": tuple(new_events + problems),
-            }
-            new_events = []
-            yield Progress(EventName.DISTILL, done, settings.steps, "steps", details)
+        details = {
+            **step_details(losses, settings),
+            "tokens_per_second": settings.batch * trainer.texts.shape[1] / seconds,
+            "seconds_left": seconds * (settings.steps - trainer.step),
+            "events": tuple(new_events + problems),
+        }
+        new_events = []
+        yield Progress(EventName.DISTILL, trainer.step, settings.steps, "steps", details)
     if folder is not None and trainer.optimizers and trainer.step < settings.steps:
         write_state(folder, trainer.state({**identity, "events": events}))
 

@@ -5,7 +5,7 @@ Layer by layer, on the queries, keys and values of the teacher's layer:
   l2       squared error of the kernel, divided by its largest value
   output   squared error of the attention output after the output projection, divided by the output's own square:
            directions that the network does not read cost nothing
-The last two have a normaliser of the whole batch, which is computed first where memory splits a batch into parts.
+The last two are means of the parts' losses where memory splits a batch into parts.
 End to end, on the hidden states from which the logits are made, a few tokens' logits at a time:
   direct   the negative log-likelihood of the next token
   logits   the KL divergence of the student's next-token distribution from the teacher's
@@ -13,8 +13,7 @@ End to end, on the hidden states from which the logits are made, a few tokens' l
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +25,8 @@ from transformers import PreTrainedModel
 from linearizer.errors import RequestError
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
 from linearizer.student.layer_student import FeatureGroup, LayerStudent
-from linearizer.student.matrix_rule import MatrixRule, ScaledRule
 from linearizer.teacher.layers import featured, matrix
 from linearizer.train.attention_loss import attention_loss
-from linearizer.train.attention_loss_blocks import largest_scores
 
 EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
 TRAINED_LOGITS = 2**23  # held at once, in fp32, with what their gradients need
@@ -69,45 +66,29 @@ def layer_loss(
     inputs: AttentionInputs,
     projection: nn.Module | None,
     keep: float,
-    normaliser: Tensor | None = None,
 ) -> LayerLoss:
-    """Compare one layer with its teacher, its windows shortened to a share `keep`.
-
-    `normaliser` is `normaliser_of` the whole batch, if `inputs` are a part of it.
-    """
+    """Compare one layer with its teacher, its windows shortened to a share `keep`."""
     if kind == "output":
         assert projection is not None
-        loss = output_loss(student, inputs, projection, keep, normaliser)
+        loss = output_loss(student, inputs, projection, keep)
         return LayerLoss(loss, loss.detach())
     groups = featured(student)
-    losses = [rows_loss(kind, group, inputs, keep, normaliser) for group in groups]
+    losses = [rows_loss(kind, group, inputs, keep) for group in groups]
     shares = [len(group.heads) / sum(len(group.heads) for group in groups) for group in groups]
     loss, excess = (sum(s * x for s, x in zip(shares, part, strict=True)) for part in zip(*losses, strict=True))
     return LayerLoss(loss, excess)
 
 
-def rows_loss(
-    kind: str, group: FeatureGroup, inputs: AttentionInputs, keep: float, normaliser: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def rows_loss(kind: str, group: FeatureGroup, inputs: AttentionInputs, keep: float) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of some heads; return the loss and its excess."""
     q, k, _ = inputs.of_heads(group.heads)
     features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
     u, w = features.queries(q), features.keys(k)
     q, k = inputs.query.unflatten(1, (inputs.key.shape[1], -1))[:, group.heads], inputs.key[:, group.heads]
-    largest = None if normaliser is None else normaliser[group.heads]
-    loss, least = attention_loss(u, w, q, k, int(group.window * keep), group.sinks, kind, inputs.scale, largest)
+    loss, least = attention_loss(u, w, q, k, int(group.window * keep), group.sinks, kind, inputs.scale)
     return loss, loss.detach() - least
 
 
-def normaliser_of(kind: str, student: LayerStudent, inputs: AttentionInputs, projection: nn.Module | None) -> Tensor:
-    """Compute the normaliser of a loss: for l2 each KV head's largest score, for output the mean of Σ |W y|² a text."""
-    if kind == "l2":
-        return largest_scores(*inputs.of_heads(list(range(inputs.key.shape[1])))[:2])
-    assert projection is not None
-    weight, output = projection_by_head(inputs, projection), inputs.value.new_zeros((), dtype=torch.float32)
-    for group in featured(student):
-        output = output + project(softmax_output(*inputs.of_heads(group.heads)), weight[group.heads])
-    return output.square().sum() / len(inputs.query)
 
 
 def projection_by_head(inputs: AttentionInputs, projection: nn.Module) -> Tensor:  # (kv heads, group, size, hidden)
@@ -124,69 +105,21 @@ def softmax_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return heads.unflatten(1, q.shape[1:3])
 
 
-def output_loss(
-    student: LayerStudent, inputs: AttentionInputs, projection: nn.Module, keep: float, normaliser: Tensor | None
-) -> Tensor:
+def output_loss(student: LayerStudent, inputs: AttentionInputs, projection: nn.Module, keep: float) -> Tensor:
     """Compute Σ |W (y - ŷ)|² / Σ |W y|² over the heads that have features, W the output projection."""
     weight = projection_by_head(inputs, projection)
     error, output = (inputs.value.new_zeros((), dtype=torch.float32) for _ in range(2))
     for group in featured(student):
         q, k, v = inputs.of_heads(group.heads)
         exact = softmax_output(q, k, v)
-        if normaliser is None:
-            with torch.no_grad():
-                output = output + project(exact, weight[group.heads])
+        with torch.no_grad():
+            output = output + project(exact, weight[group.heads])
         window = int(group.window * keep)
         state, far = group.empty(k, v, window, inputs.scale), group.memory(inputs.scale)
         error = error + project(
             exact - attend_text_with_features(q, k, v, far, window, None, state), weight[group.heads]
         )
-    square = output.square().sum() if normaliser is None else normaliser * len(inputs.query)
-    return error.square().sum() / square.clamp_min(torch.finfo(output.dtype).tiny)
-
-
-def output_losses(
-    groups: Sequence[FeatureGroup], inputs: Sequence[AttentionInputs], projections: Sequence[nn.Module], keep: float,
-    normalisers: Sequence[Tensor | None],
-) -> list[Tensor]:  # fmt: skip
-    """Compute the output loss of layers whose memories are alike, in the operations that one of them takes.
-
-    Of a small model a step is mostly calls of operations; all heads of all layers are the heads of one memory here.
-    """
-    scale, parts = inputs[0].scale, [own.of_heads(group.heads) for group, own in zip(groups, inputs, strict=True)]
-    q, k, v = (torch.cat(some, 1) for some in zip(*parts, strict=True))
-    memory = ScaledRule(stacked([group.feature_map for group in groups]), scale**0.5)  # type: ignore[misc]
-    window = int(groups[0].window * keep)
-    exact, state = softmax_output(q, k, v), memory.empty(k, v, window, groups[0].sinks)
-    error = exact - attend_text_with_features(q, k, v, memory, window, None, state)
-    losses, sizes = [], [len(group.heads) for group in groups]
-    given = zip(groups, inputs, projections, normalisers, exact.split(sizes, 1), error.split(sizes, 1), strict=True)
-    for group, own, projection, normaliser, whole, missing in given:
-        weight = projection_by_head(own, projection)[group.heads]
-        square = project(whole, weight).square().sum() if normaliser is None else normaliser * len(own.query)
-        losses.append(project(missing, weight).square().sum() / square.clamp_min(torch.finfo(square.dtype).tiny))
-    return losses
-
-
-def are_alike(groups: Sequence[FeatureGroup], inputs: Sequence[AttentionInputs]) -> bool:
-    """Tell whether the memories of some layers are of one rule and size, and read queries and keys of one shape."""
-    kinds = {
-        (rule.rule, rule.features, group.window, group.sinks, own.scale, own.query.shape[1] // own.key.shape[1])
-        for group, own in zip(groups, inputs, strict=True)
-        if isinstance(rule := group.feature_map, MatrixRule)
-    }
-    shapes = {(own.key.shape[-1], own.value.shape[-1], own.key.device) for own in inputs}
-    return len(kinds) == len(shapes) == 1 and all(isinstance(group.feature_map, MatrixRule) for group in groups)
-
-
-def stacked(rules: Sequence[MatrixRule]) -> MatrixRule:
-    """Make one memory of the heads of several, whose parameters are those of all."""
-    made = copy.copy(rules[0])
-    made.__dict__["_parameters"] = {}
-    for name, parameter in rules[0]._parameters.items():
-        own = [getattr(rule, name) for rule in rules]
-        made.__dict__[name] = None if parameter is None else torch.cat(own)
-    return made
+    return error.square().sum() / output.square().sum().clamp_min(torch.finfo(output.dtype).tiny)
 
 
 def project(heads: Tensor, weight: Tensor) -> Tensor:

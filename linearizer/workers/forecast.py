@@ -26,7 +26,7 @@ from linearizer.method.head_prices_by_gradient import DRAWS
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
-from linearizer.run.disk import NUMBER, SAVE_EVERY, checkpoint_bytes, other_bytes, resume_bytes, rows_of
+from linearizer.run.disk import NUMBER, checkpoint_bytes, other_bytes, resume_bytes, rows_of
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -172,7 +172,7 @@ def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float
         priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
         count += 4 + COMPARED + priced * len(replaced_layers(inspection)) / 2
     if plan.trains:
-        count += 3 + plan.steps / SAVE_EVERY
+        count += 3 + plan.steps
     return (inspection.weight_bytes + count * weights) / speeds.reads
 
 

@@ -194,10 +194,10 @@ def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, litt
         assert streamed.teacher.text
 
 
-def test_a_run_reads_each_weight_as_often_whatever_the_number_of_texts_and_steps(little, reads, tmp_path):
+def test_a_run_reads_each_weight_as_often_whatever_the_number_of_texts(little, reads, tmp_path):
     little(14_000_000)
     counts = []
-    for name, more in (("few", {}), ("many", dict(texts=4, steps=6))):
+    for name, more in (("few", {}), ("many", dict(texts=4))):
         plan = Plan(
             "demo", **{**SMALL, "strategy": "fix", "budget": 32, **more}
         )  # what is measured near prices differs
@@ -205,13 +205,6 @@ def test_a_run_reads_each_weight_as_often_whatever_the_number_of_texts_and_steps
         counts.append(max(reads.values()))
         reads.clear()
     assert counts[0] == counts[1] < 40
-
-
-def test_minutes_of_training_are_refused_where_every_layer_takes_many_steps_at_once(little, tmp_path):
-    little(14_000_000)
-    plan = Plan("demo", **{**SMALL, "strategy": "gain-features", "minutes": 1.0})
-    with pytest.raises(RequestError, match="ask for --steps in place of --minutes"):
-        pipeline.begin(tmp_path / "run", plan)
 
 
 @pytest.fixture

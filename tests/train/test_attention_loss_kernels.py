@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.train import attention_loss, attention_loss_kernels
-from linearizer.train.attention_loss_blocks import largest_scores
 from tests.support.attention_losses import make
 from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate, relative
 
@@ -37,16 +36,6 @@ def assert_alike(tokens, window, sinks, squared, **sizes):
     assert relative(torch.stack([loss.sum(), least.sum()]), total) < CLOSE
     assert max(relative(own_du, du), relative(own_dw, dw)) < CLOSE
     assert not lost.any()
-
-
-def test_parts_of_a_batch_are_held_against_the_measure_that_is_given():
-    inputs = [x.to(DEVICE, EXACT) for x in make(20, heads=1)]
-    shift = largest_scores(*inputs[2:])  # of both texts
-    parts = [attention_loss_kernels.losses(*(x[text, None] for x in inputs), 2, 1, True, 1.0, shift) for text in (0, 1)]
-    total, (du, dw) = attention_loss.blocked(*inputs, 2, 1, True, True, 1.0, shift)
-    result = [torch.cat(part) for part in zip(*parts, strict=True)]
-    assert relative(result[0].sum(), total[0]) < CLOSE
-    assert max(relative(result[3], du), relative(result[4], dw)) < CLOSE
 
 
 def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():

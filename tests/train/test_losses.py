@@ -1,4 +1,3 @@
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from linearizer.train import losses
 from linearizer.train.losses import (
     AttentionInputs,
     LogitHead,
-    are_alike,
     direct_loss,
     hidden_states,
     layer_loss,
     logits_loss,
-    output_losses,
 )
 from tests.support.families import FAMILIES
 from tests.support.log_features import reference
@@ -110,34 +107,6 @@ def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
         torch.testing.assert_close(a, b, **CLOSE)
 
 
-@pytest.mark.parametrize("memory", ["gdn", "mom"])
-def test_layers_with_memories_have_together_the_losses_and_gradients_of_each(memory):
-    torch.manual_seed(0)
-    layers = [LayerStudent([[3, 4, 0, 0, 16, memory]] * 2, SINKS, SIZE, "") for _ in range(3)]
-    for index, layer in enumerate(layers):
-        layer.reset(torch.Generator().manual_seed(index))
-    shape = (2, 4, 21, SIZE), (2, 2, 21, SIZE), (2, 2, 21, SIZE)
-    seen = [AttentionInputs(*map(torch.randn, shape), SCALE) for _ in layers]
-    projections = [nn.Linear(4 * SIZE, 10) for _ in layers]
-    groups = [featured(layer)[0] for layer in layers]
-    assert are_alike(groups, seen)
-    each = [layer_loss("output", *given, 0.4).loss for given in zip(layers, seen, projections, strict=True)]
-    every = output_losses(groups, seen, projections, 0.4, [None] * 3)
-    torch.testing.assert_close(torch.stack(every), torch.stack(each), **CLOSE)
-    parameters = [p for layer in layers for p in layer.parameters()]
-    gradients = [torch.autograd.grad(sum(some), parameters, allow_unused=True) for some in (every, each)]
-    for own, other in zip(*gradients, strict=True):
-        assert (own is None) == (other is None)
-        if own is not None:
-            torch.testing.assert_close(own, other, **CLOSE)
-
-
-def test_layers_are_alike_where_all_hold_one_memory_of_one_size():
-    seen = AttentionInputs(torch.ones(1, 4, 3, SIZE), torch.ones(1, 2, 3, SIZE), torch.ones(1, 2, 3, SIZE), SCALE)
-    kinds = [3, 4, 0, 0, 16, "gdn"], [3, 4, 0, 0, 16, "kda"], [3, 5, 0, 0, 16, "gdn"], [2, 4, 0, 0, 16, "gdn"], [3, 4]
-    groups = [featured(LayerStudent([list(kind)] * 2, SINKS, SIZE, "prf"))[0] for kind in kinds]
-    assert [are_alike([groups[0], group], [seen, seen]) for group in groups] == [True, False, False, False, False]
-    assert not are_alike([groups[0]] * 2, [seen, replace(seen, scale=1.0)])
 
 
 def test_output_loss_ignores_what_the_network_does_not_read():
