@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
-from linearizer.plan.plan import FITTED, Plan
+from linearizer.plan.plan import Plan
 from linearizer.student.update_rules import UPDATE_RULES
 
 NUMBER = 4  # bytes of a float32
@@ -62,11 +62,10 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
 
 
 def training_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate the size of the state of training, or of the maps that a fit in closed form keeps, at the most."""
+    """Estimate the size of the state of training, at the most."""
     if not plan.trains:
         return 0
     widths = sum(layer.query_heads * layer.key_dim for layer in inspection.layers if layer.native_window is None)
     adapters = plan.kept_lora * NUMBER * 8 * widths  # of q, k, v and o, for hidden states as wide as all queries
-    fitted = inspection.active // 2 * SIZES.get(plan.dtype, inspection.number_bytes)
     files = 1 if plan.minutes is None and plan.steps <= SAVE_EVERY else FILES
-    return KEPT * files * (map_bytes(plan, inspection) + adapters) + fitted * (FITTED in plan.kept_loss.split("+"))
+    return KEPT * files * (map_bytes(plan, inspection) + adapters)

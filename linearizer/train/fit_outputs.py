@@ -8,38 +8,30 @@ the other, so that each makes up for what is missing from the layers before it a
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.hub.weight_files import read_tensors, write_tensors
 from linearizer.method.blockwise_pass import Call, calls_of, chain_of, hidden_of
 from linearizer.method.substitute import FixedOutput, replace_student
-from linearizer.plan.json_products import parse_json
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
-from linearizer.run.files import remove, writing
 from linearizer.student.attention_interface import attending, attention_modules
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import is_transposed, layer_number, matrices, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS
-from linearizer.train.distill import TrainingResult, check_identity, check_text, identity_of
+from linearizer.train.distill import TrainingResult, check_text
 from linearizer.train.settings import TrainingSettings, draw_batch
 from linearizer.train.trainer import TEACHER, without_denormals
 
 RIDGE = 0.03  # of the mean square of what a map is given, below which the texts say little: the teacher's map stays
 SAME = 0.01  # of a layer's answer that may differ from the sum of its parts by rounding
-
-FIT, SUFFIX = "fit-", ".safetensors"  # of the files of layers
 
 Tensor = torch.Tensor
 Recorded = dict[nn.Module, tuple[Tensor, Tensor]]  # what modules were given, and what they answered
@@ -78,9 +70,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Fit:
-    """The maps of a layer once they are fitted, and how far the layer was and is from its teacher."""
+    """How far a layer was from its teacher, and is once its maps are fitted."""
 
-    weights: Mapping[str, Tensor]  # by their names in the student
     start: float
     end: float
 
@@ -89,22 +80,16 @@ def fit_maps(
     student: LinearizedForCausalLM,
     texts: Tensor,  # (texts, tokens)
     settings: TrainingSettings,
-    *,
-    folder: Path | None = None,
-    resume: bool = False,
     enough: Callable[[int], bool] = lambda step: False,
 ) -> Steps[TrainingResult]:
     """Fit the maps of all layers, the first layer first, to as many texts as so many steps of training would read.
 
-    A folder keeps each layer that is fitted, and a fit that was stopped resumes after these. Before each layer `enough`
-    receives the share of the steps that the layers before it stand for; returning true ends the fit early. Closing it
-    before its end leaves the teacher's weights as they were.
+    A fit that was stopped begins again. Before each layer `enough` receives the share of the steps that the layers
+    before it stand for; returning true ends the fit early. Closing it before its end leaves the teacher's weights as
+    they were.
     """
     check_text(texts, settings)
-    identity = identity_of(student, texts, settings)
-    if folder is not None and not resume:
-        remove_fits(folder)
-    fits = read_fits(folder, identity) if folder is not None and resume else []
+    fits: list[Fit] = []
     before: dict[nn.Parameter, Tensor] = {}
     numbers = [layer_number(module) for module in attention_modules(student.base)]
 
@@ -112,13 +97,8 @@ def fit_maps(
         return settings.steps * len(fits) // len(numbers)
 
     try:
-        if len(fits) == len(numbers) or enough(steps_done()):
-            for fit in fits:
-                set_weights(student, fit, before)
-        else:
+        if not enough(0):
             for progress in fit_blocks(student, texts, settings, fits, before):
-                if folder is not None:
-                    write_fit(folder, len(fits), fits[-1], identity)
                 yield progress
                 if enough(steps_done()):
                     break
@@ -138,10 +118,9 @@ def fit_blocks(
     fits: list[Fit],
     before: dict[nn.Parameter, Tensor],
 ) -> Steps[None]:
-    """Add the fits of the layers that have none yet; keep in `before` the weights that change."""
-    base, begun, known = student.base, time.monotonic(), len(fits)
+    """Fit one layer after the other; keep in `before` the weights that change."""
+    base, begun = student.base, time.monotonic()
     device = next(student.parameters()).device
-    names = {weight: name for name, weight in student.named_parameters()}
     batches = [draw_batch(texts, settings, step).to(device) for step in range(settings.steps)]
     with attending(base, TEACHER):
         chain = chain_of(base, batches[0])
@@ -152,17 +131,15 @@ def fit_blocks(
     hidden = [(given[0][0][0],) * 2 for given in theirs_given]  # of teacher and student
     for place, module in enumerate(attention_modules(base)):
         given = [(theirs[place], own[place]) for theirs, own in zip(theirs_given, own_given, strict=True)]
-        whole = chain.blocks[place]
         with torch.no_grad(), without_denormals():
-            if place < known:
-                hidden = pass_through(student, whole, hidden, given, fits[place], before)
-                continue
-            block = block_of(base, whole, module, outputs.get(layer_number(module)), hidden[0][0], given[0][0])
+            block = block_of(
+                base, chain.blocks[place], module, outputs.get(layer_number(module)), hidden[0][0], given[0][0]
+            )
             weights = [cast(nn.Parameter, part.weight) for part in (block.output, block.last) if part is not None]
             before.update({weight: weight.detach().clone() for weight in weights})
             hidden, start, end = fit_block(base, block, hidden, given)
-        fits.append(Fit({names[weight]: weight.detach().clone() for weight in weights}, start, end))
-        seconds = (time.monotonic() - begun) / (place + 1 - known)
+        fits.append(Fit(start, end))
+        seconds = (time.monotonic() - begun) / (place + 1)
         details = {
             "loss": end,
             "layers": {layer_number(each): fit.end for each, fit in zip(attention_modules(base), fits, strict=False)},
@@ -171,57 +148,6 @@ def fit_blocks(
             "events": (),
         }
         yield Progress(EventName.DISTILL, place + 1, len(chain.blocks), "layers", details)
-
-
-def pass_through(
-    student: LinearizedForCausalLM,
-    whole: nn.Module,
-    hidden: Sequence[tuple[Tensor, Tensor]],
-    given: Sequence[tuple[Call, Call]],
-    fit: Fit,
-    before: dict[nn.Parameter, Tensor],
-) -> list[tuple[Tensor, Tensor]]:
-    """Take over the fit of a layer, and give the hidden states after it: the same bits as when it was fitted."""
-    with attending(student.base, TEACHER):
-        theirs = [answer_of(whole, each, call) for (each, _), (call, _) in zip(hidden, given, strict=True)]
-    set_weights(student, fit, before)
-    own = [answer_of(whole, each, call) for (_, each), (_, call) in zip(hidden, given, strict=True)]
-    return list(zip(theirs, own, strict=True))
-
-
-def set_weights(student: LinearizedForCausalLM, fit: Fit, before: dict[nn.Parameter, Tensor]) -> None:
-    """Give a student the maps of a fitted layer; keep in `before` the weights that change."""
-    for name, fitted in fit.weights.items():
-        weight = student.get_parameter(name)
-        before[weight] = weight.detach().clone()
-        weight.data.copy_(fitted)
-
-
-def write_fit(folder: Path, number: int, fit: Fit, identity: Mapping[str, object]) -> None:
-    """Write the fit of a layer to a file of its own, the first of them number 1."""
-    with writing(folder):
-        folder.mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
-    facts = {**identity, "start": fit.start, "end": fit.end}
-    write_tensors(folder / f"{FIT}{number}{SUFFIX}", fit.weights, json.dumps(facts))
-
-
-def read_fits(folder: Path, identity: Mapping[str, object]) -> list[Fit]:
-    """Read the fits of the first layers, up to a layer whose file is missing or damaged."""
-    fits: list[Fit] = []
-    while True:
-        try:
-            weights, text = read_tensors(folder / f"{FIT}{len(fits) + 1}{SUFFIX}")
-            facts = parse_json(text)
-        except (OSError, SafetensorError, ValueError, KeyError):
-            return fits
-        check_identity(identity, facts, folder)
-        fits.append(Fit(weights, facts["start"], facts["end"]))
-
-
-def remove_fits(folder: Path) -> None:
-    """Remove the fits of an earlier training."""
-    for path in folder.glob(f"{FIT}*{SUFFIX}"):
-        remove(path)
 
 
 def block_of(

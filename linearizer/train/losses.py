@@ -89,8 +89,6 @@ def rows_loss(kind: str, group: FeatureGroup, inputs: AttentionInputs, keep: flo
     return loss, loss.detach() - least
 
 
-
-
 def projection_by_head(inputs: AttentionInputs, projection: nn.Module) -> Tensor:  # (kv heads, group, size, hidden)
     """Take the weight of the output projection apart by heads."""
     kv_heads, group = inputs.key.shape[1], inputs.query.shape[1] // inputs.key.shape[1]

@@ -103,16 +103,19 @@ def train_phase(
 ) -> Steps[None]:
     """Train with one loss, from where it stands to the steps at which it ended, perhaps early."""
     folder = run.folder / "state" / "training" / str(number)
+    begun = folder.exists()
     with writing(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    trained = events.events_of_student(run.events(), EventName.DISTILLED) if folder.exists() else []
+        folder.mkdir(parents=True, exist_ok=True)
+    trained = events.events_of_student(run.events(), EventName.DISTILLED) if begun else []
     ends = {event.get("phase", 0): event["steps"] for event in trained}
     end = ends.get(number, settings.steps)
 
     def enough(step: int) -> bool:
         return step >= end or run.has_request("use")
 
-    learn = fit_maps if settings.loss == FITTED else distill
-    steps = learn(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
+    if settings.loss == FITTED:
+        steps = fit_maps(student, texts, settings, enough)
+    else:
+        steps = distill(student, texts, settings, folder=folder, resume=begun, enough=enough)
     result = yield from log_progress(run, steps)
     run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))

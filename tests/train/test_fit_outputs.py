@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from linearizer.errors import RequestError
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
 from linearizer.student.attention_interface import attending
@@ -71,44 +70,11 @@ def test_a_fit_that_is_closed_leaves_the_teachers_weights():
     assert_equal_weights(weights(student), before)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
-def test_a_fit_that_was_stopped_goes_on_after_its_last_layer_to_the_same_bits(family, tmp_path):
-    whole, stopped, resumed, again = (a_student(heads=LOSSY, family=family) for _ in range(4))
-    expected = finish(fit_maps(whole, TEXT, FIT))
-    fitting = fit_maps(stopped, TEXT, FIT, folder=tmp_path / "fit")
-    assert next(fitting).done == 1
-    fitting.close()
-    steps = fit_maps(resumed, TEXT, FIT, folder=tmp_path / "fit", resume=True)
-    assert next(steps).done == 2 and finish(steps) == expected
-    assert_equal_weights(weights(resumed), weights(whole))
-    assert (
-        finish(fit_maps(again, TEXT, FIT, folder=tmp_path / "fit", resume=True)) == expected
-    )  # nothing is left to fit
-    assert_equal_weights(weights(again), weights(whole))
-
-
-def test_a_damaged_layer_is_fitted_again_and_another_fit_is_not_continued(tmp_path):
-    whole, resumed = a_student(heads=LOSSY), a_student(heads=LOSSY)
-    finish(fit_maps(whole, TEXT, FIT, folder=tmp_path / "fit"))
-    file = sorted((tmp_path / "fit").iterdir())[1]
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
-    steps = fit_maps(resumed, TEXT, FIT, folder=tmp_path / "fit", resume=True)
-    assert next(steps).done == 2
-    finish(steps)
-    assert_equal_weights(weights(resumed), weights(whole))
-    with pytest.raises(RequestError, match="began with other choices .another text"):
-        finish(fit_maps(a_student(heads=LOSSY), TEXT[1:], FIT, folder=tmp_path / "fit", resume=True))
-
-
-def test_a_fit_that_is_enough_ends_at_its_layer_also_where_it_is_resumed(tmp_path):
-    student, resumed = a_student(heads=LOSSY), a_student(heads=LOSSY)
+def test_a_fit_that_is_enough_ends_at_its_layer():
+    student = a_student(heads=LOSSY)
     before, half = weights(student), FIT.steps // len(blocks_of(student.base))
-    for each, resume in ((student, False), (resumed, True)):
-        found = finish(
-            fit_maps(each, TEXT, FIT, folder=tmp_path / "fit", resume=resume, enough=lambda step: step >= half)
-        )
-        assert found.steps == half and len(found.end) == 1
-    assert_equal_weights(weights(resumed), weights(student))
+    found = finish(fit_maps(student, TEXT, FIT, lambda step: step >= half))
+    assert found.steps == half and len(found.end) == 1
     changed = {
         name.partition(".layers.")[2][:1] for name in before if not torch.equal(before[name], weights(student)[name])
     }

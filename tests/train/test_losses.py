@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from torch import nn
@@ -105,8 +104,6 @@ def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
         torch.autograd.grad(result.loss, parameters), torch.autograd.grad(expected, parameters), strict=True
     ):
         torch.testing.assert_close(a, b, **CLOSE)
-
-
 
 
 def test_output_loss_ignores_what_the_network_does_not_read():
