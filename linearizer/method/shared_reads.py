@@ -2,8 +2,8 @@
 
 A pass is any code that runs the model, as often as it likes: it is stopped where it enters a block, until all passes
 stand there. Each has a thread of its own, and one thread runs at a time, so the passes compute the bits that they
-compute one after the other. What attends in the model is put back as the pass left it before it goes on. A pass may
-itself run passes in step: these wait for the blocks together with all others.
+compute one after the other. What attends in the model is put back as the pass left it before it goes on. Passes of a
+pass run one after the other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Pass(threading.Thread, Generic[T]):
         self.go, self.stopped = threading.Lock(), threading.Event()
         self.go.acquire()
         self.block: nn.Module | None = None  # that it waits for
-        self.parts: Sequence[Pass[Any]] = ()  # passes of its own, for all of which it waits
         self.done = self.abandoned = False
         self.result: T | None = None
         self.error: BaseException | None = None
@@ -93,16 +92,17 @@ class Pass(threading.Thread, Generic[T]):
             self.done = True
             self.stopped.set()
 
-    def wait_for(self, block: nn.Module | None, parts: Sequence[Pass[Any]] = ()) -> None:
-        """Let the others go on until all stand at a block, or until parts are done (called in the pass's thread)."""
-        self.block, self.parts = block, parts
+    def wait_for(self, block: nn.Module) -> None:
+        """Let the others go on until all stand at a block (called in the pass's thread)."""
+        self.block = block
         self.stopped.set()
         self.go.acquire()
         if self.abandoned:
             raise Abandoned
 
-    def go_on(self) -> None:
-        """Let the pass run until it waits again, or ends."""
+    def go_on(self, attending: Attending) -> None:
+        """Let the pass run, with what attended when it stopped, until it waits again or ends."""
+        attending.put_back(self.attending)
         self.stopped.clear()
         self.go.release()
         try:
@@ -110,6 +110,8 @@ class Pass(threading.Thread, Generic[T]):
         except BaseException:  # such as a request to stop: nothing is put back under a pass that runs
             self.stopped.wait()
             raise
+        finally:
+            self.attending = attending.now()
         if self.error is not None:
             raise self.error
 
@@ -125,63 +127,29 @@ class Pass(threading.Thread, Generic[T]):
 
 def in_step(model: PreTrainedModel, passes: Sequence[Callable[[], T]]) -> list[T]:
     """Run passes over a model, in step where it is streamed; list their results."""
-    if len(passes) < 2 or not is_streamed(model):
+    if len(passes) < 2 or not is_streamed(model) or isinstance(threading.current_thread(), Pass):
         return [work() for work in passes]
-    attending = Attending(model)
+    attending, blocks = Attending(model), blocks_of(model)
     before = attending.now()
-    own = [Pass(work, before) for work in passes]
-    if isinstance(current := threading.current_thread(), Pass):
-        current.wait_for(None, own)  # the thread that runs this pass runs these, too
-        return [each.result for each in own]  # type: ignore[misc]
-    threads: list[Pass[Any]] = []
+    threads = [Pass(work, before) for work in passes]
     try:
         with stopped_at_blocks(model):
-            begin_passes(own, threads, attending)
+            for thread in threads:
+                thread.start()
+                thread.go_on(attending)
             while waiting := [thread for thread in threads if not thread.done]:
-                go_on_together(waiting, threads, attending, blocks_of(model))
+                # the last: a run of the model ends before others begin, which then go together
+                last = max((thread.block for thread in waiting if thread.block is not None), key=blocks.index)
+                with hold_weights(last):
+                    for thread in waiting:
+                        if thread.block is last:
+                            thread.go_on(attending)
     finally:
         for thread in threads:
             attending.put_back(thread.attending)
             thread.end()
         attending.put_back(before)
-    return [each.result for each in own]  # type: ignore[misc]
-
-
-def begin_passes(new: Sequence[Pass[Any]], threads: list[Pass[Any]], attending: Attending) -> None:
-    """Let passes run up to the first block that each needs."""
-    threads += new
-    for thread in new:
-        thread.start()
-        let_go_on(thread, threads, attending)
-
-
-def go_on_together(
-    waiting: Sequence[Pass[Any]], threads: list[Pass[Any]], attending: Attending, blocks: Sequence[nn.Module]
-) -> None:
-    """Let passes go on whose parts are done, or else all that wait for one block.
-
-    It is the last block that a pass waits for: a run of the model ends before others begin, which then go together.
-    """
-    ready = [thread for thread in waiting if thread.block is None and all(part.done for part in thread.parts)]
-    if ready:
-        let_go_on(ready[0], threads, attending)
-        return
-    last = max((thread.block for thread in waiting if thread.block is not None), key=blocks.index)
-    with hold_weights(last):
-        for thread in waiting:
-            if thread.block is last:
-                let_go_on(thread, threads, attending)
-
-
-def let_go_on(thread: Pass[Any], threads: list[Pass[Any]], attending: Attending) -> None:
-    """Let a pass go on with what attended when it stopped, and then the passes of its own that it began."""
-    attending.put_back(thread.attending)
-    thread.parts = ()
-    try:
-        thread.go_on()
-    finally:
-        thread.attending = attending.now()
-    begin_passes(thread.parts, threads, attending)
+    return [thread.result for thread in threads]  # type: ignore[misc]
 
 
 @contextmanager

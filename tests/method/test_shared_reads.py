@@ -80,7 +80,7 @@ def test_measured_prices_take_one_sweep_for_each_layer(pair, reads):
         assert own and {reads.count(name) for name in own} == {1 + index + 1}
 
 
-def test_passes_within_passes_read_each_weight_once(pair, reads):
+def test_passes_within_passes_read_weights_one_after_the_other(pair, reads):
     def pass_of(model, seed):
         return lambda: in_step(
             model, [lambda text=text: logits_of(model, tokens(1, 20, seed + text)) for text in (0, 9)]
@@ -88,10 +88,10 @@ def test_passes_within_passes_read_each_weight_once(pair, reads):
 
     logits = [in_step(model, [pass_of(model, seed) for seed in range(3)]) for model in pair]
     assert all(torch.equal(*both) for rows in zip(*logits, strict=True) for both in zip(*rows, strict=True))
-    assert len(reads) == len(set(reads)) > 0
+    assert set(map(reads.count, set(reads))) == {2}
 
 
-def test_judging_reads_each_weight_twice_whatever_the_number_of_texts_and_subjects(pair, reads, monkeypatch):
+def test_judging_reads_each_weight_twice_for_each_subject_whatever_the_number_of_texts(pair, reads, monkeypatch):
     layers, results = layers_of(pair[0]), []
     rows = [allocation_of(layers, [option], 2) for option in OPTIONS]
     monkeypatch.setattr(logits_module, "MAX_LOGITS", 2 * 24 * vocabulary(pair[0]))  # two texts at a time
@@ -105,7 +105,7 @@ def test_judging_reads_each_weight_twice_whatever_the_number_of_texts_and_subjec
         language = finish(measure_language(*given, read=reader.read))
         results.append((language, reader.result()))
     assert results[0] == results[1]
-    assert set(map(reads.count, set(reads))) == {2}  # the texts, and what follows them
+    assert set(map(reads.count, set(reads))) == {2 * len(subjects)}  # the texts, and what follows them
 
 
 def test_an_error_in_a_pass_ends_all_and_leaves_the_model_as_it_was(pair, reads):
