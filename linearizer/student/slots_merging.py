@@ -5,6 +5,8 @@ spread Σ |metric·(k - mean)|² / weight of their keys, metric being such that 
 queries. To a query it is one more token, with the logit q·k + log weight + gain · spread: the mean of e^(q·k) over a
 slot is more than e^(q·mean) as its keys spread.
 
+What merges costs the more, the more queries look at it: a slot counts by e^(mean query · key), and by how new it is.
+
 Tokens leave the window in blocks, at places that do not depend on how a text was cut into calls: to a row at place p,
 all tokens before the first multiple of the block that leaves at most `window` exact tokens, itself included, are in
 slots. A block adds as many slots as it has tokens; then as many as are too many go, each into one that stays. The

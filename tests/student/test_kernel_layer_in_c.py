@@ -8,7 +8,7 @@ import torch
 from linearizer.student import kernel_in_c, layer_student
 from linearizer.student.kernel_in_c import load_kernel
 from linearizer.student.kernel_layer_in_c import SOURCE
-from linearizer.student.layer_student import LayerStudent
+from linearizer.student.layer_student import LayerStudent, SlotGroup
 from linearizer.student.state import tensors
 from tests.support.kernels import needs_compiler
 
@@ -22,6 +22,9 @@ NAME = "layer_in_c"
 def layer(held=HELD, dim=8, value_dim=8, dtype=torch.float64):
     student = LayerStudent(held, SINKS, dim, "prf", value_dim).to(dtype).eval()
     student.reset(torch.Generator().manual_seed(0))
+    for group in student.groups:
+        if isinstance(group, SlotGroup):
+            group.merger.mean_query.normal_(generator=torch.Generator().manual_seed(0))
     return student
 
 
