@@ -148,7 +148,7 @@ def attend_periods_by_kernel(piece: Piece) -> Tensor:
     before = [state.slot_k, state.slot_v, state.weight, state.spread]
     blocks = piece.leaving.index, piece.leaving.present
     scaled = merging.scaled
-    metric, mean_query = scaled[:, :-1, :-1].contiguous(), scaled[:, -1].contiguous()
+    metric, mean_query = scaled.metric.contiguous(), scaled.mean_query.contiguous()
     after = run_slot_merging(k, v, metric, mean_query, *blocks, before, merging.bits)
     state.slot_k, state.slot_v, state.weight, state.spread = (
         x[:, -1].clone() for x in after

@@ -74,17 +74,21 @@ class Merging:
     bits: int = 16  # of a number in the slots
 
     @property
-    def scaled(self) -> Tensor:
-        """The metric for keys as they are kept, and below it the mean query: (heads, dim + 1, dim + 1)."""
-        metric = nn.functional.pad(self.metric * self.root, (0, 1))
+    def scaled(self) -> Merging:
+        """The same for keys as they are kept."""
         query = torch.cat([self.mean_query[:, :-1] * self.root, self.mean_query[:, -1:]], -1)
-        return torch.cat([metric, query[:, None].to(metric.dtype)], 1)
+        return replace(self, metric=self.metric * self.root, mean_query=query, root=1.0)
+
+    @property
+    def rows(self) -> Tensor:
+        """The metric for keys as they are kept, and below it the mean query: (heads, dim + 1, dim + 1)."""
+        scaled = self.scaled
+        return torch.cat([nn.functional.pad(scaled.metric, (0, 1)), scaled.mean_query[:, None]], 1)
 
     @property
     def unrounded(self) -> Merging:
         """The same without rounding what slots hold."""
-        scaled = self.scaled
-        return replace(self, metric=scaled[:, :-1, :-1], mean_query=scaled[:, -1], root=1.0, bits=16)
+        return replace(self.scaled, bits=16)
 
 
 @dataclass
@@ -110,7 +114,7 @@ def merge_block(held: Slots, k: Tensor, v: Tensor, comes: Tensor, merging: Mergi
     weight = comes.to(work)[:, None].expand(-1, heads, -1)
     new = Slots(k.to(work), v.to(work), weight, torch.zeros_like(weight))
     both = Slots(held.k.to(work), held.v.to(work), held.weight, held.spread).beside(new)
-    rounding = Rounding(merging.scaled, held.k.dtype, (merging.bits,) * heads)
+    rounding = Rounding(merging.rows, held.k.dtype, (merging.bits,) * heads)
     merged = merge_slots(both, held.weight.shape[-1], rounding)
     return replace(merged, k=merged.k.to(held.k.dtype), v=merged.v.to(held.v.dtype))
 
@@ -119,7 +123,7 @@ def merge_block(held: Slots, k: Tensor, v: Tensor, comes: Tensor, merging: Mergi
 class Rounding:
     """How the mean of a slot is kept: in a type, and in the bits of each head; and the metric by which it is seen."""
 
-    metric: Tensor  # (heads, dim + 1, dim + 1) Merging.scaled
+    metric: Tensor  # (heads, dim + 1, dim + 1) Merging.rows
     kept: torch.dtype
     bits: tuple[int, ...]
 

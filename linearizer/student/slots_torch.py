@@ -228,7 +228,7 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
     sizes, states = [piece.state.weight.shape[1:] for piece in pieces], [piece.state for piece in pieces]
     room, periods = max(count for _, count in sizes), max(piece.merged.shape[1] for piece in pieces)
     dims = (states[0].slot_k.shape[-1], states[0].slot_v.shape[-1])
-    metric = torch.cat([piece.merging.scaled for piece in pieces])
+    metric = torch.cat([piece.merging.rows for piece in pieces])
     bits = tuple(piece.merging.bits for piece, (heads, _) in zip(pieces, sizes, strict=True) for _ in range(heads))
     rounding = Rounding(metric, states[0].slot_k.dtype, bits)
     now = torch.cat([pad(rows_of_state(piece), 2, room, at_end=False) for piece in pieces], 1)
@@ -261,7 +261,7 @@ def rows_of_state(piece: Piece) -> Tensor:
     """Lay out the slots of a state, those that are empty before the others: (batch, heads, slots, numbers)."""
     state, work = piece.state, piece.state.weight.dtype
     slots = Slots(state.slot_k.to(work), state.slot_v.to(work), state.weight, state.spread)
-    rows, full, size = lay_rows(slots, piece.merging.scaled), (state.weight > 0).sum(-1), state.weight.shape[-1]
+    rows, full, size = lay_rows(slots, piece.merging.rows), (state.weight > 0).sum(-1), state.weight.shape[-1]
     if bool((full == size).all()):
         return rows
     index = (full[..., None] + torch.arange(size, device=full.device)) % size
@@ -273,7 +273,7 @@ def rows_of_blocks(piece: Piece) -> Tensor:
     leaving, columns, work = piece.leaving, piece.columns, piece.state.weight.dtype
     k, v = (take_tokens(x, leaving.index.flatten(1)).to(work) for x in (columns.k, columns.v))
     weight = leaving.present.flatten(1).to(work)[:, None].expand(-1, k.shape[1], -1)
-    rows = lay_rows(Slots(k, v, weight, torch.zeros_like(weight)), piece.merging.scaled)
+    rows = lay_rows(Slots(k, v, weight, torch.zeros_like(weight)), piece.merging.rows)
     return rows.unflatten(2, leaving.index.shape[1:])
 
 
