@@ -86,7 +86,8 @@ def explained_faults(name: str = "", refusal: type[RequestError] = RequestError)
         if fault["type"] in FAULTS:
             wrong = FAULTS[fault["type"]].format(**fault.get("ctx", {}))
         else:
-            wrong = f"{quote(fault['input'])} is not allowed: {fault['msg'].replace('Input', 'it', 1)}"
+            wanted = fault["msg"].replace("Input", "it", 1).partition(", unable to parse")[0]  # which says no more
+            wrong = f"{quote(fault['input'])} is not allowed: {wanted}"
         raise refusal(f"{place.removeprefix('.') or 'it'} {wrong}") from error
 
 
