@@ -74,7 +74,7 @@ static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, lo
         {r->key.sinks, r->value.sinks, behind < r->sinks ? behind : r->sinks, r->key.size, r->value.size},
         {r->key.ring + begin * r->key.size, r->value.ring + begin * r->value.size, whole, r->key.size, r->value.size},
         {r->key.ring, r->value.ring, near - whole, r->key.size, r->value.size},
-        {slots->rows + slots->key + slots->value, slots->rows + slots->key, slots->count, slots->width, slots->width}};
+        {slots->seen, slots->seen + slots->key, slots->count, slots->key + slots->value, slots->key + slots->value}};
     REAL *asks = r->asks, *logits = r->logits;
     for (long row = 0; row < rows; row++) {
         long token = r->tokens[row < used ? row / each : 0];
@@ -139,16 +139,20 @@ static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, lo
 static void merge_block(Reader *r, long from) {
     for (long p = from; p < from + r->block; p++) {
         long at = p % r->room;
-        if (p >= r->sinks)
-            add_slot(&r->slots, r->key.ring + at * r->key.size, r->value.ring + at * r->value.size, 1, 0);
+        if (p < r->sinks) continue;
+        REAL *row = add_slot(&r->slots, 1, 0);
+        memcpy(row + r->key.size, r->value.ring + at * r->value.size, r->value.size * sizeof(REAL));
+        memcpy(row + r->key.size + r->value.size, r->key.ring + at * r->key.size, r->key.size * sizeof(REAL));
     }
     merge_slots(&r->slots);
 }
 
 static void level_slots(Reader *r, REAL gain) {
     const Slots *s = &r->slots;
-    for (long i = 0; i < s->count; i++)
-        r->level[i] = (sizeof(REAL) == 4 ? logf(s->weight[i]) : log(s->weight[i])) + gain * s->spread[i];
+    for (long o = 0; o < s->count; o++) {
+        long i = s->order[o];
+        r->level[o] = (sizeof(REAL) == 4 ? logf(s->weight[i]) : log(s->weight[i])) + gain * s->spread[i];
+    }
 }
 
 static void prepare_merging(Slots *s, const REAL *metric, const REAL *query, REAL factor) {
@@ -176,6 +180,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
     char *memory = aligned_alloc(32, lay_out(&r, 0, &zeros));
     if (!memory) return 0;
     lay_out(&r, memory, &zeros), memset(memory, 0, zeros);
+    for (long i = 0; i < slots->room; i++) slots->place[i] = INFINITY;
 
     const REAL *q = (REAL *)tensors[Q] + b * sizes[OF_Q] + head * sizes[OF_Q + 1];
     const REAL *k = (REAL *)tensors[K] + b * sizes[OF_K] + head * sizes[OF_K + 1];

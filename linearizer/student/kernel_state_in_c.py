@@ -13,16 +13,20 @@ enum { ROWS_AT_ONCE = 32, PARTS = 4 };
 
 static const REAL TINY = 1e-30, MOST_TOKENS = 32767, MOST_IMPORTANT = 20;
 
-/* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of. */
+/* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of. A slot
+   stays in its row while it lives, so that what pairs cost need not be moved; `order` has the rows in the order of tokens,
+   and `seen` holds k and v in that order. */
 typedef struct {
-    long count, room, most, key, value, width;  /* slots held, places for them, how many stay; padded sizes */
+    long count, used, unused, room, most, key, value, width;  /* slots, rows ever used, rows free again, rows, slots that
+                                                                 stay; padded sizes */
     long key_dim, value_dim, bits, kept_bf16;
-    REAL *rows, *columns, *cost;                /* (room, width), (key + value, room), (room, room) */
+    REAL *rows, *columns, *cost, *seen;         /* (room, width), (key + value, room), (room, room), (room, key + value) */
     REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
     REAL *metric;                               /* (key_dim, key), turned */
     REAL *importance, *query;                   /* query: the mean query, and what it gives the mean key */
-    char *changed, *gone;
-    long *order, *partner;
+    REAL *place, *least;                        /* place in the order, infinite in a free row; least cost before it */
+    char *changed, *gone, *lost;                /* lost: what was nearest to it */
+    long *order, *nearest, *chosen, *partner, *free;
 } Slots;
 
 static REAL limit_of(long bits) { return ((1 << bits) - 1) / (REAL)2; }
@@ -132,11 +136,22 @@ static void write_sink(const Side *s, const REAL *x, char *sinks, long row) {
     }
 }
 
-static void add_slot(Slots *s, const REAL *k, const REAL *v, REAL weight, REAL spread) {
-    REAL *row = s->rows + s->count * s->width;
-    memcpy(row + s->key, v, s->value * sizeof(REAL));
-    memcpy(row + s->key + s->value, k, s->key * sizeof(REAL));
-    s->weight[s->count] = weight, s->spread[s->count] = spread, s->changed[s->count++] = 1;
+/* Take a free row for the newest slot; v and k are to be written into it. */
+static REAL *add_slot(Slots *s, REAL weight, REAL spread) {
+    long i = s->unused ? s->free[--s->unused] : s->used++;
+    s->weight[i] = weight, s->spread[i] = spread, s->changed[i] = 1, s->gone[i] = 0;
+    s->place[i] = s->count, s->order[s->count++] = i;
+    return s->rows + i * s->width;
+}
+
+/* Lay out in their order the slots that queries see. */
+static void show_slots(Slots *s) {
+    for (long o = 0; o < s->count; o++) {
+        const REAL *row = s->rows + s->order[o] * s->width;
+        REAL *seen = s->seen + o * (s->key + s->value);
+        memcpy(seen, row + s->key + s->value, s->key * sizeof(REAL));
+        memcpy(seen + s->key, row + s->key, s->value * sizeof(REAL));
+    }
 }
 
 /* Complete a slot whose v and k are in its row. */
@@ -162,12 +177,28 @@ static void measure_slot(Slots *s, long i) {
 static void multiply_slots(const Slots *s, long from, long to, const long *some, REAL *out) {
     const REAL *rows[ROWS], *columns = s->columns + from * s->room;
     for (int r = 0; r < ROWS; r++) rows[r] = columns + some[r];
-    multiply(rows, s->room, to - from, columns, s->room, padded(s->count, LANES), out, s->room, 0);
+    multiply(rows, s->room, to - from, columns, s->room, padded(s->used, LANES), out, s->room, 0);
 }
 
-/* Compute what merging costs each pair of which a slot has changed. */
+/* Find the least cost of merging a slot with one before it. */
+static void find_nearest(Slots *s, long i) {
+    const REAL *cost = s->cost + i * s->room, own = s->place[i];
+    REAL lanes[LANES], least = INFINITY;
+    for (long l = 0; l < LANES; l++) lanes[l] = INFINITY;
+    for (long j = 0; j < padded(s->used, LANES); j += LANES)
+        for (long l = 0; l < LANES; l++) {
+            REAL x = s->place[j + l] < own ? cost[j + l] : INFINITY;
+            lanes[l] = x < lanes[l] ? x : lanes[l];
+        }
+    for (long l = 0; l < LANES; l++) least = lanes[l] < least ? lanes[l] : least;
+    s->least[i] = least, s->nearest[i] = -1;
+    for (long j = 0; j < s->used && s->nearest[i] < 0 && least < INFINITY; j++)
+        if (cost[j] == least && s->place[j] < own) s->nearest[i] = j;
+}
+
+/* Compute what merging costs each pair of which a slot has changed, and the least cost of every slot. */
 static void measure_pairs(Slots *s) {
-    long n = s->count, found = 0, some[ROWS];
+    long n = s->used, found = 0, some[ROWS];
     REAL *key = s->dots, *value = s->dots + ROWS * s->room;
     for (long i = 0; i < n; i++)
         if (s->changed[i]) measure_slot(s, i);
@@ -190,45 +221,50 @@ static void measure_pairs(Slots *s) {
             }
             cost[some[r]] = INFINITY;
             for (long j = 0; j < n; j++) s->cost[j * s->room + some[r]] = cost[j];
-            s->changed[some[r]] = 0;
         }
         found = 0;
     }
+    for (long o = 0; o < s->count; o++) {
+        long i = s->order[o], nearest = s->nearest[i];
+        s->lost[i] = s->changed[i] || nearest < 0 || s->gone[nearest] || s->changed[nearest];
+    }
+    for (long c = 0; c < n; c++) {
+        const REAL *cost = s->cost + c * s->room;
+        for (long i = 0; s->changed[c] && i < n; i++)
+            if (cost[i] < s->least[i] && s->place[c] < s->place[i]) s->least[i] = cost[i], s->nearest[i] = c;
+    }
+    for (long o = 0; o < s->count; o++)
+        if (s->lost[s->order[o]]) find_nearest(s, s->order[o]);
+    memset(s->changed, 0, n);
 }
 
 /* By what an error of a slot counts for more than one of the oldest (slots_merging.RECENCY). */
-static REAL recency(long place) { return (REAL)(place + 1); }
+static REAL recency(REAL place) { return place + 1; }
 
 /* Choose which slots go, and into which that stay. */
 static void choose_pairs(Slots *s, long most) {
-    long n = s->count, chosen = 0;
-    REAL lanes[LANES];
-    memset(s->gone, 0, n);
-    for (long i = 0; i < n; i++) {
-        REAL best = INFINITY;
-        const REAL *cost = s->cost + i * s->room;
-        for (long j = i / LANES * LANES; j < i; j++) best = cost[j] < best ? cost[j] : best;
-        for (long l = 0; l < LANES; l++) lanes[l] = INFINITY;
-        for (long j = 0; j < i / LANES * LANES; j += LANES)
-            for (long l = 0; l < LANES; l++) lanes[l] = cost[j + l] < lanes[l] ? cost[j + l] : lanes[l];
-        for (long l = 0; l < LANES; l++) best = lanes[l] < best ? lanes[l] : best;
-        s->dots[i] = best *= recency(i);
+    long chosen = 0;
+    for (long o = 0; o < s->count; o++) {
+        REAL least = s->dots[o] = s->least[s->order[o]] * recency(o);
         long at = chosen < most ? chosen : most;
-        while (at > 0 && best < s->dots[s->order[at - 1]]) at--;
+        while (at > 0 && least < s->dots[s->partner[at - 1]]) at--;
         if (at == most) continue;
         chosen = chosen < most ? chosen + 1 : most;
-        for (long o = chosen - 1; o > at; o--) s->order[o] = s->order[o - 1];
-        s->order[at] = i;
+        for (long c = chosen - 1; c > at; c--) s->partner[c] = s->partner[c - 1];
+        s->partner[at] = o;
     }
-    for (long o = 0; o < most; o++) s->gone[s->order[o]] = 1;
-    for (long o = 0; o < most; o++) {
-        const REAL *cost = s->cost + s->order[o] * s->room;
+    for (long c = 0; c < most; c++) s->chosen[c] = s->order[s->partner[c]], s->gone[s->chosen[c]] = 1;
+    for (long c = 0; c < most; c++) {
+        const REAL *cost = s->cost + s->chosen[c] * s->room, own = s->place[s->chosen[c]];
         REAL least = INFINITY;
-        s->partner[o] = -1;
-        for (long j = 0; j < n; j++) {
-            REAL own = cost[j] * recency(j > s->order[o] ? j : s->order[o]);
-            if (!s->gone[j] && (s->partner[o] < 0 || own < least)) s->partner[o] = j, least = own;
+        for (long j = 0; j < s->used; j++) {
+            REAL x = cost[j] * recency(s->place[j] > own ? s->place[j] : own);
+            s->dots[j] = s->gone[j] ? INFINITY : x;
+            least = s->dots[j] < least ? s->dots[j] : least;
         }
+        s->partner[c] = -1;
+        for (long o = 0; o < s->count && s->partner[c] < 0; o++)
+            if (!s->gone[s->order[o]] && s->dots[s->order[o]] == least) s->partner[c] = s->order[o];
     }
 }
 
@@ -242,7 +278,7 @@ static void merge_pairs(Slots *s, long most) {
         for (long d = 0; d < s->width; d++) s->sums[d] = total * row[d];
         for (long p = o; p < most; p++) {
             if (s->partner[p] != into) continue;
-            long from = s->order[p];
+            long from = s->chosen[p];
             REAL weight = s->weight[from], *other = s->rows + from * s->width;
             square += weight * s->key_square[from], spread += weight * s->spread[from], total += weight;
             for (long d = 0; d < s->width; d++) s->sums[d] += weight * other[d];
@@ -260,27 +296,13 @@ static void merge_pairs(Slots *s, long most) {
     }
 }
 
-/* Close the gaps that slots left which went. */
+/* Free the rows of slots that went, and number those that stay. */
 static void close_gaps(Slots *s) {
-    long n = s->count, kept = 0, first;
-    for (long i = 0; i < n; i++)
-        if (!s->gone[i]) s->order[kept++] = i;
-    for (first = 0; first < kept && s->order[first] == first;) first++;
-    for (long i = 0; i < kept; i++) {
-        long from = s->order[i];
-        if (from != i) {
-            memcpy(s->rows + i * s->width, s->rows + from * s->width, s->width * sizeof(REAL));
-            s->key_square[i] = s->key_square[from], s->value_square[i] = s->value_square[from];
-            s->weight[i] = s->weight[from], s->inverse[i] = s->inverse[from], s->spread[i] = s->spread[from];
-            s->changed[i] = s->changed[from], s->importance[i] = s->importance[from];
-            memcpy(s->cost + i * s->room, s->cost + from * s->room, first * sizeof(REAL));
-        }
-        REAL *to = s->cost + i * s->room, *cost = s->cost + from * s->room;
-        for (long j = first; j < kept; j++) to[j] = cost[s->order[j]];
-    }
-    for (long d = 0; d < s->key + s->value; d++) {
-        REAL *column = s->columns + d * s->room;
-        for (long j = first; j < kept; j++) column[j] = column[s->order[j]];
+    long kept = 0;
+    for (long o = 0; o < s->count; o++) {
+        long i = s->order[o];
+        if (s->gone[i]) s->free[s->unused++] = i, s->place[i] = INFINITY;
+        else s->place[i] = kept, s->order[kept++] = i;
     }
     s->count = kept;
 }
@@ -288,11 +310,13 @@ static void close_gaps(Slots *s) {
 /* Merge the cheapest pairs until as many slots are left as may stay. */
 static void merge_slots(Slots *s) {
     long most = s->count - s->most;
-    if (most <= 0) return;
-    measure_pairs(s);
-    choose_pairs(s, most);
-    merge_pairs(s, most);
-    close_gaps(s);
+    if (most > 0) {
+        measure_pairs(s);
+        choose_pairs(s, most);
+        merge_pairs(s, most);
+        close_gaps(s);
+    }
+    show_slots(s);
 }
 
 typedef struct {
@@ -329,8 +353,10 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
     TAKE(slots->key_square, room), TAKE(slots->value_square, room), TAKE(slots->weight, room);
     TAKE(slots->inverse, room), TAKE(slots->spread, room), TAKE(slots->dots, 2 * ROWS * room);
     TAKE(slots->sums, slots->width), TAKE(slots->metric, r->key.dim * key), TAKE(slots->changed, room);
-    TAKE(slots->importance, room), TAKE(slots->query, r->key.dim + 1);
-    TAKE(slots->gone, room), TAKE(slots->order, room), TAKE(slots->partner, room);
+    TAKE(slots->importance, room), TAKE(slots->query, r->key.dim + 1), TAKE(slots->seen, room * (key + value));
+    TAKE(slots->place, room), TAKE(slots->least, room), TAKE(slots->nearest, room), TAKE(slots->gone, room);
+    TAKE(slots->lost, room);
+    TAKE(slots->order, room), TAKE(slots->chosen, room), TAKE(slots->partner, room), TAKE(slots->free, room);
 #undef TAKE
     return used;
 }
@@ -354,7 +380,7 @@ static void read_state(Reader *r, long count) {
     }
     Slots *slots = &r->slots;
     for (long i = 0; count && i < slots->most; i++) {
-        REAL *row = slots->rows + slots->count * slots->width, weight, spread;
+        REAL weight, spread;
         long at = r->own * slots->most + i;
         if (slots->bits < 8) {
             uint32_t number = (uint32_t)((uint16_t *)r->of[SPREAD])[at] << 16;
@@ -365,11 +391,12 @@ static void read_state(Reader *r, long count) {
             weight = ((REAL *)r->of[WEIGHT])[at], spread = ((REAL *)r->of[SPREAD])[at];
         }
         if (!(weight > 0)) continue;
+        REAL *row = add_slot(slots, weight, spread);
         memset(row, 0, slots->width * sizeof(REAL));
         read_row(&r->value, row_of(r, &r->value, SLOT_K, slots->most, i), row + slots->key);
         read_row(&r->key, row_of(r, &r->key, SLOT_K, slots->most, i), row + slots->key + slots->value);
-        slots->weight[slots->count] = weight, slots->spread[slots->count] = spread, slots->changed[slots->count++] = 1;
     }
+    show_slots(slots);
 }
 
 /* Write what has changed from a place on. */
@@ -384,13 +411,14 @@ static void write_state(Reader *r, long from, long to, int merged) {
         if (!merged) continue;
         memset(s->taken, 0, s->size * sizeof(REAL));
         for (long i = 0; i < slots->most; i++) {
-            const REAL *row = slots->rows + i * slots->width + slots->key + (v ? 0 : slots->value);
+            const REAL *row = slots->seen + i * (slots->key + slots->value) + (v ? slots->key : 0);
             write_row(s, i < slots->count ? row : s->taken, row_of(r, s, SLOT_K, slots->most, i));
         }
     }
     for (long i = 0; merged && i < slots->most; i++) {
         long at = r->own * slots->most + i;
-        REAL weight = i < slots->count ? slots->weight[i] : 0, spread = i < slots->count ? slots->spread[i] : 0;
+        REAL weight = i < slots->count ? slots->weight[slots->order[i]] : 0;
+        REAL spread = i < slots->count ? slots->spread[slots->order[i]] : 0;
         if (slots->bits < 8) {
             float given = (float)spread;
             uint32_t number;
