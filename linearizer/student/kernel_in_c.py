@@ -36,8 +36,14 @@ COMMON = r"""
 #include <stdlib.h>
 #include <string.h>
 
-typedef REAL vec __attribute__((vector_size(32), aligned(32), may_alias));
-enum { LANES = 32 / sizeof(REAL), TILE = 2 * LANES, ROWS = 4 };
+/* A vector fills a register, and ROWS times two of them all registers but those of the factors. */
+#if defined(__AVX512F__) && WIDE
+enum { BYTES = 64, ROWS = 8 };
+#else
+enum { BYTES = 32, ROWS = 4 };
+#endif
+typedef REAL vec __attribute__((vector_size(BYTES), aligned(BYTES), may_alias));
+enum { LANES = BYTES / sizeof(REAL), TILE = 2 * LANES, PARTIAL = 32 / sizeof(REAL) };
 
 static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
 
@@ -61,26 +67,26 @@ static inline REAL code_of(REAL x, REAL scale, REAL limit) {
     return code < -limit ? -limit : code > limit ? limit : code;
 }
 
-/* The scale that moves a vector least, of those tried; vectors of few bits fill whole lanes. */
+/* The scale that moves a vector least, of those tried; the same bits in vectors of any width. */
 static REAL best_scale(const REAL *x, long dim, REAL limit) {
-    REAL top = 0, best_error = INFINITY, best = 0, lanes[LANES] = {0};
-    for (long d = 0; d < dim; d += LANES)
-        for (long l = 0; l < LANES; l++) {
+    REAL top = 0, best_error = INFINITY, best = 0, lanes[PARTIAL] = {0};
+    for (long d = 0; d < dim; d += PARTIAL)
+        for (long l = 0; l < PARTIAL; l++) {
             REAL size = x[d + l] < 0 ? -x[d + l] : x[d + l];
             lanes[l] = size > lanes[l] ? size : lanes[l];
         }
-    for (long l = 0; l < LANES; l++) top = lanes[l] > top ? lanes[l] : top;
+    for (long l = 0; l < PARTIAL; l++) top = lanes[l] > top ? lanes[l] : top;
     top /= limit;
     for (int i = 0; i < 3; i++) {
         REAL scale = as_bf16(top * TRIED[i]), error = 0;
         if (!(scale > TINIEST)) scale = 0;
-        for (long l = 0; l < LANES; l++) lanes[l] = 0;
-        for (long d = 0; d < dim; d += LANES)
-            for (long l = 0; l < LANES; l++) {
+        for (long l = 0; l < PARTIAL; l++) lanes[l] = 0;
+        for (long d = 0; d < dim; d += PARTIAL)
+            for (long l = 0; l < PARTIAL; l++) {
                 REAL off = code_of(x[d + l], scale, limit) * scale - x[d + l];
                 lanes[l] += off * off;
             }
-        for (long l = 0; l < LANES; l++) error += lanes[l];
+        for (long l = 0; l < PARTIAL; l++) error += lanes[l];
         if (error < best_error) best_error = error, best = scale;
     }
     return best;
@@ -146,14 +152,17 @@ def addresses_of(*tensors: Tensor | None) -> Any:
 
 
 @functools.cache
-def load_kernel(name: str, source: str, work: torch.dtype) -> Kernel | None:
-    """Load a kernel that computes with a type, compiled by the first process that asks for it; None: no compiler."""
+def load_kernel(name: str, source: str, work: torch.dtype, wide: bool = False) -> Kernel | None:
+    """Load a kernel that computes with a type, compiled by the first process that asks for it; None: no compiler.
+
+    `wide` says that it may compute with vectors of 64 bytes.
+    """
     if work not in KINDS or os.name != "posix":
         return None
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folders = Path(home) / "linearizer", Path(tempfile.gettempdir()) / f"linearizer-{os.getuid()}"
     for flags in (("-march=native",), ()):
-        command = [*FLAGS, *flags, f"-DREAL={KINDS[work]}"]
+        command = [*FLAGS, *flags, f"-DREAL={KINDS[work]}", f"-DWIDE={wide:d}"]
         machine = platform.machine(), platform.processor(), cpu_flags(), *command
         key = hashlib.sha256(repr((COMMON, source, machine)).encode()).hexdigest()[:24]
         for folder in folders:

@@ -25,6 +25,7 @@ from .state import ExactState, FeatureState, SlotState, tensors, working_dtype
 VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
 MERGING = ("metric", "gain", "mean_query")  # of heads with slots, in the order of the kernel
 HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel
+WIDEST = 64  # bytes of a vector, which turned keys and values fill
 TOKENS, STRIDES, OF_CALL = 3, slice(9, 25), slice(1, 7)  # where a call's own sizes and tensors lie
 
 Tensor = torch.Tensor
@@ -177,7 +178,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
     slots->key = r.key.size, slots->value = r.value.size, slots->width = 2 * r.key.size + r.value.size;
     slots->key_dim = r.key.dim, slots->value_dim = r.value.dim, slots->bits = group[SLOT_BITS];
     slots->kept_bf16 = group[KEPT_BF16];
-    char *memory = aligned_alloc(32, lay_out(&r, 0, &zeros));
+    char *memory = aligned_alloc(BYTES, lay_out(&r, 0, &zeros));
     if (!memory) return 0;
     lay_out(&r, memory, &zeros), memset(memory, 0, zeros);
     for (long i = 0; i < slots->room; i++) slots->place[i] = INFINITY;
@@ -266,7 +267,8 @@ class LayerInC:
     ) -> LayerInC | None:  # fmt: skip
         """Prepare for the groups that are served, and give them states of their own; None: PyTorch serves all."""
         work, served, count = working_dtype(k), {}, torch.zeros(len(k), dtype=torch.long, device="cpu")
-        if (kernel := load_kernel("read_heads", SOURCE, work)) is None:
+        fills = not any(x.shape[-1] * work.itemsize % WIDEST for x in (k, v))
+        if (kernel := load_kernel("read_heads", SOURCE, work, wide=fills)) is None:
             return None
         for index, group in enumerate(groups):
             state = None if memory is None or index >= len(memory) else memory[index]

@@ -13,14 +13,15 @@ enum { ROWS_AT_ONCE = 32, PARTS = 4 };
 
 static const REAL TINY = 1e-30, MOST_TOKENS = 32767, MOST_IMPORTANT = 20;
 
-/* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of. A slot
-   stays in its row while it lives, so that what pairs cost need not be moved; `order` has the rows in the order of tokens,
-   and `seen` holds k and v in that order. */
+/* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of.
+   A slot stays in its row while it lives, so that what pairs cost need not be moved; `order` has the rows in the order
+   of tokens, and `seen` holds k and v in that order. */
 typedef struct {
-    long count, used, unused, room, most, key, value, width;  /* slots, rows ever used, rows free again, rows, slots that
-                                                                 stay; padded sizes */
+    long count, used, unused, room, most;       /* slots; rows ever used, free again, and in all; slots that stay */
+    long key, value, width;                     /* padded sizes */
     long key_dim, value_dim, bits, kept_bf16;
-    REAL *rows, *columns, *cost, *seen;         /* (room, width), (key + value, room), (room, room), (room, key + value) */
+    REAL *rows, *columns;                       /* (room, width), (key + value, room) */
+    REAL *cost, *seen;                          /* (room, room), (room, key + value) */
     REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
     REAL *metric;                               /* (key_dim, key), turned */
     REAL *importance, *query;                   /* query: the mean query, and what it gives the mean key */
@@ -340,7 +341,7 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
     long used = 0, most = r->slots.most, room = r->slots.room, key = r->key.size, value = r->value.size;
     long rows = padded(r->chunk * r->each, LANES), tokens = r->sinks + r->room + room + PARTS * ROWS;
     Slots *slots = &r->slots;
-#define TAKE(x, count) (x = (void *)(memory + used), used += padded((count) * (long)sizeof *(x), 32))
+#define TAKE(x, count) (x = (void *)(memory + used), used += padded((count) * (long)sizeof *(x), BYTES))
     TAKE(r->key.sinks, r->sinks * key), TAKE(r->value.sinks, r->sinks * value);
     TAKE(r->key.ring, r->room * key), TAKE(r->value.ring, r->room * value);
     TAKE(r->key.taken, ROWS * key), TAKE(r->value.taken, ROWS * value);
