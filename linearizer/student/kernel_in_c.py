@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import torch
 
 from .state import is_traced
 
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-lm")
 KINDS = {torch.float32: "float", torch.float64: "double"}  # that are computed with
@@ -192,9 +194,8 @@ def compiled(folder: Path, key: str, source: str, command: Sequence[str]) -> Pat
     if not folder.is_absolute():
         raise FileNotFoundError("this user has no home")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is another user's")
     library = folder / f"{key}.so"
+    check_owner(folder)
     if not library.exists():
         if (compiler := find_compiler()) is None:
             raise FileNotFoundError("no compiler")
@@ -203,5 +204,14 @@ def compiled(folder: Path, key: str, source: str, command: Sequence[str]) -> Pat
             (Path(work) / "source.c").write_text(source, encoding="utf-8")
             given = [compiler, str(Path(work) / "source.c"), "-o", str(made), *command]
             subprocess.run(given, check=True, capture_output=True, timeout=60)
+            made.chmod(0o700)
             os.replace(made, library)  # whole, whichever process is first
+    check_owner(library)
     return library
+
+
+def check_owner(path: Path) -> None:
+    """Refuse what another user could have written: it would run with the rights of this one."""
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
+        raise PermissionError(f"other users may write to {path}")
