@@ -22,7 +22,7 @@ from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
-from linearizer.method.allocate_run import DearPrice, allocate, help_pricing
+from linearizer.method.allocate_run import allocate, help_pricing
 from linearizer.method.blockwise_pass import is_chain
 from linearizer.method.choose import choose_student
 from linearizer.method.decide import decide
@@ -175,12 +175,11 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
     return checkpoint.put_student_into(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
 
 
-def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Iterator[list[DearPrice]]:
+def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Iterator[None]:
     """Do a share of the pricing that the process of a run hands to its helpers, with one teacher for all of it."""
     teacher = load_teacher_of(run.plan, token, run.inspection)
-    for task in tasks:
-        kind, sinks = task.split()
-        yield finish(help_pricing(run, teacher, token, kind, int(sinks), share))
+    for sinks in tasks:
+        yield finish(help_pricing(run, teacher, token, int(sinks), share))
 
 
 def training_and_judging_texts(

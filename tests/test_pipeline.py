@@ -227,14 +227,6 @@ def test_a_recipe_that_adapts_is_refused_at_once_where_peft_is_not_installed(rec
     assert pipeline.begin(tmp_path / "run", Plan.of(recipe, model="demo", budget=64, steps=0)).plan.lora
 
 
-def test_prices_are_estimated_whatever_the_size_unless_all_are_to_be_measured(begin):
-    run = begin(plan=Plan("demo", budget=64))
-    assert run.plan.prices == "estimated"
-    assert "prices measured" in Plan("demo", budget=64, prices="measured").command()
-    with pytest.raises(RequestError, match="prices 'auto' is not allowed: it should be 'estimated' or 'measured'"):
-        Plan("demo", budget=64, prices="auto")
-
-
 def test_the_type_to_compute_in_is_decided_where_a_run_begins_and_the_same_words_resume_it(begin):
     plan = Plan("demo", budget=64)
     run = begin(plan=plan)

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.method.by_prices import MIN_KL, allocate_by_prices, correct_prices, dear_offers
-from linearizer.method.decide import allocate_alike, decide, fewer_bits, offers_by_prices, sinks_to_try
+from linearizer.method.by_prices import MIN_KL
+from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
 from linearizer.method.gates import learn_gates
-from linearizer.method.head_prices import (
-    Place,
-    measure_prices,
-    measure_some_prices,
-    options_to_price,
-    passes_from,
-    with_repeats,
-)
-from linearizer.method.head_prices_by_gradient import estimate_prices
+from linearizer.method.head_prices import Part, estimate_prices, options_to_price, with_repeats
 from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin
 from linearizer.method.whole_student import measure_students
@@ -39,8 +30,6 @@ from linearizer.teacher.load import Teacher
 GATE_STEPS = 60
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
 MOST_REPEATED = 64  # tokens of a passage that comes again: short ones come again at many distances
-PRICES, DEAR_PRICES = "prices", "dear-prices"  # tasks of helpers
-DearPrice = tuple[int, int, int, float]  # layer, KV head, option, kl
 LAYERS = "state/prices"  # a file for each layer that is priced, and for each group of texts, until all are
 
 
@@ -72,58 +61,41 @@ def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Te
 
 
 def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers = ALONE) -> Steps[Prices]:
-    """Measure or estimate the prices of all KV heads."""
+    """Estimate the prices of all KV heads."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
     begin = begin_of(run)
     own = price_share(run, teacher, texts, sinks, begin, Share(0, helpers.count))
-    prices, others = yield from log_progress(run, helpers.beside(f"{PRICES} {sinks}", own))
-    if others:  # the prices that they kept are there now
+    prices = yield from log_progress(run, helpers.beside(str(sinks), own))
+    if helpers.count > 1:  # the prices that they kept are there now
         prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
-    measured: dict[Place, float] = {}
-    if run.plan.prices == "estimated":
-        mine = measure_dear_prices(run, teacher, texts, prices, begin, Share(0, helpers.count))
-        own_prices, others = yield from log_progress(run, helpers.beside(f"{DEAR_PRICES} {sinks}", mine))
-        measured = {(layer, head, option): kl for part in (own_prices, *others) for layer, head, option, kl in part}
-        prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)
-    estimated = run.plan.prices == "estimated"
-    run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated, measured=len(measured))
+    run.log(EventName.PRICED, tokens=texts.numel())
     return prices
 
 
-def help_pricing(
-    run: Run, teacher: Teacher, token: str | None, task: str, sinks: int, share: Share
-) -> Steps[list[DearPrice]]:
+def help_pricing(run: Run, teacher: Teacher, token: str | None, sinks: int, share: Share) -> Steps[None]:
     """Price a share of the layers for the process of a run."""
-    texts, begin = texts_to_price_on(run, teacher, token), begin_of(run)
-    if task == PRICES:
-        yield from price_share(run, teacher, texts, sinks, begin, share)
-        return []
-    prices = yield from price_share(run, teacher, texts, sinks, begin)  # all are there
-    return (yield from measure_dear_prices(run, teacher, texts, prices, begin, share))
+    yield from price_share(run, teacher, texts_to_price_on(run, teacher, token), sinks, begin_of(run), share)
 
 
 def price_share(
     run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, begin: Begin, share: Share = ALL
 ) -> Steps[Prices]:
-    """Measure or estimate the prices of a share of the layers, and keep each layer's in a file of its own."""
+    """Estimate the prices of a share of the layers, and keep each layer's in a file of its own."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     with writing(run.folder / LAYERS):
         (run.folder / LAYERS).mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
 
-    def keep(part: tuple[int, ...], kl: KlOfLayer) -> None:
+    def keep(part: Part, kl: KlOfLayer) -> None:
         run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", Prices(sinks, options, (kl,)).to_json())
 
     given = (teacher.model, texts, teacher.inspection.layers, options, sinks, begin)
-    if run.plan.prices == "measured":
-        before = {part[0]: each.kl[0] for part, each in stored.items() if len(part) == 1}
-        return (yield from measure_prices(*given, before, lambda index, kl: keep((index,), kl), share))
-    sums = {(part[0], part[1]): each.kl[0] for part, each in stored.items() if len(part) == 2}
-    return (yield from estimate_prices(*given, run.plan.seed, sums, keep, share))
+    before = {part: each.kl[0] for part, each in stored.items()}
+    return (yield from estimate_prices(*given, run.plan.seed, before, keep, share))
 
 
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
@@ -133,25 +105,9 @@ def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, .
     return options_to_price(texts.shape[1], plan.rules.far_field, *bits)
 
 
-def measure_dear_prices(
-    run: Run, teacher: Teacher, texts: torch.Tensor, prices: Prices, begin: Begin, share: Share = ALL
-) -> Steps[list[DearPrice]]:
-    """Measure dear offers of a share of the layers, beside what estimated prices buy: these hardly order them."""
-    layers = teacher.inspection.layers
-    offers = offers_by_prices(run, run.plan, prices, layers)
-    dear = dear_offers(prices, layers, allocate_by_prices(offers), run.plan.target_tokens(run.positions))
-    by_layer = Counter(layer for layer, _, _ in dear)
-    own = share.part_of({layer: count * passes_from(layers, layer) for layer, count in by_layer.items()})
-    places = [place for place in dear if place[0] in own]
-    if not places:
-        return []
-    kl = yield from measure_some_prices(teacher.model, texts, layers, prices, places, begin)
-    return [(*place, kl_of_place) for place, kl_of_place in kl.items()]
-
-
-def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[tuple[int, ...], Prices]:
-    """Read the layers that were priced when a run was stopped, on all texts or a group; drop those that are damaged."""
-    stored: dict[tuple[int, ...], Prices] = {}
+def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[Part, Prices]:
+    """Read the layers that were priced when a run was stopped, each on some texts; drop those that are damaged."""
+    stored: dict[Part, Prices] = {}
     for path in sorted((run.folder / LAYERS).glob("*.json")):
         name = f"{LAYERS}/{path.name}"
         try:
@@ -161,7 +117,8 @@ def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[tuple[int, .
             remove(path)
             continue
         if layer.options == options:
-            stored[tuple(map(int, path.stem.split("-")))] = layer
+            index, _, first = path.stem.partition("-")
+            stored[int(index), int(first)] = layer
     return stored
 
 

@@ -70,8 +70,8 @@ def gradients_by_layer(
     """
     if chain is None and is_streamed(teacher):
         raise RequestError(
-            "its blocks hand each other more than hidden states, so prices cannot be estimated while its weights do "
-            "not fit into memory: use --prices measured, or a larger machine"
+            "its blocks hand each other more than hidden states, so heads cannot be priced while its weights do not "
+            "fit into memory: use a larger machine, or --strategy window"
         )
     batches = [ids.to(teacher.device) for ids in batches]
     with recording(teacher, recordings):

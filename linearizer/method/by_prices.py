@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,11 +13,9 @@ from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.prices import SMALLEST, Prices
 
 MIN_KL = 1e-9  # nats: a smaller kl is rounding
-DEAR_KL = 0.01  # nats: beyond, an estimate of second order may be off by a third
 NEAR = 3 / 4  # of a size: beyond, the larger head may hold a whole text
 STEEPEST = 3  # power of the size by which kl may fall, beside what is left of a text
 PARTS = 4  # in which a size between two options is looked for
-MOST_DEAR = 32  # offers that are measured after they were estimated
 
 
 @dataclass(frozen=True)
@@ -76,51 +74,6 @@ class OffersOfHeads:
     def at(self, levels: Sequence[int]) -> list[Offer]:
         """Take the offer of every head at its level."""
         return [offers[level] for offers, level in zip(self.offers, levels, strict=True)]
-
-
-def dear_offers(
-    prices: Prices, layers: Sequence[Layer], allocation: Allocation, length: int
-) -> list[tuple[int, int, int]]:
-    """List what estimates can hardly order: the dearest options beside an allocation, by layer, head and option.
-
-    Beside what a head holds are, of the priced options on its hull, the largest that is no larger and the next one.
-    """
-    dear: list[tuple[float, tuple[int, int, int]]] = []
-    for index, (layer, kl_of_layer, row) in enumerate(zip(layers, prices.kl, allocation.heads, strict=True)):
-        for head, (kl, held) in enumerate(zip(kl_of_layer, row, strict=True)):
-            priced = [
-                Offer(option, head_bytes(option, layer, prices.sinks, length), own)
-                for option, own in zip(prices.options, kl, strict=True)
-                if not option.softmax
-            ]
-            most = head_bytes(replace(held, bits=prices.options[0].bits), layer, prices.sinks, length)
-            hull = efficient_offers(priced)
-            smaller, larger = ([o for o in hull if (o.bytes <= most) == is_smaller] for is_smaller in (True, False))
-            for offer in (*smaller[-1:], *larger[:1]):
-                if offer.kl > DEAR_KL:
-                    dear.append((offer.kl, (index, head, prices.options.index(offer.head))))
-    return [place for _, place in sorted(dear, reverse=True)[:MOST_DEAR]]
-
-
-def correct_prices(prices: Prices, measured: Mapping[tuple[int, int, int], float]) -> Prices:
-    """Put measured kl in the place of estimates, and scale the head's other dear estimates as the nearest of these.
-
-    A kl that rounding made nothing, or less, does not make the head's other options free.
-    """
-
-    def corrected(layer: int, head: int, row: tuple[float, ...]) -> tuple[float, ...]:
-        known = {option: max(kl, MIN_KL) for (*place, option), kl in measured.items() if place == [layer, head]}
-
-        def scaled(option: int, kl: float) -> float:
-            if option in known or not known or kl <= DEAR_KL:
-                return known.get(option, kl)
-            nearest = min(known, key=lambda other: abs(math.log(row[other] / kl)))
-            return max(kl * known[nearest] / row[nearest], MIN_KL)
-
-        return tuple(scaled(option, kl) for option, kl in enumerate(row))
-
-    kl = tuple(tuple(corrected(i, j, row) for j, row in enumerate(rows)) for i, rows in enumerate(prices.kl))
-    return replace(prices, kl=kl)
 
 
 def check_least_budget(layers: Sequence[Layer], budget: int, sinks: int, bits: int = 16) -> None:

@@ -123,11 +123,6 @@ def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
     if (prices := run.prices) is None:
         raise missing_measurement(run, plan, "prices")
     check_prices(prices, plan)
-    return offers_by_prices(run, plan, prices, layers)
-
-
-def offers_by_prices(run: Run, plan: Plan, prices: Prices, layers: Sequence[Layer]) -> OffersOfHeads:
-    """List the offers of every head under a plan by given prices."""
     far_field = plan.rules.far_field
 
     def is_allowed(option: Head) -> bool:

@@ -1,44 +1,46 @@
-"""Measures prices of heads: the kl at the model's output when one KV head alone holds an option.
+"""Estimates prices of heads: the kl at the model's output when one KV head alone holds an option.
 
 It is a mean over the places of a text, in which each doubling of the text counts alike.
 
 An option is what a head may hold: a window, alone or with slots or features (not trained here), or its whole cache.
 All other heads stay as in the teacher, so prices add up as far as heads do not make up for each other.
 whole_student.py measures whether they do.
+
+One pass forward and a few back take the place of a pass for every price. If an option changes the output of a head's
+attention by δ, the kl at the model's output is ½ δᵀ F δ to second order, F being the Fisher information: the mean of
+g gᵀ over next tokens drawn from the teacher, g the gradient of their log-likelihood. Each token's change counts alone
+(what one change does to another is left out), so that few draws do. A large kl lies beyond the second order and is
+overestimated; the estimate serves to order heads and options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import lru_cache, partial
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.method.blockwise_pass import hold_weights
-from linearizer.method.shared_reads import in_step, passes_at_once
-from linearizer.method.substitute import (
-    Begin,
-    BlockAnswers,
-    FixedOutput,
-    attention_inputs,
-    make_layer_student,
-    replace_student,
-)
+from linearizer.method.block_gradients import Recording, gradients_by_layer
+from linearizer.method.blockwise_pass import chain_of
+from linearizer.method.substitute import Begin, make_layer_student
 from linearizer.plan.head_bytes import BLOCK, Head, Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.prices import SMALLEST, KlOfLayer, Prices
 from linearizer.run.sharing import ALL, Share
-from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules
-from linearizer.teacher.layers import layer_number
-from linearizer.teacher.logits import kl_of, logits_of
+from linearizer.student.attention_interface import attention_modules, device_of
+from linearizer.student.layer_student import generator_at
+from linearizer.teacher.logits import vocabulary
+from linearizer.teacher.streaming import is_streamed
 
 MANY = 4  # blocks of slots
 BEGINNING = 64  # of a text's parts: the tokens in it count alike
-Place = tuple[int, int, int]  # layer, KV head, option
+DRAWS = 4  # of next tokens, for every text
+MAX_GRADIENTS = 2**27  # of several texts together, with their logits
+
+Tensor = torch.Tensor
+Part = tuple[int, int]  # a layer, and the first of a group of texts
 
 
 def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = ()) -> tuple[Head, ...]:
@@ -83,133 +85,106 @@ def place_weights(tokens: int, device: torch.device | str = "cpu") -> torch.Tens
     return weights / weights.mean()
 
 
-@torch.inference_mode()
-def measure_prices(
+def estimate_prices(
     teacher: PreTrainedModel,
-    texts: torch.Tensor,
+    texts: Tensor,
     layers: Sequence[Layer],
     options: Sequence[Head],
     sinks: int,
     begin: Begin,
-    before: Mapping[int, KlOfLayer] | None = None,
-    keep: Callable[[int, KlOfLayer], None] = lambda index, kl: None,
+    seed: int = 0,
+    before: Mapping[Part, KlOfLayer] | None = None,
+    keep: Callable[[Part, KlOfLayer], None] = lambda part, kl: None,
     share: Share = ALL,
 ) -> Steps[Prices]:
-    """Let one KV head after the other hold each option, and measure the kl at the model's output.
+    """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
-    `keep` receives each layer of the share and its kl; `before` holds those of earlier calls, which are not repeated.
+    `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
+    holds those of an earlier call, or of other shares. Every text draws its next tokens for itself.
     """
+    priced = {index: layer.kv_heads for index, layer in enumerate(layers) if layer.native_window is None}
     kl = dict(before or {})
-    priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
-    own = share.part_of({index: layers[index].kv_heads * passes_from(layers, index) for index in priced})
-    missing = [index for index in own if index not in kl]
-    total, left = (sum(layers[index].kv_heads for index in some) * len(options) for some in (own, missing))
-    pricer = HeadPricer(teacher, texts, layers, sinks, begin) if missing else None
-    for index in missing:
-        rows: list[list[float]] = [[] for _ in range(layers[index].kv_heads)]  # [head][option]
-        for head, _, price in pricer.measure(index, options):  # type: ignore[union-attr]
-            rows[head].append(price)
-            left -= 1
-            yield Progress(EventName.PRICE, total - left, total, "prices")
-        kl[index] = tuple(map(tuple, rows))
-        keep(index, kl[index])
-    return Prices(sinks, tuple(options), tuple(kl.get(index, ()) for index in range(len(layers))))
+    size = texts_together(teacher, layers, texts)
+    groups = range(0, len(texts), size)
+    own = parts_of(share, groups, priced)
+    left = [first for first in groups if any(part[1] == first and part not in kl for part in own)]
+    devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
+    recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
+    chain = chain_of(teacher, texts) if left else None
+    sweeps = [left] if is_streamed(teacher) else [[first] for first in left]  # a sweep reads all weights
+    total, done = len(own), sum(part in kl for part in own)
+    yield Progress(EventName.PRICE, done, total, "layers")
+    for sweep in sweeps:
+
+        def likelihoods(batch: int, logits: Tensor, sweep: Sequence[int] = sweep) -> list[Tensor]:
+            return draw_likelihoods(logits, [generator_at(seed, sweep[batch] + text) for text in range(len(logits))])
+
+        batches, given = [texts[first : first + size] for first in sweep], Counter[int]()
+        for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
+            part, given[index] = (index, sweep[given[index]]), given[index] + 1
+            if part in own and part not in kl:
+                kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
+                keep(part, kl[part])
+                done += 1
+                yield Progress(EventName.PRICE, done, total, "layers")
+    means = {}
+    for index in priced:
+        if all((index, first) in kl for first in groups):
+            sums = torch.stack([torch.tensor(kl[index, first], dtype=torch.float64) for first in groups])
+            means[index] = rows_of(sums.sum(0) / texts.numel())
+    return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
 
 
-@torch.inference_mode()
-def measure_some_prices(
-    teacher: PreTrainedModel,
-    texts: torch.Tensor,
-    layers: Sequence[Layer],
-    prices: Prices,
-    places: Sequence[Place],
-    begin: Begin,
-) -> Steps[dict[Place, float]]:
-    """Measure the kl of some heads with an option each, which have been estimated."""
-    kl: dict[Place, float] = {}
-    pricer = HeadPricer(teacher, texts, layers, prices.sinks, begin)
-    for index in sorted({layer for layer, _, _ in places}):
-        wanted = {(head, option) for layer, head, option in places if layer == index}
-        for head, option, price in pricer.measure(index, prices.options, wanted):
-            kl[index, head, option] = price
-            yield Progress(EventName.PRICE, len(kl), len(places), "prices")
-    return kl
+def parts_of(share: Share, groups: Sequence[int], costs: Mapping[int, float]) -> set[Part]:
+    """List the layers and groups of texts that fall to a process: a half of the texts where processes are even.
+
+    Those that have the same texts share the layers, for each of which all run the whole model.
+    """
+    halves = 2 if share.count % 2 == 0 and len(groups) > 1 else 1
+    own = Share(share.number // halves, share.count // halves).part_of(costs)
+    half = list(groups)[share.number % halves :: halves]
+    return {(index, first) for index in own for first in half}
 
 
-class HeadPricer:
-    """Measures one price after the other at a teacher, whose layers before the head in question run once."""
-
-    def __init__(
-        self, teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], sinks: int, begin: Begin
-    ) -> None:
-        self.teacher, self.texts, self.layers, self.sinks, self.begin = teacher, texts, layers, sinks, begin
-        self.modules, self.answers = attention_modules(teacher), BlockAnswers(teacher)
-        with self.answers.kept():
-            self.expected = logits_of(teacher, texts)
-
-    def measure(
-        self, index: int, options: Sequence[Head], wanted: Collection[tuple[int, int]] | None = None
-    ) -> Iterator[tuple[int, int, float]]:
-        """Yield head, number of the option, and kl, for the heads of a layer and the options that are wanted."""
-        blocks = self.answers.blocks
-        with attending(self.teacher, IMPLEMENTATION), hold_weights(blocks[index]) if blocks else nullcontext():
-            with self.answers.skipping(index, after=index):
-                inputs = attention_inputs(self.modules[index], self.teacher, self.texts)
-            with self.answers.skipping(index):
-                yield from self.measure_with(inputs, index, options, wanted)
-
-    def measure_with(
-        self, inputs: tuple, index: int, options: Sequence[Head], wanted: Collection[tuple[int, int]] | None
-    ) -> Iterator[tuple[int, int, float]]:
-        """Measure the heads of a layer that attends with these inputs."""
-        module, layer = self.modules[index], self.layers[index]
-        softmax = attention_output(module, layer, Head(softmax=True), self.sinks, self.begin, inputs)
-        weights = place_weights(self.texts.shape[1], self.expected.device)
-        places = [
-            (number, head)
-            for number in range(len(options))
-            for head in range(layer.kv_heads)
-            if wanted is None or (head, number) in wanted
-        ]
-
-        @lru_cache(maxsize=1)
-        def output_of(number: int) -> torch.Tensor:
-            """Let one student attend for all heads of the layer, whose output is used for one head at a time."""
-            return attention_output(module, layer, options[number], self.sinks, self.begin, inputs)
-
-        def price(number: int, head: int) -> float:
-            changed = FixedOutput(with_head(softmax, output_of(number), head, layer.kv_heads))
-            with replace_student(module, changed):
-                kl = kl_of(self.expected, logits_of(self.teacher, self.texts))
-                return (weights * kl).mean().item()
-
-        size = passes_at_once(self.teacher, self.texts.numel())
-        for first in range(0, len(places), size):
-            some = places[first : first + size]
-            kl = in_step(self.teacher, [partial(price, *place) for place in some])
-            for (number, head), price_of_head in zip(some, kl, strict=True):
-                yield head, number, price_of_head
+def rows_of(kl: Tensor) -> KlOfLayer:
+    """Lay the kl of a layer (KV heads, options) out."""
+    return tuple(map(tuple, kl.tolist()))
 
 
-def attention_output(
-    module: nn.Module, layer: Layer, option: Head, sinks: int, begin: Begin, inputs: tuple
-) -> torch.Tensor:  # (texts, query heads, tokens, value_dim)
-    """Compute what a layer's attention gives if all its KV heads hold an option."""
-    heads = [option] * layer.kv_heads
-    return make_layer_student(layer, heads, sinks, begin, layer_number(module), inputs[0].device)(*inputs)
+def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Tensor) -> int:
+    """Compute how many texts are run together: at most a half, by the gradients and logits that are held of each."""
+    outputs = sum(layer.query_heads * layer.value_dim for layer in layers if layer.native_window is None)
+    most = MAX_GRADIENTS // (texts.shape[1] * (DRAWS * outputs + 3 * vocabulary(teacher)))
+    return max(1, min(most, -(-len(texts) // 2)))
 
 
-def passes_from(layers: Sequence[Layer], index: int) -> float:
-    """Tell what share of a model runs for a price in one of its layers."""
-    return (len(layers) - index) / len(layers)
+@torch.no_grad()
+def kl_of_options(
+    layer: Layer, recording: Recording, gradient: Tensor, options: Sequence[Head], sinks: int, begin: Begin, index: int
+) -> KlOfLayer:
+    """Estimate the kl of a layer's heads by the change of their outputs, summed over some texts."""
+    device, heads = recording.inputs[0].device, layer.kv_heads
+    kl, weights = torch.zeros(heads, len(options)).double(), place_weights(recording.output.shape[2], device)
+    for place, option in enumerate(options):
+        output = make_layer_student(layer, [option] * heads, sinks, begin, index, device)(*recording.inputs)
+        change = (output - recording.output).float().unflatten(1, (heads, -1))
+        # (draws, texts, KV heads, group, tokens): the queries of a group change together
+        slope = (gradient.unflatten(2, (heads, -1)) * change).sum((-1, 3))
+        kl[:, place] = (weights * slope.square().mean(0)).sum((0, 2)).double().cpu() / 2
+    return rows_of(kl)
 
 
-def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int) -> torch.Tensor:
-    """Replace the output of one KV head, that is of all query heads of its group, by the other output."""
-    group = whole.shape[1] // kv_heads
-    mixed = whole.clone()
-    mixed[:, head * group : (head + 1) * group] = other[:, head * group : (head + 1) * group]
-    return mixed
+def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: torch.device) -> Recording:
+    """Make the recording of a layer."""
+    return Recording(make_layer_student(layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, index, device))
+
+
+def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Draw next tokens, a few times and for every text by itself; give the log-likelihood of each draw."""
+    logs = logits.float().log_softmax(-1)
+    pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
+    drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
+    return [logs.flatten(0, 1).gather(-1, draw[:, None]).sum() for draw in drawn.T.to(logs.device)]
 
 
 def with_repeats(texts: torch.Tensor, passage: int, seed: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_interface import attention_modules
 from linearizer.student.layer_student import LayerStudent
-from linearizer.teacher.layers import blocks_of
 
 UNTRAINED = "codebook"  # the feature map that heads are priced with: as good as any before training
 Begin = Callable[[LayerStudent, int], None]  # initialises the student of a layer, which has this number
@@ -43,14 +42,6 @@ def exchange_students(model: PreTrainedModel, students: Sequence[nn.Module]) -> 
         yield
 
 
-class InputRecorder(nn.Module):
-    """Takes the place of a layer's student, and keeps its inputs."""
-
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        self.inputs = inputs
-        return inputs[0].new_zeros(*inputs[0].shape[:-1], inputs[2].shape[-1])
-
-
 class FixedOutput(nn.Module):
     """Takes the place of a layer's student, and returns a fixed output."""
 
@@ -62,14 +53,6 @@ class FixedOutput(nn.Module):
         return self.output
 
 
-def attention_inputs(module: nn.Module, teacher: PreTrainedModel, texts: torch.Tensor) -> tuple:
-    """Record what a layer attends with on texts."""
-    recorder = InputRecorder()
-    with replace_student(module, recorder):
-        teacher.base_model(input_ids=texts.to(teacher.device), use_cache=False)
-    return recorder.inputs
-
-
 def make_layer_student(
     layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, index: int, device: torch.device
 ) -> LayerStudent:
@@ -77,35 +60,6 @@ def make_layer_student(
     student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED, layer.value_dim)
     begin(student, index)
     return student.to(device).eval()
-
-
-class BlockAnswers:
-    """The answers of a model's blocks to some texts: with them the model can run again from a block on."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.blocks = blocks_of(model)
-        self.answers: list[Any] = [None] * len(self.blocks)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep what the blocks answer while this lasts."""
-
-        def keep(index: int) -> Callable:
-            return lambda block, args, output: self.answers.__setitem__(index, output)
-
-        with ExitStack() as stack:
-            for index, block in enumerate(self.blocks):
-                stack.callback(block.register_forward_hook(keep(index)).remove)
-            yield
-
-    @contextmanager
-    def skipping(self, until: int, after: int | None = None) -> Iterator[None]:
-        """Let the blocks before a number, and after another, give their kept answers while this lasts."""
-        with ExitStack() as stack:
-            for index, (block, answer) in enumerate(zip(self.blocks, self.answers, strict=True)):
-                if index < until or (after is not None and index > after):
-                    stack.enter_context(fixed_answer(block, answer))
-            yield
 
 
 class FixedAnswer:

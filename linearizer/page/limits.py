@@ -106,8 +106,6 @@ def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> N
     for name, amount in amounts_of(plan, inspection).items():
         if amount > MAX_OF_PLAN[name]:
             raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_PLAN[name]}): {ELSEWHERE}")
-    if plan.prices == "measured":
-        raise RequestError(f"measuring all prices takes too long for this Space: let them be estimated, or {ELSEWHERE}")
     check_memory(plan, inspection, limits)
 
 

@@ -143,11 +143,6 @@ class Plan(JsonProduct):
         most=MAX_TOKENS,
     )
     may_grow: bool = allocating(False, "let heads keep their whole cache, softmax: the state then grows with the text")
-    prices: str = measuring(
-        "estimated",
-        "how heads are priced: estimated by gradients, and the largest estimates measured; or all measured",
-        choices=("estimated", "measured"),
-    )
     seed: int = machine(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1)
     device: str = machine("auto", "auto, cpu, cuda, cuda:1, …")
     dtype: str = machine(

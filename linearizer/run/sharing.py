@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from linearizer.progress import Steps
 
@@ -46,12 +46,9 @@ class Helpers:
     def begin(self) -> None:
         """Let the others load the teacher, before there is a task for them."""
 
-    def beside(self, task: str, steps: Steps[Product]) -> Steps[tuple[Product, list[Any]]]:
-        """Let the others do their shares of a task while the steps of this process's share are taken.
-
-        Give its product, and the products of the others in their order, as JSON can write them.
-        """
-        return (yield from steps), []
+    def beside(self, task: str, steps: Steps[Product]) -> Steps[Product]:
+        """Let the others do their shares of a task while the steps of this process's share are taken."""
+        return (yield from steps)
 
     def close(self) -> None:
         """End the others."""

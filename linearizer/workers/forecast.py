@@ -19,10 +19,8 @@ import torch
 from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS, needle_lengths
 from linearizer.evaluate.needle import DEPTHS
 from linearizer.evaluate.speed import LENGTHS
-from linearizer.method.by_prices import MOST_DEAR
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.head_prices import options_to_price
-from linearizer.method.head_prices_by_gradient import DRAWS
+from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
@@ -50,7 +48,6 @@ LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits
 JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
 COMPARED = 6  # students that are measured before one of them is made
-DEAR_SHARE = 0.5  # of the dear offers that may be measured
 HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
@@ -156,7 +153,7 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     judging = JUDGING_PASSES * (teacher + own + logits)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = plan.texts_priced * pricing_seconds(plan, heads, length, teacher, own)
+        pricing = plan.texts_priced * pricing_seconds(plan, length, teacher, own)
     training = training_seconds(plan, layers, teacher, own, length / products)
     spectra = heads * plan.kept_samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
@@ -169,8 +166,7 @@ def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float
     if not (weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device)):
         return inspection.weight_bytes / speeds.reads
     if plan.rules.decided_by == "prices":
-        priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
-        count += 4 + COMPARED + priced * len(replaced_layers(inspection)) / 2
+        count += 4 + COMPARED
     if plan.trains:
         count += 3 + plan.steps
     return (inspection.weight_bytes + count * weights) / speeds.reads
@@ -183,12 +179,10 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
 
 
-def pricing_seconds(plan: Plan, heads: int, length: int, teacher: float, own: float) -> float:
+def pricing_seconds(plan: Plan, length: int, teacher: float, own: float) -> float:
     """Say how many seconds prices and the comparison of students take for a text."""
     offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
-    priced = 1 + 1.2 * DRAWS + MOST_DEAR * DEAR_SHARE / 2  # passes of a text, forward and back
-    if plan.prices == "measured":
-        priced = heads * offered / 2
+    priced = 1 + 1.2 * DRAWS  # passes of a text, forward and back
     return COMPARED * (teacher + own) + priced * teacher + offered * own
 
 

@@ -88,7 +88,7 @@ class HelperProcesses(Helpers):
             seen = seen_by(number, self.devices[number])
             self.started.append(start_process("linearizer.workers.helpers", request, seen, stdout=subprocess.PIPE))
 
-    def beside(self, task: str, steps: Steps[Product]) -> Steps[tuple[Product, list[Any]]]:
+    def beside(self, task: str, steps: Steps[Product]) -> Steps[Product]:
         """Let the helpers do their shares of a task while the steps of this process's share are taken."""
         self.begin()
         for process in self.started:
@@ -96,7 +96,9 @@ class HelperProcesses(Helpers):
                 process.stdin.write(task + "\n")  # type: ignore[union-attr]
                 process.stdin.flush()  # type: ignore[union-attr]
         product = yield from self.watched(steps)
-        return product, [self.product_of(number) for number in range(1, self.count)]
+        for number in range(1, self.count):
+            self.wait_for(number)
+        return product
 
     def watched(self, steps: Steps[Product]) -> Steps[Product]:
         """Take steps as long as no helper has died."""
@@ -107,19 +109,19 @@ class HelperProcesses(Helpers):
                 return end.value
             for number, process in enumerate(self.started, 1):
                 if process.poll() is not None:
-                    self.product_of(number)
+                    self.wait_for(number)
             yield progress
 
-    def product_of(self, number: int) -> Any:
-        """Wait for what a helper answers."""
+    def wait_for(self, number: int) -> None:
+        """Wait until a helper has done its task."""
         process, answer = self.started[number - 1], {}
         assert process.stdout is not None
         while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
             check_stop(self.run)
         with suppress(ValueError):  # it died within a line, or before
             answer = json.loads(process.stdout.readline())
-        if "product" in answer:
-            return answer["product"]
+        if "done" in answer:
+            return
         code = process.wait()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         if "error" in answer:
@@ -158,8 +160,8 @@ def help_until_end(answer: Callable[..., None], folder: str, number: int, count:
 
     try:
         with quiet(), memory_explained():
-            for product in help_with(Run(Path(folder)), iter(tasks.get, None), Share(number, count), token):
-                answer(product=product)
+            for _ in help_with(Run(Path(folder)), iter(tasks.get, None), Share(number, count), token):
+                answer(done=True)
     except LinearizerError as error:
         answer(error=str(error))
         return error.exit_code

@@ -31,7 +31,7 @@ ROW = "{:16}  {:>11}  {:>11}  {:>13}  {:>12}  {:>8}"  # printed as soon as it is
 USUAL = {"model": "demo", "dtype": "float32", "device": "cpu", "samples": 128, "sinks": 2}
 PLANS = {  # what is timed -> the plan, and the events between which it happens
     "prices-measured": (
-        Plan(**USUAL, budget=32, texts=8, length=256, strategy="windows", prices="measured", steps=0),
+        Plan(**USUAL, budget=32, texts=8, length=256, strategy="windows", steps=0),
         (EventName.PROFILED, EventName.PRICED),
     ),
     "prices-estimated": (

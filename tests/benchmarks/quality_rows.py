@@ -17,7 +17,6 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "best --may-grow": ("best", {"may_grow": True}),
     "best, 8 bits": ("best", {"bits": 8}),
     "best, 8 bits --may-grow": ("best", {"bits": 8, "may_grow": True}),
-    "best, 8 bits, measured prices": ("best", {"bits": 8, "prices": "measured"}),
     "windows, 8 bits": ("windows", {"bits": 8}),
     "windows, 8 bits --may-grow": ("windows", {"bits": 8, "may_grow": True}),
     "windows": ("windows", {}),

@@ -17,7 +17,7 @@ from linearizer.method import allocate_run
 from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.method.decide import allocate_alike
 from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin, BlockAnswers
+from linearizer.method.substitute import Begin
 from linearizer.method.whole_student import logits_of_student
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
@@ -107,20 +107,16 @@ def prices_by_loss(
 ) -> tuple[KlOfLayer, ...]:
     """Price tokens by the loss (log-perplexity) when one head holds them beside others' equal shares (2602.16284)."""
     texts, alike = texts[:: max(1, len(texts) // PRICED)], allocate_alike(layers, plan, plan.kept_sinks)
-    answers = BlockAnswers(model)
 
-    def loss_of(allocation: Allocation, first: int = 0) -> float:  # the first layer that differs
-        with answers.skipping(first):
-            logits = logits_of_student(model, texts, layers, allocation, begin)
+    def loss_of(allocation: Allocation) -> float:
+        logits = logits_of_student(model, texts, layers, allocation, begin)
         return losses_of(logits[:, :-1], texts[:, 1:]).mean().item()
 
     def price(index: int, head: int, size: int) -> float:
         row = list(alike.heads[index])
         row[head] = half_slots(Head(window=size, bits=plan.kept_bits), layers[index], alike.sinks)
-        return loss_of(replace(alike, heads=(*alike.heads[:index], tuple(row), *alike.heads[index + 1 :])), index)
+        return loss_of(replace(alike, heads=(*alike.heads[:index], tuple(row), *alike.heads[index + 1 :])))
 
-    with answers.kept():
-        loss_of(alike)
     return tuple(
         tuple(falling([price(index, head, size) for size in SIZES]) for head in range(len(row)))
         for index, row in enumerate(alike.heads)

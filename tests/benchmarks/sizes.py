@@ -75,7 +75,7 @@ SHAPES = {  # name -> config, whether it is run whole
 }  # fmt: skip
 RESULTS = Path(__file__).parent / "results" / "sizes-cpu.md"
 PLAN = {"texts": 2, "samples": 256, "sinks": 2, "budget": 64}
-OPTIONS = ("strategy", "prices", "steps", "dtype", "length")
+OPTIONS = ("strategy", "steps", "dtype", "length")
 HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "peak disk", "forecast")
 PEAK, OWN = "VmHWM", "RssAnon"  # of a process: the most that it had in memory, and its memory without files
 
@@ -116,7 +116,6 @@ def parse(arguments=None):
     parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: SmolLM2-135M")
     parser.add_argument("--layers", type=int, help="run so many layers of a shape that is run whole")
     parser.add_argument("--strategy", default="gain-features")
-    parser.add_argument("--prices", default="estimated")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text")
@@ -184,7 +183,7 @@ def run_here(arguments):
     """Run all steps; give of each its seconds, and of all the peak of memory, the disk, and a hash of the student."""
     model, folder = arguments.run
     trained = {"recipe": "features"} if arguments.strategy == "gain-features" else {}
-    asked = {**PLAN, "strategy": arguments.strategy, "prices": arguments.prices, "steps": arguments.steps}
+    asked = {**PLAN, "strategy": arguments.strategy, "steps": arguments.steps}
     drawn_from = PLAN["texts"] * (arguments.length - PLAN["sinks"])
     asked |= {"length": arguments.length, "samples": min(PLAN["samples"], 2 * drawn_from)}
     plan = Plan.of(**{**trained, **asked}, model=str(model), dtype=arguments.dtype, device="cpu")

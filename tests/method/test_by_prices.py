@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.method.by_prices import (
-    DEAR_KL,
-    MIN_KL,
     STEEPEST,
     OffersOfHeads,
     allocate_by_prices,
-    correct_prices,
-    dear_offers,
     kl_by_bytes,
 )
 from linearizer.method.decide import allocate_alike, sinks_to_try
@@ -177,30 +173,3 @@ def test_prices_survive_a_round_trip_and_damage_is_said():
     assert Prices.from_json(prices.to_json()) == prices
     with pytest.raises(RequestError, match="sinks is missing"):
         Prices.from_json("{}")
-
-
-@given(prices=four_heads, budget=st.integers(6, 120))
-def test_the_dear_offers_beside_an_allocation_are_few_and_dear(prices, budget):
-    allocation, _ = allocate(prices, budget, 512, may_grow=False)
-    dear = dear_offers(prices, LAYERS, allocation, 512)
-    assert len(set(dear)) == len(dear) <= 2 * 4
-    result = [prices.kl[layer][head][option] for layer, head, option in dear]
-    assert all(kl > DEAR_KL for kl in result) and result == sorted(result, reverse=True)
-    sides = set()
-    for layer, head, option in dear:
-        mine, held = (head_bytes(x, LAYERS[layer], 2, 512) for x in (OPTIONS[option], allocation.heads[layer][head]))
-        sides.add((layer, head, mine <= held))
-    assert len(sides) == len(dear)  # one on either side of what a head holds
-
-
-def test_what_was_measured_takes_the_place_of_estimates_and_scales_the_dear_ones_beside():
-    estimated = prices_of([[0.8, 0.2, 0.004, 0.4], [0.1, 0.05, 0.02, 0.03], [0.8, 0.2, 0.004, 0.4], [1, 1, 1, 1]])
-    result = correct_prices(estimated, {(0, 0, 1): 0.1, (0, 0, 0): 0.2})
-    assert result.kl[0][0] == pytest.approx((0.2, 0.1, 0.004, 0.2))  # the last is nearer to .2 than to .8, in ratio
-    assert result.kl[0][1:] == estimated.kl[0][1:] and result.kl[1:] == estimated.kl[1:]
-
-
-@pytest.mark.parametrize("rounded", [0.0, -1e-8])
-def test_a_kl_that_rounding_made_nothing_makes_no_other_option_free(rounded):
-    estimated = prices_of([[0.8, 0.2, 0.004, 0.4], [0.1, 0.05, 0.02, 0.03], [0.8, 0.2, 0.004, 0.4], [1, 1, 1, 1]])
-    assert min(correct_prices(estimated, {(0, 0, 1): rounded}).kl[0][0]) >= MIN_KL

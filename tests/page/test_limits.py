@@ -94,11 +94,6 @@ def test_a_space_counts_what_a_plan_leaves_out(space):
         limits.check_plan(*examined(budget=512))
 
 
-def test_a_space_measures_no_prices_of_all_heads(space):
-    with pytest.raises(RequestError, match="measuring all prices takes too long for this Space"):
-        limits.check_plan(*examined(prices="measured"))
-
-
 def test_a_plan_that_would_take_the_memory_of_all_is_refused(space):
     few, many = examined(recipe="features", steps=60), examined(recipe="features", steps=60, batch=8, length=2048)
     limits.check_plan(*few, Limits(memory=2))

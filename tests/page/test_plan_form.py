@@ -52,7 +52,7 @@ def test_a_plan_that_is_taken_in_is_the_plan_that_starts(recipe):
     for effort in planning.EFFORTS:
         usual = planning.make_plan("demo", 128, effort, {"recipe": recipe, "may_grow": recipe == "duo"})
         assert plan_of(plan_form.write_plan(usual)) == usual
-    changed = replace(usual, texts=5, seed=3, dtype="float32", device="cpu", prices="measured", batch=1)
+    changed = replace(usual, texts=5, seed=3, dtype="float32", device="cpu", batch=1)
     assert plan_of(plan_form.write_plan(changed)) == changed
 
 

@@ -26,7 +26,7 @@ from tests.support.runs import FP32, QUICK, find_process, wait_for, wait_until, 
 HERE = Path(__file__).parents[2]
 ANN = "ann's secret, long enough"
 TRAINED = Plan("demo", steps=6, **QUICK)
-PRICED = Plan("demo", budget=64, strategy="windows", prices="measured", texts=2, length=64, samples=128, **FP32)
+PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, samples=128, **FP32)
 OPTIONS = {**{name: value for name, value in QUICK.items() if name != "budget"}, "steps": 6}
 
 

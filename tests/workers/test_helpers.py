@@ -11,9 +11,7 @@ import pytest
 from linearizer import pipeline
 from linearizer.errors import FaultError
 from linearizer.method import allocate_run
-from linearizer.method.head_prices import measure_prices
 from linearizer.method.measure_run import measure_teacher
-from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.sharing import ALONE, Share
@@ -21,7 +19,6 @@ from linearizer.teacher.devices import device_name
 from linearizer.teacher.load import load_teacher_of
 from linearizer.workers import control, device_queue, helpers
 from linearizer.workers.helpers import HelperProcesses, devices_of
-from tests.support.models import layers_of, teacher_of, tokens
 from tests.support.runs import FP32, process_of, wait_for, wait_for_event, wait_until, weights_of
 
 PROC = Path("/proc")
@@ -41,10 +38,9 @@ class InTurn:
         pass
 
     def beside(self, task, steps):
-        products = []
         for number in range(1, self.count):
-            products += pipeline.help_with(self.run, [task], Share(number, self.count))
-        return (yield from steps), products
+            list(pipeline.help_with(self.run, [task], Share(number, self.count)))
+        return (yield from steps)
 
     def close(self):
         pass
@@ -93,7 +89,7 @@ def test_a_helper_that_cannot_work_says_why(tmp_path, monkeypatch):
     processes.begin()
     try:
         with pytest.raises(FaultError, match="the process that helps on cpu cannot go on: .*inspection.json"):
-            finish(processes.beside("prices 2", processes.watched(iter(()))))
+            finish(processes.beside("2", processes.watched(iter(()))))
     finally:
         processes.close()
     assert not helpers_of(run)
@@ -131,15 +127,6 @@ def test_several_processes_estimate_the_prices_of_one(count, tmp_path, monkeypat
     (run.folder / "prices.json").unlink()
     finish(allocate_run.price_heads(run, teacher, texts, InTurn(run)))
     assert run.read("prices.json") == whole
-
-
-def test_shares_of_layers_are_measured_as_all_of_them():
-    teacher, kept = teacher_of("llama"), {}
-    options = (Head(window=4), Head(window=3, slots=4))
-    given = (teacher, tokens(1, 16), layers_of(teacher), options, 2, lambda student, index: None)
-    for number in range(2):
-        finish(measure_prices(*given, keep=kept.__setitem__, share=Share(number, 2)))
-    assert sorted(kept) == [0, 1, 2] and finish(measure_prices(*given, kept)) == finish(measure_prices(*given))
 
 
 def test_a_run_on_several_devices_waits_for_each(tmp_path):
