@@ -1,6 +1,6 @@
 """Rows of a cache: texts of different lengths join a batch and leave it.
 
-A student's states have one size, so rows are laid beside each other. Where keys of all tokens are kept (by a teacher,
+A student's states have one size, so rows are concatenated. Where keys of all tokens are kept (by a teacher,
 or heads that keep their whole cache), or those of a native window, shorter rows are padded at the left.
 """
 
@@ -24,33 +24,33 @@ Tensor = torch.Tensor
 
 def join_caches(caches: Sequence[Cache]) -> Cache:
     """Copy several caches, each of which has read something, into one batch."""
-    whole = copy.copy(caches[0])
-    whole.layers = [join_layers(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
-    return whole
+    joined = copy.copy(caches[0])
+    joined.layers = [join_layers(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+    return joined
 
 
 def join_layers(layers: Sequence[Any]) -> Any:
-    """Lay the rows of a layer of several caches beside each other."""
-    whole = copy.copy(layers[0])
-    if keeps_state(whole):
-        whole.memory = [
+    """Concatenate the rows of a layer of several caches."""
+    joined = copy.copy(layers[0])
+    if keeps_state(joined):
+        joined.memory = [
             replace(
                 states[0],
                 **{name: join_rows([getattr(x, name) for x in states], states[0], name) for name in tensors(states[0])},
             )
             for states in zip(*(layer.memory for layer in layers), strict=True)
         ]
-        whole.tokens_read = max(layer.tokens_read for layer in layers)
+        joined.tokens_read = max(layer.tokens_read for layer in layers)
     else:
         for name in ("keys", "values"):
-            setattr(whole, name, join_rows([getattr(layer, name) for layer in layers], whole, name))
-        if hasattr(whole, "cumulative_length"):
-            whole.cumulative_length = max(layer.cumulative_length for layer in layers)
-    return whole
+            setattr(joined, name, join_rows([getattr(layer, name) for layer in layers], joined, name))
+        if hasattr(joined, "cumulative_length"):
+            joined.cumulative_length = max(layer.cumulative_length for layer in layers)
+    return joined
 
 
 def real_tokens(cache: Cache, read: Tensor, new: int) -> Tensor | None:  # (rows, tokens)
-    """Tell which tokens are no padding, once rows that have read so many (rows,) read some new ones.
+    """Return which tokens are not padding, once rows that have read the given numbers (rows,) read new ones.
 
     None where no layer keeps keys of tokens, as states have no padding, and where none is needed.
     """
@@ -61,7 +61,7 @@ def real_tokens(cache: Cache, read: Tensor, new: int) -> Tensor | None:  # (rows
 
 
 def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, read: Tensor) -> Tensor:  # (rows, vocabulary)
-    """Let rows read their next tokens (rows, tokens), where each has read so many (rows,); return the last logits."""
+    """Read the next tokens (rows, tokens) of rows that have read the given numbers (rows,); return the last logits."""
     count = ids.shape[1]
     out = model(
         input_ids=ids,
@@ -76,13 +76,13 @@ def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, read: Tensor) -> 
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
-    """Keep some rows of a batch, of which the longest has read so many tokens, and no more padding than they need."""
+    """Keep the given rows of a batch, with no more padding than the longest of them needs."""
     cache.batch_select_indices(torch.tensor(rows))
     cut_padding(cache, longest)
 
 
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
-    """Copy one row of a batch, which has read so many tokens; what the copy reads does not change the batch."""
+    """Copy one row of a batch, which has read the given tokens; what the copy reads does not change the batch."""
     other = copy_cache(cache, lambda name, x: x[row : row + 1].clone())
     cut_padding(other, tokens)
     return other
@@ -112,7 +112,7 @@ def cut_padding(cache: Cache, longest: int) -> None:
 
 
 def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
-    """Lay rows beside each other, the shorter ones padded at the left where they grow with the text."""
+    """Concatenate rows, the shorter ones padded at the left where they grow with the text."""
     if (axis := growing_axis(holder, name)) is not None:
         longest = max(part.shape[axis] for part in parts)
         behind = [0, 0] * (-1 - axis)
@@ -121,7 +121,7 @@ def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
 
 
 def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
-    """Keep so many tokens at the right of all that grows with the text."""
+    """Keep the given number of tokens at the right of all that grows with the text."""
     for name in names:
         if (axis := growing_axis(holder, name)) is not None:
             x = getattr(holder, name)
@@ -129,7 +129,7 @@ def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
 
 
 def growing_axis(holder: Any, name: str) -> int | None:
-    """Tell along which axis a tensor grows with the text; None: its size is fixed."""
+    """Return the axis along which a tensor grows with the text; None: its size is fixed."""
     if hasattr(holder, "real"):
         return {"real": -1, "k": -2, "v": -2}.get(name)  # all but its sinks
     return -2 if hasattr(holder, "keys") else None

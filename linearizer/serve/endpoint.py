@@ -20,17 +20,16 @@ from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError
-from linearizer.serve.bodies import Body, ChatBody, CompletionBody
+from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body
 from linearizer.serve.engine import Engine
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.metrics import CONTENT_TYPE, Counted, Metrics
-from linearizer.serve.reading import Refusal, read_body
-from linearizer.serve.row import Piece, Row
+from linearizer.serve.row import Row, TextDelta
 from linearizer.teacher.logits import vocabulary
 
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
 RETRY_SECONDS = 5  # after which a client that was turned away may ask again
-WRONG_KEY = "this server asks for its key, and the request has none or another: send it as the API key"
+WRONG_KEY = "this server needs its key, and the request has none or another: send it as the API key"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Served:
 
     @property
     def gauges(self) -> dict[str, tuple[str, float]]:
-        """What is measured now, for Prometheus."""
+        """The current values, for Prometheus."""
         engine = self.engine
         return {
             "rows": ("Texts that are being written.", len(engine.rows)),
@@ -71,11 +70,11 @@ class Served:
 
 @dataclass
 class Work:
-    """The texts of one request, and what comes of them: pairs of a text's number and a piece."""
+    """The texts of one request, and what is written of them, with the number of each."""
 
     body: Body
     rows: list[Row]
-    received: asyncio.Queue[tuple[int, Piece]]
+    received: asyncio.Queue[tuple[int, TextDelta]]
     alarm: asyncio.TimerHandle | None = None  # ends it when its time is over
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -84,15 +83,15 @@ class Work:
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
         """Yield what is written until all texts have ended."""
         left = len(self.rows)
         while left:
-            index, piece = await self.received.get()
-            if piece.error is not None:
-                raise Refusal(piece.status, piece.error)
-            left -= piece.last
-            yield index, piece
+            index, delta = await self.received.get()
+            if delta.error is not None:
+                raise Refusal(delta.status, delta.error)
+            left -= delta.last
+            yield index, delta
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class Work:
 
 
 def make_endpoint(served: Served, local: bool = True, key: str | None = None) -> FastAPI:
-    """Make the application that serves a model, to this machine or to others; its engine must be at work."""
+    """Make the application that serves a model, to this machine or to others; its engine must have started."""
     app = FastAPI(title="Linearizer", docs_url=None, redoc_url=None, openapi_url=None)
     if key is not None:
         refusal = response_of(Refusal(401, WRONG_KEY, code="invalid_api_key"))
@@ -132,7 +131,7 @@ def make_endpoint(served: Served, local: bool = True, key: str | None = None) ->
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(served.metrics.text(served.gauges), media_type=CONTENT_TYPE)
+        return PlainTextResponse("\n".join([*served.metrics.lines(served.gauges), ""]), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -160,24 +159,31 @@ def response_of(refusal: Refusal) -> JSONResponse:
 
 async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     """Answer a request, at once or as a stream."""
-    late = time.monotonic() + served.max_seconds
+    deadline = time.monotonic() + served.max_seconds
     if not served.engine.has_room(1):  # before a body is received and read for nothing
         raise turned_away(served)
     body = await read_body(request, kind, served.positions)
     refuse_other_model(served, body.model)
-    work = await begin(served, body, late)
+    work = await begin(served, body, deadline)
     if body.stream:
         return Stream(served, work)
+    leaving = asyncio.create_task(wait_for_disconnect(request))
+    leaving.add_done_callback(
+        lambda _: work.received.put_nowait((0, TextDelta(error="the client has gone", status=499)))
+    )
     try:
-        return await answer_whole(served, work, request)
+        texts = {index: text async for index, text in work.deltas()}  # each comes in one piece
     except asyncio.CancelledError as error:  # by the server, which has waited long enough
         raise Refusal(503, STOPPED) from error
     finally:
+        leaving.cancel()
         end(served, work)
+    choices = [choice(work, index, texts[index]) for index in sorted(texts)]
+    return {**head(served, work), "choices": choices, "usage": work.usage}
 
 
 def turned_away(served: Served) -> Refusal:
-    """Say that there is no room for a request."""
+    """Return the refusal of a request for which there is no room."""
     if served.engine.closed:
         return Refusal(503, STOPPED)
     wait = {"Retry-After": str(RETRY_SECONDS)}
@@ -189,20 +195,20 @@ def refuse_other_model(served: Served, name: str) -> None:
         raise Refusal(404, f"there is no model {name!r} here: ask for {served.name!r}", "model", "model_not_found")
 
 
-async def begin(served: Served, body: Body, late: float) -> Work:
-    """Check a request, and let its texts wait for their turn; `late` is the time at which it is given up."""
-    loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
+async def begin(served: Served, body: Body, deadline: float) -> Work:
+    """Check a request, and let its texts wait for their turn; it is given up at the deadline."""
+    loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, TextDelta]]()
 
-    def sender(index: int) -> Callable[[Piece], None]:
+    def sender(index: int) -> Callable[[TextDelta], None]:
         texts: list[str] = []
 
-        def send(piece: Piece) -> None:
+        def send(delta: TextDelta) -> None:
             if not body.stream:
-                texts.append(piece.text)
-                if not piece.last:  # to wake the loop for every token would take time from the batch
+                texts.append(delta.text)
+                if not delta.last:  # to wake the loop for every token would take time from the batch
                     return
-                piece = replace(piece, text="".join(texts))
-            loop.call_soon_threadsafe(received.put_nowait, (index, piece))
+                delta = replace(delta, text="".join(texts))
+            loop.call_soon_threadsafe(received.put_nowait, (index, delta))
 
         return send
 
@@ -218,11 +224,13 @@ async def begin(served: Served, body: Body, late: float) -> Work:
     if not served.engine.submit(*rows):
         raise turned_away(served)
     why = f"the answer was not complete after {served.max_seconds:g} seconds: ask for fewer max_tokens, or stream it"
-    work.alarm = loop.call_later(late - time.monotonic(), received.put_nowait, (0, Piece(error=why, status=504)))
+    work.alarm = loop.call_later(
+        deadline - time.monotonic(), received.put_nowait, (0, TextDelta(error=why, status=504))
+    )
     return work
 
 
-def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Callable[[Piece], None]) -> Row:
+def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Callable[[TextDelta], None]) -> Row:
     """Make the text of a prompt; refuse a prompt that cannot be served."""
     if not tokens:
         raise Refusal(400, "the prompt is empty: send at least one token", "prompt")
@@ -236,9 +244,9 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
             "context_length_exceeded",
         )
     if min(tokens) < 0 or max(tokens) >= (known := vocabulary(served.model)):
-        raise Refusal(400, f"a token is none of the model's {known}", "prompt")
+        raise Refusal(400, f"a token is not one of the model's {known}", "prompt")
     ends = frozenset[int]() if body.ignore_eos else served.ends
-    return Row(tokens, send, served.tokenizer, body.new_tokens or room, body.drawing(index), body.stops, ends)
+    return Row(tokens, send, served.tokenizer, body.new_tokens or room, body.drawing(index), tuple(body.stop), ends)
 
 
 def end(served: Served, work: Work) -> None:
@@ -249,28 +257,6 @@ def end(served: Served, work: Work) -> None:
     for row in work.rows:
         if not row.done:
             served.engine.cancel(row)
-
-
-async def answer_whole(served: Served, work: Work, request: Request) -> Any:
-    """Give the answer when all texts have ended, unless the client goes away before."""
-    reading, leaving = asyncio.create_task(collect(work)), asyncio.create_task(wait_for_disconnect(request))
-    try:
-        await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            return JSONResponse({}, 499)  # nobody reads it
-        choices = await reading
-    finally:
-        for task in (reading, leaving):
-            task.cancel()
-            with suppress(asyncio.CancelledError, Refusal):
-                await task
-    return {**head(served, work), "choices": choices, "usage": work.usage}
-
-
-async def collect(work: Work) -> list[dict[str, Any]]:
-    """Gather all texts, each of which comes in one piece."""
-    pieces = {index: piece async for index, piece in work.pieces()}
-    return [choice(work, index, pieces[index]) for index in sorted(pieces)]
 
 
 async def wait_for_disconnect(request: Request) -> None:
@@ -298,14 +284,14 @@ class Stream(StreamingResponse):
 
 
 async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
-    """Give the answer as events."""
+    """Yield the answer as events."""
     with_usage = work.body.stream_options is not None and work.body.stream_options.include_usage
     first = {**head(served, work), **({"usage": None} if with_usage else {})}
     if work.is_chat:
-        yield event({**first, "choices": [choice(work, 0, Piece(), role="assistant")]})
+        yield event({**first, "choices": [choice(work, 0, TextDelta(), role="assistant")]})
     try:
-        async for index, piece in work.pieces():
-            yield event({**first, "choices": [choice(work, index, piece)]})
+        async for index, delta in work.deltas():
+            yield event({**first, "choices": [choice(work, index, delta)]})
     except Refusal as error:
         yield event(error.content)
         return
@@ -320,15 +306,15 @@ def head(served: Served, work: Work) -> dict[str, Any]:
     return {"id": f"{prefix}-{work.id}", "object": kind, "created": work.created, "model": served.name}
 
 
-def choice(work: Work, index: int, piece: Piece, **more: str) -> dict[str, Any]:
-    """Lay out a text, or a piece of it, as the answer has it."""
+def choice(work: Work, index: int, delta: TextDelta, **role: str) -> dict[str, Any]:
+    """Lay out a text, or a part of it, as an answer has it."""
     if not work.is_chat:
-        content: dict[str, Any] = {"text": piece.text}
+        content: dict[str, Any] = {"text": delta.text}
     elif work.body.stream:
-        content = {"delta": {**more, **({"content": piece.text} if piece.text else {})}}
+        content = {"delta": {**role, **({"content": delta.text} if delta.text else {})}}
     else:
-        content = {"message": {"role": "assistant", "content": piece.text}}
-    return {"index": index, **content, "logprobs": None, "finish_reason": piece.finish}
+        content = {"message": {"role": "assistant", "content": delta.text}}
+    return {"index": index, **content, "logprobs": None, "finish_reason": delta.finish}
 
 
 def event(content: dict[str, Any]) -> str:

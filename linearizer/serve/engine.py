@@ -1,7 +1,7 @@
 """The running batch: texts join it when their prompt is read and leave it when they end, each at its own length.
 
-In turns, some tokens of the prompts that wait are read (prompts.py), and every row of the batch writes a token. The
-last token of a prompt is the first that its row reads in the batch. The states of prompts and of ended texts are kept,
+In turns, a part of the prompts that wait is read (prompts.py), and every row of the batch writes a token. The last
+token of a prompt is the first that its row reads in the batch. The states of prompts and of ended texts are kept,
 so that the next turn of a conversation reads only what is new.
 """
 
@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache
 from linearizer.serve.cache_rows import join_caches, keep_rows, read_on, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.prompts import Prompts
-from linearizer.serve.row import Row
+from linearizer.serve.row import Row, fail_rows
 from linearizer.serve.sampling import choose_tokens
 from linearizer.teacher.logits import fresh_cache
 
 MAX_ROWS = 32  # texts in the batch
-MAX_WAITING = 1024  # texts beside it
+MAX_WAITING = 1024  # texts that wait for it
 READ_BETWEEN = 512  # tokens of prompts that are read between two tokens of the batch
 READ_IDLE = 4096  # the same, where nothing is written
 
@@ -57,11 +57,11 @@ class Engine:
         return len(self.waiting) + len(self.prompts.rows)
 
     def has_room(self, rows: int) -> bool:
-        """Tell whether so many more rows may wait."""
+        """Whether the given number of rows may wait, too."""
         return not self.closed and len(self.waiting) + rows <= MAX_WAITING
 
     def submit(self, *rows: Row) -> bool:
-        """Queue the rows of a request; tell whether there is room for all of them, or else queue none."""
+        """Queue the rows of a request; return whether there is room for all of them, or else queue none."""
         with self.wake:
             if not self.has_room(len(rows)):
                 return False
@@ -86,15 +86,16 @@ class Engine:
                 self.step()
 
     def step(self) -> None:
-        """Read some tokens of what waits, and write a token of every row."""
+        """Read a part of the prompts that wait, and write a token of every row."""
         self.admit()
         self.join(self.prompts.read(READ_BETWEEN if self.rows else READ_IDLE))
-        if self.rows:
-            try:
+        try:
+            if self.rows:
                 self.write_token(self.rows, self.cache)
-            except Exception as error:  # a device may fail in many ways, and other requests are served after it
-                self.fail_rows(error)
-        self.remove_rows()
+            self.remove_rows()
+        except Exception as error:  # a device may fail in many ways, and other requests are served after it
+            fail_rows(self.rows, error)
+            self.rows, self.cache = [], None
 
     def admit(self) -> None:
         """Let as many rows begin as the batch will have room for."""
@@ -110,7 +111,7 @@ class Engine:
         """Let rows whose prompts are read join the batch."""
         try:
             for row in rows:
-                if row.cache is None:  # a prompt of one token: no state yet that could be laid beside others
+                if row.cache is None:  # a prompt of one token: it has no state to join yet
                     row.cache = fresh_cache(self.model)
                     self.write_token([row], row.cache)
             if rows := [row for row in rows if not row.done]:
@@ -118,8 +119,7 @@ class Engine:
                 self.cache = join_caches(caches)
                 self.rows = self.rows + rows
         except Exception as error:  # as in `step`
-            for row in rows:
-                row.fail_with(error)
+            fail_rows(rows, error)
         for row in rows:
             row.cache = None
 
@@ -142,21 +142,11 @@ class Engine:
         staying = [index for index, row in enumerate(self.rows) if not (row.done or row.abandoned)]
         if len(staying) == len(self.rows):
             return
-        try:
-            for index, row in enumerate(self.rows):
-                if index not in staying and not row.failed and self.kept.max_bytes:
-                    self.kept.keep(row.tokens[: row.read], take_row(self.cache, index, row.read))
-            self.rows = [self.rows[index] for index in staying]
-            if staying:
-                keep_rows(self.cache, staying, max(row.read for row in self.rows))
-            else:
-                self.cache = None
-        except Exception as error:  # as in `step`
-            self.fail_rows(error)
-
-    def fail_rows(self, error: Exception) -> None:
-        """End all rows of the batch with an error."""
-        for row in self.rows:
-            if not row.done:
-                row.fail_with(error)
-        self.rows, self.cache = [], None
+        for index, row in enumerate(self.rows):
+            if index not in staying and not row.failed and self.kept.max_bytes:
+                self.kept.keep(row.tokens[: row.read], take_row(self.cache, index, row.read))
+        self.rows = [self.rows[index] for index in staying]
+        if staying:
+            keep_rows(self.cache, staying, max(row.read for row in self.rows))
+        else:
+            self.cache = None

@@ -1,6 +1,6 @@
 """Refuses requests without the key, or that another site sends through a browser on this machine.
 
-The other site's name may stand for this machine (DNS rebinding), which the Host shows; or its page may post to this
+The other site's name may resolve to this machine (DNS rebinding), which the Host shows; or its page may post to this
 server, which the Origin shows.
 """
 
@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_PATHS = ("/health",)  # without a key: for monitoring, which learns nothing of the requests
+OPEN_PATHS = ("/health",)  # without a key: for monitoring, which learns nothing about the requests
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 REFUSAL = (
     "This server serves this machine only, and the request names another host. Use http://localhost, or start the "
@@ -39,14 +39,14 @@ def has_key(key: str) -> Callable[[Scope], bool]:
 
     def allows(scope: Scope) -> bool:
         sent = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        # compared in a time that tells nothing of the key
+        # compared in a time that reveals nothing of the key
         return scope["path"] in OPEN_PATHS or hmac.compare_digest(sent, f"Bearer {key}".encode())
 
     return allows
 
 
 def is_local(scope: Scope) -> bool:
-    """Tell whether a request's Host, and its Origin if there is one, name this machine."""
+    """Whether a request's Host, and its Origin if there is one, name this machine."""
     headers = Headers(scope=scope)
     addresses = f"//{headers.get('host', '')}", *headers.getlist("origin")
     try:

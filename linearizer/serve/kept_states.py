@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from linearizer.student.cache import keeps_state
 from linearizer.student.state import tensors
 
-TENSOR_BYTES = 640  # of memory that a tensor takes beside its numbers (some 400), with its share of what holds it
+TENSOR_BYTES = 640  # of memory that a tensor takes in addition to its numbers (some 400), and its share of the cache
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class KeptStates:
         self.states: OrderedDict[bytes, Kept] = OrderedDict()
 
     def keep(self, tokens: Sequence[int], cache: Cache) -> None:
-        """Keep a cache that has read these tokens, and is nobody else's, where there is room for it."""
+        """Keep a cache that has read these tokens, and that nothing else holds, where there is room for it."""
         key, size = next(hashes(tokens, [len(tokens)])), memory_of(cache)
         if size > self.max_bytes:
             return
@@ -43,7 +43,7 @@ class KeptStates:
             self.bytes -= self.states.popitem(last=False)[1].bytes
 
     def find_longest(self, tokens: Sequence[int]) -> tuple[int, Cache | None]:
-        """Find the state that has read the most of these tokens, from the first one on, and tell how many."""
+        """Find the state that has read the most of these tokens, from the first one on; return their number and it."""
         lengths = sorted({kept.tokens for kept in self.states.values() if kept.tokens <= len(tokens)})
         if not (found := [key for key in hashes(tokens, lengths) if key in self.states]):
             return 0, None
@@ -53,7 +53,7 @@ class KeptStates:
 
 
 def memory_of(cache: Cache) -> int:
-    """Count the memory that a cache takes: whole storages, counters too, and what each tensor takes by itself."""
+    """Count the memory that a cache takes: its storages, and what each tensor takes by itself."""
     counted = []
     for layer in cache.layers:
         if keeps_state(layer):
@@ -64,7 +64,7 @@ def memory_of(cache: Cache) -> int:
 
 
 def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
-    """Yield the hash of so many first tokens for each length; lengths grow."""
+    """Yield the hash of the first tokens for each length; lengths grow."""
     hashed, done = hashlib.sha256(), 0
     for length in lengths:
         hashed.update(array("q", tokens[done:length]).tobytes())

@@ -1,4 +1,4 @@
-"""What the endpoint has done, and what it does now, in the text that Prometheus reads."""
+"""Counts of requests and tokens, and current values, in the text that Prometheus reads."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ class Metrics:
         self.tokens["cached_prompt"] += usage["prompt_tokens_details"]["cached_tokens"]
         self.tokens["written"] += usage["completion_tokens"]
 
-    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
-        """Write all counts, and gauges by their name: what each is, and its value now."""
-        return "".join(f"{line}\n" for line in self.lines(gauges))
-
     def lines(self, gauges: Mapping[str, tuple[str, float]]) -> Iterator[str]:
+        """Yield all counts, then gauges by their names, each with a description and its value."""
         yield from title("requests_total", "counter", "Requests that were answered, by path and status.")
         for (path, status), count in sorted(self.requests.items()):
             yield f'{PREFIX}requests_total{{path="{path}",status="{status}"}} {count}'

@@ -1,7 +1,7 @@
-"""Prompts that are read before they join the running batch: some of their tokens at once, several prompts together.
+"""Prompts that are read before they join the running batch: in chunks of tokens, several prompts together.
 
-Prompts that are read together read equally many tokens, so that nothing is padded; those that have read nothing and
-those that have are not mixed. The cache of a row that is kept for later requests is not written over.
+Prompts that are read together read equally many tokens, so that nothing is padded; prompts that have
+read nothing are not mixed with others. The cache of a row that is kept for later requests is not written over.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from linearizer.serve.cache_rows import copy_cache, join_caches, read_on, take_row
 from linearizer.serve.kept_states import KeptStates
-from linearizer.serve.row import Row
+from linearizer.serve.row import Row, fail_rows
 from linearizer.teacher.logits import fresh_cache
 
-PIECE = 512  # states are kept at multiples of so many tokens
+CHUNK = 512  # states are kept at multiples of this number of tokens
 FEWEST = 64  # tokens that a prompt reads at once, if it has as many: fewer take hardly less time
 
 
@@ -40,23 +40,21 @@ class Prompts:
             row.read, row.cache, row.cache_is_kept = tokens, cache, True
 
     def read(self, most: int) -> list[Row]:
-        """Read about so many tokens; return the rows whose prompts are read, and no longer wait."""
+        """Read about the given number of tokens; return the rows whose prompts are read, and no longer wait."""
         while most > 0 and (group := self.choose_group(most)):
             rows, count = group
             try:
                 self.read_group(rows, count)
             except Exception as error:  # a device may fail in many ways, and other requests are served after it
-                for row in rows:
-                    row.fail_with(error)
+                fail_rows(rows, error)
             most -= max(FEWEST, count * len(rows))
         read = [row for row in self.rows if not (row.left or row.done or row.abandoned)]
         self.rows = [row for row in self.rows if row.left and not (row.done or row.abandoned)]
         return read
 
     def choose_group(self, most: int) -> tuple[list[Row], int] | None:
-        """Choose rows that read equally many tokens next, the first row among them; tell how many."""
-        waiting = list(self.unlike_rows())
-        if not waiting:
+        """Choose rows that read equally many tokens next, the first row among them; return them and that number."""
+        if not (waiting := list(self.unlike_rows())):
             return None
         first = waiting[0]
         count = self.tokens_to_boundary(first)
@@ -80,11 +78,11 @@ class Prompts:
 
     def tokens_to_boundary(self, row: Row) -> int:
         """Count the tokens that a row may read before its state is kept."""
-        return min(PIECE - row.read % PIECE, row.left)
+        return min(CHUNK - row.read % CHUNK, row.left)
 
     @torch.inference_mode()
     def read_group(self, rows: list[Row], count: int) -> None:
-        """Read the next tokens of some rows."""
+        """Read the next tokens of several rows."""
         device, first = self.model.device, rows[0]
         if first.cache is None:
             cache = fresh_cache(self.model)
@@ -99,5 +97,5 @@ class Prompts:
             row.read += count
             row.cache = take_row(cache, index, row.read) if len(rows) > 1 else cache
             row.cache_is_kept = False
-            if self.kept.max_bytes and (row.read % PIECE == 0 or not row.left):  # a copy: what reads on has buffers
+            if self.kept.max_bytes and (row.read % CHUNK == 0 or not row.left):  # a copy: what reads on has buffers
                 self.kept.keep(row.prompt[: row.read], copy_cache(row.cache))

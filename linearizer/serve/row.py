@@ -1,4 +1,4 @@
-"""A text of the running batch: its prompt, what it writes, where it stops, and the receiver of its pieces."""
+"""A text of the running batch: its prompt, what it writes, where it stops, and the receiver of its text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from linearizer.teacher.token_loop import TextStream
 
 
 @dataclass(frozen=True)
-class Piece:
-    """New text of a row; the last piece has the reason why the row ended, or an error."""
+class TextDelta:
+    """New text of a row; the last delta has the reason why the row ended, or an error."""
 
     text: str = ""
     finish: str | None = None  # "stop", or "length"
@@ -32,7 +32,7 @@ class Row:
     """A text that is read, then written on; `send` is called in the engine's thread."""
 
     prompt: list[int]
-    send: Callable[[Piece], None]
+    send: Callable[[TextDelta], None]
     tokenizer: PreTrainedTokenizerBase
     new_tokens: int
     drawing: Drawing = field(default_factory=Drawing)
@@ -49,7 +49,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self.tokens, self.read = list(self.prompt), 0
-        self.stream, self.held = TextStream(self.tokenizer, self.prompt), ""
+        self.stream, self.unsent = TextStream(self.tokenizer, self.prompt), ""
 
     @property
     def written(self) -> int:
@@ -57,51 +57,49 @@ class Row:
 
     @property
     def left(self) -> int:
-        """Count the tokens of the prompt to read before the last one, which is read in the batch."""
+        """The tokens of the prompt to read before the last one, which is read in the batch."""
         return max(0, len(self.prompt) - 1 - self.read)
 
     def add(self, token: int) -> None:
         """Take the next token, and send the text that later tokens cannot change."""
         self.tokens.append(token)
         ended = token in self.ends
-        text = self.held + ("" if ended else self.stream.add(token))
-        full = self.written >= self.new_tokens
-        if ended or full:
+        text = self.unsent + ("" if ended else self.stream.add(token))
+        finish = "stop" if ended else "length" if self.written >= self.new_tokens else None
+        if finish:
             text += self.stream.rest()
-        begin = find_stop(text, self.stop)
+        begin = min((place for place in map(text.find, self.stop) if place >= 0), default=None)
         if begin is not None:
-            self.send_piece(Piece(text[:begin], "stop"))
-        elif ended or full:
-            self.send_piece(Piece(text, "stop" if ended else "length"))
+            self.send_delta(TextDelta(text[:begin], "stop"))
+        elif finish:
+            self.send_delta(TextDelta(text, finish))
         else:
             final = len(text) - begun_stop(text, self.stop)
-            self.held = text[final:]
+            self.unsent = text[final:]
             if final:
-                self.send_piece(Piece(text[:final]))
+                self.send_delta(TextDelta(text[:final]))
 
     def fail(self, why: str) -> None:
         self.failed = True
-        self.send_piece(Piece(error=why))
+        self.send_delta(TextDelta(error=why))
 
-    def fail_with(self, error: Exception) -> None:
-        self.fail(f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once")
-
-    def send_piece(self, piece: Piece) -> None:
-        """Send a piece, of which the last ends the row; a row whose receiver has gone is abandoned."""
-        self.done = piece.last
+    def send_delta(self, delta: TextDelta) -> None:
+        """Send new text, the last of which ends the row; a row whose receiver has gone is abandoned."""
+        self.done = delta.last
         try:
-            self.send(piece)
+            self.send(delta)
         except RuntimeError:  # its event loop is closed
             self.abandoned = True
 
 
-def find_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Find where the first of some strings begins in a text."""
-    places = [place for place in (text.find(each) for each in stop) if place >= 0]
-    return min(places) if places else None
+def fail_rows(rows: Sequence[Row], error: Exception) -> None:
+    """End rows whose computation failed; other requests are served after them."""
+    for row in rows:
+        if not row.done:
+            row.fail(f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once")
 
 
 def begun_stop(text: str, stop: Sequence[str]) -> int:
-    """Count the last letters of a text that may be the beginning of one of some strings."""
+    """Count the last letters of a text with which one of several strings may begin."""
     most = min(len(text), max((len(each) - 1 for each in stop), default=0))
     return next((size for size in range(most, 0, -1) if any(each.startswith(text[-size:]) for each in stop)), 0)

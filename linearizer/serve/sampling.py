@@ -1,4 +1,4 @@
-"""The next tokens of rows that each draw in their own way."""
+"""The next tokens of rows, each drawn by its own options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 Tensor = torch.Tensor
 
@@ -24,42 +24,27 @@ class Drawing:
     repetition_penalty: float = 1.0
 
 
-def choose_tokens(logits: Tensor, drawings: Sequence[Drawing], texts: Sequence[Sequence[int]] = ()) -> list[int]:
+def choose_tokens(logits: Tensor, drawings: Sequence[Drawing], texts: Sequence[Sequence[int]]) -> list[int]:
     """Choose the next token of every row of logits (rows, vocabulary), after the tokens of its text."""
+    tokens: list[int] = logits.argmax(-1).tolist()
     for row, drawing in enumerate(drawings):
-        if drawing.repetition_penalty != 1.0:
-            text = torch.tensor([texts[row]], device=logits.device)
-            logits[row] = RepetitionPenaltyLogitsProcessor(drawing.repetition_penalty)(text, logits[row : row + 1])[0]
-    chosen = logits.argmax(-1)
-    drawn = [row for row, drawing in enumerate(drawings) if drawing.temperature > 0]
-    if drawn:
-        some = [drawings[row] for row in drawn]
-        chosen[drawn] = draw_tokens(logits[drawn], some)
-    tokens: list[int] = chosen.tolist()
+        if drawing.temperature or drawing.repetition_penalty != 1.0:
+            tokens[row] = draw_token(logits[row : row + 1], drawing, texts[row])
     return tokens
 
 
-def draw_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> Tensor:
-    """Draw with one random number a row: of the likeliest top_k tokens, from those whose probabilities add up to top_p,
-    and of these from those that have min_p of the likeliest one's; in the order in which transformers does it."""
-
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=logits.device, dtype=logits.dtype)[:, None]
-
-    temperature = column([drawing.temperature for drawing in drawings])
-    shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    shares, order = shares.sort(stable=True, dim=-1, descending=True)
-    if any(drawing.top_k is not None for drawing in drawings):
-        most = column([drawing.top_k or shares.shape[-1] for drawing in drawings])
-        shares = shares * (torch.arange(shares.shape[-1], device=logits.device) < most)
-        shares = shares / shares.sum(-1, keepdim=True)
-    before = shares.cumsum(-1) - shares
-    kept = before < column([drawing.top_p for drawing in drawings])
-    kept &= shares >= column([drawing.min_p for drawing in drawings]) * shares[:, :1]
-    kept[:, 0] = True
-    total = (shares * kept).cumsum(-1)
-    place = torch.searchsorted(
-        total, total[:, -1:] * column([drawing.random.random() for drawing in drawings]), right=True
-    )
-    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)
-    return order.gather(-1, place)[:, 0]
+def draw_token(logits: Tensor, drawing: Drawing, text: Sequence[int]) -> int:  # (1, vocabulary)
+    """Draw a token with one random number, limited by the processors of transformers in their order."""
+    ids = torch.tensor([text] if drawing.repetition_penalty != 1.0 else [[]], dtype=torch.long, device=logits.device)
+    logits = RepetitionPenaltyLogitsProcessor(drawing.repetition_penalty)(ids, logits)
+    if not drawing.temperature:
+        return int(logits.argmax())
+    logits = (logits - logits.max()) / max(drawing.temperature, 1e-30)  # a smaller one is 0 in float32
+    if drawing.top_k is not None:
+        logits = TopKLogitsWarper(drawing.top_k)(ids, logits)
+    if drawing.top_p < 1:
+        logits = TopPLogitsWarper(drawing.top_p)(ids, logits)
+    if drawing.min_p > 0:
+        logits = MinPLogitsWarper(drawing.min_p)(ids, logits)
+    total = logits[0].double().softmax(-1).cumsum(-1)
+    return int(torch.searchsorted(total, drawing.random.random() * total[-1], right=True))

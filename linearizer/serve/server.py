@@ -11,26 +11,26 @@ from linearizer.quiet import quiet
 from linearizer.run.folder import Run
 
 HOST, PORT = "127.0.0.1", 8000
-LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # to listen at, for this machine alone
+LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # to listen on, for this machine alone
 MAX_STATE_BYTES = 2**30  # of states kept between requests
 MAX_SECONDS = 3600.0  # of a request
-CLOSING_SECONDS = 2  # that requests at work are given when the server is stopped
-LONGEST_SECONDS = 2**31  # that a request may be given
+CLOSING_SECONDS = 2  # that requests have to finish when the server is stopped
+LONGEST_SECONDS = 2**31  # that a request may take
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Take an address of this machine, before anything slow begins or is imported."""
     if not 0 <= port <= 65535:
-        raise RequestError(f"--port {port} is no port: give a number from 1 to 65535, or 0 for any free port")
+        raise RequestError(f"--port {port} is not a port: choose a number from 1 to 65535, or 0 for any free port")
     try:
-        if b"\0" in host.encode("idna"):  # what no host is called is found here: the socket would stay open
+        if b"\0" in host.encode("idna"):  # an invalid name is found here: the socket would stay open
             raise ValueError("it has a null character")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise RequestError(
-            f"{ascii(host)[1:-1]}:{port} cannot be listened at ({reason}): name another --port or --host"
+            f"{ascii(host)[1:-1]}:{port} cannot be bound ({reason}): name another --port or --host"
         ) from error
 
 
@@ -49,11 +49,11 @@ def serve(
     A request is given up after `max_seconds`, and must carry the `api_key` if there is one.
     """
     if max_state_bytes < 0:
-        raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: give 0 to keep no states")
+        raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: 0 keeps no states")
     if not 0 < max_seconds < LONGEST_SECONDS:
-        raise RequestError(f"max-seconds = {max_seconds:g} is no time for a request: give seconds above 0")
+        raise RequestError(f"max-seconds = {max_seconds:g} is not a time for a request: choose seconds above 0")
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise RequestError("the API key is empty, or has letters that no header carries: give ASCII without spaces")
+        raise RequestError("the API key is empty, or has letters that no header carries: use ASCII without spaces")
     with listen(host, port) as listening, quiet():
         import uvicorn
 

@@ -73,12 +73,12 @@ def test_the_page_is_refused_a_port_that_is_taken_before_gradio_is_asked(said):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, err = said("app", "--port", port)
-    assert code == 2 and f"127.0.0.1:{port} cannot be listened at (Address already in use" in err
+    assert code == 2 and f"127.0.0.1:{port} cannot be bound (Address already in use" in err
 
 
 def test_the_page_is_refused_an_address_of_another_machine(said):
     code, _, err = said("app", "--host", "192.0.2.1")
-    assert code == 2 and "192.0.2.1:0 cannot be listened at" in err
+    assert code == 2 and "192.0.2.1:0 cannot be bound" in err
 
 
 def test_a_plan_that_is_missing_is_named_once(tmp_path, said):
@@ -95,7 +95,7 @@ def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, said):
 def test_a_port_that_is_none_is_refused_with_the_ports_that_there_are(said):
     for port in (-1, 65536):
         code, _, err = said("app", "--port", port)
-        assert code == 2 and f"--port {port} is no port: give a number from 1 to 65535" in err
+        assert code == 2 and f"--port {port} is not a port: choose a number from 1 to 65535" in err
 
 
 def spoil(folder, of, value):

@@ -1,8 +1,5 @@
 """Texts that join and leave a running batch are written as if each were alone."""
 
-import random
-import time
-
 import pytest
 import torch
 
@@ -10,9 +7,8 @@ from linearizer.plan.head_bytes import Head
 from linearizer.serve import engine as engines
 from linearizer.serve import prompts
 from linearizer.serve.engine import Engine
-from linearizer.serve.kept_states import KeptStates, memory_of
-from linearizer.serve.row import Row, begun_stop, find_stop
-from linearizer.serve.sampling import Drawing, choose_tokens
+from linearizer.serve.kept_states import KeptStates
+from linearizer.serve.row import Row, begun_stop
 from linearizer.student.state import tensors
 from linearizer.teacher.logits import fresh_cache
 from tests.support.models import MIXED, student_of, teacher_of, tokens
@@ -66,7 +62,7 @@ def work(engine, arrivals, most=400):
 
 
 def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, monkeypatch):
-    monkeypatch.setattr(prompts, "PIECE", 16)
+    monkeypatch.setattr(prompts, "CHUNK", 16)
     monkeypatch.setattr(prompts, "FEWEST", 4)
     monkeypatch.setattr(engines, "READ_BETWEEN", 12)
     sizes = [(1, 9), (30, 12), (3, 20), (70, 5), (17, 30), (2, 1), (45, 16)]
@@ -75,8 +71,8 @@ def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, mo
     work(engine, {0: rows[:2], 3: rows[2:4], 9: rows[4:6], 14: rows[6:]})
     for row, (_, count) in zip(rows, sizes, strict=True):
         assert row.tokens == alone(model, row.prompt, count)
-        assert [piece.finish for piece in row.heard][-1] == "length"
-        assert "".join(piece.text for piece in row.heard) == Letters().decode(row.tokens[len(row.prompt) :])
+        assert [delta.finish for delta in row.heard][-1] == "length"
+        assert "".join(delta.text for delta in row.heard) == Letters().decode(row.tokens[len(row.prompt) :])
     assert not engine.rows and engine.cache is None
 
 
@@ -92,25 +88,16 @@ def test_a_next_turn_reads_only_what_is_new(model):
     assert again.tokens == first.tokens
 
 
-def test_a_long_text_is_read_once_for_many_questions(model, monkeypatch):
-    monkeypatch.setattr(prompts, "PIECE", 16)
-    engine, text = Engine(model, ROOM), tokens(1, 50)[0].tolist()
-    rows = [row_of([*text, *tokens(1, 5, seed)[0].tolist()], 4) for seed in range(3)]
-    work(engine, {0: rows[:1], 20: rows[1:]})
-    assert [row.reused for row in rows] == [0, 48, 48]
-    for row in rows:
-        assert row.tokens == alone(model, row.prompt, 4)
-
-
-def test_rows_that_begin_alike_and_come_together_read_their_beginning_once(model, monkeypatch):
-    monkeypatch.setattr(prompts, "PIECE", 16)
+@pytest.mark.parametrize("later", [0, 20], ids=["together", "later"])
+def test_rows_that_begin_alike_read_their_beginning_once(model, monkeypatch, later):
+    monkeypatch.setattr(prompts, "CHUNK", 16)
     monkeypatch.setattr(engines, "READ_IDLE", 20)
     engine, text = Engine(model, ROOM), tokens(1, 50)[0].tolist()
-    rows = [row_of([*text, *tokens(1, 5, seed)[0].tolist()], 4) for seed in (1, 2)]
-    other, same = row_of(tokens(1, 41, 3)[0].tolist(), 4), row_of(rows[0].prompt, 4)
-    work(engine, {0: [*rows, other, same]})
-    assert [row.reused for row in (*rows, other, same)] == [0, 48, 0, 54]
-    for row in (*rows, other, same):
+    first, second = (row_of([*text, *tokens(1, 5, seed)[0].tolist()], 4) for seed in (1, 2))
+    other, same = row_of(tokens(1, 41, 3)[0].tolist(), 4), row_of(first.prompt, 4)
+    work(engine, {0: [first, second, other, same]} if not later else {0: [first], later: [second, other, same]})
+    assert [row.reused for row in (first, second, other, same)] == [0, 48, 0, 54]
+    for row in (first, second, other, same):
         assert row.tokens == alone(model, row.prompt, 4)
 
 
@@ -129,34 +116,30 @@ def test_prompts_are_read_together_and_answers_go_on_meanwhile(model, monkeypatc
     work(engine, {0: [first], 2: rows})
     assert read[:3] == [(1, 8), (1, 1), (1, 1)]  # the first alone, at once
     assert [shape for shape in read if shape[1] > 1][1:] == [(4, 4)] * 8 + [(1, 16)]
-    assert all(a[1] == 1 or b[1] == 1 for a, b in zip(read[3:], read[4:], strict=False))  # a token after each piece
+    assert all(a[1] == 1 or b[1] == 1 for a, b in zip(read[3:], read[4:], strict=False))  # a token after each chunk
     monkeypatch.undo()
     for row, count in ((first, 40), *((row, 3) for row in rows)):
         assert row.tokens == alone(model, row.prompt, count)
 
 
-@torch.no_grad()
 def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
-    student = student_of("llama", SLOTS)
+    student, texts = student_of("llama", SLOTS), [tokens(1, 12, seed)[0].tolist() for seed in range(4)]
 
-    def cache_of(ids):
+    @torch.no_grad()
+    def keep(kept, text):
         cache = fresh_cache(student)
-        student(torch.tensor([ids]), past_key_values=cache)
-        return cache
+        student(torch.tensor([text]), past_key_values=cache)
+        kept.keep(text, cache)
 
-    texts = [tokens(1, 12, seed)[0].tolist() for seed in range(4)]
-    size = memory_of(cache_of(texts[0]))
-    kept = KeptStates(3 * size)
+    keep(first := KeptStates(ROOM), texts[0])
+    kept, small = KeptStates(3 * first.bytes), KeptStates(first.bytes - 1)
     for text in texts[:3]:
-        kept.keep(text, cache_of(text))
+        keep(kept, text)
     assert kept.find_longest([*texts[0], 5])[0] == 12  # used: now the second is the oldest
-    kept.keep(texts[3], cache_of(texts[3]))
-    assert [kept.find_longest(text)[0] for text in texts] == [12, 0, 12, 12]
-    assert kept.bytes == 3 * size and kept.find_longest(texts[1])[0] == 0
-    kept.keep(texts[3], cache_of(texts[3]))
-    assert kept.bytes == 3 * size
-    small = KeptStates(size - 1)
-    small.keep(texts[0], cache_of(texts[0]))
+    for _ in range(2):
+        keep(kept, texts[3])
+        assert [kept.find_longest(text)[0] for text in texts] == [12, 0, 12, 12] and kept.bytes == 3 * first.bytes
+    keep(small, texts[0])
     assert not small.states and not small.bytes
 
 
@@ -184,17 +167,11 @@ def tensors_of(layer):
     return [layer.keys, layer.values] if not states else [x for each in states for x in each]
 
 
-def test_nothing_is_kept_where_no_memory_is_given():
-    engine = Engine(student_of("llama", SLOTS), 0)
-    work(engine, {0: [row_of(tokens(1, 20)[0].tolist(), 8)]})
-    assert not engine.kept.states
-
-
 def test_a_listener_that_leaves_frees_its_row_and_the_others_go_on():
     student, prompts = student_of("llama"), [tokens(1, 12, seed)[0].tolist() for seed in range(4)]
     engine, rows = Engine(student, ROOM), [row_of(prompt, 20) for prompt in prompts]
 
-    def closed(piece):
+    def closed(delta):
         raise RuntimeError("Event loop is closed")
 
     rows[3].send = closed
@@ -211,36 +188,23 @@ def test_a_listener_that_leaves_frees_its_row_and_the_others_go_on():
         assert row.tokens == alone(student, row.prompt, 20)
 
 
-def test_a_model_that_breaks_ends_its_rows_in_a_sentence_and_serves_the_next(monkeypatch):
+@pytest.mark.parametrize("fault", ["error", "weights"])
+def test_a_model_that_breaks_ends_its_rows_in_a_sentence_and_serves_the_next(monkeypatch, fault):
     student = student_of("llama")
     engine, broken = Engine(student, ROOM), row_of(tokens(1, 12)[0].tolist(), 20)
-    monkeypatch.setattr(engines, "choose_tokens", lambda *_: 1 / 0)
+    weight = student.base.get_output_embeddings().weight.data
+    before = weight[5].clone()
+    if fault == "weights":
+        weight[5] = float("nan")
+    else:
+        monkeypatch.setattr(engines, "choose_tokens", lambda *_: 1 / 0)
     work(engine, {0: [broken]})
-    assert "ZeroDivisionError" in broken.heard[-1].error
+    assert {"error": "ZeroDivisionError", "weights": "not finite"}[fault] in broken.heard[-1].error
+    assert broken.written == 0
+    weight[5] = before
     monkeypatch.undo()
-    engine.rows, (row := row_of(broken.prompt, 5)).drawing
-    work(engine, {0: [row]})
+    work(engine, {0: [row := row_of(broken.prompt, 5)]})
     assert row.tokens == alone(student, row.prompt, 5)
-
-
-def test_logits_that_are_no_numbers_end_their_row():
-    student = student_of("llama", SLOTS)
-    student.base.get_output_embeddings().weight.data[5] = float("nan")
-    engine, row = Engine(student, ROOM), row_of(tokens(1, 12)[0].tolist(), 20)
-    work(engine, {0: [row]})
-    assert "not finite" in row.heard[-1].error and row.written == 0
-
-
-def test_it_works_in_its_own_thread_until_it_is_closed():
-    student = student_of("llama", SLOTS)
-    row = row_of(tokens(1, 12)[0].tolist(), 5)
-    with Engine(student, ROOM) as engine:
-        engine.submit(row)
-        last = time.monotonic() + 60
-        while not row.done and time.monotonic() < last:
-            time.sleep(0.01)
-    assert row.tokens == alone(student, row.prompt, 5)
-    assert not engine.thread.is_alive() and not engine.submit(row)
 
 
 def test_a_text_ends_where_it_should():
@@ -248,30 +212,15 @@ def test_a_text_ends_where_it_should():
     row = row_of(ids, 9, stop=("CD",))
     for token in (1, 2, 3, 3):  # A, B, C, C: the last may begin what it stops at
         row.add(token)
-    assert "".join(piece.text for piece in row.heard) == "ABC" and not row.done
+    assert "".join(delta.text for delta in row.heard) == "ABC" and not row.done
     row.add(4)
-    assert row.done and row.heard[-1].finish == "stop" and "".join(piece.text for piece in row.heard) == "ABC"
+    assert row.done and row.heard[-1].finish == "stop" and "".join(delta.text for delta in row.heard) == "ABC"
     row = row_of(ids, 9, ends=frozenset([7]))
     for token in (1, 7):
         row.add(token)
-    assert row.heard[-1].finish == "stop" and "".join(piece.text for piece in row.heard) == "A"
+    assert row.heard[-1].finish == "stop" and "".join(delta.text for delta in row.heard) == "A"
     row = row_of(ids, 2, stop=("BC",))
     for token in (1, 2):
         row.add(token)
-    assert row.heard[-1].finish == "length" and "".join(piece.text for piece in row.heard) == "AB"
-    assert find_stop("some text", ("text", "e t")) == 3 and begun_stop("abab", ("babc", "x")) == 3
-
-
-def test_tokens_are_drawn_as_asked():
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(2000, -1)
-    generator = random.Random(0)
-    drawn = choose_tokens(logits, [Drawing(1.0, 1.0, generator)] * 2000)
-    result = torch.tensor(drawn).bincount(minlength=4) / 2000
-    assert (result - logits[0].softmax(-1)).abs().max() < 0.04  # 3.5 standard deviations of 2000 draws
-    assert set(choose_tokens(logits, [Drawing(1.0, 0.6, generator)] * 2000)) == {2}
-    assert set(choose_tokens(logits, [Drawing(1.0, 0.8, generator)] * 2000)) == {1, 2}
-    assert set(choose_tokens(logits, [Drawing()] * 2000)) == {2}
-    assert set(choose_tokens(logits, [Drawing(1e-30, 1.0, generator)] * 2000)) == {2}
-    mixed = [Drawing(), Drawing(1.0, 1.0, random.Random("7 0")), Drawing(1.0, 1.0, random.Random("7 0"))]
-    first, second, third = choose_tokens(logits[:3], mixed)
-    assert first == 2 and second == third
+    assert row.heard[-1].finish == "length" and "".join(delta.text for delta in row.heard) == "AB"
+    assert begun_stop("abab", ("babc", "x")) == 3

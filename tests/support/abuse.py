@@ -5,8 +5,7 @@ import json
 from hypothesis import strategies as st
 
 from linearizer.errors import LinearizerError
-from linearizer.serve.bodies import ChatBody, CompletionBody
-from linearizer.serve.reading import Refusal, parse_body
+from linearizer.serve.bodies import ChatBody, CompletionBody, Refusal, parse_body
 from linearizer.workers import control
 
 POSITIONS = 512
