@@ -1,4 +1,4 @@
-"""Errors of the Hub in words: what failed, why, what to do, and whether the same request may succeed later.
+"""Errors of the Hub as sentences: what failed, why, what to do, and whether the same request may succeed later.
 
 Reading, publishing and jobs differ in a few remedies, which their `Use` holds.
 """
@@ -33,7 +33,7 @@ REMEDIES = {  # by status
 
 @dataclass(frozen=True)
 class Use:
-    """A use of the Hub: how its errors are worded, and which exceptions they become."""
+    """A use of the Hub: the wording of its errors, and the exceptions that they become."""
 
     verb: str  # in "cannot be …"
     refusal: type[LinearizerError] = RequestError  # the Hub does not accept the request
@@ -45,7 +45,7 @@ class Use:
 
 
 def describe_error(what: str, error: BaseException, use: Use, kept: str = "") -> LinearizerError:
-    """Put an error of the Hub into words; `kept` says what it did not destroy."""
+    """Describe an error of the Hub; `kept` says what it did not destroy."""
     error = find_cause(error)
     cannot, end = f"{what} cannot be {use.verb}", f"; {kept}" if kept else ""
     if use.page and isinstance(error, GatedRepoError):
@@ -63,17 +63,19 @@ def describe_error(what: str, error: BaseException, use: Use, kept: str = "") ->
 
 
 def describe_missing(what: str, signed_in: bool) -> str:
-    """Say that a repository is missing or hidden, which the Hub does not tell apart."""
+    """Describe a repository that is missing or hidden, which the Hub does not tell apart."""
     if signed_in:
         return (
             f"{what} is not on the Hub, or is private and the token in use may not see it: check the spelling, or "
             "use a token of its owner"
         )
-    return f"{what} is no folder here and not on the Hub, or it is private: check the spelling, or {sign_in_advice()}"
+    return (
+        f"{what} is not a folder here and not on the Hub, or it is private: check the spelling, or {sign_in_advice()}"
+    )
 
 
 def describe_refusal(error: HfHubHTTPError, use: Use) -> str:
-    """Say why the Hub does not accept a request, and what to do."""
+    """Describe why the Hub does not accept a request, and what to do."""
     status = error.response.status_code
     message = " ".join((error.server_message or "it does not say why").split())
     detail = re.sub(r"hf_\w+", "…", message)[:200].rstrip(".")
@@ -87,7 +89,7 @@ def find_cause(error: BaseException) -> BaseException:
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Tell whether the same request may succeed later."""
+    """Whether the same request may succeed later."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     return isinstance(error, HTTPError | ConnectionError | JSONDecodeError)
@@ -100,7 +102,7 @@ def requested_wait(error: BaseException) -> int:
 
 
 def name_reason(error: BaseException) -> str:
-    """Say in words why the Hub did not serve a request."""
+    """Describe why the Hub did not serve a request."""
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
         return "no network"
     if not isinstance(error, HfHubHTTPError):
@@ -115,5 +117,5 @@ def redact(error: BaseException) -> str:
 
 
 def sign_in_advice() -> str:
-    """Say how to sign in: on a Space there is a button."""
+    """Describe how to sign in: on a Space there is a button."""
     return "press the button that signs in" if os.environ.get("SPACE_ID") else SIGN_IN

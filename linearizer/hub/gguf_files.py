@@ -1,8 +1,8 @@
-"""GGUF files as teachers: the head of a file says what a model is; transformers expands its weights.
+"""GGUF files as teachers: the head of a file describes the model; transformers expands its weights.
 
-A head holds metadata, and names, shapes and types of all tensors; it stands before the weights. Of a file on the Hub
-the head alone is fetched: in its stand-in, a file of the same length in which the weights are a hole, transformers and
-`gguf` read the same config and the same tokenizer as in the whole file.
+A head holds metadata, and names, shapes and types of all tensors; it precedes the weights. Of a file on the Hub the
+head alone is fetched: in its stand-in, a file of the same length in which the weights are a hole, transformers and
+`gguf` read the same config and the same tokenizer as in the complete file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.hub.weight_files import GGUF, Weights, damaged_weights
@@ -47,7 +47,7 @@ class TooShort(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor of a file lies, after its head, and how it is stored."""
+    """The place of a tensor in a file, after its head, and how it is stored."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands in a file before its weights."""
+    """The part of a file that precedes its weights."""
 
     metadata: dict[str, Any]  # without long lists
     tensors: tuple[Tensor, ...]
@@ -79,10 +79,7 @@ class Head:
         stated = self.metadata.get("general.file_type")
         if stated in LlamaFileType.__members__.values() and stated != LlamaFileType.GUESSED:
             return LlamaFileType(stated).name.partition("_")[2]
-        sizes: dict[int, int] = {}
-        for tensor in self.tensors:
-            sizes[tensor.kind] = sizes.get(tensor.kind, 0) + math.prod(tensor.shape)
-        return kind_name(max(sizes, key=lambda kind: sizes[kind]))
+        return kind_name(max(self.tensors, key=lambda tensor: math.prod(tensor.shape)).kind)
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -101,8 +98,8 @@ class Reader:
         end = self.place + count
         if end > len(self.data):
             raise TooShort
-        taken, self.place = self.data[self.place : end], end
-        return taken
+        begin, self.place = self.place, end
+        return self.data[begin:end]
 
     def number(self, layout: str) -> Any:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
@@ -130,7 +127,7 @@ class Reader:
 
 
 def parse_head(data: bytes) -> Head:
-    """Read the head of a file; raise TooShort where it goes on after these bytes, and ValueError where it is none."""
+    """Read the head of a file; raise TooShort where the bytes end within it, and ValueError for other content."""
     reader = Reader(data)
     if reader.take(4) != MAGIC:
         raise ValueError("it does not begin as a GGUF file")
@@ -181,7 +178,7 @@ def check_installed(name: str) -> None:
 
 
 def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head, bytes]:
-    """Read and check the head of a file of `size` bytes; `read` gives as many of its first bytes as are asked for."""
+    """Read and check the head of a file of `size` bytes; `read` returns the given number of its first bytes."""
     check_installed(name)
     wanted = FIRST_BYTES
     while True:
@@ -253,7 +250,7 @@ def stand_ins() -> Path:
 
 
 def write_stand_in(path: Path, head: bytes, size: int) -> None:
-    """Write a file that begins with a head and is as long as the whole; the hole takes no room on the disk."""
+    """Write a file of the same length that begins with the head; the hole takes no room on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_bytes(head)
@@ -262,7 +259,7 @@ def write_stand_in(path: Path, head: bytes, size: int) -> None:
 
 
 def load_gguf_config(name: str, path: Path) -> PreTrainedConfig:
-    """Load the config that transformers makes of a head; it says, too, how the weights are stored."""
+    """Load the config that transformers makes of a head; it names the format of the weights, too."""
     import torch
     import transformers
 
@@ -276,7 +273,7 @@ def load_gguf_config(name: str, path: Path) -> PreTrainedConfig:
                 f"({first_line(error)}): {MADE_FROM}, or update transformers"
             ) from error
     config.dtype = getattr(torch, head.dtype)
-    config.__dict__.pop("_model_name_or_path", None)  # which is a title here, and no path
+    config.__dict__.pop("_model_name_or_path", None)  # which is a title here, not a path
     config.quantization_config = {"quant_method": GGUF, "file": path.name, "stored": head.stored}
     return config
 
@@ -289,7 +286,7 @@ def config_of_file(path: Path, size: int, changed: int) -> PreTrainedConfig:
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that stands in a head."""
+    """Load the tokenizer of a head."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
@@ -297,25 +294,12 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 def read_gguf(path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Let transformers make a model of a file, every weight expanded; report what did not fit."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
     from transformers import AutoModelForCausalLM
 
     plain = deepcopy(config)
     del plain.quantization_config  # which is ours
     options = {name: value for name, value in options.items() if name != "use_safetensors"}
-    with without_bar():
+    # its bar follows none of its settings
+    with patch("transformers.modeling_gguf_pytorch_utils.tqdm", partial(tqdm, disable=True), create=True):
         return AutoModelForCausalLM.from_pretrained(path.parent, config=plain, gguf_file=path.name, **options)
-
-
-@contextmanager
-def without_bar() -> Iterator[None]:
-    """Keep transformers from drawing a bar that follows none of its settings."""
-    from transformers import modeling_gguf_pytorch_utils as module
-
-    drawn = getattr(module, "tqdm", None)
-    if drawn is not None:
-        module.tqdm = partial(drawn, disable=True)
-    try:
-        yield
-    finally:
-        if drawn is not None:
-            module.tqdm = drawn

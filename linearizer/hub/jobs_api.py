@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,40 +88,40 @@ class Job:
 
 
 def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
-    """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
+    """List the machines that jobs can have, with their current prices, the cheapest first."""
     with explain_job_errors("the hardware of jobs"):
         machines = HfApi(token=access_token(token)).list_jobs_hardware()
     return tuple(sorted(map(read_hardware, machines), key=lambda each: each.usd_per_hour))
 
 
 def read_hardware(machine: Any) -> Hardware:
-    """Keep what matters of a machine."""
-    disk, gpu = getattr(machine, "ephemeral_storage", ""), machine.accelerator
-    hardware = Hardware(machine.name, machine.pretty_name, machine.ram, disk, "", usd_per_hour(machine))
+    """Take the hardware out of the Hub's answer."""
+    gpu, disk = machine.accelerator, getattr(machine, "ephemeral_storage", "")
+    hardware = partial(Hardware, machine.name, machine.pretty_name, machine.ram, disk)
     if gpu is None:
-        return hardware
+        return hardware("", usd_per_hour(machine))
     described = f"{gpu.quantity} {gpu.model} with {gpu.vram}"
-    return replace(hardware, gpu=described, gpus=int(gpu.quantity), gpu_memory=gpu.vram)
+    return hardware(described, usd_per_hour(machine), int(gpu.quantity), gpu.vram)
 
 
 def usd_per_hour(machine: Any) -> float:
-    """Give the price of a machine; a unit that is not known may stand for any price, so nobody can agree to it."""
+    """Return the price of a machine; an unknown unit may mean any price, so nobody can agree to it."""
     if machine.unit_label not in HOURS:
         raise RequestError(
-            f"the Hub gives the price of {machine.name!r} for each {machine.unit_label!r}, which is none of "
+            f"the Hub gives the price of {machine.name!r} for each {machine.unit_label!r}, which is not one of "
             f"{', '.join(HOURS)}: look for a newer Linearizer; {NOTHING_BEGUN}"
         )
     return machine.unit_cost_usd * HOURS[machine.unit_label]
 
 
 def parse_bytes(text: str) -> float:
-    """Read an amount such as '24 GB'; 0: it says none."""
+    """Read an amount such as '24 GB'; 0: there is none."""
     stated = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", text.strip().upper())
     return float(stated[1]) * UNITS[stated[2]] if stated else 0.0
 
 
 class Account:
-    """The jobs and the bucket of an account; of an organisation, where a member of it says that it pays."""
+    """The jobs and the bucket of an account, or of an organisation that pays for a member."""
 
     def __init__(self, token: str | None, owner: str | None = None) -> None:
         self.token = str(access_token(token) or "")
@@ -155,7 +156,7 @@ class Account:
         return {each.path: each for each in tree if each.type == "file" and each.path.startswith(prefix + "/")}
 
     def find_files(self, paths: Iterable[str]) -> dict[str, Any]:
-        """Find those of some files that are in the bucket."""
+        """Find the given files that are in the bucket."""
         return {each.path: each for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
 
     def send(self, files: Mapping[str, Path | bytes], removed: Iterable[str] = ()) -> None:
@@ -176,7 +177,7 @@ class Account:
         self.api.sync_bucket(str(folder), f"hf://buckets/{self.bucket}/{prefix}", quiet=True, **which)
 
     def fetch_folder(self, prefix: str, folder: Path, include: Sequence[str] = ()) -> None:
-        """Download what is below a prefix of the bucket, or what some patterns name of it."""
+        """Download what is below a prefix of the bucket, or what patterns name of it."""
         self.api.sync_bucket(f"hf://buckets/{self.bucket}/{prefix}", str(folder), include=[*include], quiet=True)
 
     def begin_job(self, image: str, command: list[str], flavor: str, minutes: int, run_id: str) -> Job:
@@ -199,7 +200,7 @@ class Account:
         return described(self.api.inspect_job(job_id=job_id, namespace=self.name))
 
     def find_live_job(self, run_id: str) -> Job | None:
-        """Find a job of a run that has not ended: also one whose beginning was not noted, as after a crash."""
+        """Find a job of a run that has not ended, also where its beginning was not logged, as after a crash."""
         for each in self.api.list_jobs(namespace=self.name):
             job = described(each)
             if (each.labels or {}).get(LABEL) == run_id and not job.ended:
@@ -210,23 +211,23 @@ class Account:
         self.api.cancel_job(job_id=job_id, namespace=self.name)
 
     def read_log(self, job_id: str) -> Iterable[str]:
-        """Give the lines that a job has written."""
+        """Return the lines that a job has written."""
         return self.api.fetch_job_logs(job_id=job_id, namespace=self.name)
 
 
 def described(info: Any) -> Job:
-    """Keep what matters of a job."""
+    """Take the job out of the Hub's answer."""
     stage = getattr(info.status.stage, "value", info.status.stage)
     return Job(info.id, info.url, str(stage), info.status.message or "")
 
 
 def status_of(error: BaseException) -> int | None:
-    """Give the HTTP status of an answer of the Hub; None: there was no answer."""
+    """Return the HTTP status of an answer of the Hub; None: there was no answer."""
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
 def job_environment() -> dict[str, str]:
-    """Give the variables of a job; where the Hub is, if it is another than the usual one."""
+    """Return the variables of a job, with the address of the Hub where it is not the usual one."""
     usual = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     return usual if constants.ENDPOINT == "https://huggingface.co" else {**usual, "HF_ENDPOINT": constants.ENDPOINT}
 

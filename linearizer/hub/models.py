@@ -1,6 +1,6 @@
 """Reads the Hub: finds a model, pins its revision, downloads its files, and streams data sets. No code of it is run.
 
-hub/upload.py writes to the Hub. A token is sent only if the caller gives one, or if its owner sits at this machine:
+hub/upload.py writes to the Hub. A token is sent only if the caller gives one, or if its owner uses this machine:
 a Space never uses its own token for a visitor.
 """
 
@@ -118,9 +118,9 @@ def find_model(name: str, token: str | None = None) -> Source:
     if os.path.isfile(path):
         return describe_file(name, Path(path))
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
-        raise ModelNotAvailable(f"{quote(name)} is no name of a model: {NAMES}")
+        raise ModelNotAvailable(f"{quote(name)} is not a name of a model: {NAMES}")
     if name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") > 1 or "@/" in name:
-        raise ModelNotAvailable(f"{name!r} is no folder here: {NAMES}")
+        raise ModelNotAvailable(f"{name!r} is not a folder here: {NAMES}")
     return describe_hub_file(name, token) if HubName.of(name).file else describe_repository(name, token)
 
 
@@ -168,7 +168,7 @@ def download_bytes(source: Source) -> int:
 
 
 def local_weight_files(source: Source) -> tuple[Path, ...]:
-    """List the files of a model's weights where they lie on this machine; none if one of them is not here any more."""
+    """List the files of a model's weights on this machine; none if one of them is missing."""
     if source.folder is not None:
         return tuple(source.folder / file for file in source.weights.files)
     assert source.repo_id is not None
@@ -177,13 +177,13 @@ def local_weight_files(source: Source) -> tuple[Path, ...]:
 
 
 def cache_folder() -> Path:
-    """Give the folder of downloaded models."""
+    """Return the folder of downloaded models."""
     return Path(constants.HF_HUB_CACHE)
 
 
 @contextmanager
 def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
-    """Turn errors of the Hub into one sentence: what was requested, why it failed, what to do."""
+    """Turn errors of the Hub into one sentence."""
     page = f"{constants.ENDPOINT}/{HubName.of(name).repo_id}"
     try:
         yield
@@ -278,15 +278,15 @@ def describe_file(name: str, path: Path) -> Source:
 
 
 def describe_hub_file(name: str, token: str | None) -> Source:
-    """Describe a GGUF file of the Hub, of which no more than its head is fetched."""
+    """Describe a GGUF file of the Hub, of which only the head is fetched."""
     asked = HubName.of(name)
     file = str(asked.file)
     with explain_model_errors(name, token):
         info = find_repository(asked, token)
         sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
         if file not in sizes:
-            held = sorted(each for each in sizes if each.endswith(f".{GGUF}"))
-            raise ModelNotAvailable(f"{name!r} names a file that is not there: it has {', '.join(held) or 'no GGUF'}")
+            files = sorted(each for each in sizes if each.endswith(f".{GGUF}"))
+            raise ModelNotAvailable(f"{name!r} names a file that is not there: it has {', '.join(files) or 'no GGUF'}")
         path = find_head(name, HubName(info.id, info.sha, file), sizes[file], token)
     head = read_local_head(name, path)
     terms = {**terms_of(head.terms), **terms_of(info.card_data)}
@@ -295,7 +295,7 @@ def describe_hub_file(name: str, token: str | None) -> Source:
 
 
 def find_head(name: str, pinned: HubName, size: int, token: str | None) -> Path:
-    """Give a file of the Hub where it is in the cache, or else its stand-in."""
+    """Return a file of the Hub where it is in the cache, or else its stand-in."""
     file = str(pinned.file)
     if isinstance(cached := try_to_load_from_cache(pinned.repo_id, file, revision=pinned.revision), str):
         return Path(cached)
@@ -335,7 +335,7 @@ def describe_repository(name: str, token: str | None) -> Source:
 def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
     try:
         headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
-    except (ValueError, AttributeError) as error:  # an index that is no JSON, or no object
+    except (ValueError, AttributeError) as error:  # an index that is not JSON, or not an object
         raise damaged_weights(name, f"{INDEX}: {error}") from error
     if not headers:
         raise damaged_weights(name, f"{INDEX} names no files")
@@ -376,7 +376,7 @@ def find_demo() -> Path:
 
 
 def advise_offline(name: str) -> str:
-    """Say what to do without a network: name a copy in the cache, where a pinned download has a folder of its own."""
+    """Describe what to do without a network: name a copy in the cache, which has a folder for each revision."""
     asked = HubName.of(name)
     snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=asked.repo_id, repo_type="model") / "snapshots"
     for folder in snapshots.glob(asked.revision or "*"):

@@ -36,7 +36,7 @@ WRITING = Use(
     remedies={
         402: "the account's plan does not allow it ({detail}): change the plan, or choose another owner",
         403: "the token in use may not write there ({detail}): use another token, or choose another owner",
-        404: "it is not there, or not to be seen with this token: check the name, and whether it was deleted meanwhile",
+        404: "it is not there, or hidden from this token: check the name, and whether it was deleted meanwhile",
         409: "the name is taken, or it is being changed by someone else ({detail}): try again, or choose another name",
         412: "someone else has changed it meanwhile: look at it, then try again",
     },
@@ -55,12 +55,12 @@ class Repository:
 
     @property
     def fresh(self) -> bool:
-        """Tell whether the repository holds nothing that a user put there."""
+        """Whether the repository holds nothing that a user put there."""
         return self.files <= INITIAL_FILES
 
     @property
     def url(self) -> str:
-        """Return the address of the repository's page."""
+        """The address of the repository's page."""
         return f"{constants.ENDPOINT}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}"
 
 
@@ -71,7 +71,7 @@ def explain_publish_errors(what: str, kept: str = NOTHING_SENT) -> Iterator[None
         yield
     except HFValidationError as error:
         raise PublishError(
-            f"{what} is no name for a repository: write OWNER/NAME with letters, digits, - _ and ., 96 at most; {kept}"
+            f"{what} is not a name for a repository: write OWNER/NAME, of at most 96 letters, digits, - _ and .; {kept}"
         ) from error
     except HUB_ERRORS as error:
         raise describe_error(what, error, WRITING, kept) from error
@@ -104,12 +104,12 @@ def organisations_of(me: Mapping[str, Any]) -> list[str]:
 
 
 def is_signed_in(token: str | None = None) -> bool:
-    """Tell whether there is a token to publish with."""
+    """Whether there is a token to publish with."""
     return bool(access_token(token))
 
 
 def name_repository(name: str, private: bool, kind: str = "model") -> Repository:
-    """Name a repository that the Hub is not asked about, since nobody is signed in."""
+    """Name a repository without asking the Hub, since nobody is signed in."""
     repo_id = name if "/" in name else f"{NOBODY}/{name}"
     with explain_publish_errors(repr(repo_id)):
         validate_repo_id(repo_id)
@@ -117,7 +117,7 @@ def name_repository(name: str, private: bool, kind: str = "model") -> Repository
 
 
 def unchecked_note() -> str:
-    """Say what was not checked without an account, and how to sign in."""
+    """Describe what was not checked without an account, and how to sign in."""
     return f"nobody is signed in, so the Hub was not asked whether this may be published there: {sign_in_advice()}"
 
 
@@ -154,9 +154,9 @@ def list_files(info: Info) -> dict[str, Any]:
 
 def refuse_other_content(repo: Repository) -> None:
     """Raise the error for a repository that holds something else."""
-    some = ", ".join(sorted(repo.files - INITIAL_FILES)[:3])
+    names = ", ".join(sorted(repo.files - INITIAL_FILES)[:3])
     raise PublishError(
-        f"{repo.repo_id!r} exists and holds something else ({len(repo.files)} files: {some}, …): choose another "
+        f"{repo.repo_id!r} exists and holds something else ({len(repo.files)} files: {names}, …): choose another "
         f"name, or delete it on its settings page; {NOTHING_SENT}"
     )
 
@@ -171,14 +171,13 @@ def fetch_file(repo: Repository, path: str, revision: str, token: str | None = N
 @contextmanager
 def without_bars() -> Iterator[None]:
     """Keep the Hub's client from drawing bars: our own progress shows what it does."""
-    if are_progress_bars_disabled():
-        yield
-        return
+    were_disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        if not were_disabled:
+            enable_progress_bars()
 
 
 @dataclass(frozen=True)

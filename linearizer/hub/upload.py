@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +28,8 @@ Product = TypeVar("Product")
 
 LARGE_BYTES = 10**7  # a file of at least this size is uploaded alone, so that progress is shown after it
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # pauses before a commit that the Hub could not serve is tried again
-MAX_WAIT_SECONDS = 120  # a longer wait that the Hub asks for is an error
-HEARTBEAT_SECONDS = 1.0  # between two reports of progress while a request is under way
+MAX_WAIT_SECONDS = 120  # a longer wait that the Hub requests is an error
+HEARTBEAT_SECONDS = 1.0  # between two reports of progress during a request
 COPYING = "src_repo_id" in CommitOperationCopy.__annotations__  # not so in older clients
 
 
@@ -53,68 +54,113 @@ def upload(
 
     What another model holds is copied by the Hub, and sent only where the Hub cannot copy it.
     """
-    hub = HfApi(token=access_token(token))
+    sending = Upload(HfApi(token=access_token(token)), repo, files, message, obsolete)
     with explain_publish_errors(repr(repo.repo_id)):
         check_card(repo, files["README.md"])
         if repo.head is None:
             sdk = "gradio" if repo.kind == "space" else None
-            hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
+            sending.hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
     with explain_publish_errors(repr(repo.repo_id), KEPT), without_bars():
         start = Progress("publish", 0, len(files), "files")
-        copies = yield from watch(lambda: list_copies(hub, files), start)
-        if copies:
-            try:
-                return (yield from send(hub, repo, files, copies, message, obsolete))
-            except Exception as error:
-                if not is_of_copying(error):
-                    raise
-                yield replace(start, details={"because": "the Hub cannot copy the teacher's files, so they are sent"})
-        return (yield from send(hub, repo, files, {}, message, obsolete))
+        copies = yield from watch(sending.list_copies, start)
+        try:
+            return (yield from sending.send(copies))
+        except Exception as error:
+            if not copies or not is_of_copying(error):
+                raise
+        yield replace(start, details={"because": "the Hub cannot copy the teacher's files, so they are sent"})
+        return (yield from sending.send({}))
 
 
-def list_copies(hub: HfApi, files: Mapping[str, Content]) -> dict[str, HubFile]:
-    """List the files that the Hub holds elsewhere with the same content."""
-    copies: dict[str, HubFile] = {}
-    for name, file in files.items():
-        if COPYING and isinstance(file, HubFile):
-            try:
-                held: list[Any] = list(hub.get_paths_info(file.repo_id, [file.name], revision=file.revision))
-            except HUB_ERRORS:
-                return {}  # the teacher is gone, or this account may not see it
-            if held and is_large_file(held[0], file.sha256):
-                copies[name] = file
-    return copies
+@dataclass(frozen=True)
+class Upload:
+    """Files that become one commit of a repository."""
 
+    hub: HfApi
+    repo: Repository
+    files: Mapping[str, Content]
+    message: str
+    obsolete: Collection[str]
 
-def send(
-    hub: HfApi,
-    repo: Repository,
-    files: Mapping[str, Content],
-    copies: Mapping[str, HubFile],
-    message: str,
-    obsolete: Collection[str],
-) -> Steps[str]:
-    """Send the files that are not copied, and make one commit of both kinds."""
-    sent = {name: path_or_bytes(content) for name, content in sorted(files.items()) if name not in copies}
-    additions = yield from watch(
-        lambda: [CommitOperationAdd(name, content) for name, content in sent.items()],  # computes hashes
-        Progress("publish", 0, len(sent), "files"),
-    )
-    for addition in additions:
-        file = files[addition.path_in_repo]
-        if isinstance(file, HubFile) and addition.upload_info.sha256.hex() != file.sha256:
-            raise ValueError(f"{file.path.name} has changed since the run wrote it")
-    yield from upload_large_files(hub, repo, additions)
-    return (yield from commit(hub, repo, additions, copies, message, obsolete))
+    def list_copies(self) -> dict[str, HubFile]:
+        """List the files that the Hub holds elsewhere with the same content."""
+        copies: dict[str, HubFile] = {}
+        for name, file in self.files.items():
+            if COPYING and isinstance(file, HubFile):
+                try:
+                    found = list(self.hub.get_paths_info(file.repo_id, [file.name], revision=file.revision))
+                except HUB_ERRORS:
+                    return {}  # the teacher is gone, or this account may not see it
+                if found and is_large_file(found[0], file.sha256):
+                    copies[name] = file
+        return copies
+
+    def send(self, copies: Mapping[str, HubFile]) -> Steps[str]:
+        """Send the files that are not copied, make one commit of both kinds, and check what the Hub then holds."""
+        sent = {name: path_or_bytes(content) for name, content in sorted(self.files.items()) if name not in copies}
+        additions = yield from watch(
+            lambda: [CommitOperationAdd(name, content) for name, content in sent.items()],  # computes hashes
+            Progress("publish", 0, len(sent), "files"),
+        )
+        for addition in additions:
+            file = self.files[addition.path_in_repo]
+            if isinstance(file, HubFile) and addition.upload_info.sha256.hex() != file.sha256:
+                raise ValueError(f"{file.path.name} has changed since the run wrote it")
+        total = yield from self.upload_large(additions)
+        at = Progress("publish", total, total, "bytes", {"file": "the commit"})
+        yield at
+        revision = yield from retry(lambda: self.commit(additions, copies), at)
+        at = Progress("publish", 0, len(self.files), "files checked")
+        info = yield from retry(lambda: self.look(revision), at)
+        for path in list_differing(info, additions, copies):
+            raise FaultError(
+                f"{self.repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}"
+            )
+        return revision
+
+    def upload_large(self, additions: list[CommitOperationAdd]) -> Steps[int]:
+        """Upload what is too large for a commit, one file after the other; the client retries by itself."""
+        total, done = sum(file.upload_info.size for file in additions), 0
+        small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
+        for group in [small, *([file] for file in additions if file.upload_info.size >= LARGE_BYTES)]:
+            at = Progress("publish", done, total, "bytes", {"file": group[-1].path_in_repo} if group else {})
+            yield at
+            repo_id, kind = self.repo.repo_id, self.repo.kind
+            send = partial(self.hub.preupload_lfs_files, repo_id, group, repo_type=kind, free_memory=False)
+            yield from watch(send, at)
+            done += sum(file.upload_info.size for file in group)
+        return total
+
+    def look(self, revision: str | None = None) -> Info:
+        """Ask the Hub what the repository holds."""
+        return self.hub.repo_info(self.repo.repo_id, repo_type=self.repo.kind, revision=revision, files_metadata=True)
+
+    def commit(self, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> str:
+        """Make a commit, unless the repository holds all files already: the answer to an earlier try may be lost."""
+        info = self.look()
+        deletions = [CommitOperationDelete(path) for path in self.obsolete if path in list_files(info)]
+        if info.sha and not deletions and not list_differing(info, additions, copies):
+            return str(info.sha)
+        copied = [
+            CommitOperationCopy(file.name, name, file.revision, src_repo_id=file.repo_id, src_repo_type="model")
+            for name, file in copies.items()
+        ]
+        return self.hub.create_commit(
+            self.repo.repo_id,
+            [*additions, *copied, *deletions],
+            commit_message=self.message,
+            repo_type=self.repo.kind,
+            parent_commit=info.sha,
+        ).oid
 
 
 def path_or_bytes(content: Content) -> Path | bytes:
-    """Give what is sent of a file."""
+    """Return what is sent of a file."""
     return content.path if isinstance(content, HubFile) else content
 
 
 def is_of_copying(error: Exception) -> bool:
-    """Tell whether the Hub refused to copy: from another region, or what it keeps without Xet."""
+    """Whether the Hub refused to copy: from another region, or what it stores without Xet."""
     response = getattr(error, "response", None)
     return "xet hash" in str(error) or "duplicate" in (str(response.url) if response is not None else str(error))
 
@@ -137,87 +183,29 @@ def check_card(repo: Repository, content: Content) -> None:
     hf_raise_for_status(answer)
 
 
-def upload_large_files(hub: HfApi, repo: Repository, additions: list[CommitOperationAdd]) -> Steps[None]:
-    """Upload what is too large for a commit, one file after the other; the client retries by itself."""
-    total, done = sum(file.upload_info.size for file in additions), 0
-    small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
-    for group in [small, *([file] for file in additions if file.upload_info.size >= LARGE_BYTES)]:
-        at = Progress("publish", done, total, "bytes", {"file": group[-1].path_in_repo} if group else {})
-        yield at
-
-        def upload_group(group: list[CommitOperationAdd] = group) -> None:
-            hub.preupload_lfs_files(repo.repo_id, group, repo_type=repo.kind, free_memory=False)
-
-        yield from watch(upload_group, at)
-        done += sum(file.upload_info.size for file in group)
-
-
-def commit(
-    hub: HfApi,
-    repo: Repository,
-    additions: list[CommitOperationAdd],
-    copies: Mapping[str, HubFile],
-    message: str,
-    obsolete: Collection[str],
-) -> Steps[str]:
-    """Make one commit, and check by hashes what the Hub then holds.
-
-    No commit is made if the repository holds all files already: the answer to an earlier try may be lost.
-    """
-
-    def commit_once() -> str:
-        info = hub.repo_info(repo.repo_id, repo_type=repo.kind, files_metadata=True)
-        deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
-        if info.sha and not deletions and not list_differing(info, additions, copies):
-            return info.sha
-        copied = [
-            CommitOperationCopy(file.name, name, file.revision, src_repo_id=file.repo_id, src_repo_type="model")
-            for name, file in copies.items()
-        ]
-        return hub.create_commit(
-            repo.repo_id,
-            [*additions, *copied, *deletions],
-            commit_message=message,
-            repo_type=repo.kind,
-            parent_commit=info.sha,
-        ).oid
-
-    total = sum(file.upload_info.size for file in additions)
-    at = Progress("publish", total, total, "bytes", {"file": "the commit"})
-    yield at
-    revision = yield from retry(commit_once, at)
-    at = Progress("publish", 0, len(additions) + len(copies), "files checked")
-    info = yield from retry(
-        lambda: hub.repo_info(repo.repo_id, repo_type=repo.kind, revision=revision, files_metadata=True), at
-    )
-    for path in list_differing(info, additions, copies):
-        raise FaultError(f"{repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
-    return revision
-
-
 def list_differing(info: Info, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> list[str]:
     """List the files that a repository lacks or holds with other content."""
-    held = list_files(info)
-    return [sent.path_in_repo for sent in additions if not same_content(held.get(sent.path_in_repo), sent)] + [
-        name for name, file in copies.items() if not is_large_file(held.get(name), file.sha256)
+    files = list_files(info)
+    return [sent.path_in_repo for sent in additions if not same_content(files.get(sent.path_in_repo), sent)] + [
+        name for name, file in copies.items() if not is_large_file(files.get(name), file.sha256)
     ]
 
 
-def is_large_file(held: Any, sha256: str) -> bool:
-    """Tell whether a file of a repository, or None, is kept as a large file with this hash."""
-    return held is not None and held.lfs is not None and bool(held.lfs.sha256 == sha256)
+def is_large_file(found: Any, sha256: str) -> bool:
+    """Whether a file of a repository, or None, is kept as a large file with this hash."""
+    return found is not None and found.lfs is not None and bool(found.lfs.sha256 == sha256)
 
 
-def same_content(held: Any, sent: CommitOperationAdd) -> bool:
+def same_content(found: Any, sent: CommitOperationAdd) -> bool:
     """Compare a file of a repository, or None, with one of ours by the hash that the Hub keeps of it."""
-    if held is None or held.lfs is not None:
-        return is_large_file(held, sent.upload_info.sha256.hex())
+    if found is None or found.lfs is not None:
+        return is_large_file(found, sent.upload_info.sha256.hex())
     with sent.as_file() as file:
-        return bool(held.blob_id == git_hash(file.read()))
+        return bool(found.blob_id == git_hash(file.read()))
 
 
 def retry(call: Callable[[], Product], at: Progress) -> Steps[Product]:
-    """Repeat a request that the Hub cannot serve for a while, after growing pauses or as long as the Hub asks for."""
+    """Repeat a request that the Hub cannot serve for a while, after growing pauses or as long as the Hub requests."""
     for pause in RETRY_SECONDS:
         try:
             return (yield from watch(call, at))

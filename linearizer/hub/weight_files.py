@@ -1,4 +1,4 @@
-"""Checks by its headers that a model's weights are complete; writes and reads tensors of our own with a digest."""
+"""Checks by its headers that a model's weights are complete; writes and reads our own tensors with a digest."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ def check_format(name: str, files: Collection[str]) -> None:
 
 
 def check_other_format(name: str, files: Collection[str]) -> None:
-    """Say how the files of a model are named that holds its weights as GGUF alone."""
-    held = sorted(file for file in files if file.endswith(f".{GGUF}"))
-    if held:
-        full = os.path.join(name, held[0]) if os.path.isdir(name) else f"{name}:{held[0]}"
+    """Refuse a model that holds its weights as GGUF alone: its files are named one by one."""
+    if file := min((file for file in files if file.endswith(f".{GGUF}")), default=None):
+        full = os.path.join(name, file) if os.path.isdir(name) else f"{name}:{file}"
         raise ModelNotAvailable(f"{name!r} holds its weights as GGUF: name one of its files, such as {full!r}")
 
 
@@ -69,14 +68,14 @@ def read_json(name: str, path: Path) -> dict[str, Any]:
     try:
         return parse_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or f"it is no JSON: {error}"
+        why = getattr(error, "strerror", None) or f"it is not JSON: {error}"
         raise ModelNotAvailable(
             f"{name!r} has a {path.name} that cannot be read ({why}): repair that file, or download the model again"
         ) from error
 
 
 def damaged_weights(name: str, what: object) -> ModelNotAvailable:
-    """Make the error of damaged weights."""
+    """Return the error of damaged weights."""
     return ModelNotAvailable(f"{name!r} has damaged weights ({what}): download the model again")
 
 
@@ -120,12 +119,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = 
     """Replace a file of tensors and text at once; it contains a digest of both."""
     from safetensors.torch import save_file
 
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     unfinished = path.with_name(path.name + UNFINISHED)
     with writing(path):
         try:
             # One entry: the order of several changes from file to file.
-            save_file(held, unfinished, {SEAL: json.dumps({"facts": facts, "digest": digest(held, facts)})})
+            save_file(tensors, unfinished, {SEAL: json.dumps({"facts": facts, "digest": digest(tensors, facts)})})
             sync(unfinished)
             unfinished.replace(path)
         finally:
@@ -142,11 +141,11 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     return tensors, sealed["facts"]
 
 
-def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:
+def digest(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:
     """Hash tensors and text."""
     import torch
 
-    hashed = hashlib.sha256(more.encode())
+    hashed = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
         hashed.update(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

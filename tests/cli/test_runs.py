@@ -111,7 +111,7 @@ def test_a_run_that_failed_is_shown_with_its_reason(root, said):
     shutil.rmtree(root / "model")
     control.start(run)
     code, out, err = said("runs", "attach", "absent-64")
-    assert (code, out) == (1, "") and "failed" in err and "is no folder here" in err
+    assert (code, out) == (1, "") and "failed" in err and "is not a folder here" in err
     assert "absent-64: " in said("runs")[1]
 
 

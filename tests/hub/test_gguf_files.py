@@ -167,7 +167,7 @@ def test_a_model_that_is_gguf_alone_says_how_its_files_are_named(hub, file, tmp_
         find_model("org/only")
     with pytest.raises(ModelNotAvailable, match="names a file that is not there: it has a.gguf, b.gguf"):
         find_model("org/only:c.gguf")
-    with pytest.raises(ModelNotAvailable, match="'org/gone:c.gguf' is no folder here and not on the Hub"):
+    with pytest.raises(ModelNotAvailable, match="'org/gone:c.gguf' is not a folder here and not on the Hub"):
         find_model("org/gone:c.gguf")
 
 

@@ -74,15 +74,15 @@ def test_gated_model_is_open_to_who_has_access_and_says_so(hub, files):
 @pytest.mark.parametrize(
     ("name", "token", "sentence"),
     [
-        ("org/none", None, "'org/none' is no folder here and not on the Hub, or it is private: check the spelling"),
+        ("org/none", None, "'org/none' is not a folder here and not on the Hub, or it is private: check the spelling"),
         ("org/none", OWNER, "'org/none' is not on the Hub, or is private and the token in use may not see it"),
-        ("org/private", None, "'org/private' is no folder here and not on the Hub, or it is private"),
+        ("org/private", None, "'org/private' is not a folder here and not on the Hub, or it is private"),
         ("org/gated", None, "'org/gated' is gated: accept its terms at http"),
         ("org/gated", "hf_fake_guest", "'org/gated' is gated: accept its terms at http"),
         ("org/open@v9", None, "'org/open@v9' names a revision that the model does not have"),
         ("no such/thing", None, "'no such/thing' is neither a folder here nor an id of the Hub"),
-        ("./nowhere", None, "'./nowhere' is no folder here"),
-        ("a/b/c", None, "'a/b/c' is no folder here"),
+        ("./nowhere", None, "'./nowhere' is not a folder here"),
+        ("a/b/c", None, "'a/b/c' is not a folder here"),
         ("", None, "'' is neither a folder here nor an id of the Hub"),
         (__file__, None, "is a file: name the folder"),
     ],
@@ -135,7 +135,7 @@ DAMAGES = {
     "no header": (lambda f: {**f, shard_of(f): b"\xff" * 500}, "has damaged weights"),
     "empty file": (lambda f: {**f, shard_of(f): b""}, "has damaged weights"),
     "missing shard": (lambda f: without(f, shard_of(f)), "has damaged weights"),
-    "index no JSON": (lambda f: {**f, "model.safetensors.index.json": b"{"}, "no JSON|damaged weights"),
+    "index no JSON": (lambda f: {**f, "model.safetensors.index.json": b"{"}, "not JSON|damaged weights"),
     "index empty": (lambda f: {**f, "model.safetensors.index.json": b"{}"}, "names no files"),
     "no config": (lambda f: without(f, "config.json"), r"(a folder without|has no) config\.json"),
     "no weights": (lambda f: {"config.json": f["config.json"]}, "holds no weights at all"),
@@ -183,5 +183,5 @@ def test_the_address_of_a_page_is_understood(hub, address):
 
 
 def test_the_address_of_another_site_is_no_model():
-    with pytest.raises(ModelNotAvailable, match="is no folder here"):
+    with pytest.raises(ModelNotAvailable, match="is not a folder here"):
         find_model("https://example.com/org/name")

@@ -212,7 +212,7 @@ def test_a_preview_needs_no_account_and_says_what_was_not_checked(hub, run, monk
     assert len(hub.requests) == before and result.repo_id == "YOUR-ACCOUNT/student"
     assert [name for name, _ in result.files] == [name for name, _ in signed.files] and signed.checked
     assert not result.checked and result.notes[-1].startswith("nobody is signed in, so the Hub was not asked")
-    with pytest.raises(RequestError, match="is no name for a repository"):
+    with pytest.raises(RequestError, match="is not a name for a repository"):
         push.preview(run, "me/no such", token=None)
 
 

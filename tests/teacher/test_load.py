@@ -104,7 +104,7 @@ def test_weights_damaged_after_they_were_found_are_one_sentence(folder):
 @pytest.mark.parametrize("content", ["{", "[1, 2]", "", "\udcff"])
 def test_config_that_is_no_json_object_is_one_sentence(folder, content):
     (folder / "config.json").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ModelNotAvailable, match=r"a config\.json that cannot be read \(it is no JSON"):
+    with pytest.raises(ModelNotAvailable, match=r"a config\.json that cannot be read \(it is not JSON"):
         load_config(find_model(str(folder)))
 
 

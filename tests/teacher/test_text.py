@@ -176,8 +176,8 @@ def test_private_data_set_is_read_with_its_owners_token(hub):
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("dataset:org/none", "'org/none' is no folder here and not on the Hub, or it is private"),
-        ("dataset:org/private", "'org/private' is no folder here and not on the Hub, or it is private"),
+        ("dataset:org/none", "'org/none' is not a folder here and not on the Hub, or it is private"),
+        ("dataset:org/private", "'org/private' is not a folder here and not on the Hub, or it is private"),
         ("dataset:org/gated", "'org/gated' is gated: accept its terms at http"),
         ("dataset:org/open::valid", "'org/open' has no split 'valid': it has train"),
         ("dataset:org/open:de", "'org/open' has no config 'de': it has default"),

@@ -270,7 +270,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
 def test_a_price_for_a_unit_that_nobody_knows_is_refused(begin, hub):
     hub.unit = "fortnight"
     sentence = (
-        "the price of 'cpu-basic' for each 'fortnight', which is none of second, minute, hour: .*nothing was begun"
+        "the price of 'cpu-basic' for each 'fortnight', which is not one of second, minute, hour: .*nothing was begun"
     )
     with pytest.raises(RequestError, match=sentence):
         begin()
