@@ -98,7 +98,7 @@ def copy_cache(cache: Cache, change: Change = lambda name, x: x.clone()) -> Cach
 
 
 def cut_padding(cache: Cache, longest: int) -> None:
-    """Remove the padding that no row needs where the longest has read so many tokens."""
+    """Remove the padding that no row needs where the longest has read the given number of tokens."""
     for layer in cache.layers:
         if keeps_state(layer):
             layer.tokens_read = longest

@@ -1,4 +1,4 @@
-"""A student reads a text once, keeps its state in a file, and answers from it any number of times."""
+"""Let a student read a text once, keep its state in a file, and answer from it any number of times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from linearizer.teacher.token_loop import TextStream, generate_tokens, read_toke
 
 @dataclass(frozen=True)
 class Answer:
-    """The text that a student has written, and what it has read with it."""
+    """The text that a student has written, and the size of its state after it."""
 
     prompt: str
     text: str
@@ -40,11 +40,10 @@ def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
     """
     check_place(path)
     if path.exists() and not more:
-        raise FolderError(f"{str(path)!r} is there already: add --more to read on after it, or name another file")
+        raise FolderError(f"{str(path)!r} exists already: add --more to read on after it, or name another file")
     student, tokenizer = checkpoint.load_of_run(run)
-    cache = student.empty_cache()
+    cache = load_state(student, path) if more else student.empty_cache()
     if more:
-        cache = load_state(student, path)
         cache.begin_turn()
     yield from read_text(student, tokenizer, text, cache)
     save_state(cache, path)
@@ -64,9 +63,9 @@ def ask(
 
     `keep` writes the state that has read prompt and answer, too, back to the file; they can be taken back.
     """
-    if keep and path is None:
-        raise RequestError("there is no state to keep the answer in: name its file with --state")
-    if keep and path is not None:
+    if keep:
+        if path is None:
+            raise RequestError("there is no state to keep the answer in: name its file with --state")
         check_place(path)
     student, tokenizer = checkpoint.load_of_run(run)
     cache = student.empty_cache() if path is None else load_state(student, path)
@@ -92,18 +91,18 @@ def take_back(run: Run, path: Path) -> Reading:
 
 def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> Reading:
     """Count what was read into a cache, and its bytes, in the student's own dtype as in the teacher's."""
-    held = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
+    state_bytes = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
     tokens = cache.get_seq_length()
-    return Reading(tokens, held, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
+    return Reading(tokens, state_bytes, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache) -> torch.Tensor:  # (1, tokens)
-    """Turn a text into tokens; what starts a text stands only where nothing was read before."""
+    """Turn a text into tokens, with a start token only where nothing was read before."""
     ids: torch.Tensor = tokenizer(
         text, return_tensors="pt", add_special_tokens=not cache.get_seq_length(), verbose=False
     )["input_ids"]
     if not ids.shape[1]:
-        raise TextError("there is nothing to read: give a text")
+        raise TextError("there is nothing to read: the text is empty")
     return ids.long()
 
 
@@ -154,15 +153,14 @@ def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
     except FileNotFoundError as error:
         raise FolderError(f"there is no state {str(path)!r}: `linearizer read` writes a state") from error
     except OSError as error:
-        raise FolderError(
-            f"{str(path)!r} cannot be read ({error.strerror or error}): name the file of a state"
-        ) from error
+        why = error.strerror or error
+        raise FolderError(f"{str(path)!r} cannot be read ({why}): name the file of a state") from error
     except ValueError as error:
         raise RequestError(str(error)) from error
 
 
 def take_back_turn(cache: LinearizedCache) -> None:
-    """Take back what a state read or kept last."""
+    """Take back what the state has read or kept last."""
     if not cache.turns:
         raise RequestError(
             f"there is nothing to take back: the state holds what it read first, or its last {MAX_TURNS} turns are "

@@ -1,4 +1,4 @@
-"""Tells vLLM of students: the extra `linearizer[vllm]`, and an entry point of vLLM's plugins."""
+"""Registers students with vLLM: the extra `linearizer[vllm]`, and an entry point of vLLM's plugins."""
 
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 

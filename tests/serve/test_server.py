@@ -24,7 +24,7 @@ def test_a_run_is_served_until_it_is_stopped(quick_run):
 
 
 def test_a_teacher_is_served_until_it_is_stopped(quick_run, capsys):
-    """In this process, whose main thread serves: a second one would import all anew.
+    """In this process, whose main thread serves: a second one would import everything again.
 
     It serves others than this machine, without a key, and warns of it.
     """

@@ -1,4 +1,4 @@
-"""vLLM serves a student that never grows, where vLLM is installed: it is no part of the test extra."""
+"""vLLM serves a student that never grows, where vLLM is installed: it is not part of the test extra."""
 
 import pytest
 import torch

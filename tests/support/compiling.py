@@ -40,7 +40,7 @@ from linearizer.train import attention_loss_kernels
 for name in [name for name in sys.modules if name.startswith("linearizer.")]:
     for function in vars(sys.modules[name]).values():
         if isinstance(function, JITFunction):
-            function.starting_line_number = 1  # Triton hashes it, and a kernel that only moved is not compiled anew
+            function.starting_line_number = 1  # Triton hashes it, and a kernel that only moved is not compiled again
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 CASES = [(80, "128x128"), (89, "128x128"), (90, "128x128"), (120, "128x128"), (90, "256x128"), (89, "128x128xfp32")]
@@ -125,7 +125,7 @@ def slots(q, k, sink, count, window, metric, periods=64, size=64, block=16):
 
 
 def kept_in(bits, sinks, others):
-    """Sinks, and what else a state holds of keys and values, as heads of so many bits keep them."""
+    """Sinks, and what else a state holds of keys and values, as heads of the given bits keep them."""
     if bits == 16:
         return [*sinks, *others]
     return [x.to(torch.bfloat16) for x in sinks] + [

@@ -99,7 +99,7 @@ class Handler(Writing, Jobs, BaseHTTPRequestHandler):
     hub: FakeHub
 
     def log_message(self, *arguments):
-        """Say nothing."""
+        """Log nothing."""
 
     def answer(self):
         url = urlsplit(self.path)

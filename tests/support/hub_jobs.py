@@ -151,7 +151,7 @@ class Jobs:
     """Routes of a request handler; the rest of it is in hub.py."""
 
     def serve_jobs(self, path):
-        """Serve a request for jobs or buckets, and tell whether it was one."""
+        """Serve a request for jobs or buckets, and return whether it was one."""
         if path == "/api/jobs/hardware":
             names = ("name", "prettyName", "cpu", "ram", "ephemeralStorage", "accelerator", "unitCostMicroUSD")
             rows = [dict(zip(names, row, strict=True)) for row in self.hub.hardware]
@@ -295,11 +295,3 @@ class JobsOfHub:
                     self.sizes[xet_hash] = sum(int.from_bytes(data[at : at + 4], "little") for at in entries)
                     break
         return self.sizes[xet_hash]
-
-    def text_in_bucket(self, bucket, path):
-        """Read a small file of a bucket as its owner does."""
-        from huggingface_hub import HfApi
-
-        place = Path(tempfile.mkdtemp()) / "file"
-        HfApi(token=f"hf_fake_{bucket.split('/')[0]}").download_bucket_files(bucket, [(path, place)])
-        return place.read_text()

@@ -21,7 +21,7 @@ class Writing:
     """Routes of a request handler; the rest of it is in hub.py."""
 
     def write(self, path):
-        """Obey a request that writes, and tell whether it was one."""
+        """Obey a request that writes, and return whether it was one."""
         if path == "/api/validate-yaml":
             self.reply({"errors": self.hub.yaml_errors, "warnings": []}, 400 if self.hub.yaml_errors else 200)
         elif path == "/api/repos/create":
@@ -102,7 +102,7 @@ class Writing:
         self.reply({"files": result})
 
     def batch(self, owner, objects):
-        """Say where to send large files; those that are here already need not be sent."""
+        """Answer where to send large files; those that are here already need not be sent."""
         self.check_write(owner)
         answers = []
         for options in objects:

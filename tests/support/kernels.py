@@ -18,7 +18,7 @@ def let_interpreter_prepare_once():
     """Let Triton's interpreter exchange the language's functions for a module once, not at every call of a function.
 
     That is a third of its time, and what it exchanges for a function that a kernel calls, it never puts back. A table
-    of types, too, is not written anew whenever it is looked into.
+    of types, too, is not written again whenever it is read.
     """
     from triton.runtime import interpreter
 

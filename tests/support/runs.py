@@ -17,7 +17,7 @@ ENDED = ("stopped", "failed", "done", "lost")
 
 
 def beginning(root):
-    """Give a way to begin runs; when it is closed, none of them is at work any more."""
+    """Yield a way to begin runs; when it is closed, none of them works any more."""
     begun = []
 
     def run(name="run", plan=PLAN, token=None):
@@ -73,7 +73,7 @@ def wait_for_event(run, name, done=0):
 
 
 def weights_of(checkpoint):
-    """Give all weight files of a checkpoint by name."""
+    """Return all weight files of a checkpoint by name."""
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
