@@ -7,7 +7,7 @@ a Space never uses its own token for a visitor.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +59,6 @@ from linearizer.run.names import HubName, id_of_address
 
 if TYPE_CHECKING:
     from datasets import IterableDatasetDict
-    from huggingface_hub.hf_api import ModelInfo
 
 DEMO = "demo"
 CONFIG = "config.json"
@@ -121,7 +120,7 @@ def find_model(name: str, token: str | None = None) -> Source:
         raise ModelNotAvailable(f"{quote(name)} is not a name of a model: {NAMES}")
     if name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") > 1 or "@/" in name:
         raise ModelNotAvailable(f"{name!r} is not a folder here: {NAMES}")
-    return describe_hub_file(name, token) if HubName.of(name).file else describe_repository(name, token)
+    return describe_on_hub(name, token)
 
 
 def search_models(query: str, count: int, token: str | None = None) -> list[str]:
@@ -129,11 +128,13 @@ def search_models(query: str, count: int, token: str | None = None) -> list[str]
 
     A single request: the Hub's client would repeat it for half a minute where there is no network.
     """
-    shape = {"search": query, "filter": "text-generation", "sort": "downloads", "limit": str(count)}
+    shape = {"filter": "text-generation", "sort": "downloads", "limit": str(count)} | (
+        {"search": query} if query else {}
+    )
     try:
         answer = get_session().get(
             f"{constants.ENDPOINT}/api/models",
-            params={name: value for name, value in shape.items() if value},
+            params=shape,
             headers=build_hf_headers(token=access_token(token)),
             timeout=SEARCH_SECONDS,
         )
@@ -277,26 +278,26 @@ def describe_file(name: str, path: Path) -> Source:
     return Source(name, path.parent, None, None, False, weights, terms_of(head.terms), path)
 
 
-def describe_hub_file(name: str, token: str | None) -> Source:
-    """Describe a GGUF file of the Hub, of which only the head is fetched."""
-    asked = HubName.of(name)
-    file = str(asked.file)
+def describe_on_hub(name: str, token: str | None) -> Source:
+    """Describe a model of the Hub from its headers; of a GGUF file only the head is fetched."""
+    asked, hub, path = HubName.of(name), HfApi(token=access_token(token)), None
     with explain_model_errors(name, token):
-        info = find_repository(asked, token)
-        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-        if file not in sizes:
-            files = sorted(each for each in sizes if each.endswith(f".{GGUF}"))
-            raise ModelNotAvailable(f"{name!r} names a file that is not there: it has {', '.join(files) or 'no GGUF'}")
-        path = find_head(name, HubName(info.id, info.sha, file), sizes[file], token)
-    head = read_local_head(name, path)
-    terms = {**terms_of(head.terms), **terms_of(info.card_data)}
-    weights = weigh_head(file, head, sizes[file])
+        info = hub.model_info(asked.repo_id, revision=asked.revision, files_metadata=True, timeout=HUB_SECONDS)
+        sizes, terms = {file.rfilename: file.size or 0 for file in info.siblings or ()}, terms_of(info.card_data)
+        if asked.file:
+            path = find_head(name, HubName(info.id, info.sha, asked.file), sizes, token)
+            head = read_local_head(name, path)
+            weights, terms = weigh_head(asked.file, head, sizes[asked.file]), {**terms_of(head.terms), **terms}
+        else:
+            weights = weigh_repository(name, hub, info.id, info.sha, sizes)
     return Source(name, None, info.id, info.sha, bool(info.gated), weights, terms, path)
 
 
-def find_head(name: str, pinned: HubName, size: int, token: str | None) -> Path:
+def find_head(name: str, pinned: HubName, sizes: Mapping[str, int], token: str | None) -> Path:
     """Return a file of the Hub where it is in the cache, or else its stand-in."""
-    file = str(pinned.file)
+    if (file := str(pinned.file)) not in sizes:
+        files = ", ".join(sorted(each for each in sizes if each.endswith(f".{GGUF}")))
+        raise ModelNotAvailable(f"{name!r} names a file that is not there: it has {files or 'no GGUF'}")
     if isinstance(cached := try_to_load_from_cache(pinned.repo_id, file, revision=pinned.revision), str):
         return Path(cached)
     path = stand_ins() / repo_folder_name(repo_id=pinned.repo_id, repo_type="model") / str(pinned.revision) / file
@@ -309,30 +310,17 @@ def find_head(name: str, pinned: HubName, size: int, token: str | None) -> Path:
             hf_raise_for_status(answer)
             return answer.content
 
-        _, data = read_head(name, size, read)
-        write_stand_in(path, data, size)
+        _, data = read_head(name, sizes[file], read)
+        write_stand_in(path, data, sizes[file])
     return path
 
 
-def find_repository(asked: HubName, token: str | None) -> ModelInfo:
-    """Ask the Hub what is in a model's repository."""
-    hub = HfApi(token=access_token(token))
-    return hub.model_info(asked.repo_id, revision=asked.revision, files_metadata=True, timeout=HUB_SECONDS)
-
-
-def describe_repository(name: str, token: str | None) -> Source:
-    with explain_model_errors(name, token):
-        hub, info = HfApi(token=access_token(token)), find_repository(HubName.of(name), token)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        if CONFIG not in sizes:
-            check_other_format(name, sizes)
-            raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
-        check_format(name, sizes)
-        weights = weigh_repository(name, hub, info.id, info.sha, sizes)
-    return Source(name, None, info.id, info.sha, bool(info.gated), weights, terms_of(info.card_data))
-
-
 def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
+    """Count the parameters of a repository from its headers, which must fit the length of each file."""
+    if CONFIG not in sizes:
+        check_other_format(name, sizes)
+        raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
+    check_format(name, sizes)
     try:
         headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
     except (ValueError, AttributeError) as error:  # an index that is not JSON, or not an object

@@ -15,10 +15,9 @@ from linearizer.hub.gguf_files import Head, parse_head
 from linearizer.hub.models import HubName, download_bytes, find_model
 from linearizer.page import limits
 from linearizer.plan.plan import Plan
-from linearizer.publish.card import describe_teacher
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
-from linearizer.run.names import fresh_folder, id_of_address
+from linearizer.run.names import id_of_address
 from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.load import load_config, load_teacher, load_tokenizer
@@ -37,11 +36,11 @@ def file(tmp_path_factory):
     return path
 
 
-def changed(file, folder, change):
-    """Write a file with other bytes."""
-    content = bytearray(file.read_bytes())
-    change(content)
-    (path := folder / "changed.gguf").write_bytes(content)
+def changed(file, folder, place, content):
+    """Write a file with other bytes at a place."""
+    data = bytearray(file.read_bytes())
+    data[place] = content
+    (path := folder / "changed.gguf").write_bytes(data)
     return str(path)
 
 
@@ -69,12 +68,6 @@ def test_an_expanded_teacher_is_saved_as_an_ordinary_model(file, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(again(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
-
-
-def test_the_tokenizer_comes_from_the_file(file):
-    mine, demo = load_tokenizer(find_model(str(file))), load_tokenizer(find_model("demo"))
-    text = "The def statement of 3.10,  unlike   others"
-    assert mine(text)["input_ids"] == demo(text)["input_ids"] and mine.eos_token == demo.eos_token
 
 
 def test_it_is_forecast_by_its_weights_as_they_are_held(file):
@@ -120,14 +113,12 @@ def test_of_a_file_on_the_hub_the_head_alone_is_fetched_until_it_is_loaded(hub, 
     monkeypatch.setattr(gguf_files, "FIRST_BYTES", 2**14)  # so that it is asked for three times
     commit = hub.add("org/heads", {"sub/tiny.gguf": file.read_bytes(), "README.md": b"---\nlicense: apache-2.0\n---\n"})
     source = find_model("org/heads:sub/tiny.gguf")
-    assert (source.revision, source.licence, source.pinned) == (
-        commit,
-        "apache-2.0",
-        f"org/heads:sub/tiny.gguf@{commit}",
-    )
+    assert (source.licence, source.pinned) == ("apache-2.0", f"org/heads:sub/tiny.gguf@{commit}")
     inspection = inspect_model(source, load_config(source))
     assert inspection.supported and inspection.gguf == "tiny.gguf"
-    assert load_tokenizer(source)("Once") == load_tokenizer(find_model("demo"))("Once")
+    mine, demo = load_tokenizer(source), load_tokenizer(find_model("demo"))
+    text = "The def statement of 3.10,  unlike   others"
+    assert mine(text)["input_ids"] == demo(text)["input_ids"] and mine.eos_token == demo.eos_token
     assert download_bytes(source) == file.stat().st_size and source.head.stat().st_size == file.stat().st_size
     assert source.head.read_bytes()[-1000:] == bytes(1000), "the weights are a hole"
     local = load_teacher(find_model(str(file)), torch.float32).state_dict()
@@ -137,25 +128,21 @@ def test_of_a_file_on_the_hub_the_head_alone_is_fetched_until_it_is_loaded(hub, 
 
 
 @pytest.mark.parametrize(
-    ("name", "read", "written"),
+    ("name", "read"),
     [
-        ("org/name", ("org/name", None, None), "org/name"),
-        ("org/name@v1", ("org/name", "v1", None), "org/name@v1"),
-        ("org/name:a.gguf", ("org/name", None, "a.gguf"), "org/name:a.gguf"),
-        ("org/name:sub/a.gguf@v1", ("org/name", "v1", "sub/a.gguf"), "org/name:sub/a.gguf@v1"),
-        ("org/name@v1:a.gguf", ("org/name", "v1", "a.gguf"), "org/name:a.gguf@v1"),
+        ("org/name", ("org/name", None, None)),
+        ("org/name@v1", ("org/name", "v1", None)),
+        ("org/name:a.gguf", ("org/name", None, "a.gguf")),
+        ("org/name:sub/a.gguf@v1", ("org/name", "v1", "sub/a.gguf")),
+        ("org/name@v1:a.gguf", ("org/name", "v1", "a.gguf")),
+        ("https://huggingface.co/org/name/blob/main/sub/a.gguf", ("org/name", "main", "sub/a.gguf")),
+        ("https://hf.co/org/name/resolve/v1/a.gguf?download=true", ("org/name", "v1", "a.gguf")),
+        ("https://huggingface.co/org/name/blob/main/config.json", ("org/name", "main", None)),
     ],
 )
-def test_names_of_the_hub_say_revision_and_file(name, read, written):
-    found = HubName.of(name)
-    assert (found.repo_id, found.revision, found.file) == read and str(found) == written
-
-
-def test_the_address_of_a_file_is_understood():
-    assert id_of_address("https://huggingface.co/org/name/blob/main/sub/a.gguf") == "org/name:sub/a.gguf@main"
-    assert id_of_address("https://hf.co/org/name/resolve/v1/a.gguf?download=true") == "org/name:a.gguf@v1"
-    assert id_of_address("https://huggingface.co/org/name/blob/main/config.json") == "org/name@main"
-    assert fresh_folder(Plan.of(model="org/name:a.Q4_1.gguf", budget=64)).name == "name-a.Q4_1.gguf-64"
+def test_names_and_addresses_of_the_hub_say_revision_and_file(name, read):
+    found = HubName.of(id_of_address(name))
+    assert (found.repo_id, found.revision, found.file) == read and HubName.of(str(found)) == found
 
 
 def test_a_model_that_is_gguf_alone_says_how_its_files_are_named(hub, file, tmp_path):
@@ -192,46 +179,26 @@ def test_what_transformers_would_misread_is_refused(metadata, sentence, tmp_path
 
 
 def test_a_kind_that_transformers_does_not_read_is_refused_in_a_sentence(file, tmp_path):
-    def rename(content):
-        at = content.index(b"llama", content.index(b"general.architecture"))
-        content[at : at + 5] = b"lamma"
-
-    source = find_model(changed(file, tmp_path, rename))
+    at = (data := file.read_bytes()).index(b"llama", data.index(b"general.architecture"))
+    source = find_model(changed(file, tmp_path, slice(at, at + 5), b"lamma"))
     with pytest.raises(UnsupportedModel, match="is a GGUF file that transformers .* does not read .*lamma.*: name the"):
         load_config(source)
 
 
-def cut(content):
-    del content[-1000:]
-
-
-def cut_in_head(content):
-    del content[500:]
-
-
-def with_other_magic(content):
-    content[:4] = b"GGML"
-
-
-def with_other_version(content):
-    content[4:8] = (9).to_bytes(4, "little")
-
-
-def with_endless_keys(content):
-    content[16:24] = (2**60).to_bytes(8, "little")
-
-
-def with_other_value(content):
-    content[24 + 8 + len("general.architecture")] = 99
-
-
-DAMAGES = [cut, cut_in_head, with_other_magic, with_other_version, with_endless_keys, with_other_value]
+DAMAGES = {  # where, and what is there instead
+    "cut": (slice(-1000, None), b""),
+    "cut in the head": (slice(500, None), b""),
+    "other magic": (slice(0, 4), b"GGML"),
+    "other version": (slice(4, 8), (9).to_bytes(4, "little")),
+    "endless keys": (slice(16, 24), (2**60).to_bytes(8, "little")),
+    "other kind of value": (slice(24 + 8 + len("general.architecture"), 25 + 8 + len("general.architecture")), b"\x63"),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_one_sentence(damage, file, tmp_path):
     with pytest.raises(ModelNotAvailable, match="has damaged weights .*: download the model again"):
-        find_model(changed(file, tmp_path, damage))
+        find_model(changed(file, tmp_path, *DAMAGES[damage]))
 
 
 def test_every_head_that_is_cut_short_is_too_short(file):
@@ -256,9 +223,3 @@ def test_the_advice_without_a_network_names_a_cached_file(hub, file, monkeypatch
     hub.fail_next("/api/models/org/offline", 0, times=9)
     with pytest.raises(ModelNotAvailable, match="a copy is in the cache, so name that file instead .*a.gguf"):
         find_model("org/offline:a.gguf")
-
-
-def test_the_card_says_from_which_file_and_that_it_was_dequantised(file):
-    source = find_model(str(file))
-    said = describe_teacher(inspect_model(source, load_config(source)))
-    assert "quantised (tiny.Q8\\_0.gguf, GGUF, Q8\\_0) and were expanded" in said
