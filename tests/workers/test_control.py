@@ -13,7 +13,6 @@ from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.workers import control, device_queue
 from linearizer.workers.worker import work_in_foreground
-from tests.benchmarks.processes import at_work
 from tests.support.runs import LONG, PLAN, beginning, log_of, process_of, wait_for, wait_for_event, weights_of
 
 
@@ -38,15 +37,6 @@ def kill(run):
 
 def student(run):
     return weights_of(run.checkpoint)
-
-
-def test_a_benchmark_that_is_ended_leaves_no_run_at_work(begin):
-    run, before = begin(plan=LONG), signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit), at_work(run):
-        wait_for_event(run, "distill")
-        signal.raise_signal(signal.SIGTERM)
-    assert not run.is_locked and control.status(run).state == "stopped"
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_finished_run_says_all_that_happened(done):
