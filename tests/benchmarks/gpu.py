@@ -1,15 +1,14 @@
-"""All that waits for a GPU, in one command and 25 minutes: python -m tests.benchmarks.gpu
+"""All that waits for a GPU, in one command and 25 minutes: python -m tests.benchmarks.gpu [PART …]
 
-  tests     the tests of the kernels, at the GPU itself
-  kernels   the rows that have a target, beside SDPA, fla and LoLCATs' form
-  runs      `linearizer run` of the demo model and of a model of Llama-3.2-1B's shape, with its forecast
+  tests     the tests of the kernels, on the GPU itself
+  kernels   a token, a text and the loss of one layer, beside SDPA, FlexAttention, fla and LoLCATs' form
+  runs      a whole run of the demo model and of a model of Llama-3.2-1B's shape, with its forecast
   steps     a layerwise training step beside the teacher's forward pass
   students  reading and writing of whole students and their teacher, by length and number of texts
 
-Writes results/gpu-DEVICE.json after every row. Each part is a process of its own with its own time limit: a part that
-fails or hangs leaves the others, and says how it ended. A second call measures the parts again that are named, or all.
-At the end stands which targets were met, and which kernels were not faster than the same in PyTorch. Without a GPU it
-says so, and --tiny tries every part at sizes that mean nothing.
+Writes results/gpu-DEVICE.json after every row. Each part is a process with a time limit: a part that fails or hangs
+leaves the others, and the file says how it ended. At the end stands which targets were met, and which kernels were not
+faster than the same in PyTorch. --tiny tries every part at sizes that mean nothing, also without a GPU.
 """
 
 import argparse
@@ -23,22 +22,17 @@ import time
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
 from linearizer.teacher.ram import run_if_it_fits
-from tests.benchmarks import time as time_of_runs
-from tests.benchmarks.attention_rows import prefill_row
-from tests.benchmarks.loss_rows import loss_row
-from tests.benchmarks.slot_rows import slots_row
-from tests.benchmarks.step_rows import layerwise_steps
-from tests.benchmarks.timing import DEVICE, GPU, ceilings
-from tests.benchmarks.token_rows import decode_rows
+from tests.benchmarks import sizes
+from tests.benchmarks.kernel_rows import DEVICE, GPU, KINDS, decode_rows, loss_row, prefill_row, slots_row, step_rows
 
 RESULTS = Path(__file__).parent / "results"
 ALL_SECONDS = 25 * 60
@@ -66,67 +60,56 @@ def main(arguments=None):
     if arguments.part:
         for row in PARTS[arguments.part](arguments.tiny):
             print(json.dumps(row), flush=True)
-            add_row(out, arguments.part, row)
+            rows = read_parts(out)[arguments.part]["rows"]
+            change_part(out, arguments.part, rows=[*rows, row])
         return
     if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     if not GPU and not arguments.tiny:
         parser.error("there is no GPU here: --tiny tries the parts at sizes that mean nothing")
     end = time.monotonic() + ALL_SECONDS
-    result = read(out)
-    change(out, {"machine": {"device": name, "torch": torch.__version__, "tiny": arguments.tiny}})
     for part in arguments.parts or PARTS:
-        change(out, {"parts": {**read(out).get("parts", {}), part: {"rows": []}}})
+        change_part(out, part, device=name, torch=torch.__version__, tiny=arguments.tiny, rows=[])
         run_part(part, arguments.tiny, out, min(LIMITS[part], end - time.monotonic()))
-    result = read(out)
-    change(out, {"summary": summary(result["parts"])})
-    print("\n".join(summary(result["parts"])), out, sep="\n")
+    print("\n".join(summary(read_parts(out))), out, sep="\n")
 
 
 def run_part(part, tiny, out, seconds):
     """Measure a part in a process of its own, which is killed with its children when its time is over."""
     begun = time.monotonic()
     command = [sys.executable, "-m", "tests.benchmarks.gpu", "--part", part, "--out", str(out), *["--tiny"] * tiny]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stderr=said, start_new_session=True)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stderr=errors, start_new_session=True)
         try:
             ended = f"exit {process.wait(max(seconds, 1))}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             ended = f"its time of {seconds:.0f} s was over"
-        said.seek(0)
-        last = said.read()[-2000:] if ended != "exit 0" else ""
-    parts = read(out)["parts"]
-    own = {**parts[part], "ended": ended, "seconds": time.monotonic() - begun, "said": last}
-    change(out, {"parts": {**parts, part: own}})
-    print(f"{part}: {ended}, {own['seconds']:.0f} s\n{last}", flush=True)
+        errors.seek(0)
+        last = errors.read()[-2000:] if ended != "exit 0" else ""
+    change_part(out, part, ended=ended, seconds=time.monotonic() - begun, said=last)
+    print(f"{part}: {ended}, {time.monotonic() - begun:.0f} s\n{last}", flush=True)
 
 
-def read(out):
+def read_parts(out):
     return json.loads(out.read_text()) if out.exists() else {}
 
 
-def change(out, values):
+def change_part(out, part, **values):
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, json.dumps({**read(out), **values}, indent=1) + "\n")
+    parts = read_parts(out)
+    write_whole(out, json.dumps({**parts, part: {**parts.get(part, {}), **values}}, indent=1) + "\n")
 
 
-def add_row(out, part, row):
-    parts = read(out)["parts"]
-    parts[part]["rows"].append(row)
-    change(out, {"parts": parts})
-
-
-def attempted(name, make):
-    """Make a row, or say why there is none."""
+def attempted(op, rows, wanted=None):
+    """Yield rows with their target; where they cannot go on, why."""
     try:
-        return make()
-    except Exception as error:  # compilers' errors are of many kinds, and a row is worth no table
-        return {"op": name, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
-    finally:
-        if GPU:
-            torch.cuda.empty_cache()
+        yield from ({**row, "wanted": wanted} for row in rows())
+    except Exception as error:  # compilers' errors are of many kinds, and one row must not end the table
+        yield {"op": op, "failed": f"{type(error).__name__}: {str(error)[:300]}"}
+    if GPU:
+        torch.cuda.empty_cache()
 
 
 def tested(tiny):
@@ -137,58 +120,48 @@ def tested(tiny):
         command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--tb=line", path, *chosen]
         done = subprocess.run(command, capture_output=True, text=True)
         lines = done.stdout.strip().splitlines()
-        failed = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
-        seconds = time.monotonic() - begun
-        row = {"op": "tests", "file": path, "said": lines[-1:], "failed_tests": failed, "seconds": seconds}
-        said = f"exit {done.returncode}: {done.stderr[-300:]}"  # 5: no test was found
-        yield {**row, "failed": said} if done.returncode else row
+        row = {"op": "tests", "file": path, "said": lines[-1:], "seconds": time.monotonic() - begun}
+        row["failed_tests"] = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
+        failed = f"exit {done.returncode}: {done.stderr[-300:]}"  # 5: no test was found
+        yield {**row, "failed": failed} if done.returncode else row
 
 
 def kernels(tiny):
     """Time what has a target, the most telling sizes first."""
-    limits = ceilings()
-    yield {"op": "machine", **limits}
-    heads, group, dim = (2, 2, 32) if tiny else (8, 4, 128)
-    for tokens in (64,) if tiny else (8192, 2048, 32768, 131072):
-        features = 16 if tiny else 128
-        row = attempted("prefill", lambda: prefill_row(limits, 1, tokens, heads, group, dim, features))  # noqa: B023
-        yield {**row, "wanted": READ.get(tokens)}
-        if tokens in READ or tiny:
-            row = attempted("slots", lambda: slots_row(heads, group, dim, tokens))  # noqa: B023
-            yield {**row, "wanted": READ.get(tokens)}
+    layer, features = ((2, 2, 32), 16) if tiny else ((8, 4, 128), 128)
     for batch in (1,) if tiny else (1, 8, 64):
-        for row in decode_rows(limits, batch, heads, group, dim):
-            yield {**row, "wanted": TOKEN_SECONDS if batch == 1 else None}
-            if tiny:
-                break
-    size = (1, 64, heads, group, dim) if tiny else (8, 2048, 8, 4, 128)
-    yield attempted("loss", lambda: loss_row(size, 16 if tiny else 128))
+        rows = lambda batch=batch: decode_rows(batch, *layer, ["slots"] if tiny else KINDS)  # noqa: E731
+        yield from attempted("decode", rows, TOKEN_SECONDS if batch == 1 else None)
+    for tokens in (64,) if tiny else (8192, 2048, 32768, 131072):
+        wanted = READ.get(tokens)
+        yield from attempted("prefill", lambda n=tokens: [prefill_row(n, *layer, features)], wanted)
+        if wanted or tiny:
+            yield from attempted("slots", lambda n=tokens: [slots_row(n, *layer)], wanted)
+    yield from attempted("loss", lambda: [loss_row(*((1, 64) if tiny else (8, 2048)), *layer, features)])
 
 
 def runs(tiny):
     """Make students from beginning to end."""
     for name in ("demo",) if tiny else ("demo", "Llama-3.2-1B"):
-        how = ["--texts", "2", "--length", "64"] if tiny else ["--layers", "16", "--texts", "8", "--length", "512"]
-        arguments = time_of_runs.parse([name, "--device", DEVICE, *how])
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            yield {"op": "run", "model": name, **time_of_runs.measured(arguments, name, Path(folder))}
+        size = ["--texts", "2", "--length", "64"] if tiny else ["--texts", "8", "--length", "512"]
+        arguments = sizes.parse(["--strategy", "gain", "--steps", "0", "--device", DEVICE, *size])
+        with tempfile.TemporaryDirectory() as folder:
+            yield {"op": "run", "model": name, **sizes.measure(arguments, name, Path(folder))}
 
 
 def steps(tiny):
-    for row in layerwise_steps(tiny):
-        yield {**row, "wanted": STEP}
+    yield from attempted("layerwise step", lambda: step_rows(tiny), STEP)
 
 
 def students(tiny):
-    """Let a teacher of Llama-3.2-1B's shape and its student read and write, until memory or time do not do."""
-    config, whole, _ = time_of_runs.SHAPES["Llama-3.2-1B"]
-    changes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256} if tiny else {}
-    teacher = time_of_runs.random_model(config, **{"num_hidden_layers": whole, **changes}).to(DEVICE)
-    own = teacher.config
-    layer = Layer(own.num_attention_heads, own.num_key_value_heads, own.head_dim, own.head_dim)
-    layers = (layer,) * own.num_hidden_layers
+    """Let a teacher of Llama-3.2-1B's shape and its student read and write, until memory or time do not suffice."""
+    tiny_sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
+    config = sizes.config_of("Llama-3.2-1B", **(tiny_sizes if tiny else {}))
+    teacher = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(DEVICE).eval()
+    layer = Layer(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
+    layers = (layer,) * config.num_hidden_layers
     row = tuple(HELD[head % len(HELD)] for head in range(layer.kv_heads))
-    student = put_student_into(teacher.eval(), layers, allocation := Allocation("by hand", 4, (row,) * len(layers)))
+    student = put_student_into(teacher, layers, allocation := Allocation("by hand", 4, (row,) * len(layers)))
     subjects = (Subject("teacher", student.base, softmax=True), Subject("student", student, allocation))
     for batch in (1,) if tiny else (1, 8, 64):
         for length in (64,) if tiny else (2048, 8192, 32768, 131072):
@@ -197,10 +170,10 @@ def students(tiny):
                 if batch == 1:  # what is done once for a length, as building kernels is, is not timed
                     run_if_it_fits(lambda: meter.time_texts(length, batch))  # noqa: B023
                 pace = run_if_it_fits(lambda: meter.time_texts(length, batch))  # noqa: B023
-                held = {} if pace is None else {name: getattr(pace, name) for name in ("read_rate", "write_rate")}
-                memory = {} if pace is None else {"peak_bytes": pace.peak_bytes, "state_bytes": pace.state_bytes}
-                size = {"length": length, "batch": batch}
-                yield {"op": "student", "subject": subject.name, **size, **held, **memory, "fits": pace is not None}
+                names = ("read_rate", "write_rate", "peak_bytes", "state_bytes")
+                measured = {} if pace is None else {name: getattr(pace, name) for name in names}
+                size = {"subject": subject.name, "length": length, "batch": batch}
+                yield {"op": "student", **size, **measured, "fits": pace is not None}
 
 
 PARTS = {"tests": tested, "kernels": kernels, "runs": runs, "steps": steps, "students": students}
@@ -208,34 +181,35 @@ PARTS = {"tests": tested, "kernels": kernels, "runs": runs, "steps": steps, "stu
 
 def summary(parts):
     """Say which targets were met, and where a kernel was not faster than the same in PyTorch."""
-    lines = []
-    for own in parts.values():
-        for row in own["rows"]:
-            ours, wanted, rivals = row.get("ours"), row.get("wanted"), row.get("rivals", {})
-            name = " ".join(str(row[key]) for key in ("op", "file", "kind", "batch", "tokens", "loss") if key in row)
-            own_seconds = ours.get("seconds") if isinstance(ours, dict) else ours
-            if "failed" in row or (ours is not None and own_seconds is None):
-                lines.append(f"{name}: failed")
-                continue
-            if ours is None:
-                continue
-            ours = own_seconds
-            times = {rival: x["seconds"] for rival, x in rivals.items() if "seconds" in x}
-            softmax = [seconds for rival, seconds in times.items() if rival.startswith("sdpa")]
-            if wanted and row["op"] == "layerwise step" and times:
-                ratio = ours / min(times.values())
-                lines.append(f"{name}: {ratio:.2f} of the forward pass, wanted {wanted}: {verdict(ratio <= wanted)}")
-            elif wanted and row["op"] == "decode":
-                seconds = row.get("ours in a graph", {}).get("seconds", ours)
-                lines.append(f"{name}: {seconds * 1e6:.1f} µs, wanted {wanted * 1e6:g}: {verdict(seconds <= wanted)}")
-            elif wanted and softmax:
-                ratio = min(softmax) / ours
-                lines.append(f"{name}: {ratio:.2f} × SDPA, wanted {wanted}: {verdict(ratio >= wanted)}")
-            for rival in ("chunked pytorch", "chunked pytorch, compiled", "slots in pytorch"):
-                if rival in times and times[rival] < ours:
-                    lines.append(f"{name}: no faster than {rival}: {times[rival] / ours:.2f} of its time")
-    ends = [f"{part}: {own.get('ended')}" for part, own in parts.items() if own.get("ended") != "exit 0"]
-    return [*lines, *ends]
+    rows = [row for part in parts.values() for row in part["rows"]]
+    ends = [f"{name}: {part.get('ended')}" for name, part in parts.items() if part.get("ended") != "exit 0"]
+    return [line for row in rows for line in judged(row)] + ends
+
+
+def judged(row):
+    """Say of a row whether its target was met, and which PyTorch was faster."""
+    name = " ".join(str(row[key]) for key in ("op", "file", "kind", "batch", "tokens", "loss") if key in row)
+    ours, wanted = row.get("ours", {}), row.get("wanted")
+    if "failed" in row or "failed" in ours:
+        return [f"{name}: failed"]
+    if not ours:
+        return []
+    own = row.get("ours in a graph", ours).get("seconds", ours["seconds"])
+    times = {rival: x["seconds"] for rival, x in row["rivals"].items() if "seconds" in x}
+    softmax = min((seconds for rival, seconds in times.items() if rival.startswith("sdpa")), default=None)
+    said = []
+    if wanted and row["op"] == "layerwise step" and times:
+        ratio = own / min(times.values())
+        said = [f"{ratio:.2f} of the forward pass, wanted {wanted}: {verdict(ratio <= wanted)}"]
+    elif wanted and row["op"] == "decode":
+        said = [f"{own * 1e6:.1f} µs, wanted {wanted * 1e6:g}: {verdict(own <= wanted)}"]
+    elif wanted and softmax:
+        ratio = softmax / ours["seconds"]
+        said = [f"{ratio:.2f} × SDPA, wanted {wanted}: {verdict(ratio >= wanted)}"]
+    slower = {rival: x / ours["seconds"] for rival, x in times.items() if "pytorch" in rival and x < ours["seconds"]}
+    return [
+        f"{name}: {line}" for line in [*said, *(f"no faster than {r}: {x:.2f} of its time" for r, x in slower.items())]
+    ]
 
 
 def verdict(met):

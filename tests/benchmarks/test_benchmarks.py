@@ -8,7 +8,6 @@ import pytest
 from linearizer.plan.plan import Plan
 from linearizer.teacher import load as teacher_module
 from tests.benchmarks import quality
-from tests.benchmarks import time as time_of_runs
 from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.paper_fit import agreement
 from tests.benchmarks.quality_rows import describe_row
@@ -83,24 +82,3 @@ def test_records_of_another_table_are_taken_over_in_the_place_of_earlier_ones(tm
     assert "| swa |" in capsys.readouterr().out
     merged = json.loads((tmp_path / "mine.json").read_text())
     assert len(merged) == len(records) + 1 and all(record in merged for record in newer) and records[0] not in merged
-
-
-def test_the_time_of_a_run_is_laid_out_by_steps_beside_its_forecast(capsys):
-    given = ["--budget", "24", "--texts", "2", "--length", "64", "--dtype", "float32", "--threads", "1"]
-    time_of_runs.main(["demo", *given])
-    lines = capsys.readouterr().out.splitlines()
-    steps = [line.split()[0] for line in lines[2:-2]]
-    assert steps == [
-        "start",
-        "load",
-        "profile",
-        "try",
-        "price",
-        "check",
-        "evaluate",
-        "save",
-        "all",
-        "forecast",
-    ]
-    seconds = [float(line.split()[1]) for line in lines[2:-3]]
-    assert sum(seconds[:-1]) == pytest.approx(seconds[-1], abs=0.5) and "forecast ÷ measured" in lines[-2]

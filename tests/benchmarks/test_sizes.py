@@ -1,11 +1,12 @@
-"""Models of real configs are made shard by shard, and what their steps take stands beside the forecast."""
+"""Models of real configs are made, and what their steps take stands beside the forecast."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig
+import torch
+from transformers import LlamaConfig
 
 from linearizer import pipeline
 from linearizer.plan.plan import Plan
@@ -16,42 +17,36 @@ from linearizer.workers.forecast import Speeds, forecast_run
 from tests.benchmarks import sizes
 from tests.support.families import GROUPED
 
-
-@pytest.mark.parametrize(
-    "name, parameters",
-    [
-        ("SmolLM2-135M", 134_515_008),
-        ("Qwen3-0.6B", 596_049_920),
-        ("Llama-3.1-8B", 8_030_261_248),
-        ("Llama-3.1-70B", 70_553_706_496),
-    ],
-)
-def test_shapes_have_the_parameters_of_the_real_models(name, parameters):
-    assert sum(x.numel() for x in build_blueprint(sizes.SHAPES[name][0]).parameters()) == parameters
+PARAMETERS = {
+    "SmolLM2-135M": 134_515_008,
+    "Qwen3-0.6B": 596_049_920,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+}
+SPEEDS = Speeds(1e10, 1e10, 1e5, 1e9, 4e8)
 
 
-def test_steps_are_measured_beside_the_forecast_and_layers_counted_up_to_the_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shapes_have_the_parameters_of_the_real_models(name):
+    assert sum(x.numel() for x in build_blueprint(sizes.SHAPES[name][0]).parameters()) == PARAMETERS[name]
+
+
+def test_steps_are_measured_beside_the_forecast_and_layers_extrapolated_to_the_whole(tmp_path, monkeypatch):
     config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 8, "vocab_size": sizes.FEW_WORDS})
     monkeypatch.setattr(sizes, "SHAPES", {"tiny": (config, False)})
-    monkeypatch.setattr(sizes, "PLAN", {**sizes.PLAN, "samples": 64})
     measured = []
     for layers in (1, 2):
-        made = type(config)(**{**config.to_dict(), "num_hidden_layers": layers})
-        sizes.make_model(tmp_path / f"tiny-{layers}", made)
-        run = ["--run", str(tmp_path / f"tiny-{layers}"), str(tmp_path / f"run-{layers}")]
-        measured.append(
-            {"made": 0.0, **sizes.run_here(sizes.parse(["--strategy=window", "--steps=0", "--length=32", *run]))}
-        )
-    assert len(list((tmp_path / "tiny-2").glob("*.safetensors"))) == 3  # of each layer, and of all else
-    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-2").model.layers) == 2
-    names = [name for name, _ in measured[0]["steps"]]
+        folder = tmp_path / f"tiny-{layers}"
+        sizes.make_model(folder, sizes.config_of("tiny", num_hidden_layers=layers))
+        run = ["--run", str(folder), str(tmp_path / f"run-{layers}")]
+        result = sizes.run_here(sizes.parse(["--strategy=window", "--steps=0", "--length=32", *run]))
+        measured.append({"made": 0.0, **result})
+    names = list(measured[0]["steps"])
     assert names[0] == "profile" and names[-1] == "checkpoint" and "evaluate" in names
     assert measured[0]["memory"] > measured[0]["weights"] and measured[0]["disk"] > 0 and measured[0]["hashes"]
-    said = sizes.table("tiny", config, [1, 2], measured)
-    assert "tiny, 2 of 8 layers" in said and "all 8 layers (0.0 B parameters), by arithmetic" in said
-
-
-SPEEDS = Speeds(1e10, 1e10, 1e5, 1e9, 4e8)
+    text = sizes.table("tiny", config, [1, 2], measured)
+    assert "tiny, 2 of 8 layers" in text and "all 8 layers (0.0 B parameters), extrapolated" in text
 
 
 def test_the_disk_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_much_again(trained_run):
@@ -62,12 +57,12 @@ def test_the_disk_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_much
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the system does not tell what a process took")
 def test_the_memory_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_much_again(tmp_path):
-    config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 2, "vocab_size": 32768, "dtype": "float32"})
-    sizes.make_model(tmp_path / "model", config)
+    config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 2, "vocab_size": 32768})
+    sizes.make_model(tmp_path / "model", config, torch.float32)
     work = f"from {__name__} import print_memory; print_memory({str(tmp_path)!r})"  # a process that has freed nothing
-    said = subprocess.check_output([sys.executable, "-c", work], text=True)
-    taken, forecast = map(float, said.split()[-2:])
-    assert taken <= forecast <= 1.5 * taken, said
+    output = subprocess.check_output([sys.executable, "-c", work], text=True)
+    taken, forecast = map(float, output.split()[-2:])
+    assert taken <= forecast <= 1.5 * taken, output
 
 
 def print_memory(folder):
@@ -76,17 +71,15 @@ def print_memory(folder):
     run = pipeline.begin(Path(folder) / "run", Plan.of(model=f"{folder}/model", device="cpu", **options))
     finish(pipeline.linearize(run))
     forecast = forecast_run(run.plan, run.inspection, SPEEDS, 0).memory_bytes
-    print(sizes.peak_bytes(), forecast)
+    print(sizes.status_bytes(sizes.PEAK), forecast)
 
 
 def test_a_table_takes_the_place_of_the_one_that_the_same_command_wrote_before():
-    arguments = sizes.parse(["deep", "--length", "32", "--limit", "0.25", "--record"])
-    command = sizes.command_of(arguments, "deep")
-    assert command == "python -m tests.benchmarks.sizes deep --length 32 --limit 0.25"
-    first = sizes.recorded("# Sizes\n", command, "one")
-    both = sizes.recorded(first, "python -m tests.benchmarks.sizes deep", "two")
-    assert both == "# Sizes\n\n" + "".join(
-        f"`{each}`:\n\n```\n{said}\n```\n{end}"
-        for each, said, end in ((command, "one", "\n"), ("python -m tests.benchmarks.sizes deep", "two", ""))
+    command, other = (
+        sizes.command_of(sizes.parse(["deep", *options, "--record"]), "deep") for options in (["--limit", "0.25"], [])
     )
+    assert (command, other) == (f"{other} --limit 0.25", "python -m tests.benchmarks.sizes deep")
+    first = sizes.recorded("# Sizes\n", command, "one")
+    both = sizes.recorded(first, other, "two")
+    assert both == f"# Sizes\n\n`{command}`:\n\n```\none\n```\n\n`{other}`:\n\n```\ntwo\n```\n"
     assert sizes.recorded(both, command, "three") == both.replace("one", "three")
