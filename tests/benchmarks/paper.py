@@ -1,32 +1,34 @@
-"""The tables of the paper, from this project's code, beside the published figures and with their rank correlation.
+"""The tables of the paper from this project's code, beside the published figures and with their rank correlation.
 
 python -m tests.benchmarks.paper MODEL            tables 1, 2, 4, 5, 7, 11 and 12; --tables names some of them
-python -m tests.benchmarks.paper fit MODEL        which reading of algorithm 1 gives tables 2 and 1 best
 
 MODEL: gpt2, EleutherAI/pythia-1b, a folder, demo, or tiny: a GPT-2 of the same shape, small and random, of which only
 shapes and ranks mean anything. What the paper leaves open is an option; the defaults are its text where that is clear.
 """
 
 import argparse
-import itertools
 import json
+import math
 import tempfile
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
+import pandas
 import torch
 
 from linearizer.amounts import columns
-from linearizer.evaluate.head_errors import spearman
+from linearizer.evaluate.language import read_scores
 from linearizer.evaluate.speed import Meter
-from linearizer.evaluate.subjects import Subject, read_losses
+from linearizer.evaluate.subjects import Subject
 from linearizer.hub.models import find_model
-from linearizer.method.by_freedoms import allocate_by_freedoms
+from linearizer.method.by_freedoms import layer_units
 from linearizer.method.checkpoint import make_layer_students, put_student_into
-from linearizer.method.measure_run import measure_profile
+from linearizer.method.measure_run import measure_profile, profile_settings
+from linearizer.plan.allocation import Allocation
+from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
-from linearizer.plan.profile import ProfileSettings
 from linearizer.progress import finish
 from linearizer.quiet import quiet
 from linearizer.student.attention_interface import attention_modules, observing
@@ -37,113 +39,103 @@ from linearizer.teacher.text import read_texts
 from linearizer.train.distill import distill
 from linearizer.train.losses import AttentionInputs, rows_loss
 from linearizer.train.settings import TrainingSettings
-from tests.benchmarks.paper_fit import allocate_as_paper, fit, head_freedoms, shown
 
 PUBLISHED = json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))
-TABLES = ("1", "2", "4", "5", "7", "11", "12")
 LOSSES = ("direct", "softmax", "l2")
+STRATEGIES = {"Fix": "fix", "DoF": "dof", "DoF+clip": "dof-clip"}
+HEADS_AT = 2.0**-8  # the λ of table 2
 
 
 class Paper:
-    """A model, and what the tables share: its profile, its students, what their training took and gave."""
+    """A model, and what the tables share: its profile, its students, and the time that each step took."""
 
     def __init__(self, arguments):
-        self.arguments = arguments
+        self.arguments, self.trained = arguments, {}
         with tempfile.TemporaryDirectory() as folder:
             name = tiny_gpt2(folder) if arguments.model == "tiny" else arguments.model
-            self.teacher = load_teacher_of(
-                Plan.of("paper", model=name, features=64, device=arguments.device, dtype=arguments.dtype)
-            )
+            options = {name: getattr(arguments, name) for name in ("samples", "seed", "device", "dtype")}
+            plan = Plan.of("paper", model=name, features=64, **options)
+            self.teacher = load_teacher_of(plan)
         self.layers = self.teacher.inspection.layers
-        shape = (len(self.layers), self.layers[0].query_heads)
-        fitting = (
-            name for name in ("gpt2", "pythia-1b") if shape == (PUBLISHED[name]["layers"], PUBLISHED[name]["heads"])
-        )
-        self.published = PUBLISHED.get(next(fitting, None), {})
+        shape = {"layers": len(self.layers), "heads": self.layers[0].query_heads}
+        fitting = (each for each in (PUBLISHED["gpt2"], PUBLISHED["pythia-1b"]) if each.items() >= shape.items())
+        self.published = next(fitting, {})
         self.features = arguments.features or self.published.get("features") or max(16, self.layers[0].key_dim)
-        self.ridge = 2.0 ** -(arguments.ridge_exponent or self.published.get("ridge_exponent", 8))
-        length = min(arguments.length, self.teacher.inspection.max_positions or arguments.length)
-        count = arguments.steps * arguments.batch + arguments.judged
-        texts = read_texts(
-            arguments.text,
-            self.teacher.tokenizer,
-            length,
-            max(count, arguments.texts),
-            least=arguments.batch + 1,
-            seed=arguments.seed,
-            model=self.teacher.model,
-        )
-        self.measured, self.judged = (
-            texts[: arguments.texts],
-            texts[-min(arguments.judged, len(texts) - arguments.batch) :],
-        )
-        self.learnt = texts[: len(texts) - len(self.judged)]
-        self.trained = {}
-
-    def begin(self):
-        """Measure the teacher, and make it a student."""
-        arguments, begin = self.arguments, time.perf_counter()
-        self.profile = self.measure(
-            arguments.normalise, arguments.gauge, arguments.sinks, arguments.samples, arguments.seed
-        )
+        ridge = 2.0 ** -(arguments.ridge_exponent or self.published.get("ridge_exponent", 8))
+        texts = self.read_texts()
+        self.judged = texts[-min(arguments.judged, len(texts) - arguments.batch) :]
+        self.learnt, begin = texts[: len(texts) - len(self.judged)], time.perf_counter()
+        settings = replace(profile_settings(plan), reference=ridge)
+        measuring = measure_profile(self.teacher.model, texts[: arguments.texts], self.layers, settings)
+        self.profile = finish(measuring).profile
         self.seconds = time.perf_counter() - begin
         teacher = Subject("teacher", self.teacher.model)
         self.teacher_loss, self.teacher_seconds = self.loss_of(teacher), self.seconds_to_write(teacher)
-        fix = self.allocation("Fix")
-        self.student = put_student_into(self.teacher.model, self.layers, fix, "prf", arguments.seed)
+        self.student = put_student_into(self.teacher.model, self.layers, self.allocation("Fix"), "prf", arguments.seed)
 
-    def measure(self, normalise, gauge, sinks, samples, seed):
-        """Run algorithm 1 as far as the degrees of freedom."""
-        how = {"normalise": normalise, "gauge": gauge, "sinks": sinks, "samples": samples, "seed": seed}
-        ridges = tuple(2.0**-exponent for exponent in range(21))
-        return finish(
-            measure_profile(
-                self.teacher.model, self.measured, self.layers, ProfileSettings(**how, per="query", ridges=ridges)
-            )
-        ).profile
+    def read_texts(self):
+        arguments, teacher = self.arguments, self.teacher
+        length = min(arguments.length, teacher.inspection.max_positions or arguments.length)
+        count = max(arguments.steps * arguments.batch + arguments.judged, arguments.texts)
+        how = {"least": arguments.batch + 1, "seed": arguments.seed, "model": teacher.model}
+        return read_texts(arguments.text, teacher.tokenizer, length, count, **how)
 
-    def dimensions(self, profile, over=None):
-        """Features of every layer."""
-        return [row[0].features for row in self.allocation("DoF", profile, over).heads if row]
-
-    def allocation(self, name, profile=None, over=None):
+    def allocation(self, name):
         """Share features out as a row of the paper's tables does."""
-        dof = {"max": "dof", "mean": "dof-mean"}[over or self.arguments.over]
-        strategy = {"Fix": "fix", "DoF": dof, "DoF+clip": "dof-clip"}[name]
-        profile = profile or self.profile
-        profile = replace(profile, settings=replace(profile.settings, reference=self.ridge))
-        allocate = allocate_as_paper if self.arguments.rounding == "paper" else allocate_by_freedoms
-        return allocate(profile, self.layers, features=self.features, strategy=strategy)
+        return allocate_as_paper(self.profile, self.layers, self.features, STRATEGIES[name])
 
     def subject(self, name, loss, feature_map="prf"):
-        """Make a student of the paper, and train it; also note how long that took."""
+        """Make a student of the paper, and train it; return also how long that took."""
         if (name, loss) not in self.trained:
-            allocation = self.allocation(name if name in ("Fix", "DoF", "DoF+clip") else "Fix")
+            allocation = self.allocation(name if name in STRATEGIES else "Fix")
             self.student.config.feature_map = feature_map
             heads = make_layer_students(self.student, self.layers, allocation, self.arguments.seed)
             subject, begin = Subject(name, self.student, allocation, heads), time.perf_counter()
             if loss is not None:
+                options = {name: getattr(self.arguments, name) for name in ("steps", "batch", "seed")}
                 settings = TrainingSettings(
-                    loss=loss, steps=self.arguments.steps, batch=self.arguments.batch, seed=self.arguments.seed,
-                    decay=self.arguments.decay, warmup=self.arguments.warmup, window_dropout=0.0, repeats=0.0,
-                )  # fmt: skip
+                    loss=loss, decay="none", warmup=0, window_dropout=0.0, repeats=0.0, **options
+                )
                 with subject.at_work():
                     finish(distill(self.student, self.learnt, settings))
             self.trained[name, loss] = subject, time.perf_counter() - begin
         return self.trained[name, loss]
 
-    def rows(self):
-        """All that tables 7 and 12 train: strategy × loss."""
-        return itertools.product(("Fix", "DoF", "DoF+clip"), LOSSES)
-
     def seconds_to_write(self, subject):
-        """Write a few tokens after a text, and reckon 1,000."""
+        """Time a few tokens after a text; return the seconds of 1,000."""
         meter = Meter(subject, self.layers, 60.0, self.arguments.seed)
         meter.time_texts(32, 1)
         return 1000 / meter.time_texts(self.judged.shape[1], 1).write_rate
 
     def loss_of(self, subject):
-        return read_losses([subject], self.judged)[0].mean().item()
+        return read_scores([subject], self.judged)[0].loss.mean().item()
+
+    def kernel_errors(self, subject):
+        """Return the mean squared error of the kernel in every layer, on text that was kept from training."""
+        base, result = self.student.base, {}
+        students = dict(zip(map(layer_number, attention_modules(base)), subject.heads, strict=True))
+
+        def observe(module, q, k, v, scale, _):
+            group = students[layer_number(module)].groups[0]
+            loss, _ = rows_loss("l2", group, AttentionInputs(q, k, v, scale), 1.0)
+            result[layer_number(module)] = loss.item()
+
+        with observing(base, observe):
+            logits_of(base, self.judged[:2])
+        return [error for _, error in sorted(result.items())]
+
+
+def allocate_as_paper(profile, layers, features, strategy):
+    """Round features to whole numbers as the paper does, not to tiles: they may exceed their mean a little."""
+    rows = [layer_units(profile, index, layer, strategy) for index, layer in enumerate(layers)]
+    shares = [unit.features_at(0.0) for row in rows for unit in row]
+    mean = math.fsum(shares) / len(shares)
+    heads = []
+    for row, layer in zip(rows, layers, strict=True):
+        most = layer.key_dim if strategy == "dof-clip" else math.inf
+        counts = [min(max(1, round(features * unit.features_at(0.0) / mean)), most) for unit in row]
+        heads.append(tuple(Head(0, count) for unit, count in zip(row, counts, strict=True) for _ in range(unit.heads)))
+    return Allocation(strategy, 0, tuple(heads))
 
 
 def tiny_gpt2(folder):
@@ -158,166 +150,116 @@ def tiny_gpt2(folder):
     return folder
 
 
-def numbered(values):
-    return {str(number + 1): value for number, value in enumerate(values)}
+def numbered(values, name=""):
+    return {f"{name}{number + 1}": value for number, value in enumerate(values)}
 
 
 def gridded(rows):
-    return {f"{layer}.{head}": value for layer, row in numbered(rows).items() for head, value in numbered(row).items()}
+    return {key: value for number, row in enumerate(rows) for key, value in numbered(row, f"{number + 1}.").items()}
 
 
-def table_1(paper):
+def table_1(paper, published):
     """Features of every layer."""
-    return numbered(paper.dimensions(paper.profile)), numbered(paper.published.get("table 1", []))
+    return numbered(row[0].features for row in paper.allocation("DoF").heads if row), numbered(published or [])
 
 
-def table_2(paper):
+def table_2(paper, published):
     """Degrees of freedom of every head, at λ = 2^-8."""
-    return gridded(head_freedoms(paper.profile)), gridded(paper.published.get("table 2", []))
+    place = paper.profile.settings.ridges.index(HEADS_AT)
+    rows = [[curve[place] for curve in layer.query_freedoms] for layer in paper.profile.layers if layer.heads]
+    return gridded(rows), gridded(published or [])
 
 
-def table_4(paper):
+def table_4(paper, published):
     """Seconds to write 1,000 tokens; beside them the teacher's, which the paper's reviewers asked for."""
-    ours = {"teacher": paper.teacher_seconds}
-    for name in ("Fix", "DoF", "DoF+clip"):
-        ours[name] = paper.seconds_to_write(paper.subject(name, None)[0])
-    return ours, paper.published.get("table 4", {})
+    students = {name: paper.seconds_to_write(paper.subject(name, None)[0]) for name in STRATEGIES}
+    return {"teacher": paper.teacher_seconds, **students}, published
 
 
-def table_5(paper):
+def table_5(paper, published):
     """Milliseconds of training for one text, by loss."""
     texts = paper.arguments.steps * paper.arguments.batch
-    return {loss: 1000 * paper.subject("Fix", loss)[1] / texts for loss in LOSSES}, paper.published.get("table 5", {})
+    return {loss: 1000 * paper.subject("Fix", loss)[1] / texts for loss in LOSSES}, published
 
 
-def table_7(paper):
+def table_7(paper, published):
     """Next-token loss."""
-    ours = {"teacher": paper.teacher_loss}
-    for name, loss in paper.rows():
-        ours[f"{name} {loss}"] = paper.loss_of(paper.subject(name, loss)[0])
-    ours["DiJiang"] = paper.loss_of(paper.subject("DiJiang", "softmax", "dijiang")[0])
-    ours["Performer"] = paper.loss_of(paper.subject("Performer", None, "performer")[0])
-    return ours, paper.published.get("table 7", {})
+    students = {f"{name} {loss}": paper.subject(name, loss) for name, loss in product(STRATEGIES, LOSSES)}
+    students["DiJiang"] = paper.subject("DiJiang", "softmax", "dijiang")
+    students["Performer"] = paper.subject("Performer", None, "performer")
+    losses = {name: paper.loss_of(subject) for name, (subject, _) in students.items()}
+    return {"teacher": paper.teacher_loss, **losses}, published
 
 
-def table_11(paper):
+def table_11(paper, published):
     """Squared error of the kernel by layer, trained for it; ours is a share of the largest value, so ranks count."""
-    ours, published = {}, {}
+    ours, theirs = {}, {}
     for name in ("Fix", "DoF"):
-        ours |= {
-            f"{name}.{layer}": error for layer, error in kernel_errors(paper, paper.subject(name, "l2")[0]).items()
-        }
-        published |= {
-            f"{name}.{n}": value for n, value in numbered(paper.published.get("table 11", {}).get(name, [])).items()
-        }
-    return ours, published
+        ours |= numbered(paper.kernel_errors(paper.subject(name, "l2")[0]), f"{name}.")
+        theirs |= numbered((published or {}).get(name, []), f"{name}.")
+    return ours, theirs
 
 
-def table_12(paper):
+def table_12(paper, published):
     """Seconds of training; published: minutes."""
-    return {f"{n} {loss}": paper.subject(n, loss)[1] for n, loss in paper.rows()}, paper.published.get("table 12", {})
+    return {f"{n} {loss}": paper.subject(n, loss)[1] for n, loss in product(STRATEGIES, LOSSES)}, published
 
 
-def kernel_errors(paper, subject):
-    """Mean squared error of the kernel in every layer, on text that was kept from training."""
-    students = dict(zip((layer_number(m) for m in attention_modules(paper.student.base)), subject.heads, strict=True))
-    result = {}
-
-    def observe(module, q, k, v, scale, _):
-        group = students[layer_number(module)].groups[0]
-        loss, _ = rows_loss("l2", group, AttentionInputs(q, k, v, scale), 1.0)
-        result[str(layer_number(module) + 1)] = loss.item()
-
-    with observing(paper.student.base, observe):
-        logits_of(paper.student.base, paper.judged[:2])
-    return result
+TABLES = {"1": table_1, "2": table_2, "4": table_4, "5": table_5, "7": table_7, "11": table_11, "12": table_12}
 
 
 def compared(ours, published):
     """Lay both out, with their rank correlation; where keys have two parts, as a grid."""
     same = [key for key in ours if key in published]
-    ranks = spearman([ours[key] for key in same], [published[key] for key in same])
-    note = (
-        "nothing published for this shape"
-        if not same
-        else f"rank correlation {'–' if ranks is None else f'{ranks:.3f}'}"
-    )
+    note = "nothing published for this shape"
+    if same:
+        ranks = pandas.DataFrame([[ours[key], published[key]] for key in same]).corr("spearman").iloc[0, 1]
+        note = f"rank correlation {ranks:.3f}"
     if all("." in key for key in ours):
-        lines = sorted({key.split(".")[0] for key in ours}, key=lambda name: (len(name), name))
-        tops = list(dict.fromkeys(key.split(".")[1] for key in ours))
+        names, tops = (list(dict.fromkeys(key.split(".")[part] for key in ours)) for part in (0, 1))
         rows = [("", *tops)]
-        for line in lines:
-            rows.append((line, *(shown(ours.get(f"{line}.{top}")) for top in tops)))
-            if same:
-                rows.append(("  published", *(shown(published.get(f"{line}.{top}")) for top in tops)))
-        return f"{columns(rows)}\n{note}"
-    return (
-        columns([("", "ours", "published"), *((key, shown(ours[key]), shown(published.get(key))) for key in ours)])
-        + "\n"
-        + note
-    )
+        for name in names:
+            for label, values in ((name, ours), ("  published", published))[: 2 if same else 1]:
+                rows.append((label, *(shown(values.get(f"{name}.{top}")) for top in tops)))
+    else:
+        rows = [("", "ours", "published"), *((key, shown(ours[key]), shown(published.get(key))) for key in ours)]
+    return f"{columns(rows)}\n{note}"
+
+
+def shown(value):
+    """Write a number with four digits, and nothing as nothing."""
+    return "" if value is None else f"{value:.4g}"
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="+", metavar="[fit] MODEL")
-    parser.add_argument("--tables", default=",".join(TABLES), help="1,2,4,5,7,11,12")
-    parser.add_argument("--seeds", type=int, default=1, help="of a fit: how many, from --seed on")
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
     parser.add_argument("--text", default="builtin", help="the paper: a tenth of Wikipedia (dataset:…)")
     parser.add_argument("--length", type=int, default=1024, help="tokens; the paper: 1024 (GPT-2), 2048 (Pythia)")
     parser.add_argument("--texts", type=int, default=8, help="T of algorithm 1, which the paper does not give")
-    parser.add_argument("--samples", type=int, default=2048, help="J, which it does not give; a fit tries half, too")
+    parser.add_argument("--samples", type=int, default=2048, help="J, which it does not give")
     parser.add_argument("--features", type=int, help="C (default: as published, or the head size)")
     parser.add_argument("--ridge-exponent", type=int, help="n of λ = 2^-n (default: as published, or 8)")
-    parser.add_argument(
-        "--normalise",
-        choices=("trace", "J", "none"),
-        default="trace",
-        help="of the Gram matrix, which is printed as none: then all heads saturate",
-    )
-    parser.add_argument(
-        "--gauge", choices=("raw", "centred"), default="raw", help="keys as they are, or less their mean"
-    )
-    parser.add_argument("--sinks", type=int, default=0, help="first tokens that are not sampled")
-    parser.add_argument("--over", choices=("max", "mean"), default="max", help="of a layer's heads")
-    parser.add_argument("--rounding", choices=("paper", "tiles"), default="paper")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2, help="the paper: 128 (GPT-2), 64 (Pythia)")
-    parser.add_argument(
-        "--decay", choices=("none", "cosine", "linear"), default="none", help="of learning rates; not given"
-    )
-    parser.add_argument("--warmup", type=int, default=0, help="steps; not given")
     parser.add_argument("--judged", type=int, default=8, help="texts that losses are taken on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="write all figures there as JSON")
     arguments = parser.parse_args(arguments)
-    *command, arguments.model = arguments.words
-    if command not in ([], ["fit"]):
-        parser.error(f"{' '.join(command)!r} is no command: write fit MODEL, or MODEL alone")
     with quiet():
-        paper = Paper(arguments)
-        if command:
-            print(fit(paper))
-            return
-        show_tables(paper)
-
-
-def show_tables(paper):
-    arguments, result = paper.arguments, {}
-    paper.begin()
-    published = paper.published.get("algorithm 1", "–")
-    print(f"{arguments.model}: C = {paper.features}, λ = {paper.ridge:g}")
-    print(f"algorithm 1: {paper.seconds:.1f} s, published {published}")
-    for name in arguments.tables.split(","):
-        table = globals()[f"table_{name}"]
-        ours, published = table(paper)
-        result[name] = {"ours": ours, "published": published}
-        print(f"\ntable {name}: {table.__doc__}\n{compared(ours, published)}")
+        paper, result = Paper(arguments), {}
+        print(f"{arguments.model}: C = {paper.features}, λ = {paper.profile.settings.reference:g}")
+        print(f"algorithm 1: {paper.seconds:.1f} s, published {paper.published.get('algorithm 1', '–')}")
+        for name in arguments.tables:
+            ours, published = TABLES[name](paper, paper.published.get(f"table {name}", {}))
+            result[name] = {"ours": ours, "published": published}
+            print(f"\ntable {name}: {TABLES[name].__doc__}\n{compared(ours, published)}")
     if arguments.out:
-        choices = {name: str(value) for name, value in vars(arguments).items()}
-        arguments.out.write_text(json.dumps({"asked": choices, "tables": result}, indent=1))
+        options = {name: str(value) for name, value in vars(arguments).items()}
+        arguments.out.write_text(json.dumps({"asked": options, "tables": result}, indent=1))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from linearizer.plan.plan import Plan
 from linearizer.teacher import load as teacher_module
 from tests.benchmarks import quality
 from tests.benchmarks.paper import PUBLISHED, main
-from tests.benchmarks.paper_fit import agreement
 from tests.benchmarks.quality_rows import describe_row
 
 SMALL = "--length 16 --texts 2 --samples 48 --steps 1 --judged 2".split()
@@ -36,19 +35,6 @@ def test_the_tables_of_the_paper_come_from_our_code(tmp_path, capsys):
     assert out.count("rank correlation") == 7
     assert sum(tables["1"]["ours"].values()) == pytest.approx(12 * 64, abs=8)
     assert set(tables["7"]["ours"]) == set(PUBLISHED["gpt2"]["table 7"])
-
-
-def test_the_fit_tries_what_the_paper_leaves_open(capsys):
-    main(["fit", "tiny", *SMALL])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 3 * 2 * 3 * 2 * 2 and "log error" in lines[0]
-    with pytest.raises(SystemExit):
-        main(["fix", "tiny"])
-
-
-def test_agreement_is_full_with_oneself_and_unknown_of_another_shape():
-    assert agreement([1.0, 2.0, 4.0], [1.0, 2.0, 4.0]) == pytest.approx((1, 0))
-    assert agreement([1.0, 2.0], [1.0]) == (None, None)
 
 
 def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():

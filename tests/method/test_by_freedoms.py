@@ -12,7 +12,7 @@ from linearizer.method.by_freedoms import UNITS_BY_STRATEGY, allocate_by_freedom
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, feature_bytes
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from tests.benchmarks.paper_fit import allocate_as_paper
+from tests.benchmarks.paper import allocate_as_paper
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 2))
 NATIVE = Layer(4, 2, 16, 16, native_window=64)
