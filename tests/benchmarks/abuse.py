@@ -1,8 +1,7 @@
-"""Damaged files of a run and hostile bodies of requests for as long as one likes: python -m tests.benchmarks.abuse.
+"""Damaged files of a run and hostile bodies of requests, as many as one likes: python -m tests.benchmarks.abuse.
 
-With --disk, each call that a run makes to the disk fails once, and the run is resumed (twenty minutes).
-Says how many of each kind were drawn; the first that ends in anything but a sentence ends it, as small as Hypothesis
-finds it.
+With --disk, each call of a run to the disk fails once, and the run is resumed (twenty minutes). The first example that
+ends in anything but one sentence ends the benchmark, as small as Hypothesis finds it.
 """
 
 import argparse
@@ -22,67 +21,66 @@ from tests.support.abuse import BODIES, damaged, look_at, read_hostile_body
 from tests.support.disk_faults import ERRORS, fail_and_resume, run_whole
 
 EXAMPLE = Path(__file__).parents[2] / "assets" / "example-run"
-AT_ONCE = 500  # examples between two looks at the clock
+FILES = sorted(path.name for path in EXAMPLE.glob("*.json*"))
+ALL_KINDS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="how long (default: %(default)g)")
-    parser.add_argument("--at-once", type=int, default=AT_ONCE, help=argparse.SUPPRESS)
+    parser.add_argument("--at-once", type=int, default=500, help="examples between two lines (default: %(default)s)")
     parser.add_argument("--disk", action="store_true")
     arguments = parser.parse_args(arguments)
     if arguments.disk:
         return fail_every_call()
-    last, drawn = time.monotonic() + 60 * arguments.minutes, Counter()
-    many = settings(
-        max_examples=arguments.at_once, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    last, many, drawn = (
+        time.monotonic() + 60 * arguments.minutes,
+        settings(ALL_KINDS, max_examples=arguments.at_once),
+        0,
     )
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(shutil.copytree(EXAMPLE, Path(folder) / "run"))
         while time.monotonic() < last:
-            damage_files(run, many, drawn)
-            many(given(content=BODIES)(lambda content: count(drawn, "bodies", read_hostile_body, content)))()
-            print(", ".join(f"{number} {kind}" for kind, number in sorted(drawn.items())), flush=True)
-    return drawn
+            damage_files(many, Path(folder) / "run")
+            send_bodies(many)
+            drawn += arguments.at_once
+            print(f"{drawn} files and {drawn} bodies", flush=True)
 
 
-def fail_every_call():
-    """Let each call of a run to the disk fail, and say which are survived in another way than by a sentence."""
-    survived = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        product, calls = run_whole(Path(folder) / "whole")
-        for number, call in enumerate(calls):
-            said = io.StringIO()
-            with redirect_stderr(said), redirect_stdout(io.StringIO()):
-                code, again = fail_and_resume(Path(folder) / "run", number, ERRORS[number % 2])
-            if code not in (0, 2) or "Traceback" in said.getvalue() or again != product:
-                raise SystemExit(f"{call}: code {code}, the same bits: {again == product}\n{said.getvalue()}")
-            survived["said" if code else "of no matter"] += 1
-            shutil.rmtree(Path(folder) / "run")
-    print(f"{len(calls)} calls: {dict(survived)}", flush=True)
-    return survived
-
-
-def damage_files(run, many, drawn):
+def damage_files(how, folder):
     """Damage a file of the example, look at the run, and repair it."""
-    names = sorted(path.name for path in EXAMPLE.glob("*.json*"))
+    run = Run(shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True))
 
-    @many
-    @given(data=st.data(), name=st.sampled_from(names))
+    @how
+    @given(data=st.data(), name=st.sampled_from(FILES))
     def damage(data, name):
-        whole = (EXAMPLE / name).read_bytes()
-        (run.folder / name).write_bytes(data.draw(damaged(whole)))
+        (run.folder / name).write_bytes(data.draw(damaged((EXAMPLE / name).read_bytes())))
         try:
-            count(drawn, name, look_at, run)
+            look_at(run)
         finally:
-            (run.folder / name).write_bytes(whole)
+            shutil.copyfile(EXAMPLE / name, run.folder / name)
 
     damage()
 
 
-def count(drawn, kind, look, what):
-    look(what)
-    drawn[kind] += 1
+def send_bodies(how):
+    """Read hostile bodies as requests."""
+    how(given(content=BODIES)(read_hostile_body))()
+
+
+def fail_every_call():
+    """Let each call of a run to the disk fail, and count which are survived by a sentence, and which go unnoticed."""
+    survived = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        product, calls = run_whole(Path(folder) / "whole")
+        for number, call in enumerate(calls):
+            errors = io.StringIO()
+            with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+                code, again = fail_and_resume(Path(folder) / "run", number, ERRORS[number % 2])
+            if code not in (0, 2) or "Traceback" in errors.getvalue() or again != product:
+                raise SystemExit(f"{call}: code {code}, the same bits: {again == product}\n{errors.getvalue()}")
+            survived["said" if code else "unnoticed"] += 1
+            shutil.rmtree(Path(folder) / "run")
+    print(f"{len(calls)} calls: {dict(survived)}", flush=True)
 
 
 if __name__ == "__main__":
