@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
 from torch.nn.functional import softplus
 
 from linearizer.student import features_torch, slots_torch
@@ -37,66 +36,38 @@ READOUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of logits, and of
 }
 
 
+exchanged = patch.object  # (owner, name, other)
+
+
 @contextmanager
 def without_far(student: LinearizedForCausalLM) -> Iterator[None]:
     """While this lasts, let heads with a window hold nothing else."""
     with ExitStack() as stack:
         for layer in student.students():
             for index, group in enumerate(layer.groups):
-                if isinstance(group, SlotGroup) or (
-                    isinstance(group, FeatureGroup) and group.features and group.window
-                ):
-                    key_dim = group.merger.metric.shape[-1] if isinstance(group, SlotGroup) else 1
+                slots = isinstance(group, SlotGroup)
+                if slots or (isinstance(group, FeatureGroup) and group.features and group.window):
+                    key_dim = group.merger.metric.shape[-1] if slots else 1
                     plain = FeatureGroup(group.heads, group.window, 0, group.sinks, key_dim, "prf", group.bits)
-                    stack.enter_context(exchanged_group(layer.groups, index, plain))
+                    stack.enter_context(patch.dict(layer.groups._modules, {str(index): plain}))
         yield
 
 
 @contextmanager
 def without_window(student: LinearizedForCausalLM) -> Iterator[None]:
     """While this lasts, let heads with a far field see nothing exactly but sinks, and with slots the newest token."""
-    changed: list[tuple[nn.Module, dict[str, int]]] = []
-    for layer in student.students():
-        for group in layer.groups:
+    with ExitStack() as stack:
+        for group in (group for layer in student.students() for group in layer.groups):
             if isinstance(group, SlotGroup):
-                changed.append((group, {"window": 1, "block": 1}))
+                stack.enter_context(patch.dict(group.__dict__, {"window": 1, "block": 1}))
             elif isinstance(group, FeatureGroup) and group.features:
-                changed.append((group, {"window": 0}))
-    before = [{name: getattr(group, name) for name in values} for group, values in changed]
-    for group, values in changed:
-        group.__dict__.update(values)
-    try:
+                stack.enter_context(patch.dict(group.__dict__, {"window": 0}))
         yield
-    finally:
-        for (group, _), values in zip(changed, before, strict=True):
-            group.__dict__.update(values)
 
 
-@contextmanager
-def exchanged_group(groups: nn.ModuleList, index: int, other: nn.Module) -> Iterator[None]:
-    own = groups[index]
-    groups[index] = other
-    try:
-        yield
-    finally:
-        groups[index] = own
-
-
-@contextmanager
-def exchanged(owner: Any, name: str, other: Callable) -> Iterator[None]:
-    own = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """While this lasts, let PyTorch do all work: what is exchanged in it, kernels would pass by."""
-    with patch.dict(os.environ, {"LINEARIZER_KERNELS": "0"}):
-        yield
+def without_kernels() -> patch.dict:
+    """Let PyTorch do all work: kernels would pass by what is exchanged in it."""
+    return patch.dict(os.environ, {"LINEARIZER_KERNELS": "0"})
 
 
 @contextmanager
@@ -114,8 +85,11 @@ def with_readout(kind: str) -> Iterator[None]:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
         return multiply_by_head(weights, v.to(q.dtype))
 
-    both = exchanged(slots_torch, "attend_seen", attend_seen), exchanged(features_torch, "attend_seen", attend_seen)
-    with without_kernels(), both[0], both[1]:
+    with (
+        without_kernels(),
+        exchanged(slots_torch, "attend_seen", attend_seen),
+        exchanged(features_torch, "attend_seen", attend_seen),
+    ):
         yield
 
 
