@@ -43,14 +43,14 @@ FIRST_OF = {f"tests/page/test_{name}.py": names for names in (ONE_SERVER, ONE_SP
 
 @pytest.fixture
 def hub():
-    """Give the stand-in Hub, empty."""
+    """Return the stand-in Hub, empty."""
     HUB.clear()
     return HUB
 
 
 @pytest.fixture
 def said(capsys):
-    """Ask the command line: the exit code, and what it wrote to standard output and to standard error."""
+    """Run the command line; return its exit code, standard output and standard error."""
 
     def ask(*arguments):
         from linearizer.cli.main import main
@@ -63,7 +63,7 @@ def said(capsys):
 
 @pytest.fixture
 def slept(monkeypatch):
-    """Wait for nothing, and list how long it would have been."""
+    """Replace sleep by a list of the seconds it was asked for."""
     result = []
     monkeypatch.setattr(time, "sleep", result.append)
     return result
@@ -71,7 +71,7 @@ def slept(monkeypatch):
 
 @pytest.fixture
 def judged_briefly(monkeypatch):
-    """Let students that this process makes be judged by two texts."""
+    """Evaluate students of this process on two texts."""
     from dataclasses import replace
 
     from linearizer import pipeline
@@ -98,18 +98,18 @@ def tiny_llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def quick_run(tmp_path_factory):
-    """Give the folder of a finished run of the demo model, which no test may change."""
+    """Return the folder of a finished run of the demo model, which no test may change."""
     return made_once(tmp_path_factory, "quick-run", "--texts 2 --length 64 --samples 128 --steps 0")
 
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
-    """Give the folder of a finished run of the demo model that was trained, which no test may change."""
+    """Return the folder of a finished run of the demo model that was trained, which no test may change."""
     return made_once(tmp_path_factory, "trained-run", "--texts 2 --length 128 --samples 64 --steps 2")
 
 
 def made_once(tmp_path_factory, name, options):
-    """Make a run with features in a folder that all workers share, unless a worker has made it."""
+    """Make a run with features in a folder shared by all workers, unless a worker has made it."""
     from filelock import FileLock
 
     from linearizer.cli.main import main
@@ -125,12 +125,12 @@ def made_once(tmp_path_factory, name, options):
 
 
 def pytest_xdist_auto_num_workers():
-    """Run a worker more than there are cores: many tests wait for processes, pages and clocks."""
+    """Run one worker more than there are cores: many tests wait for processes, pages and clocks."""
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Give each worker whole files, and what shares a server of the page to one of them."""
+    """Assign whole files to each worker, and files that share a server of the page to one worker."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByServer(LoadFileScheduling):
@@ -142,18 +142,18 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with what takes longest, so that all workers end together."""
+    """Run the longest tests first, so that all workers end together."""
     paths = [*(f"tests/{path}" for path in LONGEST), ""]
     items.sort(key=lambda item: next(place for place, path in enumerate(paths) if item.nodeid.startswith(path)))
 
 
 def pytest_collection_finish():
-    """Spare the collector what was imported: it would look through all of it again and again."""
+    """Keep imported objects out of garbage collection, which would traverse them again and again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    """Remove the cache of this run."""
+    """Remove the Hub cache of this run."""
     gc.unfreeze()  # libraries report as leaks what they cannot free at the end
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)

@@ -116,7 +116,7 @@ class GaussianMass:
     off: dict[int, Tensor] = field(default_factory=dict)  # of the heads of each group
 
     def mass(self, q: Tensor, keys: Tensor, far: Tensor, own: Tensor, group: int) -> Tensor:
-        """Give the mass for rows q (batch, heads, group, rows, dim) of the keys that are far from each of them.
+        """Return the mass for rows q (batch, heads, group, rows, dim) of the keys that are far from each of them.
 
         keys (batch, heads, keys, dim), far (batch, rows, keys); `own` (…, rows, 1) is where nothing is far.
         """
@@ -156,7 +156,7 @@ class GaussianMass:
     def of_features(
         self, reading: Reading, memory: ScaledMap, state: FeatureState, q: Tensor, k: Tensor, comes: Tensor
     ) -> Reading:
-        """Give a reading of features another mass; all keys that came before are kept beside the state."""
+        """Change the mass of a reading of features; all keys that came before are kept beside the state."""
         before = getattr(state, "keys_before", (k[:, :, :0], comes[:, :0]))
         keys, came = torch.cat([before[0], k], 2), torch.cat([before[1], comes], 1)
         state.keys_before = (keys, came)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Make the finished example anew that comes with the package:  python -m tests.benchmarks.example  (five minutes).
+"""Make the finished example that comes with the package:  python -m tests.benchmarks.example  (five minutes).
 
 It is a run of the demo model that was evaluated in every part: its JSON products and its log, without weights. With
-`--run FOLDER` the run stays there, and a making that was interrupted goes on. `--rewrite` measures nothing: it reads
-the example and writes it as today's code does, for a field that a product gained.
+`--run FOLDER` the run is kept there, and can be resumed. `--rewrite` measures nothing: it reads the example and writes
+it as the current code does, for a field that a product gained.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main():
 
 
 def rewrite():
-    """Write the example as today's code does."""
+    """Write the example as the current code does."""
     from linearizer.plan.plan import Plan
     from linearizer.run.files import unseal
     from linearizer.run.folder import DECIDED, Run
@@ -50,7 +50,7 @@ def rewrite():
 
 
 def make(run):
-    """Make the run, or go on with it, and copy its products."""
+    """Make or resume the run, and copy its products."""
     from linearizer.cli.main import main as linearizer
 
     begun = ["--resume"] if (run / "plan.json").exists() else []

@@ -1,4 +1,4 @@
-"""Records what short runs of the demo model make, and compares it with a record: a change of form must change nothing.
+"""Records what short runs of the demo model make, and compares it with a record: refactoring must change nothing.
 
   python -m tests.benchmarks.golden FILE    write the record, or compare with the one that FILE holds
 
@@ -19,26 +19,15 @@ from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.quiet import quiet
 
-SMALL = {
-    "model": "demo",
-    "texts": 2,
-    "length": 128,
-    "samples": 128,
-    "budget": 32,
-    "dtype": "float32",
-    "device": "cpu",
-}
-TRAINED = {**SMALL, "steps": 3}
+SMALL = {"model": "demo", "budget": 32, "texts": 2, "length": 128, "samples": 128, "dtype": "float32", "device": "cpu"}
 RUNS = {
-    "best": SMALL,
-    "windows": SMALL,
-    "best --may-grow": {**SMALL, "may_grow": True},
-    "features": TRAINED,
-    "paper": TRAINED,
-    "gdn": TRAINED,
-    "lolcats": TRAINED,
+    "best": {},
+    "windows": {},
+    "best --may-grow": {"may_grow": True},
+    **{name: {"steps": 3} for name in ("features", "paper", "gdn", "lolcats")},
 }
-CONTEXT = 96  # tokens that logits are recorded of
+PRODUCTS = ("allocation.json", "prices.json", "gates.json", "candidates.json")
+CONTEXT = 96  # tokens whose logits are recorded
 
 
 def main(arguments):
@@ -56,19 +45,17 @@ def main(arguments):
 
 
 def record_run(name, options):
-    """Hash the products of one run, and what its student says of a text."""
+    """Hash the products of one run, its student's weights, and its logits of a text."""
     with tempfile.TemporaryDirectory() as folder, quiet():
-        run = pipeline.begin(Path(folder) / "run", Plan.of(recipe=name.split()[0], **options))
+        run = pipeline.begin(Path(folder) / "run", Plan.of(recipe=name.split()[0], **SMALL, **options))
         finish(pipeline.linearize(run))
         student = load(run.folder / "checkpoint")
         ids = torch.arange(CONTEXT)[None] * 37 % student.config.vocab_size
         with torch.inference_mode():
             logits = student(ids).logits
         weights = {key: hash_tensor(tensor) for key, tensor in sorted(student.state_dict().items())}
-        files = {
-            name: run.folder / name for name in ("allocation.json", "prices.json", "gates.json", "candidates.json")
-        }
-        products = {name: hash_text(file.read_text()) for name, file in files.items() if file.exists()}
+        files = [run.folder / product for product in PRODUCTS]
+        products = {file.name: hash_text(file.read_text()) for file in files if file.exists()}
         return {**products, "weights": hash_text(json.dumps(weights)), "logits": hash_tensor(logits)}
 
 

@@ -45,7 +45,7 @@ def price_heads(kind: str, run: Run, teacher: Teacher) -> Prices:
 
 
 def share_out(prices: Prices, plan: Plan, layers: Sequence[Layer]) -> Allocation:
-    """Give every head its share by prices, which it spends on a window; what buys nothing is shared out equally."""
+    """Assign every head its share by prices, which it spends on a window; what buys nothing is shared out equally."""
     bought = allocate_by_prices(OffersOfHeads.of(prices, layers, plan.budget or 0, 0))
     left = cache_bytes(layers, plan.budget or 0) - bought.state_bytes(layers, 0)
     rows = list(zip(bought.heads, layers, strict=True))
@@ -124,7 +124,7 @@ def prices_by_loss(
 
 
 def falling(losses: Sequence[float]) -> tuple[float, ...]:
-    """Give how far each loss lies above the least of its curve, at least by the part of it that is noise."""
+    """Return how far each loss lies above the least of its curve, at least by the part of it that is noise."""
     least = min(losses)
     return tuple(max(loss - least, NOISE * (max(losses) - least)) for loss in losses)
 

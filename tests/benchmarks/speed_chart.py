@@ -81,7 +81,7 @@ def panel(rows, title, value, written):
 
 
 def value_of(own, value):
-    """Give what a row says of a subject, or None where it was not measured."""
+    """Return what a row says of a subject, or None where it was not measured."""
     return None if own is None or None in own.values() else value(own)
 
 

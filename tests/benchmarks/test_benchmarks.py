@@ -1,4 +1,4 @@
-"""What the benchmarks hold their figures against is what was published, and they run."""
+"""The tables of the paper and of the recipes run, and every row is described."""
 
 import json
 from dataclasses import replace
@@ -12,17 +12,6 @@ from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.quality_rows import describe_row
 
 SMALL = "--length 16 --texts 2 --samples 48 --steps 1 --judged 2".split()
-
-
-def test_the_published_figures_have_the_marks_that_were_told_of_them():
-    gpt2, pythia = PUBLISHED["gpt2"], PUBLISHED["pythia-1b"]
-    assert sum(gpt2["table 1"]) == 770 and sum(pythia["table 1"]) == 2049
-    assert [len(row) for row in gpt2["table 2"]] == [12] * 12
-    tops = [max(row) for row in gpt2["table 2"]]
-    means = [sum(row) / len(row) for row in gpt2["table 2"]]
-    assert sum(means) / sum(tops) == pytest.approx(0.263, abs=0.001)
-    assert sum(gpt2["table 11"]["Fix"]) == pytest.approx(45.68, abs=0.03)
-    assert sum(gpt2["table 11"]["DoF"]) == pytest.approx(44.10, abs=0.03)
 
 
 def test_the_tables_of_the_paper_come_from_our_code(tmp_path, capsys):
