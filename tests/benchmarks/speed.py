@@ -41,7 +41,7 @@ HEADINGS = (
     "student"
 )
 ENOUGH = 8  # seconds, after which no further turn begins
-QUICK = dict(prices="estimated", dtype="float32", device="cpu")  # of what heads hold, speed needs no more
+QUICK = dict(dtype="float32", device="cpu")  # of what heads hold, speed needs no more
 
 
 def main(arguments=None):
