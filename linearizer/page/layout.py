@@ -12,8 +12,8 @@ import gradio as gr
 from linearizer.page import plan_form
 from linearizer.page.chat import sample_prompts
 from linearizer.page.limits import LIMITS
+from linearizer.page.plan_form import USUAL_PAPER, recipe_choices, way_choices
 from linearizer.page.planning import EFFORTS
-from linearizer.page.presets import USUAL_PAPER, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import glossary_html, message_box, part_lead
@@ -165,8 +165,8 @@ def place_job(ui: SimpleNamespace) -> None:
             ui.flavor = gr.Dropdown(
                 [], value=None, label="Hardware", info="what it costs now", allow_custom_value=True, elem_id="flavor"
             )
-            ui.job_minutes = gr.Textbox(
-                "", label="Minutes at most", placeholder="twice the forecast", max_lines=1, elem_id="job-minutes"
+            ui.job_minutes = gr.Number(
+                None, label="Minutes at most", info="empty: twice the forecast", precision=0, elem_id="job-minutes"
             )
             ui.job_push = gr.Textbox(
                 "", label="Publish privately as", placeholder="OWNER/NAME, if at all", max_lines=1, elem_id="job-push"

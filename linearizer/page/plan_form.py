@@ -1,28 +1,119 @@
-"""The form of a plan under Advanced: a field for every option that is not chosen in sight, as Plan describes it.
+"""The form of a plan: the ways to a student in sight, and under Advanced a field for every other option of Plan.
 
 Every field holds text, and empty text leaves the option to the recipe, so that a new option of a plan needs no code.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import gradio as gr
 
 from linearizer.errors import RequestError
 from linearizer.page.planning import EFFORTS, make_plan
-from linearizer.page.presets import field_title, name_fields, recipe_of, way_of
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
+from linearizer.plan.recipes import RECIPES, measured_quality
+from linearizer.student.update_rules import beginning
 
+SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
+TITLES = {"per": "Degrees of freedom per", "lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")
 GROUPS = (MEASURING, TRAINING, ALLOCATION, MACHINE)
 OPTIONS = {name: option for name, option in options_of(Plan).items() if name not in IN_SIGHT}
 BY_EFFORT = frozenset(name for sizes, _ in EFFORTS.values() for name in sizes)
 WIDE = 24  # characters that a field has no room for
 TRUTH = [("yes", "true"), ("no", "false")]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to a student."""
+
+    title: str
+    does: str
+    expect: str  # of its students, without numbers
+    recipe: str | None  # None: a recipe of the list
+
+
+WAYS = {
+    "measured": Way(
+        "Measured memory, no training",
+        "Every head, a part of the model that looks back at the text, keeps a window of the newest tokens, and slots "
+        "of merged older tokens where these pay.",
+        "Expect the student nearest to its teacher.",
+        "best",
+    ),
+    "features": Way(
+        "Train linear features",
+        "Linear attention: every head sums older text up in features, more of them where its attention needs more. "
+        "Each layer is trained, and its loss is drawn.",
+        "Expect more distance to the teacher, above all with a small budget.",
+        "features",
+    ),
+    "paper": Way(
+        "Reproduce a paper",
+        "A published method in its authors’ form, at the same bytes.",
+        "Expect a student to compare ours with.",
+        None,
+    ),
+}
+LISTED = tuple(name for name in RECIPES if name not in {way.recipe for way in WAYS.values()})
+USUAL_PAPER = "paper"
+
+
+def expected_quality(recipe: str) -> str:
+    """Describe the result of a recipe on the demo model, where it was measured."""
+    row = next((row for row in measured_quality().get(recipe, ()) if row.budget == SHOWN_BUDGET), None)
+    untrained = ", untrained" if row and row.untrained else ""
+    return f"On the demo at {SHOWN_BUDGET} tokens: {row.kl:.2g} nats of kl{untrained}." if row else ""
+
+
+def way_of(recipe: str) -> str:
+    """Name the way that offers a recipe."""
+    return next((name for name, way in WAYS.items() if way.recipe == recipe), "paper")
+
+
+def recipe_of(way: str, listed: str) -> str:
+    """Name the recipe of a way, where `listed` is chosen in the list of recipes."""
+    return WAYS[way].recipe or listed if way in WAYS else listed
+
+
+def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
+    """Return the ways as choices of several lines, with the time that each takes here where that is known."""
+    return [
+        (join_lines(way.title, way.does, f"{way.expect} {expected_quality(way.recipe or '')}", times.get(name)), name)
+        for name, way in WAYS.items()
+    ]
+
+
+def recipe_choices() -> list[tuple[str, str]]:
+    """Return the listed recipes as choices of several lines: name, meaning, reference, quality."""
+    choices = []
+    for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
+        recipe = RECIPES[name]
+        like = f"{beginning(name)}.".removeprefix(".")
+        sentences = f"{name_fields(recipe.about)}.", recipe.reference or "Ours.", like
+        choices.append((join_lines(recipe.label, *sentences, expected_quality(name)), name))
+    return choices
+
+
+def join_lines(*lines: str | None) -> str:
+    """Join the lines that are not empty; each begins with a capital."""
+    return "\n".join((line[:1].upper() + line[1:]).strip() for line in lines if line)
+
+
+def name_fields(text: str) -> str:
+    """Name options by their fields on the page: `--may-grow` is “May grow”."""
+    return re.sub(r"--([a-z-]+)", lambda flag: f"“{field_title(flag[1])}”", text)
+
+
+def field_title(option: str) -> str:
+    name = option.replace("_", "-")
+    return TITLES.get(name, name.replace("-", " ").capitalize())
 
 
 def place_options() -> dict[str, gr.components.Component]:
@@ -62,32 +153,27 @@ def read_fields(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
-    """Give the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields.
+    """Return the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields.
 
-    Of the efforts, the nearest to the plan is taken; what then still differs is written into the fields, and so is what
-    was `asked` for.
+    The effort is the nearest to the plan. What still differs is written into the fields, and so is what was `asked`.
     """
-    given = {"recipe": plan.recipe, "may_grow": plan.may_grow, "features": plan.features}
-    nearest: tuple[str, dict[str, str]] | None = None
-    for effort in EFFORTS:
+    budget, way, mine = plan.budget or DEFAULT_BUDGET, way_of(plan.recipe), {**asdict(plan), **plan.sizes}
+
+    def differing(effort: str) -> set[str]:
+        options = {"recipe": plan.recipe, "may_grow": plan.may_grow, "features": plan.features}
         try:
-            base = make_plan(plan.model, plan.budget or DEFAULT_BUDGET, effort, given)
-        except RequestError:  # what the plan says besides makes it possible
+            base = make_plan(plan.model, budget, effort, options)
+        except RequestError:  # the plan's other options make it possible
             base = Plan(plan.model, DEFAULT_BUDGET)
-        mine, usual = ({**asdict(each), **each.sizes} for each in (plan, base))
-        changed = {name for name in OPTIONS if mine[name] != usual[name]} - {"features"} | {*asked}
-        changed |= {"features"} if plan.features is not None else set()
-        texts = {name: write_value(mine[name]) for name in OPTIONS if name in changed}
-        if nearest is None or len(texts) < len(nearest[1]):
-            nearest = effort, texts
-    assert nearest is not None
-    effort, texts = nearest
-    way = way_of(plan.recipe)
-    listed = gr.skip() if recipe_of(way, "") else plan.recipe
-    fields = (texts.get(name, "") for name in OPTIONS)
-    return plan.model, plan.budget or DEFAULT_BUDGET, effort, plan.may_grow, way, listed, *fields
+        usual = {**asdict(base), **base.sizes, "features": None}
+        return {name for name in OPTIONS if mine[name] != usual[name]} | {*asked}
+
+    effort = min(EFFORTS, key=lambda name: len(differing(name)))
+    written = differing(effort)
+    fields = (write_value(mine[name]) if name in written else "" for name in OPTIONS)
+    return plan.model, budget, effort, plan.may_grow, way, gr.skip() if WAYS[way].recipe else plan.recipe, *fields
 
 
 def write_value(value: Any) -> str:
-    """Write a value of an option as `Option.parse` reads it; None as nothing."""
+    """Write a value of an option as `Option.parse` reads it; None as empty text."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
@@ -14,9 +14,9 @@ from linearizer.page import actions, plan_cards, plan_form, planning, zerogpu
 from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.plan_form import WAYS, name_fields, recipe_of, way_choices
 from linearizer.page.planning import Examined, make_plan
-from linearizer.page.presets import WAYS, name_fields, recipe_of, way_choices
-from linearizer.plan.plan import YIELDING, Plan
+from linearizer.plan.plan import YIELDING
 from linearizer.report import markup
 from linearizer.run.folder import parse_plan
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @handler
 def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
-    """Say what a model is."""
+    """Describe a model."""
     closed = gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()  # the second step needs a model
     if not model:
         return markup.message_box("No model is named: type one, or take the demo."), None, *closed
@@ -56,7 +56,7 @@ def read_form(
 
 
 def show_budget(chosen: Examined | None, *choices: Any) -> str:
-    """Say what a budget means, while the slider moves."""
+    """Describe a budget, while the slider moves."""
     if chosen is None:
         return markup.message_box("Choose a model first.")
     try:
@@ -67,42 +67,29 @@ def show_budget(chosen: Examined | None, *choices: Any) -> str:
     return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions)
 
 
-def show_plan(
-    chosen: Examined | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
-) -> tuple[Any, ...]:
-    """Say what a budget means, what each way and effort takes here, each forecast once, and what does it elsewhere."""
-    card = show_budget(chosen, budget, effort, may_grow, way, listed, *fields)
-    ways, recipes = gr.Radio(choices=way_choices({})), gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
-    if chosen is None:
-        return card, "", "", ways, recipes, "", ""
-
-    def plan_of(effort: str, way: str) -> Plan:
-        return make_plan(*read_form(chosen, budget, effort, may_grow, way, listed, *fields))
+def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
+    """Describe a budget, the time of each way and effort here, and the command that does the same elsewhere."""
+    budget, effort, may_grow, way, *rest = choices
+    card, table, here, command, written, times = show_budget(chosen, *choices), "", "", "", "", {}
 
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
-        chosen.check(plan := plan_of(effort, way))
+        plan = make_plan(*read_form(chosen, budget, effort, may_grow, way, *rest))
+        assert chosen is not None, "read_form refuses a form without a model"
+        chosen.check(plan)
         return chosen.forecast(plan)
 
-    elsewhere = "", ""
-    try:
-        plan = plan_of(effort, way)
-        elsewhere = plan.command(), plan.to_json()
+    with suppress(LinearizerError):  # the card says what is wrong
+        plan = make_plan(*read_form(chosen, *choices))
+        command, written = plan.command(), plan.to_json()
         efforts = {name: forecast(name, way) for name in planning.EFFORTS}
-        here = plan_cards.machine_card(chosen.machine(plan), efforts[effort])
-    except LinearizerError:  # what is wrong stands in the card
-        return card, "", "", ways, recipes, *elsewhere
-    times = {name: time_of(partial(forecast, effort, name)) for name in WAYS}
-    table = plan_cards.efforts_table(efforts, effort, lent=zerogpu.on_zerogpu())
-    return card, table, here, gr.Radio(choices=way_choices(times)), recipes, *elsewhere
-
-
-def time_of(forecast: Callable[[], RunForecast]) -> str:
-    """Say how long a way takes here; nothing where it cannot be combined with the other choices."""
-    try:
-        return f"About {duration(forecast().seconds)} here."
-    except LinearizerError:
-        return ""
+        table = plan_cards.efforts_table(efforts, effort, lent=zerogpu.on_zerogpu())
+        here = plan_cards.machine_card(chosen.machine(plan), efforts[effort]) if chosen else ""
+        for name in WAYS:
+            with suppress(LinearizerError):  # a way that cannot be combined with the other choices
+                times[name] = f"About {duration(forecast(effort, name).seconds)} here."
+    listed = gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
+    return card, table, here, gr.Radio(choices=way_choices(times)), listed, command, written
 
 
 @handler
@@ -133,35 +120,30 @@ def list_hardware(browser: Browser) -> Any:
 
 @handler
 def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
-    """Say what a job costs at most."""
+    """Show the most that a job costs."""
     from linearizer.workers import hub_start
 
-    flavor, minutes, push, chosen, *form = choices
-    plan, (flavor, minutes, push) = make_plan(*read_form(chosen, *form)), read_job(flavor, minutes, push)
-    token = browser.visitor.token
+    (flavor, minutes, push), (chosen, *form) = read_job(*choices[:3]), choices[3:]
+    plan, token = make_plan(*read_form(chosen, *form)), browser.visitor.token
     job = hub_start.offer_job(plan, chosen.inspection, flavor, minutes=minutes or None, push=push or None, token=token)
     sentence = job.in_words + (f"; it publishes {job.push}" if job.push else "")
-    return gr.Column(visible=True), markup.message_box(sentence[0].upper() + sentence[1:] + "."), job.cap
+    return gr.Column(visible=True), markup.message_box(f"{sentence[0].upper()}{sentence[1:]}."), job.cap
 
 
 @handler
-def start_job(browser: Browser, *choices: Any) -> tuple[Any, ...]:
+def start_job(browser: Browser, cap: float, *choices: Any) -> tuple[Any, ...]:
     """Begin a job whose cap was agreed to; from here on the page only watches."""
-    cap, flavor, minutes, push, *form = choices
-    model, budget, effort, options = read_form(*form)
-    flavor, minutes, push = read_job(flavor, minutes, push)
-    chosen = budget, effort, options, minutes, push
-    return watch_run(browser, actions.start_job(browser.visitor, model, flavor, cap, *chosen))
+    model, budget, effort, options = read_form(*choices[3:])
+    flavor, minutes, push = read_job(*choices[:3])
+    run = actions.start_job(browser.visitor, model, flavor, cap, budget, effort, options, minutes, push)
+    return watch_run(browser, run)
 
 
-def read_job(flavor: str | None, minutes: str | None, push: str | None) -> tuple[str, int, str]:
+def read_job(flavor: str | None, minutes: float | None, push: str | None) -> tuple[str, int, str]:
     """Read the choices of a job."""
     if not flavor:
         raise RequestError("no hardware was chosen: choose what the job runs on")
-    text = (minutes or "").strip()
-    if text and not text.isdecimal():
-        raise RequestError(f"{text[:40]!r} is no number of minutes: give a whole number, or leave it empty")
-    return str(flavor), int(text or 0), (push or "").strip()
+    return str(flavor), int(minutes or 0), (push or "").strip()
 
 
 def hide_question() -> tuple[Any, float]:

@@ -9,8 +9,8 @@ from linearizer import pipeline
 from linearizer.errors import RequestError
 from linearizer.method import blockwise_pass
 from linearizer.page import actions, plan_form, plan_handlers, planning
+from linearizer.page.plan_form import LISTED, WAYS, recipe_choices, recipe_of, way_of
 from linearizer.page.plan_handlers import take_plan
-from linearizer.page.presets import LISTED, WAYS, recipe_choices, recipe_of, way_of
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import USUAL_TEXTS, YIELDING, Plan

@@ -5,7 +5,7 @@ import time
 
 from linearizer.hub.models import find_demo
 from linearizer.page import plan_form
-from linearizer.page.presets import WAYS
+from linearizer.page.plan_form import WAYS
 from linearizer.plan.plan import Plan
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
