@@ -17,7 +17,7 @@ from linearizer.method.decide import allocate_by_gates
 from linearizer.method.gates import learn_gates
 from linearizer.method.head_prices import options_to_price
 from linearizer.method.measure_run import measure_teacher
-from linearizer.page import shares
+from linearizer.page import plan_cards
 from linearizer.page.run_state import RunState
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes
 from linearizer.plan.plan import Plan
@@ -58,12 +58,12 @@ def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_pat
     run = pipeline.begin(tmp_path / "run", Plan.of("windows", **SMALL))
     watched = RunState(run)
     finish(measure_teacher(run, teacher_module.load_teacher_of(run.plan)))
-    assert "curves" in watched.read_pieces(60.0) and "shares" not in watched.read_pieces(60.0)
+    assert "shares" not in watched.read_pieces(60.0)
     with pytest.raises(RequestError, match="has not measured its heads yet"):
-        shares.share_out(run, 64)
+        plan_cards.share_out(run, 64)
     finish(pipeline.linearize(run))
     assert "shares" in watched.read_pieces(120.0)
-    assert shares.share_out(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
+    assert plan_cards.share_out(run, 64)[1].state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
 
 
 def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_path):

@@ -17,17 +17,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from glob import escape, glob
-from typing import Any, TypeVar
+from typing import Any
 
 import gradio as gr
 
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
-from linearizer.page import chat, limits, sending, zerogpu
+from linearizer.page import chat, limits, plan_cards, sending, zerogpu
 from linearizer.page.calls import endpoint
 from linearizer.page.planning import EFFORTS, examine_model, make_plan
-from linearizer.page.shares import require_profile, share_out
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
@@ -39,7 +38,6 @@ from linearizer.run.evaluation_request import PARTS, Request
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.names import runs_root
-from linearizer.run.results import Difference, Side
 from linearizer.workers import control, runs
 from linearizer.workers.control import Status
 
@@ -54,20 +52,8 @@ MEASURED_FILES = (  # of a run, and the same for every budget
 
 
 @dataclass(frozen=True)
-class RunEstimate:
-    """What a run will take, and how to do the same elsewhere."""
-
-    seconds: float
-    memory_bytes: float
-    disk_bytes: float
-    download_bytes: float
-    command: str
-    plan: Plan
-
-
-@dataclass(frozen=True)
 class RunStatus:
-    """What a run or its evaluation is doing; times are seconds since 1970."""
+    """What a run or its evaluation is doing, and its results; times are seconds since 1970."""
 
     run: str
     state: str | None
@@ -79,33 +65,8 @@ class RunStatus:
     saved: float | None = None
     error: str | None = None
     published: dict[str, Fact] | None = None
-
-
-@dataclass(frozen=True)
-class EvaluationStatus(RunStatus):
-    """How an evaluation goes, and what was measured so far."""
-
     evaluation: dict[str, dict] | None = None
-
-
-@dataclass(frozen=True)
-class JudgedStatus(EvaluationStatus):
-    """What a run is doing, and what its student is worth."""
-
     verdict: Verdict | None = None
-
-
-AnyStatus = TypeVar("AnyStatus", bound=RunStatus)
-
-
-@dataclass(frozen=True)
-class Sides:
-    """What both models wrote, and the first token that differs."""
-
-    teacher: Side
-    student: Side
-    difference: Difference | None
-    why_slower: str
 
 
 def search_models(visitor: Visitor, query: str) -> list[str]:
@@ -138,15 +99,15 @@ def inspect_model(visitor: Visitor, model: str) -> Inspection:
 
 def estimate_run(
     visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: Options = None
-) -> RunEstimate:
-    """Forecast a run: seconds, bytes of memory, disk and download; with the command line that does the same.
+) -> dict[str, Fact]:
+    """Forecast a run: seconds, bytes of memory, disk and download, its plan, and the command line that does the same.
 
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
     plan = make_plan(model, budget, effort, options or {})
     examined = examine_model(visitor, plan.model)
     examined.inspection.require_support()
-    return RunEstimate(**asdict(examined.forecast(plan)), command=plan.command(), plan=plan)
+    return {**asdict(examined.forecast(plan)), "command": plan.command(), "plan": asdict(plan)}
 
 
 def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: Options = None) -> str:
@@ -154,15 +115,14 @@ def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Qu
 
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    plan = make_plan(model, budget, effort, options or {})
-    with new_run(visitor, plan, yielding(options)) as run:
+    with new_run(visitor, make_plan(model, budget, effort, options or {}), yielding(options)) as run:
         return run.folder.name
 
 
 def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
     old = visitor.find_run(run)
-    require_profile(old)
+    plan_cards.require_profile(old)
     plan = replace(old.plan, budget=budget, features=None)
     # samples are drawn: a budget with more sinks refuses none of them
     with new_run(visitor, plan, ["samples"]) as new, writing(new.folder):
@@ -238,26 +198,25 @@ def start_job(
     return run.folder.name
 
 
-def run_status(visitor: Visitor, run: str) -> JudgedStatus:
-    """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, how it
-    was judged, and the verdict on its student.
+def run_status(visitor: Visitor, run: str) -> RunStatus:
+    """Return what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, its
+    evaluation, and the verdict on its student.
     """
     opened = visitor.find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
-    verdict = judge_run(opened) if evaluation else None
-    return describe_status(JudgedStatus, control.status(opened), verdict=verdict, evaluation=evaluation)
+    return describe_status(control.status(opened), evaluation, judge_run(opened) if evaluation else None)
 
 
 def list_runs(visitor: Visitor) -> list[RunStatus]:
     """List your runs, the newest first."""
-    return [describe_status(RunStatus, status) for status in control.runs_in(visitor.home)]
+    return [describe_status(status) for status in control.runs_in(visitor.home)]
 
 
-def describe_status(kind: type[AnyStatus], status: Status, **more: Any) -> AnyStatus:
+def describe_status(status: Status, evaluation: Any = None, verdict: Verdict | None = None) -> RunStatus:
     """Describe a status in plain numbers and words, without paths of this machine."""
-    facts = {field.name: getattr(status, field.name) for field in fields(RunStatus) if field.name != "run"}
+    facts = {field.name: getattr(status, field.name) for field in fields(RunStatus)[1:-2]}
     facts["error"] = status.error and markup.without_folders(status.error)
-    return kind(run=status.run.folder.name, **facts, **more)
+    return RunStatus(status.run.folder.name, **facts, evaluation=evaluation, verdict=verdict)
 
 
 def stop_run(visitor: Visitor, run: str) -> str:
@@ -298,13 +257,11 @@ def evaluate_run(visitor: Visitor, run: str, parts: list[str] | None = None, opt
     return control.state_of(own.evaluating)
 
 
-def evaluation_status(visitor: Visitor, run: str) -> EvaluationStatus:
-    """Say how the evaluation of a run goes, with the results so far; state is null if none was started."""
+def evaluation_status(visitor: Visitor, run: str) -> RunStatus:
+    """Return the status of a run's evaluation, with the results so far; state is null if none was started."""
     opened = visitor.find_run(run)
     status, parts = control.status(opened).evaluation, opened.evaluation_parts
-    if status is None:
-        return EvaluationStatus(run, None, evaluation=parts)
-    return describe_status(EvaluationStatus, status, evaluation=parts)
+    return describe_status(status, parts) if status else RunStatus(run, None, evaluation=parts)
 
 
 def stop_evaluation(visitor: Visitor, run: str) -> str:
@@ -315,20 +272,19 @@ def stop_evaluation(visitor: Visitor, run: str) -> str:
 
 def share_budget(visitor: Visitor, run: str, budget: int) -> dict[str, Fact]:
     """Share another budget out among the heads of a measured run; the model is not touched. budget: {budget}."""
-    shares = share_out(visitor.find_run(run), budget)
-    return shares.allocation.summary(shares.layers, shares.length)
+    plan, allocation = plan_cards.share_out(opened := visitor.find_run(run), budget)
+    return allocation.summary(opened.layers, plan.target_tokens(opened.positions))
 
 
 def compare_models(
     visitor: Visitor, run: str, prompt: str, tokens: int = 64, seed: int = 0, sample: bool = False
-) -> Sides:
+) -> dict[str, Fact]:
     """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held.
 
     prompt: {prompt}. tokens: {tokens}. seed: {seed}.
     """
     *_, last = chat.compare_models(visitor, run, prompt, tokens, seed, sample)
-    why = chat.explain_speed(visitor.find_run(run), last.teacher, last.student)
-    return Sides(last.teacher, last.student, last.difference, why)
+    return {**asdict(last), "why_slower": chat.explain_speed(visitor.find_run(run), last.teacher, last.student)}
 
 
 def read_document(visitor: Visitor, run: str, text: str) -> Reading:

@@ -1,25 +1,22 @@
-"""What the page does when a visitor uses a part of it: calls an action, and renders the result."""
+"""The handlers of the page's parts: each calls an action and renders the result."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
-from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.page import actions, cards, chat, run_state, runs_cards, sending, shares
+from linearizer.page import actions, cards, chat, plan_cards, sending
 from linearizer.page.calls import Browser, Memory, begin_import, handler, refusals
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
 from linearizer.progress import Progress
 from linearizer.report import markup
 from linearizer.run.evaluation_request import Request
-from linearizer.run.folder import Run
 from linearizer.workers import control
 
 if TYPE_CHECKING:
@@ -36,25 +33,9 @@ ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the 
 }
 
 
-def watched_run(browser: Browser) -> tuple[Run, dict[str, run_state.Piece]] | None:
-    """Give the run that a page watches, with its pieces; None without a run, or where it was deleted."""
-    if not browser.run_name:
-        return None
-    try:
-        run = browser.find_run()
-        return run, run_state.read_pieces(run, time.time())
-    except LinearizerError:
-        return None
-
-
 def show_note(box: str) -> gr.HTML:
     """Show a message above the steps, or none."""
     return gr.HTML(box, visible=True if box else "hidden")
-
-
-def plot_json(figure: str | None) -> Any:
-    """Send a figure that is JSON already."""
-    return None if figure is None else PlotData(type="plotly", plot=figure)
 
 
 @handler
@@ -110,13 +91,13 @@ def leave_run(browser: Browser) -> tuple[Any, ...]:
     return watch_run(browser, None)
 
 
-def ask_run(name: str) -> Callable:
-    """Make the handler of a button that stops a run, resumes it, or ends its training."""
+def ask_run(action: Callable[[Visitor, str], str]) -> Callable:
+    """Return the handler of a button that asks the run for an action; what costs money is asked once more."""
 
     @handler
     def ask(browser: Browser) -> tuple[Any, Any, Any]:
         try:
-            ASKED[name](browser.visitor, browser.run_name)
+            action(browser.visitor, browser.run_name)
         except NotAgreed as question:
             return gr.skip(), show_note(markup.message_box(str(question))), gr.Button(visible=True)
         return gr.Timer(SOON_SECONDS), show_note(""), gr.Button(visible=False)
@@ -128,24 +109,20 @@ def ask_run(name: str) -> Callable:
 def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
     """Share out another budget without the model. The bars travel with the card, and the browser draws them."""
     try:
-        run = browser.find_run() if browser.run_name else None
-        if run is None or not run.has_file("profile.json"):
+        if not browser.run_name or not browser.find_run().has_file("profile.json"):
             return "", False
-        figure, card = shares.draw_shares(run, int(budget))
+        figure, card = plan_cards.draw_shares(browser.find_run(), int(budget))
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), True
     return card + f'<i hidden data-figure="{escape(figure)}"></i>', True
 
 
 @handler
-def compare_models(
-    browser: Browser, prompt: str, tokens: float, seed: float, sample: bool
-) -> Iterator[tuple[str, str, str, str, str]]:
+def compare_models(browser: Browser, prompt: str, *drawing: Any) -> Iterator[tuple[str, str, str, str, str]]:
     """Let teacher and student write."""
     empty, both = cards.side_card(None), None
     yield "", empty, "", empty, ""
-    choices = read_drawing(prompt, tokens, seed, sample)
-    for both in chat.compare_models(browser.visitor, browser.run_name, *choices):
+    for both in chat.compare_models(browser.visitor, browser.run_name, *read_drawing(prompt, *drawing)):
         yield *show_sides(both), ""
     if both is not None:
         why = chat.explain_speed(browser.find_run(), both.teacher, both.student)
@@ -153,12 +130,12 @@ def compare_models(
 
 
 def read_drawing(prompt: str, tokens: float, seed: float, sample: bool) -> tuple[str, int, int, bool]:
-    """Read a prompt and how its continuation is drawn; a field of the page may be empty."""
+    """Read a prompt and the choices of its continuation; a field of the page may be empty."""
     return prompt or "", int(tokens or 0), int(seed or 0), bool(sample)
 
 
 def show_sides(both: Comparison) -> tuple[str, str, str, str]:
-    """Show what both have written so far, and how fast."""
+    """Show the texts of both so far, and their speed."""
     first = both.difference
     teacher = cards.writing_card(both.teacher, first, first.teacher if first else "")
     student = cards.writing_card(both.student, first, first.student if first else "")
@@ -190,8 +167,7 @@ def ask_document(
     """Let the student continue a prompt after the document that it read."""
     choices, answer = read_drawing(prompt, tokens, seed, sample), ""
     for text in chat.ask_document(browser.visitor, browser.run_name, *choices, bool(keep)):
-        answer = f"<p>{escape(text)}</p>"
-        yield answer, gr.skip()
+        yield (answer := f"<p>{escape(text)}</p>"), gr.skip()
     if keep:
         yield answer, cards.reading_card(browser.find_run())
 
@@ -204,7 +180,7 @@ def take_back_answer(browser: Browser) -> tuple[str, str]:
 
 
 def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None) -> dict[str, Any]:
-    """Read the choices on the page as those of a Request."""
+    """Return the choices on the page as those of a Request."""
     if not parts:
         raise RequestError("no part was chosen: choose what to measure")
     named = [name for name in (tasks or "").replace(",", " ").split() if name] if "tasks" in parts else []
@@ -215,28 +191,21 @@ def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None
 
 
 @handler
-def start_evaluation(browser: Browser, parts: list[str], texts: float, tasks: str, limit: float | None) -> Any:
+def start_evaluation(browser: Browser, *choices: Any) -> Any:
     """Start an evaluation, which goes on without the page."""
-    actions.evaluate_run(browser.visitor, browser.run_name, options=read_choices(parts, texts, tasks, limit))
+    actions.evaluate_run(browser.visitor, browser.run_name, options=read_choices(*choices))
     return gr.Timer(SOON_SECONDS)
 
 
 @handler
-def stop_evaluation(browser: Browser) -> Any:
-    """Stop an evaluation; its finished parts are kept."""
-    actions.stop_evaluation(browser.visitor, browser.run_name)
-    return gr.Timer(SOON_SECONDS)
-
-
-@handler
-def forecast_evaluation(browser: Browser, parts: list[str], texts: float, tasks: str, limit: float | None) -> str:
-    """Say how long the chosen parts will take, where there is a student."""
+def forecast_evaluation(browser: Browser, *choices: Any) -> str:
+    """Show the time that the chosen parts will take, where there is a student."""
     from linearizer.workers import forecast
 
     try:
         if not browser.run_name or not browser.find_run().checkpoint.is_dir():
             return ""
-        request = Request.of(read_choices(parts, texts, tasks, limit))
+        request = Request.of(read_choices(*choices))
         return cards.times_line(forecast.forecast_evaluation(browser.find_run(), request))
     except LinearizerError as error:
         return markup.message_box(str(error))
@@ -295,7 +264,7 @@ def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
     names = [status.run.folder.name for status in statuses if status.plan is not None]
     names += [EXAMPLE_NAME] * has_example()
     either = gr.Dropdown(choices=names)
-    return runs_cards.runs_table(statuses), gr.Dropdown(choices=idle), either, either
+    return cards.runs_table(statuses), gr.Dropdown(choices=idle), either, either
 
 
 @handler
@@ -304,25 +273,21 @@ def compare_runs(browser: Browser, first: str | None, second: str | None) -> str
     if not first or not second:
         return ""
     try:
-        return runs_cards.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
+        return cards.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
     except LinearizerError as error:
         return markup.message_box(str(error), "bad")
 
 
 @handler
 def resume_run(browser: Browser, name: str | None) -> None:
-    """Go on with a run of the list."""
-    if not name:
-        raise RequestError("no run was chosen: choose the run to resume")
-    actions.resume_run(browser.visitor, name)
+    """Resume a run of the list."""
+    actions.resume_run(browser.visitor, name or "")
 
 
 @handler
 def ask_to_delete(browser: Browser, name: str | None) -> tuple[Any, str]:
     """Ask once more before a run is deleted."""
-    if not name:
-        raise RequestError("no run was chosen: choose the run to delete")
-    return gr.Column(visible=True), runs_cards.deleting_card(control.status(browser.visitor.find_run(name)))
+    return gr.Column(visible=True), cards.deleting_card(control.status(browser.visitor.find_run(name or "")))
 
 
 @handler

@@ -182,24 +182,30 @@ def profile_step(ui: SimpleNamespace) -> None:
         "A head is a part of the model that looks back at earlier tokens. The teacher reads text, and each is measured."
     )
     lead("What does each head need?", about)
-    ui.deciding = gr.HTML(elem_id="deciding")
-    with gr.Row():
-        with gr.Column(min_width=320) as ui.prices_place:
-            ui.prices = chart(
-                "Price of every head",
-                "The kl at the model's output, in thousandths of a nat per token, if this head alone gets an equal "
-                "share of the budget. Bytes are worth most where it is large.",
-                later="It is drawn once all heads are priced.",
-            )
+    with gr.Column(min_width=320) as ui.prices_place:
+        ui.prices = chart(
+            "Price of every head",
+            "The kl at the model's output, in thousandths of a nat per token, if this head alone gets an equal "
+            "share of the budget. Bytes are worth most where it is large.",
+            later="It is drawn once all heads are priced.",
+        )
+    later = "It is drawn once all heads are measured."
+    with gr.Row(visible=False) as ui.freedoms_place:
         with gr.Column(min_width=320):
             ui.map = chart(
                 "Degrees of freedom",
                 "How many features a head's attention needs for a given error, filled as layers are measured.",
             )
+        with gr.Column(min_width=320):
+            ui.curves = chart(
+                "How many features it takes",
+                "The features that each layer needs, by the error λ that is allowed: a smaller error, to the right, "
+                "takes more. The map shows them at one λ.",
+                later=later,
+            )
     ui.other = gr.Slider(
         MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
     )
-    later = "It is drawn once all heads are measured."
     ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", later)
     ui.other_card = gr.HTML(elem_id="other-card")
     with gr.Row():
@@ -208,13 +214,6 @@ def profile_step(ui: SimpleNamespace) -> None:
     gr.HTML(
         '<p class="lz-faint">The other run uses what was measured here, so it begins with training. This run goes '
         "on.</p>"
-    )
-    ui.curves = chart(
-        "How many features it takes",
-        "The features that each layer needs, by the error λ that is allowed: a smaller error, to the right, takes "
-        "more. "
-        "The map shows them at one λ.",
-        later=later,
     )
 
 

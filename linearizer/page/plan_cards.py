@@ -1,22 +1,30 @@
-"""The HTML of what is chosen before a run: its model, its plan, what a budget buys, and what it takes here."""
+"""The HTML of what is chosen: the model, the plan, what a budget buys and takes here, and how heads share it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import count_in_words, duration, from_length, size
+from linearizer.errors import BudgetError, RequestError
+from linearizer.page.cards import candidates_card
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
 from linearizer.plan.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
+from linearizer.report import allocation_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
+from linearizer.report.prediction import predict_kl
+from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
+    from linearizer.plan.profile import Profile
     from linearizer.workers.forecast import Machine, RunForecast
 
 
@@ -139,3 +147,44 @@ def machine_card(machine: Machine | None, forecast: RunForecast) -> str:
             "bad",
         )
     return f"{room}{values_list(pairs, 'lz-wide')}"
+
+
+def share_out(run: Run, budget: int | None = None) -> tuple[Plan, Allocation]:
+    """Share a budget out among the heads as the run's plan does; no model is loaded.
+
+    For the run's own budget, or none, it is what the run itself decided, once it has.
+    """
+    from linearizer.method.decide import decide
+
+    require_profile(run)
+    if budget in (None, run.plan.budget):
+        return run.plan, run.allocation or decide(run, run.plan, run.layers)
+    plan = replace(run.plan, budget=budget, features=None)
+    return plan, decide(run, plan, run.layers)
+
+
+def require_profile(run: Run) -> Profile:
+    """Return the profile of a run, once everything is measured that sharing out a budget needs."""
+    from linearizer.method.decide import decidable
+
+    if (profile := run.profile) is None or not decidable(run):
+        raise RequestError("this run has not measured its heads yet: wait for it, or resume it")
+    return profile
+
+
+def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
+    """Draw the shares of a budget, or of the run's, beside equal shares, and name the bytes that it takes."""
+    from linearizer.method.by_freedoms import allocate_by_freedoms
+
+    plan, allocation = share_out(run, budget)
+    sizes: dict[str, Any] = {"budget": plan.budget, "features": plan.features}
+    sizes |= {"window": plan.kept_window, "sinks": plan.kept_sinks}
+    fix = None
+    with suppress(BudgetError):  # windows come in smaller pieces than features
+        fix = allocate_by_freedoms(require_profile(run), run.layers, strategy="fix", **sizes)
+    decided = plan == run.plan and run.allocation is not None
+    own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
+    card = allocation_card(allocation, run.layers, predict_kl(run, plan, allocation))
+    note = f'<p class="lz-faint">{own if decided else other}</p>'
+    figure = allocation_charts.draw_allocation(allocation, run.layers, fix)
+    return figure.to_json(), note + card + (candidates_card(run) if decided else "")

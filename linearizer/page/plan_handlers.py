@@ -32,7 +32,7 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
         return markup.message_box("No model is named: type one, or take the demo."), None, *closed
     try:
         examined = planning.examine_model(browser.visitor, model)
-    except RequestError as error:
+    except LinearizerError as error:
         return markup.message_box(str(error), "bad"), None, *closed
     inspection = examined.inspection
     most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))

@@ -13,11 +13,12 @@ from dataclasses import asdict
 from typing import Any
 
 import gradio as gr
+from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError
-from linearizer.page import cards, plan_cards, run_state, sending, shares
+from linearizer.page import cards, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
-from linearizer.page.handlers import ASKED, IDLE_POLL_SECONDS, plot_json, show_note, watched_run
+from linearizer.page.handlers import ASKED, IDLE_POLL_SECONDS, show_note
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.run_state import PART_PREFIX
 from linearizer.page.visitors import is_example
@@ -32,41 +33,51 @@ EXAMPLE_NOTE = (
     "are left out, so it can be looked at in every step, but neither compared, evaluated further nor published."
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
-PLOTS = {piece: piece for piece in ("map", "prices", "curves", "frontier")} | {"memory": "memory_plot"}
+PLOTS = ("map", "prices", "curves", "frontier", "memory_plot", "losses", "error")
+TEXTS = ("evaluation", "verdict", "reading")
+LOCKED = ("compare", "read", "ask", "take_back", "branch", "to_distil", "to_compare")
+TABS, PLACES = ("step_2", "step_3", "step_4", "step_5"), ("prices_place", "frontier_place", "freedoms_place")
+CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
-    "seen", "timer", "walk", "note", *ASKED, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
-    "verdict", "deciding", "bars", "other", "other_card", "branch", "to_distil", "to_compare", "compare", "read", "ask",
-    "take_back", "reading", "sent", "snippet", "step_2", "step_3", "step_4", "step_5", "model_choice", "model_of_run",
-    "run_model", "plan_choice", "plan_of_run", "run_plan",
-)  # fmt: skip
-POLLED_PIECES = ("card", "training", "losses", "error", "evaluating card")  # that poll_run sends itself
+    *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet"),
+    *(*ASKED, *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *CHOSEN),
+)
+POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
+
+
+def watched_run(browser: Browser) -> tuple[Run, dict[str, run_state.Piece]] | None:
+    """Return the run that a page watches, with its pieces; None without a run, or where it was deleted."""
+    if not browser.run_name:
+        return None
+    try:
+        run = browser.find_run()
+        return run, run_state.read_pieces(run, time.time())
+    except LinearizerError:
+        return None
+
+
+def plot_json(figure: str | None) -> Any:
+    """Send a figure that is JSON already."""
+    return None if figure is None else PlotData(type="plotly", plot=figure)
 
 
 @handler
-def poll_run(browser: Browser) -> tuple[str, str, str, str, str, str]:
-    """Return three cards, and the marks of what the page, its curves and its evaluation should show."""
+def poll_run(browser: Browser) -> tuple[str, str, str, str, str]:
+    """Return three cards, and the marks of the pieces of the page and of its evaluation."""
     name = browser.run_name
     if not name:
-        return cards.run_card(None, "", 0.0), "", "", "none", "none", "none"
+        return cards.run_card(None, "", 0.0), "", "", "none", "none"
     try:
         run = browser.find_run()
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError as error:
-        return markup.message_box(str(error), "bad"), "", "", "gone", "none", "none"
-    rest = {
-        key: part.mark for key, part in parts.items() if key not in POLLED_PIECES and not key.startswith(PART_PREFIX)
-    }
+        return markup.message_box(str(error), "bad"), "", "", "gone", "none"
+    polled = (*POLLED_PIECES, *(key for key in parts if key.startswith(PART_PREFIX)))
+    rest = {key: part.mark for key, part in parts.items() if key not in polled}
     mark = json.dumps([name, rest, publication_piece(run, parts).mark])
     examined = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, part_marks(parts)])
-    shown = (parts[key].value for key in ("card", "training", "evaluating card"))
-    return *shown, mark, f"{name} {parts['losses'].mark}", examined
-
-
-@handler
-def draw_curves(browser: Browser) -> tuple[Any, Any]:
-    """Draw how training goes."""
-    watched = watched_run(browser)
-    return (None, None) if watched is None else tuple(plot_json(watched[1][name].value) for name in ("losses", "error"))
+    card, training, evaluating = (parts[key].value for key in POLLED_PIECES)
+    return card, training, evaluating, mark, examined
 
 
 @handler
@@ -80,8 +91,8 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
         seen = {name: step for name, step in seen.items() if name == "shown"}
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     drawn = show_nothing() | show_attached(run) if "id" in new else {}
-    drawn |= {output: plot_json(new[piece]) for piece, output in PLOTS.items() if piece in new}
-    drawn |= {piece: new[piece] for piece in ("evaluation", "verdict", "deciding", "reading") if piece in new}
+    drawn |= {name: plot_json(new[name]) for name in PLOTS if name in new}
+    drawn |= {name: new[name] for name in TEXTS if name in new}
     drawn |= show_allowed(parts)
     if "can" in new:
         drawn |= {name: gr.Button(visible=new["can"][name]) for name in ASKED}
@@ -90,7 +101,8 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
     # a visitor is still where the page itself went: at the run's step, or where the run was opened
     if "stage" in new and not touched and int(at) == int(seen.get("stage", seen.get("shown", 1))):
         drawn["walk"] = gr.Tabs(selected=new["stage"])
-    live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.is_publishing(run)
+    sent = sending.PUBLICATIONS.get(run.key)
+    live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sent and not sent.over
     drawn["seen"] = {**seen, **{key: part.mark for key, part in parts.items()}}
     drawn["timer"] = gr.Timer(POLL_SECONDS if live else IDLE_POLL_SECONDS)
     drawn["sent"], drawn["snippet"] = publication_piece(run, parts).value
@@ -101,26 +113,26 @@ def show_allowed(parts: Mapping[str, run_state.Piece]) -> dict[str, Any]:
     """Let those buttons be pressed whose step of the run is reached."""
     student = parts["can"].value["student"]
     asks = student and bool(parts["reading"].value)
-    allowed = {"compare": student, "read": student, "ask": asks, "take_back": asks, "branch": "shares" in parts}
-    allowed |= {"to_distil": parts["stage"].value > 3, "to_compare": student or "evaluation" in parts}
-    return {name: gr.Button(interactive=each) for name, each in allowed.items()}
+    allowed = (student, student, asks, asks, "shares" in parts, parts["stage"].value > 3, student or "verdict" in parts)
+    return {name: gr.Button(interactive=each) for name, each in zip(LOCKED, allowed, strict=True)}
 
 
 def in_order(drawn: dict[str, Any]) -> list[Any]:
-    """Give what is drawn in the order of OUTPUTS; the other parts stay as they are."""
+    """Return what is drawn in the order of OUTPUTS; the other parts stay as they are."""
     return [drawn.get(name, gr.skip()) for name in OUTPUTS]
 
 
 def show_attached(run: Run | None) -> dict[str, Any]:
     """Open every step of a run, the first two to read; without a run, let these choose, and close the others."""
     watching = run is not None
-    shown: dict[str, Any] = {f"step_{step}": gr.Tab(interactive=watching) for step in (2, 3, 4, 5)}
+    shown: dict[str, Any] = {name: gr.Tab(interactive=watching) for name in TABS}
     shown |= {f"{name}_choice": gr.Column(visible=not watching) for name in ("model", "plan")}
     shown |= {f"{name}_of_run": gr.Column(visible=watching) for name in ("model", "plan")}
     if run is None:
         return {**shown, "run_model": "", "run_plan": ""}
-    by_prices = gr.Column(visible=run.plan.rules.decided_by == "prices")
-    shown |= {"frontier_place": by_prices, "prices_place": by_prices}
+    decided_by = run.plan.rules.decided_by
+    shown |= dict.fromkeys(("prices_place", "frontier_place"), gr.Column(visible=decided_by == "prices"))
+    shown["freedoms_place"] = gr.Row(visible=decided_by == "freedoms")
     shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     shown["run_plan"] = plan_cards.plan_card(run.plan)
     if run.has_file("inspection.json"):
@@ -130,47 +142,41 @@ def show_attached(run: Run | None) -> dict[str, Any]:
 
 def show_nothing() -> dict[str, Any]:
     """Empty what shows a run."""
-    shown: dict[str, Any] = dict.fromkeys((*PLOTS.values(), "bars"))
-    shown |= dict.fromkeys(("evaluation", "verdict", "deciding", "other_card", "reading", "sent"), "")
+    shown: dict[str, Any] = dict.fromkeys((*PLOTS, "bars")) | dict.fromkeys((*TEXTS, "other_card", "sent"), "")
     shown |= {name: gr.Button(visible=False) for name in ASKED}
-    locked = ("compare", "read", "ask", "take_back", "branch", "to_distil", "to_compare")
-    shown |= {name: gr.Button(interactive=False) for name in locked}
+    shown |= {name: gr.Button(interactive=False) for name in LOCKED}
     return {**shown, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
 
 
 def slider_of(run: Run) -> gr.Slider:
     """Put the slider at the run's own budget, within its reach."""
-    own = run.plan.budget or DEFAULT_BUDGET
-    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, run.positions), own)
-    return gr.Slider(value=own, minimum=min(MIN_BUDGET, own), maximum=most)
+    budget = run.plan.budget or DEFAULT_BUDGET
+    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, run.positions), budget)
+    return gr.Slider(value=budget, minimum=min(MIN_BUDGET, budget), maximum=most)
 
 
 def draw_own_shares(run: Run) -> dict[str, Any]:
     """Draw what the run itself decided; until it has, what is predicted for its budget."""
     try:
-        figure, card = shares.draw_shares(run)
+        figure, card = plan_cards.draw_shares(run)
         return {"bars": plot_json(figure), "other_card": card}
     except LinearizerError as error:
         return {"other_card": markup.message_box(str(error), "bad")}
 
 
 def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.Piece:
-    """Say how publishing goes; if this server published nothing, what the log says was published last."""
-    publication, snippet = sending.latest_publication(run), ""
+    """Show the publishing by this server; without it, what the log says was published last."""
+    publication, card = sending.PUBLICATIONS.get(run.key), ""
     published = parts["published"].value if "published" in parts else None
     if publication is not None:
         published = asdict(publication.published) if publication.published else None
-    if published is not None:
-        card, snippet = cards.published_card(published), published.get("snippet", "")
-    elif publication is not None:
         card = cards.sending_card(publication.repo_id, publication.progress, publication.error)
-    else:
-        card = ""
+    card, snippet = (cards.published_card(published), published.get("snippet", "")) if published else (card, "")
     return run_state.Piece(card, (card, gr.Code(value=snippet, visible=bool(snippet))))
 
 
 def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
-    """Give the mark of every part that has results."""
+    """Return the mark of every part that has results."""
     return {part: parts[PART_PREFIX + part].mark for part in PART_VIEWS if PART_PREFIX + part in parts}
 
 

@@ -108,7 +108,6 @@ class RunState:
             "can": possible_actions(status),
             "card": cards.run_card(status, run.folder.name, now),
             "training": cards.training_card(status, self.training, now),
-            "deciding": markup.message_box(cards.DECIDING[run.plan.rules.decided_by]),
             "reading": cards.reading_card(run),
             "evaluating": "" if evaluation is None else evaluation.state,
             "evaluating card": cards.evaluation_card(evaluation),
@@ -126,11 +125,11 @@ class RunState:
     def draw_profile(self) -> None:
         """Draw the map as layers are measured, and the curves once all are."""
         run = self.run
-        profile = run.profile if run.has_file("profile.json") and "curves" not in self.pieces else None
-        if profile is not None:
+        by_freedoms = run.plan.rules.decided_by == "freedoms"
+        if by_freedoms and "curves" not in self.pieces and (profile := run.profile) is not None:
             self.freedoms = allocation_charts.read_freedoms(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        if run.has_file("inspection.json"):
+        if by_freedoms and run.has_file("inspection.json"):
             draw_map = partial(allocation_charts.draw_freedom_map, self.freedoms, run.layers)
             self.put("map", len(self.freedoms), lambda: draw_map().to_json())
         if "prices" not in self.pieces and run.has_file("prices.json") and (prices := run.prices) is not None:
@@ -157,7 +156,7 @@ class RunState:
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
         if (allocation := run.allocation) is not None:
             state = StateSize.of(allocation, run.layers)
-            self.put("memory", mark, lambda: training_charts.draw_state_size(state).to_json())
+            self.put("memory_plot", mark, lambda: training_charts.draw_state_size(state).to_json())
             if run.plan.rules.decided_by == "prices" and run.has_file("prices.json") and language is not None:
                 self.put("frontier", mark, lambda: self.draw_frontier(allocation, language.result))
         self.evaluated = mark

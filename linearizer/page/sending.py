@@ -63,13 +63,3 @@ def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) 
         publication = PUBLICATIONS[run.key] = Publication(run, repo_id)
     threading.Thread(target=publication.send, args=(private, token), daemon=True).start()
     return publication
-
-
-def latest_publication(run: Run) -> Publication | None:
-    """Return the latest publication of a run by this server."""
-    return PUBLICATIONS.get(run.key)
-
-
-def is_publishing(run: Run) -> bool:
-    """Tell whether a run is being published."""
-    return (publication := latest_publication(run)) is not None and not publication.over

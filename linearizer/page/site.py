@@ -64,7 +64,6 @@ def build() -> gr.Blocks:
         ui.memory, ui.seen, ui.inspection, ui.touched = browser_memory(), gr.State({}), gr.State(None), gr.State(False)
         ui.at = gr.Number(1, visible="hidden", label="step", precision=0)
         ui.mark = gr.Textbox(visible="hidden", label="what the page shows")
-        ui.trained = gr.Textbox(visible="hidden", label="how far training is drawn")
         ui.examined, ui.examined_seen = gr.Textbox(visible="hidden", label="what was evaluated"), gr.State({})
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
@@ -137,7 +136,8 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 def wire_model(ui: SimpleNamespace) -> None:
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, ui.budget]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
+    looking = {**QUICK, "show_progress": "minimal", "show_progress_on": ui.model_card}
+    ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, **looking)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
         button.click(partial(open_step, number), None, [ui.walk, vars(ui)[f"step_{number}"]], **QUICK)
@@ -184,15 +184,14 @@ def watch_outputs(ui: SimpleNamespace) -> list[Any]:
 
 def wire_run(ui: SimpleNamespace) -> None:
     shown = [getattr(ui, name) for name in polling.OUTPUTS]
-    outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
+    outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.examined]
     ui.timer.tick(polling.poll_run, ui.memory, outputs, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
-    ui.trained.change(polling.draw_curves, ui.memory, [ui.losses, ui.error], **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
-    for name in handlers.ASKED:
-        getattr(ui, name).click(handlers.ask_run(name), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
+    for name, action in {**handlers.ASKED, "stop_evaluating": actions.stop_evaluation}.items():
+        getattr(ui, name).click(handlers.ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
     ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
@@ -202,7 +201,6 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
     later = {**QUICK, "trigger_mode": "always_last"}
     gr.on(changed, handlers.forecast_evaluation, [ui.memory, *choices], ui.part_times, **later)
     ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
-    ui.stop_evaluating.click(handlers.stop_evaluation, ui.memory, ui.timer, **ONCE)
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():
         shown += [place, ui.part_tables[part], *ui.part_charts[part]]

@@ -40,7 +40,7 @@ def test_a_run_that_has_nothing_to_draw_yet_passes_axe(local, browser):
         assert wrong_in_both_schemes(page) == []
         assert page.locator("#to-distil").is_disabled()  # there is nothing to see yet
         assert page.locator("#step-3 .lz-later:visible").all_inner_texts() == [
-            f"It is drawn once all heads are {done}." for done in ("priced", "measured", "measured")
+            f"It is drawn once all heads are {done}." for done in ("priced", "measured")
         ]
         page.click("#step-5-button")
         page.wait_for_selector("#awaited >> text=wait for the student of this run")

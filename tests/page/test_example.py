@@ -5,7 +5,7 @@ import json
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, run_state, shares
+from linearizer.page import actions, plan_cards, run_state
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
 from linearizer.run.files import unseal
@@ -42,7 +42,7 @@ def test_the_example_is_what_todays_code_writes(quick_run):
 def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
     pieces = run_state.read_pieces(visitor.find_run(EXAMPLE_NAME), 60.0)
-    for piece in ("map", "prices", "curves", "deciding", "verdict", "evaluation", "memory", "frontier"):
+    for piece in ("prices", "verdict", "evaluation", "memory_plot", "frontier"):
         assert pieces[piece].value, piece
     drawn = {line["name"] for line in json.loads(pieces["frontier"].value)["data"]}
     names = {name.partition(",")[0] for name in drawn}
@@ -51,7 +51,7 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
         tables, figures = pieces[run_state.PART_PREFIX + part].value()
         assert tables and any(figures)
     assert pieces["stage"].value == 5 and not any(pieces["can"].value[name] for name in ("stop", "resume", "student"))
-    assert shares.share_out(visitor.find_run(EXAMPLE_NAME), 128).allocation.heads
+    assert plan_cards.share_out(visitor.find_run(EXAMPLE_NAME), 128)[1].heads
     for change in (
         lambda: actions.delete_run(visitor, EXAMPLE_NAME),
         lambda: actions.resume_run(visitor, EXAMPLE_NAME),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import chat, limits, planning, runs_cards
+from linearizer.page import cards, chat, limits, planning
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -214,7 +214,7 @@ def test_a_damaged_run_is_listed_and_the_guard_still_stops_the_others(space, nam
     for secret, run in ((ANN, damaged), (BOB, long)):
         listed = control.runs_in(find_visitor(secret=secret).home)
         assert [status.run.folder for status in listed] == [run.folder]
-        assert "Your runs" in runs_cards.runs_table(listed)
+        assert "Your runs" in cards.runs_table(listed)
     with long.take_lock():
         long.log("queued")
         long.log("started")

@@ -39,14 +39,14 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
     with chat.loaded_pair(run, someone) as pair:
         first = pair
     sending.begin_publication(run, "me/first", True, None)
-    wait_until(lambda: sending.latest_publication(run).over)
+    wait_until(lambda: sending.PUBLICATIONS[run.key].over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
     with chat.loaded_pair(run, someone) as pair:
         assert pair is first and "evaluation" in seen
 
     control.delete(run)
     run = pipeline.begin(tmp_path / "demo-64", PLAN)
-    assert sending.latest_publication(run) is None and not sending.is_publishing(run)
+    assert run.key not in sending.PUBLICATIONS
     new = run_state.read_pieces(run, 60.0)
     assert "evaluation" not in new and "curves" not in new and new["id"].mark != seen["id"]
     monkeypatch.setattr(calls, "identify_visitor", lambda *_: someone)
@@ -79,6 +79,6 @@ def test_only_the_newest_publications_are_kept_in_memory(someone, tmp_path, monk
     runs = [Run.create(tmp_path / f"run-{number}", PLAN) for number in range(sending.MAX_KEPT + 5)]
     for run in runs:
         sending.begin_publication(run, "me/student", True, None)
-        wait_until(lambda run=run: sending.latest_publication(run).over)
+        wait_until(lambda run=run: sending.PUBLICATIONS[run.key].over)
     assert len(sending.PUBLICATIONS) == sending.MAX_KEPT
-    assert sending.latest_publication(runs[0]) is None and sending.latest_publication(runs[-1]).published
+    assert runs[0].key not in sending.PUBLICATIONS and sending.PUBLICATIONS[runs[-1].key].published

@@ -144,7 +144,6 @@ def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local,
         shown(page, "#other-card", "What this budget would buy")
         page.get_by_role("spinbutton", name=re.compile("Another budget")).fill(str(run.plan.budget))
         shown(page, "#other-card", "What this run holds.")
-        shown(page, "#deciding", "This run decides by degrees of freedom")
 
 
 def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(local, browser, done):
@@ -218,6 +217,20 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
             r"texts, a smaller batch \(under Advanced\) or a smaller model, or use another machine",
             page.locator("#machine .lz-bad").inner_text(),
         )
+
+
+def test_a_lost_connection_comes_back_by_itself_and_nothing_that_was_chosen_is_lost(local, browser):
+    requests = "**/run/predict**"
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        shown(page, "#budget-card", "from 256 tokens on")
+        page.route(requests, lambda route: route.abort("connectionreset"))
+        with page.expect_event("requestfailed"):
+            page.get_by_role("spinbutton", name=re.compile("Tokens of cache")).fill("64")
+        page.unroute(requests)
+        shown(page, "#budget-card", "from 64 tokens on")
+        assert page.locator(".toast-body").count() == 0 and page.locator("#model input").input_value() == "demo"
 
 
 def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from linearizer.errors import ModelNotAvailable, RequestError
-from linearizer.page import actions, cards, handlers, plan_cards, planning, runs_cards
+from linearizer.page import actions, cards, handlers, plan_cards, planning
 from linearizer.page.visitors import find_visitor, new_secret
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
@@ -91,7 +91,7 @@ def test_what_comes_from_outside_is_escaped(root):
         plan_cards.model_card(result),
         markup.message_box(odd, "bad"),
         cards.run_card(status, odd, 0.0),
-        runs_cards.runs_table([status]),
+        cards.runs_table([status]),
         cards.files_table([(odd, 1)], 1),
         cards.sending_card(odd, None, odd),
         cards.sending_card(odd, None, None),
