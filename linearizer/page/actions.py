@@ -93,7 +93,7 @@ def list_local_models(query: str) -> list[str]:
 
 
 def inspect_model(visitor: Visitor, model: str) -> Inspection:
-    """Say what a model is and whether it can be linearized; no weight is downloaded."""
+    """Describe a model and whether it can be linearized; no weight is downloaded."""
     return examine_model(visitor, model).inspection
 
 
@@ -153,7 +153,7 @@ def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator
 
 
 def choose_start(run: Run) -> Callable[..., None]:
-    """Choose what works on a run: a process of its own, or a call for each step where ZeroGPU lends the device."""
+    """Return the starter of a run: of a process, or of a call for each step where ZeroGPU lends the device."""
     return (zerogpu if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
 
 
@@ -240,7 +240,7 @@ def resume_run(visitor: Visitor, run: str, *, pay: bool = False) -> str:
 
 
 def delete_run(visitor: Visitor, run: str) -> str:
-    """Delete a run that is not at work; return its name."""
+    """Delete a run that does not work; return its name."""
     runs.delete_run(visitor.find_own_run(run), visitor.token)
     return run
 
@@ -347,7 +347,7 @@ def add_endpoints() -> None:
 
 
 def described_options() -> dict[str, str]:
-    """Give the words in braces in the descriptions of endpoints: what options may be, as plans and requests have it."""
+    """Return the texts for the braces in the descriptions of endpoints: the values that options may have."""
     plan, request = options_of(Plan), options_of(Request)
     return {
         "budget": plan["budget"].limits.about,

@@ -52,7 +52,7 @@ def import_libraries() -> None:
 
 
 def identify_visitor(secret: str, profile: Profile, token: Token) -> Visitor:
-    """Tell whose call this is. Every call asks this first, and may import anything after."""
+    """Return the visitor of a call. Every call asks this first, and may import anything after."""
     begin_import()
     IMPORTED.wait()
     return find_visitor(profile.username if profile else None, token.token if token else None, secret)

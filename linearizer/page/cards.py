@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from linearizer.amounts import ago, duration, growing, size
 from linearizer.errors import LinearizerError
 from linearizer.page.chat import DOCUMENT_FACTS
+from linearizer.page.visitors import on_space
 from linearizer.plan.json_products import parse_json
 from linearizer.plan.state_size import StateSize
 from linearizer.progress import Progress
@@ -24,7 +25,7 @@ from linearizer.report.training_charts import ERRORS
 from linearizer.report.verdict import Verdict, judge_run
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.results import Language, Part, Speed
+from linearizer.run.results import Part
 from linearizer.workers.control import LIVE, Status
 
 if TYPE_CHECKING:
@@ -59,12 +60,11 @@ EVALUATION_ENDS = {
     "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
     "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
 }
-BESIDE = ("student", "teacher")
 RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 
 
 def run_card(status: Status | None, name: str, now: float) -> str:
-    """Say what a run is doing."""
+    """Show the state of a run."""
     if status is None:
         return '<p class="lz-empty">No run yet. Choose a model and a budget, then press Start.</p>'
     plan = status.run.plan
@@ -95,7 +95,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
 
 
 def state_sentence(status: Status) -> str:
-    """Say what a run or an evaluation is doing, and its place in the queue."""
+    """Describe the state of a run or an evaluation, and its place in the queue."""
     place = ": it is next" if status.place == 1 else f": place {status.place}" if status.place else ""
     return STATE_SENTENCES[status.state] + place * (status.state == "queued")
 
@@ -131,12 +131,12 @@ def progress_bar(title: str, share: float | None, text: str = "", loud: str = ""
 
 
 def untrained_note(why: str) -> str:
-    """Say that nothing is trained; the charts of training are not shown beside it."""
+    """Explain why nothing is trained; the charts of training are hidden then."""
     return f'<div class="lz-untrained">{message_box(why)}</div>'
 
 
 def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: float) -> str:
-    """Say how a training goes."""
+    """Show the progress of a training."""
     if not events:
         if not status.run.plan.trains:
             return untrained_note("The plan asks for no training, so there is nothing to see here.")
@@ -166,8 +166,19 @@ def verdict_card(verdict: Verdict | None) -> str:
     return f'<div class="lz-verdict">{message_box(first + "." * bool(rest), verdict.kind)}{below}</div>'
 
 
+def use_card(run: Run) -> str:
+    """Show how a student is served and loaded at one's own machine."""
+    if on_space() or not run.checkpoint.is_dir():
+        return ""
+    load = f"""AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)"""
+    code = (
+        f"linearizer serve {run.folder.absolute()}\n\nfrom transformers import AutoModelForCausalLM\n\nmodel = {load}"
+    )
+    return folded("Use this student", f'<div class="lz-card"><pre tabindex="0">{escape(code)}</pre></div>')
+
+
 def candidates_card(run: Run) -> str:
-    """Say what was predicted and measured of a student, and why its allocation was kept; the others are folded."""
+    """Compare a student's prediction with its measurement; the other allocations that were measured are folded."""
     if (candidates := run.candidates) is None:
         return ""
     correction = find_correction(run)
@@ -193,10 +204,10 @@ def writing_card(side: Side | None, difference: Difference | None, own: str) -> 
 
 
 def comparison_note(both: Comparison, why_slower: str) -> str:
-    """Say from which token on the two texts differ, and why the student is the slower one, where it is."""
+    """Name the token from which on the two texts differ, and why the student is slower, where it is."""
     count = min(both.teacher.tokens, both.student.tokens)
     if both.difference is None:
-        same = f"Both write the same {count} tokens."
+        same = f"Both write the same {count} tokens." if count > 1 else "Both end at once."
     else:
         alike = both.difference.place
         same = f"Both write the same {alike} tokens; the first that differs is marked."
@@ -210,7 +221,7 @@ def document_bar(step: Progress) -> str:
 
 
 def reading_card(run: Run) -> str:
-    """Say what the student of a run has read, and the bytes that remember it; nothing where it has read nothing."""
+    """Describe the document that the student of a run has read, and the bytes of its state; empty without one."""
     if not run.has_file(str(DOCUMENT_FACTS)):
         return ""
     facts = run.parse_file(str(DOCUMENT_FACTS), parse_json, again=False)
@@ -225,7 +236,7 @@ def reading_card(run: Run) -> str:
 
 
 def side_card(side: Side | None) -> str:
-    """Say how fast one model wrote, and what it remembers."""
+    """Show the speed of one model, and the bytes that it remembers."""
     if side is None or not side.tokens:
         return values_list([("tokens/s", "–"), ("first token", "–"), ("remembers", "–")], "lz-thirds")
     pairs = [
@@ -243,7 +254,7 @@ def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
 
 
 def published_card(published: Mapping[str, Any]) -> str:
-    """Say where a student was published."""
+    """Link to a published student."""
     link = f'<a href="{escape(published["url"], quote=True)}" target="_blank" rel="noopener">'
     loud = announcement(f"Published as {published['repo_id']}.")
     return (
@@ -254,7 +265,7 @@ def published_card(published: Mapping[str, Any]) -> str:
 
 
 def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
-    """Say how publishing goes."""
+    """Show the progress of publishing."""
     if error is not None:
         return message_box(f"{error}. What was sent is kept: press Publish again.", "bad")
     share = None if step is None else share_done(asdict(step))
@@ -262,7 +273,7 @@ def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
 
 
 def evaluation_card(status: Status | None) -> str:
-    """Say how far an evaluation is, or how it ended."""
+    """Show the progress of an evaluation, or its end."""
     if status is None:
         return ""
     if status.state in LIVE:
@@ -279,7 +290,7 @@ def evaluation_card(status: Status | None) -> str:
 
 
 def part_bar(step: Mapping[str, Any]) -> str:
-    """Draw how far the parts of an evaluation are, and how far the part at work is."""
+    """Draw the progress of an evaluation over all its parts."""
     place, parts = int(step.get("place", 1)), max(1, int(step.get("parts", 1)))
     view = PART_VIEWS.get(str(step.get("part")))
     text = f"part {place} of {parts}: {step['done']:,} of {step['total']:,} {step.get('unit', '')}"
@@ -287,7 +298,7 @@ def part_bar(step: Mapping[str, Any]) -> str:
 
 
 def times_line(forecast: EvaluationForecast) -> str:
-    """Say how long the chosen parts will take, and from what that is estimated; nothing where it is unknown."""
+    """Show the time that the chosen parts will take; empty where it is unknown."""
     if not forecast.seconds:
         return ""
     pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in forecast.seconds.items()]
@@ -324,7 +335,7 @@ def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
 
 
 def state_words(status: Status) -> str:
-    """Say what a run is doing, and how far that is."""
+    """Describe the state of a run, and its progress."""
     if status.state == "done":
         return "done" + ", evaluating" * status.live
     if status.step is None or status.state not in LIVE:
@@ -334,11 +345,11 @@ def state_words(status: Status) -> str:
 
 
 def quality_cells(run: Run) -> tuple[str, str]:
-    """Say the kl and the agreement of a run's student; a dash where it is not judged."""
+    """Return the kl and the agreement of a run's student; a dash where it is not judged."""
     try:
         verdict = judge_run(run)
     except LinearizerError:  # a damaged file of one run must not hide the others
-        return "–", "–"
+        verdict = None
     if verdict is None or verdict.kl is None or verdict.agreement is None:
         return "–", "–"
     return f"{verdict.kl:.4f}", f"{verdict.agreement:.1%}"
@@ -356,28 +367,19 @@ def deleting_card(status: Status) -> str:
 
 
 def comparison_card(first: Run, second: Run) -> str:
-    """Set two runs side by side: plan, allocation, kl, agreement, bytes and speed; the same options are folded."""
-    columns = [run_facts(run) for run in (first, second)]
-    rows = [
-        [name, *(column.get(name, "–") for column in columns)] for name in dict.fromkeys([*columns[0], *columns[1]])
-    ]
-    plans = [asdict(run.plan) for run in (first, second)]
-    differing = [name for name in plans[0] if plans[0][name] != plans[1][name]]
-    head = ("", first.folder.name, second.folder.name)
-    options = {name: [name.replace("_", " "), *(show_option(plan[name]) for plan in plans)] for name in plans[0]}
-    different = [options[name] for name in differing] or [["nothing", "", ""]]
-    alike = [options[name] for name in options if name not in differing]
+    """Compare two runs: results, verdicts, and the options of their plans that differ."""
+    columns, plans = zip(*((run_facts(run), asdict(run.plan)) for run in (first, second)), strict=True)
+    rows = [[name, *(facts.get(name, "–") for facts in columns)] for name in columns[0] | columns[1]]
+    options = [[name.replace("_", " "), *(show_option(plan[name]) for plan in plans)] for name in plans[0]]
+    differing = [row for row in options if row[1] != row[2]] or [["nothing", "", ""]]
+    head, kind = ("", first.folder.name, second.folder.name), "lz-words lz-pair"
     verdicts = "".join(
         f'<p class="lz-faint">{sentence_html(run.folder.name)}: {sentence_html(verdict.sentence)}</p>'
         for run in (first, second)
         if (verdict := judge_run(run)) is not None
     )
-    return (
-        table("What came of both", head, rows, kind="lz-words lz-pair")
-        + verdicts
-        + table("Options of the plan that differ", head, different, kind="lz-words lz-pair")
-        + folded("Options that are the same", table("", head, alike, label="The same options", kind="lz-words lz-pair"))
-    )
+    facts, plan = "What came of both", "Options of the plan that differ"
+    return table(facts, head, rows, kind=kind) + verdicts + table(plan, head, differing, kind=kind)
 
 
 def show_option(value: object) -> str:
@@ -386,34 +388,22 @@ def show_option(value: object) -> str:
 
 
 def run_facts(run: Run) -> dict[str, str]:
-    """Name what came of a run; what was not measured is left out."""
-    parts, allocation, layers = run.results, run.allocation, run.layers
-    facts: dict[str, str] = {}
-    if "language" in parts:
-        language: Language = parts["language"].result
-        subjects = {subject.name: subject for subject in language.subjects}
-        if (verdict := judge_run(run)) is not None and verdict.kl is not None and verdict.agreement is not None:
-            facts["kl, nats per token"] = f"{verdict.kl:.4f} on texts of {verdict.length:,} tokens"
-            facts["agreement with the teacher"] = f"{verdict.agreement:.1%}"
-        facts |= {f"loss of the {name}, nats": f"{subjects[name].loss.mean:.3f}" for name in BESIDE if name in subjects}
-    if allocation is not None:
-        state = StateSize.of(allocation, layers)
+    """Return the results of a run by their names."""
+    kl, agreement = quality_cells(run)
+    facts = {"kl, nats per token": kl, "agreement with the teacher": agreement}
+    if (allocation := run.allocation) is not None:
+        state = StateSize.of(allocation, run.layers)
         facts["state"] = growing(state.fixed, state.growth)
         facts["smaller from"] = "never" if state.breakeven is None else f"{state.breakeven:,} tokens on"
         facts["heads hold"] = describe_heads(allocation)
-    unknown = dict.fromkeys(RATES, "not evaluated yet")
-    return facts | (speed_facts(parts["speed"].result) if "speed" in parts else unknown)
-
-
-def speed_facts(speed: Speed) -> dict[str, str]:
-    """Give the rates at the longest text at which the student was measured, beside its teacher's there."""
-    facts: dict[str, str] = {}
-    courses = {course.name: course.paces for course in speed.subjects}
+    subjects = run.results["speed"].result.subjects if "speed" in run.results else ()
+    paces = {course.name: [pace for pace in course.paces if pace.extrapolated is None] for course in subjects}
     for title, rate in RATES.items():
-        paces = {name: {pace.length: getattr(pace, rate) for pace in courses.get(name, ())} for name in BESIDE}
-        lengths = [pace.length for pace in courses["student"] if getattr(pace, rate) and pace.extrapolated is None]
+        measured = {name: {pace.length: getattr(pace, rate) for pace in paces[name]} for name in paces}
+        lengths = [length for length, speed in measured.get("student", {}).items() if speed]
+        facts[title] = "not evaluated yet"
         if lengths:
-            own, beside = (paces[name].get(max(lengths)) for name in BESIDE)
-            teacher = f"; its teacher {beside:,.0f}" if beside else ""
-            facts[title] = f"{own:,.0f} after {max(lengths):,} tokens{teacher}"
+            length, teacher = max(lengths), measured["teacher"].get(max(lengths))
+            facts[title] = f"{measured['student'][length]:,.0f} after {length:,} tokens"
+            facts[title] += f"; its teacher {teacher:,.0f}" if teacher else ""
     return facts

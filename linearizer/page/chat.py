@@ -46,7 +46,7 @@ LOADED_PAIRS: list[Pair] = []
 
 
 def sample_prompts() -> dict[str, str]:
-    """Give prompts by their titles: some that the demo model knows the kind of, and one that needs memory."""
+    """Return prompts by their titles: some of the kind that the demo model knows, and one that needs memory."""
     from pydoc_data.topics import topics
 
     text = " ".join(topics["for"].split())
@@ -62,16 +62,26 @@ def sample_prompts() -> dict[str, str]:
 
 @zerogpu.with_device(COMPARISON_SECONDS)
 def compare_models(
-    visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool
+    visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool, as_chat: bool = False
 ) -> Iterator[Comparison]:
-    """Let the teacher and the student of a run continue a prompt, side by side."""
+    """Let the teacher and the student of a run continue a prompt, or answer it in a chat, side by side."""
     from linearizer.evaluate.side_by_side import write_in_turns
 
     run = find_student(visitor, name)
     check_prompt(prompt, tokens, seed)
     with loaded_pair(run, visitor) as pair:
         state = StateSize.of(run.require_allocation(), run.layers)
+        prompt = write_turn(pair.tokenizer, prompt) if as_chat else prompt
         yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
+
+
+def write_turn(tokenizer: Any, prompt: str) -> str:
+    """Write a prompt as the turn of a user, where the model has a chat template."""
+    if not tokenizer.chat_template:
+        return prompt
+    turn = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return text.removeprefix(tokenizer.bos_token or "")  # which the tokenizer adds
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
@@ -178,12 +188,12 @@ def check_prompt(prompt: str, tokens: int, seed: int) -> None:
 
 
 def explain_speed(run: Run, teacher: Side, student: Side) -> str:
-    """Say why the student writes more slowly than its teacher, where it does; nothing where it does not."""
+    """Explain why the student writes more slowly than its teacher; empty where it does not."""
     from linearizer.student.kernel_in_c import find_compiler
 
     if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
         return ""
-    allocation, parts, read = run.require_allocation(), run.results, student.tokens_read
+    allocation, read = run.require_allocation(), student.tokens_read
     state, heads = StateSize.of(allocation, run.layers), [head for row in allocation.heads for head in row]
     until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is larger)"
     reasons = {
@@ -199,17 +209,13 @@ def explain_speed(run: Run, teacher: Side, student: Side) -> str:
             named.append("the kernels that do this at once need a GPU")
         elif find_compiler() is None:
             named.append("the kernels that do this at once need a C compiler")
-    measured = parts["speed"].result.breakeven if "speed" in parts else None
-    later = ""
-    if measured is not None and measured.writing:
-        later = f" It was measured to write faster from {measured.writing:,} tokens on."
     share = student.tokens_per_second / teacher.tokens_per_second
-    return f"The student writes {share:.0%} as fast here, because {', and '.join(named)}.{later}"
+    return f"The student writes {share:.0%} as fast here, because {', and '.join(named)}."
 
 
 @contextmanager
 def loaded_pair(run: Run, visitor: Visitor) -> Iterator[Pair]:
-    """Give the teacher and the student of a run to one call after the other; those that were loaded last are kept."""
+    """Lend the teacher and the student of a run to one call after the other; those that were loaded last are kept."""
     from linearizer.method import checkpoint
     from linearizer.quiet import quiet
     from linearizer.teacher.load import load_teacher_of

@@ -118,11 +118,14 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
 
 
 @handler
-def compare_models(browser: Browser, prompt: str, *drawing: Any) -> Iterator[tuple[str, str, str, str, str]]:
+def compare_models(
+    browser: Browser, prompt: str, tokens: float, seed: float, sample: bool, as_chat: bool
+) -> Iterator[tuple[str, str, str, str, str]]:
     """Let teacher and student write."""
     empty, both = cards.side_card(None), None
     yield "", empty, "", empty, ""
-    for both in chat.compare_models(browser.visitor, browser.run_name, *read_drawing(prompt, *drawing)):
+    choices = read_drawing(prompt, tokens, seed, sample)
+    for both in chat.compare_models(browser.visitor, browser.run_name, *choices, bool(as_chat)):
         yield *show_sides(both), ""
     if both is not None:
         why = chat.explain_speed(browser.find_run(), both.teacher, both.student)

@@ -46,39 +46,30 @@ def header(level: str = "h1") -> None:
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
-        '<p>Any language model, with a memory that does not grow.</p></header><p id="now"></p>'
+        '<p>Most language models of the Hub, with a memory that does not grow.</p></header><p id="now"></p>'
     )
     gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
 
 def actions_of_run(ui: SimpleNamespace) -> None:
-    """Place what a run can be asked for above the steps, where every screen shows it."""
+    """Place the actions on a run above the steps, where every screen shows them."""
+    names = {"stop": "Stop", "use": "End training now", "resume": "Resume", "pay": "Agree, and begin another job"}
     with gr.Row(elem_id="acts"):
-        ui.stop = gr.Button("Stop", visible=False, elem_id="stop", size="md")
-        ui.use = gr.Button("End training now", visible=False, elem_id="use", size="md")
-        ui.resume = gr.Button("Resume", variant="primary", visible=False, elem_id="resume", size="md")
-        ui.pay = gr.Button("Agree, and begin another job", variant="primary", visible=False, elem_id="pay", size="md")
+        for name, title in names.items():
+            variant = "primary" if name in ("resume", "pay") else "secondary"
+            setattr(ui, name, gr.Button(title, variant=variant, visible=False, elem_id=name, size="md"))
 
 
-def place_choice(ui: SimpleNamespace, name: str, text: str, place: Callable[[SimpleNamespace], None]) -> None:
-    """Place what a visitor chooses, and beside it what a run has chosen, to read; one of both is shown."""
+def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: SimpleNamespace) -> None:
+    """Place the choice of a visitor, and the choice of a run to read; one of both is shown."""
     with gr.Column(visible=False) as of_run:
-        lead(f"The {name}", text)
+        lead(f"The {name}", "It is that of the run that you see. Another run can begin with its choices.")
         setattr(ui, f"run_{name}", gr.HTML(elem_id=f"run-{name}"))
         setattr(ui, f"change_{name}", gr.Button("Change and start again", elem_id=f"change-{name}"))
     with gr.Column() as choice:
         place(ui)
     setattr(ui, f"{name}_of_run", of_run)
     setattr(ui, f"{name}_choice", choice)
-
-
-def model_step(ui: SimpleNamespace) -> None:
-    place_choice(ui, "model", "This is the model of the run that you see.", choose_model)
-
-
-def budget_step(ui: SimpleNamespace) -> None:
-    text = "This is the plan of the run that you see. Another run can begin with its choices."
-    place_choice(ui, "plan", text, choose_plan)
 
 
 def choose_model(ui: SimpleNamespace) -> None:
@@ -211,10 +202,7 @@ def profile_step(ui: SimpleNamespace) -> None:
     with gr.Row():
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil", interactive=False)
         ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
-    gr.HTML(
-        '<p class="lz-faint">The other run uses what was measured here, so it begins with training. This run goes '
-        "on.</p>"
-    )
+    gr.HTML('<p class="lz-faint">The other run uses what was measured here. This run goes on.</p>')
 
 
 def distil_step(ui: SimpleNamespace) -> None:
@@ -246,6 +234,8 @@ def compare_step(ui: SimpleNamespace) -> None:
         ui.sample = gr.Checkbox(
             False, label="Draw tokens", info="instead of the likeliest token", scale=2, min_width=180
         )
+        about = "where the model has a template"
+        ui.as_chat = gr.Checkbox(True, label="As a chat", info=about, scale=2, min_width=180, elem_id="as-chat")
     with gr.Row():
         ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False)
         ui.stop_writing = gr.Button("Stop writing", elem_id="stop-writing")

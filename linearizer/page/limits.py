@@ -62,7 +62,7 @@ class Limits:
                     given[name] = float(text)
                 except ValueError as error:
                     raise RequestError(
-                        f"{VARIABLE_PREFIX}{name.upper()} {text!r} is no number: give a number"
+                        f"{VARIABLE_PREFIX}{name.upper()} {text!r} is not a number: set a number"
                     ) from error
         return Limits(**given)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def model_card(inspection: Inspection) -> str:
-    """Say what a model is, and whether it can be linearized."""
+    """Describe a model, and whether it can be linearized."""
     at_work = f", {count_in_words(inspection.active)} at work for a token" if inspection.resting else ""
     pairs = [
         ("parameters", count_in_words(inspection.parameters) + at_work),
@@ -47,12 +47,12 @@ def model_card(inspection: Inspection) -> str:
     kind += f" · quantised: {inspection.quantised}" if inspection.quantised else ""
     return (
         f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
-        f"{verdict}{values_list(pairs)}</article>"
+        f"{verdict}{values_list(pairs) if inspection.layers else ''}</article>"
     )
 
 
 def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence[str]], kl: str = "") -> str:
-    """Say what a state is, its kl where that is known, and what teacher and student remember of long texts."""
+    """Show the size of a state, its kl where that is known, and the memory of teacher and student by length."""
     pairs = [("state", state), ("smaller than the cache", smaller), *[("kl, nats", kl)] * bool(kl)]
     if features:
         pairs.append(("mean features per KV head", f"{features:.1f}"))
@@ -61,7 +61,7 @@ def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence
 
 
 def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
-    """Say what a budget means before anything is measured: the most that its state can take.
+    """Show the most that the state of a budget can take, before anything is measured.
 
     Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
     part in proportion to the length, so at a greater length it takes at most as many times more.
@@ -86,13 +86,13 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
 
 
 def allocation_card(allocation: Allocation, layers: Sequence[Layer], kl: str = "") -> str:
-    """Say what an allocation is and costs."""
+    """Show the size of an allocation's state."""
     state = StateSize.of(allocation, layers)
     return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), state.rows(), kl)
 
 
 def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
-    """Say what every effort takes, before a run begins; the chosen effort has a mark.
+    """Show the time, memory and disk of every effort; the chosen effort has a mark.
 
     A GPU that is `lent` is not there to be measured.
     """
@@ -107,7 +107,7 @@ def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool 
 
 
 def plan_card(plan: Plan) -> str:
-    """Show the plan of a run: what it asks for beside the recipe's choices, and how to do the same elsewhere."""
+    """Show the plan of a run, and the command that does the same elsewhere."""
     pairs = [
         ("model", plan.model),
         ("budget", plan.dial),
@@ -125,7 +125,7 @@ def plan_card(plan: Plan) -> str:
 
 
 def machine_card(machine: Machine | None, forecast: RunForecast) -> str:
-    """Say what a plan would run on, and whether there is room for it; None: a GPU that is lent only for the work."""
+    """Describe the machine, and whether a plan has room there; None: a GPU that is lent only for the work."""
     if machine is None:
         return message_box("The work is done on a GPU that is lent for a while, so its memory cannot be read before.")
     pairs = [
@@ -173,7 +173,7 @@ def require_profile(run: Run) -> Profile:
 
 
 def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
-    """Draw the shares of a budget, or of the run's, beside equal shares, and name the bytes that it takes."""
+    """Draw the shares of a budget, or of the run's, next to equal shares, and name the bytes that it takes."""
     from linearizer.method.by_freedoms import allocate_by_freedoms
 
     plan, allocation = share_out(run, budget)

@@ -35,7 +35,6 @@ class Way:
 
     title: str
     does: str
-    expect: str  # of its students, without numbers
     recipe: str | None  # None: a recipe of the list
 
 
@@ -44,20 +43,17 @@ WAYS = {
         "Measured memory, no training",
         "Every head, a part of the model that looks back at the text, keeps a window of the newest tokens, and slots "
         "of merged older tokens where these pay.",
-        "Expect the student nearest to its teacher.",
         "best",
     ),
     "features": Way(
         "Train linear features",
         "Linear attention: every head sums older text up in features, more of them where its attention needs more. "
         "Each layer is trained, and its loss is drawn.",
-        "Expect more distance to the teacher, above all with a small budget.",
         "features",
     ),
     "paper": Way(
         "Reproduce a paper",
         "A published method in its authors’ form, at the same bytes.",
-        "Expect a student to compare ours with.",
         None,
     ),
 }
@@ -85,7 +81,7 @@ def recipe_of(way: str, listed: str) -> str:
 def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     """Return the ways as choices of several lines, with the time that each takes here where that is known."""
     return [
-        (join_lines(way.title, way.does, f"{way.expect} {expected_quality(way.recipe or '')}", times.get(name)), name)
+        (join_lines(way.title, way.does, expected_quality(way.recipe or ""), times.get(name)), name)
         for name, way in WAYS.items()
     ]
 

@@ -114,8 +114,12 @@ def take_plan(content: bytes | None) -> tuple[Any, ...]:
 
 @handler
 def list_hardware(browser: Browser) -> Any:
-    """Ask the Hub what jobs can run on."""
-    return gr.Dropdown(choices=[(each.in_words, each.name) for each in actions.list_hardware(browser.visitor)])
+    """List the hardware for jobs, or the reason why the Hub cannot be asked."""
+    try:
+        listed = actions.list_hardware(browser.visitor)
+    except LinearizerError as error:
+        return gr.Dropdown(choices=[], info=markup.without_folders(str(error)))
+    return gr.Dropdown(choices=[(each.in_words, each.name) for each in listed], info="what it costs now")
 
 
 @handler

@@ -72,7 +72,7 @@ class Examined:
 
 
 def examine_model(visitor: Visitor, model: str) -> Examined:
-    """Say what a model is and whether it can be linearized; no weight is downloaded."""
+    """Describe a model and whether it can be linearized; no weight is downloaded."""
     from linearizer.hub import models
     from linearizer.teacher.inspect_model import inspect_model
     from linearizer.teacher.load import load_config
@@ -94,7 +94,7 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     given = {name: value for name, value in options.items() if value is not None and value != ""}
     known = options_of(Plan).keys() - {"model", "budget"}
     if unknown := sorted(given.keys() - known):
-        raise RequestError(f"{', '.join(unknown)} is no option: there are {', '.join(sorted(known))}")
+        raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
     given.setdefault("budget", None if "features" in given else budget)
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **given})

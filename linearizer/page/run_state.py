@@ -60,7 +60,7 @@ class RunState:
         self.evaluated: int | None = None  # when what is drawn of the evaluation was written
 
     def read_pieces(self, now: float) -> dict[str, Piece]:
-        """Return all pieces, read anew where they are older than MAX_AGE_SECONDS."""
+        """Return all pieces, read again where they are older than MAX_AGE_SECONDS."""
         with self.lock:
             if not 0 <= now - self.read_at < MAX_AGE_SECONDS:
                 self.read()
@@ -150,7 +150,7 @@ class RunState:
         parts = run.results
         if (language := parts.get("language")) is not None:
             self.put("evaluation", mark, lambda: cards.evaluation_tables(parts) + cards.candidates_card(run))
-            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)))
+            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)) + cards.use_card(run))
         for name, part in parts.items():
             draw = cache(partial(draw_part, name, part))
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
@@ -180,7 +180,7 @@ def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:
 
 
 def step_of_page(status: Status) -> int:
-    """Tell which step of the page a run is at: 3 measure, 4 train, 5 result."""
+    """Return the step of the page that shows a run now: 3 measure, 4 train, 5 result."""
     if status.state == "done":
         return 5
     step = status.step["event"] if status.step else EventName.PROFILE
@@ -188,7 +188,7 @@ def step_of_page(status: Status) -> int:
 
 
 def possible_actions(status: Status) -> dict[str, bool]:
-    """Say which actions a run allows now."""
+    """Return the actions that a run allows now."""
     training = status.step is not None and status.step["event"] == EventName.DISTILL
     return {
         "stop": status.state in ("queued", "running"),

@@ -27,8 +27,8 @@ HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "ap
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # of these Gradio shows no error: they return sentences
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
 STEPS = {
-    "Model": layout.model_step,
-    "Budget": layout.budget_step,
+    "Model": partial(layout.place_choice, "model", layout.choose_model),
+    "Budget": partial(layout.place_choice, "plan", layout.choose_plan),
     "Measure": layout.profile_step,
     "Train": layout.distil_step,
     "Result": layout.compare_step,
@@ -211,7 +211,7 @@ def wire_compare(ui: SimpleNamespace) -> None:
     drawing = [ui.tokens, ui.prompt_seed, ui.sample]
     outputs = [ui.teacher, ui.teacher_card, ui.student, ui.student_card, ui.compare_note]
     busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
-    inputs = [ui.memory, ui.prompt, *drawing]
+    inputs = [ui.memory, ui.prompt, *drawing, ui.as_chat]
     writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
     ui.stop_writing.click(None, None, None, cancels=[writing], **QUICK)
     for title, button in ui.prompts.items():

@@ -25,12 +25,12 @@ EXAMPLE_NAME = "example-run"  # of its folder, too
 
 
 def on_space() -> bool:
-    """Tell whether this is a Space, where anybody may visit."""
+    """Whether this is a Space, where anybody may visit."""
     return bool(os.environ.get("SPACE_ID"))
 
 
 def signs_in() -> bool:
-    """Tell whether visitors can sign in: a Space that was given an application of the Hub."""
+    """Whether visitors can sign in: on a Space with an OAuth application of the Hub."""
     return on_space() and bool(os.environ.get("OAUTH_CLIENT_ID"))
 
 

@@ -41,7 +41,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def on_zerogpu() -> bool:
-    """Tell whether this is a Space on ZeroGPU."""
+    """Whether this is a Space on ZeroGPU."""
     return os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")
 
 
@@ -169,7 +169,7 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
 
 @with_device(SECONDS)
 def work_one_step(folder: str, job: str | None, token: str | None) -> bool:
-    """Work on a run until a step is finished, while the device is lent; tell whether the run has ended."""
+    """Work on a run until a step is finished, while the device is lent; return whether the run has ended."""
     run = Run(Path(folder), job)
     with keep_faults(run, token, run.folder / "worker.log"):
         before, steps = finished_steps(run), work_on(run, token)

@@ -47,29 +47,24 @@ def test_a_run_that_has_nothing_to_draw_yet_passes_axe(local, browser):
         assert page.locator("#step-5 .lz-later:visible").count() == 2
 
 
-INK = """() => {
+CONTRAST = """
   const light = rgb => { const [r, g, b] = rgb.match(/[\\d.]+/g).slice(0, 3).map(c => c / 255)
       .map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b };
-  const ground = light(getComputedStyle(document.body).backgroundColor);
-  return [...document.querySelectorAll('.js-plotly-plot text')].filter(one => one.textContent.trim()
-      && one.getBoundingClientRect().width && !one.closest('.heatmap-label')).map(one => {
-    const [low, high] = [ground, light(getComputedStyle(one).fill)].sort((a, b) => a - b);
-    return [one.textContent, (high + .05) / (low + .05)];
-  });
-}"""
-
-
-HOVER = """() => {
-  const light = rgb => { const [r, g, b] = rgb.match(/[\\d.]+/g).slice(0, 3).map(c => c / 255)
-      .map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b };
-  return [...document.querySelectorAll('.hovertext')].flatMap(box => {
-    const ground = light(getComputedStyle(box.querySelector('path')).fill);
-    return [...box.querySelectorAll('text')].filter(one => one.textContent.trim()).map(one => {
-      const [low, high] = [ground, light(getComputedStyle(one).fill)].sort((a, b) => a - b);
-      return (high + .05) / (low + .05);
-    });
-  });
-}"""
+  const contrast = (ground, ink) => {
+    const [low, high] = [light(ground), light(ink)].sort((a, b) => a - b);
+    return (high + .05) / (low + .05);
+  };
+  const words = at => [...at.querySelectorAll('text')].filter(one => one.textContent.trim());"""
+INK = f"""() => {{ {CONTRAST}
+  const ground = getComputedStyle(document.body).backgroundColor;
+  return [...document.querySelectorAll('.js-plotly-plot')].flatMap(words)
+    .filter(one => one.getBoundingClientRect().width && !one.closest('.heatmap-label'))
+    .map(one => [one.textContent, contrast(ground, getComputedStyle(one).fill)]);
+}}"""
+HOVER = f"""() => {{ {CONTRAST}
+  return [...document.querySelectorAll('.hovertext')].flatMap(box => words(box)
+    .map(one => contrast(getComputedStyle(box.querySelector('path')).fill, getComputedStyle(one).fill)));
+}}"""
 
 
 def test_words_in_figures_stand_out_from_the_ground_in_both_schemes(local, browser, done):

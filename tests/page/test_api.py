@@ -10,7 +10,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from gradio_client.exceptions import AppError
 
 from linearizer.page.actions import ENDPOINTS
 from linearizer.page.site import MAX_SESSIONS
@@ -62,11 +61,6 @@ def test_every_endpoint_says_its_types_and_what_its_options_may_be(local):
         assert name in ("model", "budget") or f"{name}: {option.help}" in described, name
 
 
-def test_stopping_an_evaluation_tells_of_the_evaluation(local, done):
-    with pytest.raises(AppError, match=f"the evaluation of '{done}' is stopped: there is nothing to stop"):
-        client_of(local.url).predict(done, api_name="/stop_evaluation")
-
-
 def test_a_measured_run_branches_into_another_budget_without_measuring_again(local, done):
     client, run = client_of(local.url), done
     other = client.predict(run, 96, api_name="/branch_run")
@@ -77,11 +71,13 @@ def test_a_measured_run_branches_into_another_budget_without_measuring_again(loc
     assert json.loads((folder / other / "plan.json").read_text())["budget"] == 96
 
 
-def test_at_ones_own_machine_nobody_signs_in(local):
+def test_at_ones_own_machine_nobody_signs_in_and_nothing_is_told_of_calls(local):
     for path in ("", "runs"):
         assert "Sign in with Hugging Face" not in urllib.request.urlopen(local.url + path).read().decode()
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{local.url}login/huggingface")
+    with pytest.raises(urllib.error.HTTPError, match="403"):  # nor is anybody told of others' calls
+        urllib.request.urlopen(f"{local.url}monitoring/summary")
 
 
 def test_five_hundred_sessions_leave_the_memory_of_a_server_flat(local):
@@ -95,12 +91,6 @@ def test_five_hundred_sessions_leave_the_memory_of_a_server_flat(local):
             assert "data" in json.loads(posted(f"{local.url}gradio_api/run/predict", sent))
         memory.append(memory_bytes(process_of(local.url)))
     assert memory[1] - memory[0] < 50e6
-
-
-def test_nobody_is_told_what_others_called(local):
-    """Nor does the server sum it up: Gradio would, at every event, over all events before."""
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(f"{local.url}monitoring/summary")
 
 
 def posted(url, content):

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer
 
+from linearizer.hub.models import find_demo
 from linearizer.page import cards, chat
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
@@ -37,6 +39,15 @@ def test_the_list_of_runs_says_how_far_each_is(waiting):
     step = {"event": "price", "time": 0.0, "done": 3, "total": 12, "unit": "prices"}
     listed = cards.runs_table([replace(waiting, state="running", step=step)], 0.0)
     assert "prices every head, 25%" in listed and "64 tokens" in listed and "best" in listed
+
+
+@pytest.mark.parametrize(
+    "template, sent", [(None, "Hi"), ("{{ bos_token }}U: {{ messages[0].content }} A:", "U: Hi A:")]
+)
+def test_a_prompt_is_a_users_turn_where_the_model_has_a_chat_template(template, sent):
+    tokenizer = AutoTokenizer.from_pretrained(find_demo())
+    tokenizer.chat_template = template
+    assert chat.write_turn(tokenizer, "Hi") == sent
 
 
 def side(tokens, rate):

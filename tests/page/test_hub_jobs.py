@@ -3,7 +3,7 @@
 import pytest
 
 from linearizer.errors import NotAgreed, RequestError
-from linearizer.page import actions, limits, plan_form, plan_handlers, planning, run_state
+from linearizer.page import actions, limits, planning, run_state
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
@@ -53,21 +53,6 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
         run.log("started")
         limits.enforce_limit(control.status(run), 1e12, limits.LIMITS)
         assert not run.has_request("stop")  # a job takes no time of the Space
-
-
-def test_the_form_asks_before_it_begins_a_job(ann, monkeypatch):
-    monkeypatch.delenv("SPACE_ID")
-    monkeypatch.setenv("HF_TOKEN", "hf_fake_ann")
-    assert "l4x1" in str(plan_handlers.list_hardware({}, None, None).choices)
-    chosen = planning.examine_model(find_visitor(), "demo")
-    form = (chosen, 64, "Try it", False, "measured", "paper", *([""] * len(plan_form.OPTIONS)))
-    column, question, cap = plan_handlers.offer_job({}, None, None, "l4x1", 30, " mine ", *form)
-    assert column.visible and cap == 0.4 and "A job on l4x1 costs ann $0.80 an hour" in question
-    assert "it publishes ann/mine" in question
-    with pytest.raises(Exception, match="no hardware was chosen"):
-        plan_handlers.offer_job({}, None, None, None, None, "", *form)
-    hidden, none = plan_handlers.hide_question()
-    assert not hidden.visible and none == 0.0
 
 
 def test_a_visitor_chooses_what_a_job_runs_on_hears_what_it_costs_agrees_and_watches_it(local, browser, hub):

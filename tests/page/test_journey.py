@@ -150,6 +150,9 @@ def test_another_budget_is_shared_out_quickly_without_the_model(local, browser, 
         took = wait_until_true(page, "window.took").json_value()
         wait_until_true(page, "document.querySelector('#heard').textContent.includes('from 100 tokens on')")
         wait_until_true(page, f"{top} > {before}")
+        shown(page, "#other-card", "What this budget would buy")
+        page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("64")
+        shown(page, "#other-card", "What this run holds.")
         assert took < 750  # a busy machine; tests/benchmarks/page.py holds it to 150
 
 
@@ -223,25 +226,6 @@ def test_a_run_of_the_list_is_resumed_and_deleted_once_that_was_asked_again(loca
         page.click("#confirm")
         wait_until_true(page, "!document.querySelector('#runs').innerText.includes('unwanted')")
     assert not (runs / "unwanted").exists() and (runs / done).is_dir()
-
-
-def test_the_keyboard_alone_starts_a_run_and_everything_has_a_name(local, browser):
-    with looking(browser, local.url) as page:
-        nameless = page.evaluate(
-            """() => [...document.querySelectorAll('button, input, textarea, select')]
-                .filter(e => e.offsetParent
-                    && !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.title || e.placeholder))
-                .map(e => e.outerHTML)"""
-        )
-        assert nameless == []
-        for _ in range(40):
-            page.keyboard.press("Tab")
-            if page.evaluate("document.activeElement.id") == "demo":
-                break
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#model-card .lz-good")
-        page.locator("#to-budget").press("Enter")
-        page.wait_for_selector("#start", state="visible")
 
 
 def test_the_page_opens_within_five_seconds(local, browser):

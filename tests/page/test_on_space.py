@@ -33,9 +33,7 @@ def busy(space):
     ticket.remove()
 
 
-def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_published(
-    space, hub, trained_run, tmp_path
-):
+def test_a_signed_in_visitor_publishes_with_their_own_token(space, hub, trained_run):
     url, runs, log = space
     run, client = "trained", client_of(url, headers=signed_in("ann"))
     shutil.copytree(trained_run, runs / hash_identity("account ann") / run)
@@ -50,7 +48,6 @@ def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_p
         and published["private"]
         and "from_pretrained" in done["snippet"]
     )
-    load_back(done, tmp_path)
     assert "hf_fake_ann" not in everything_written(log.parent)
     with pytest.raises(AppError, match="none of your runs"):
         client_of(url, headers=signed_in("bob")).predict(run, api_name="/run_status")
@@ -58,18 +55,6 @@ def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_p
 
 def signed_in(account):
     return {"Cookie": f"session={session_of(account)}"}
-
-
-def load_back(done, folder):
-    from huggingface_hub import snapshot_download
-    from transformers import AutoTokenizer
-
-    from linearizer.method.checkpoint import load
-
-    there = snapshot_download(done["repo_id"], revision=done["revision"], token="hf_fake_ann", local_dir=folder)
-    student, tokenizer = load(there), AutoTokenizer.from_pretrained(there)
-    written = student.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=4, do_sample=False)
-    assert written.shape[1] > 4
 
 
 def everything_written(folder):
@@ -173,16 +158,13 @@ def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(space, bu
     assert client.predict(run, ANN, api_name="/resume_run") == "queued"
 
 
-def test_one_visitor_never_sees_or_touches_anothers(space, trained_run):
+def test_an_evaluation_on_a_space_is_ones_own_and_refuses_what_only_an_owner_may_ask(space, trained_run):
     run = "hers"
     shutil.copytree(trained_run, space.runs / hash_identity(f"secret {ANN}") / run)
     client = client_of(space.url)
-    with pytest.raises(AppError, match="none of your runs"):
-        client.predict(run, ["language"], QUICK, BOB, api_name="/evaluate_run")
-    for name in ("evaluation_status", "stop_evaluation"):
+    for name, *given in (("evaluate_run", ["language"], QUICK), ("evaluation_status",), ("stop_evaluation",)):
         with pytest.raises(AppError, match="none of your runs"):
-            client.predict(run, BOB, api_name=f"/{name}")
-    assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
+            client.predict(run, *given, BOB, api_name=f"/{name}")
     preview = client.predict(run, "ann/hers", True, ANN, api_name="/preview_publication")  # nobody is signed in
     assert "README.md" in dict(preview["files"]) and not preview["checked"]
     for options, why in (
@@ -196,16 +178,11 @@ def test_one_visitor_never_sees_or_touches_anothers(space, trained_run):
         with pytest.raises(AppError, match=why):
             client.predict(run, None, options, ANN, api_name="/evaluate_run")
     assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
-    result = evaluated(client, run, ANN)
-    assert [subject["name"] for subject in result["evaluation"]["language"]["subjects"]][:2] == ["teacher", "student"]
-    assert "/" + "runs" not in str(result)
-
-
-def evaluated(client, run, secret):
-    while (result := client.predict(run, secret, api_name="/evaluation_status"))["state"] != "done":
+    while (result := client.predict(run, ANN, api_name="/evaluation_status"))["state"] != "done":
         assert result["state"] in control.LIVE, result
         time.sleep(0.1)
-    return result
+    assert [subject["name"] for subject in result["evaluation"]["language"]["subjects"]][:2] == ["teacher", "student"]
+    assert "/" + "runs" not in str(result)
 
 
 ODD = [

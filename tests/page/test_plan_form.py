@@ -54,6 +54,8 @@ def test_a_plan_that_is_taken_in_is_the_plan_that_starts(recipe):
         assert plan_of(plan_form.write_plan(usual)) == usual
     changed = replace(usual, texts=5, seed=3, dtype="float32", device="cpu", batch=1)
     assert plan_of(plan_form.write_plan(changed)) == changed
+    in_features = Plan.of(model="demo", features=24)
+    assert plan_of(plan_form.write_plan(in_features)) == in_features
 
 
 def test_a_number_that_was_asked_for_is_written_also_where_the_effort_has_it(tmp_path, quick_run):
@@ -102,11 +104,6 @@ def test_the_page_refuses_while_it_is_chosen_what_the_door_refuses(monkeypatch):
     for _ in range(2):
         assert "cannot be fitted: ask for “Loss” logits" in plan_handlers.show_budget(chosen, *form)
     assert looked == [chosen.config]  # it takes a while
-
-
-def test_a_plan_in_features_is_taken_in():
-    plan = Plan.of(model="demo", features=24)
-    assert plan_of(plan_form.write_plan(plan)) == plan
 
 
 def test_a_plan_in_a_file_is_read_and_a_damaged_one_is_refused_in_a_sentence(tmp_path, quick_run):

@@ -124,7 +124,7 @@ def test_enter_takes_the_typed_model_unless_an_arrow_key_chose_a_suggestion(loca
             shown(page, "#model-card", "No model is named")
 
 
-def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local, browser, done):
+def test_the_profile_step_shows_what_the_run_holds(local, browser, done):
     run = Run(local.runs / done)
     with looking(browser, f"{local.url}?run={done}") as page:
         shown(page, "#run-card", "done")
@@ -140,10 +140,6 @@ def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local,
         legend = page.locator("#step-3 .legendtext").all_text_contents()
         assert any(text.startswith("λ of the map") for text in legend)
         assert "layer 0" in legend
-        page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("100")
-        shown(page, "#other-card", "What this budget would buy")
-        page.get_by_role("spinbutton", name=re.compile("Another budget")).fill(str(run.plan.budget))
-        shown(page, "#other-card", "What this run holds.")
 
 
 def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(local, browser, done):
@@ -154,6 +150,8 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
             shown(page, "#verdict", part)
         page.wait_for_selector("#awaited", state="hidden")
         assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
+        page.get_by_text("Use this student").click()
+        shown(page, "#verdict", f"linearizer serve {run.folder}")
         page.wait_for_selector("#part-recall .js-plotly-plot")
         for title in ("Loss by position", "Recall", "Memory"):  # each chart once
             assert page.locator("#step-5 .lz-chart h3:not(.lz-part):visible", has_text=title).count() == 1, title

@@ -6,7 +6,7 @@ import pytest
 
 from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.page import actions, cards, handlers, plan_cards, planning
-from linearizer.page.visitors import find_visitor, new_secret
+from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.run.folder import Run
@@ -26,12 +26,6 @@ def root(tmp_path, monkeypatch):
 def space(root, monkeypatch):
     monkeypatch.setenv("SPACE_ID", "owner/name")
     return root
-
-
-def test_at_ones_own_machine_everybody_sees_all_runs(root):
-    run = begin_for(find_visitor(), Plan("demo", budget=64))
-    assert find_visitor("ann").find_run(run.folder.name) == run
-    assert run.folder == root / "demo-64"
 
 
 def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
@@ -73,10 +67,6 @@ def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
         find_visitor().find_run("link")
 
 
-def test_secrets_differ():
-    assert len({new_secret() for _ in range(100)}) == 100
-
-
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
     result = planning.examine_model(find_visitor(), "demo").inspection
@@ -107,11 +97,6 @@ def test_a_list_without_a_visitor_says_so(space):
     assert "this Space does not know you" in listed and len(choices) == 3
     assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
     assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
-
-
-def test_a_sentence_does_not_tell_where_runs_are_kept(space):
-    home = find_visitor(secret=ANN).home
-    assert markup.without_folders(f"'{home}/r123' is done") == "'r123' is done"
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
@@ -149,11 +134,13 @@ def test_minutes_that_are_asked_for_are_in_the_forecast():
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
 
 
-def test_local_folders_are_found_as_they_are_typed_and_never_on_a_space(root, tmp_path, hub, monkeypatch):
+def test_models_of_the_hub_and_local_folders_are_found_and_no_folder_on_a_space(root, tmp_path, hub, monkeypatch):
+    hub.add("org/demonstration", {"config.json": b"{}"})
+    hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)
+    assert actions.search_models(find_visitor(), "demo") == ["demo", "org/demonstration"]
     model = tmp_path / "models" / "mine"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    assert actions.search_models(find_visitor(), str(tmp_path / "models") + "/") == [str(model)]
     assert actions.search_models(find_visitor(), str(tmp_path / "models" / "mi")) == [str(model)]
     monkeypatch.setenv("SPACE_ID", "owner/name")
     assert actions.search_models(find_visitor(), str(tmp_path / "models") + "/") == []
@@ -169,10 +156,3 @@ def test_without_a_network_a_search_finds_local_folders_and_the_demo_at_once(roo
     with pytest.raises(ModelNotAvailable, match="the Hub cannot be searched"):
         actions.search_models(find_visitor(), "org")
     assert time.monotonic() - begun < 10  # a client that repeats its requests waits 20 seconds for each
-
-
-def test_a_search_finds_the_demo_and_models_of_the_hub(root, hub):
-    hub.add("org/demonstration", {"config.json": b"{}"})
-    hub.add("org/other", {"config.json": b"{}"})
-    hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)
-    assert actions.search_models(find_visitor(), "demo") == ["demo", "org/demonstration"]

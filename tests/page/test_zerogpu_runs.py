@@ -44,13 +44,6 @@ def student(run):
     return weights_of(run.checkpoint)
 
 
-def test_elsewhere_a_function_stays_as_it_is():
-    def function():
-        return 1
-
-    assert not zerogpu.on_zerogpu() and zerogpu.with_device(60)(function) is function
-
-
 @pytest.mark.parametrize("name", ["trained", "priced"])
 def test_steps_end_in_the_same_bits_as_one_piece(whole, name, tmp_path):
     run = pipeline.begin(tmp_path / "run", whole[name].plan)
