@@ -56,8 +56,8 @@ def actions_of_run(ui: SimpleNamespace) -> None:
     names = {"stop": "Stop", "use": "End training now", "resume": "Resume", "pay": "Agree, and begin another job"}
     with gr.Row(elem_id="acts"):
         for name, title in names.items():
-            variant = "primary" if name in ("resume", "pay") else "secondary"
-            setattr(ui, name, gr.Button(title, variant=variant, visible=False, elem_id=name, size="md"))
+            look: dict[str, Any] = {"variant": "primary" if name in ("resume", "pay") else "secondary", "size": "md"}
+            setattr(ui, name, gr.Button(title, visible=False, elem_id=name, **look))
 
 
 def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: SimpleNamespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from linearizer.serve.server import LOCAL_HOSTS
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # of these Gradio shows no error: they return sentences
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
-STEPS = {
+STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
     "Model": partial(layout.place_choice, "model", layout.choose_model),
     "Budget": partial(layout.place_choice, "plan", layout.choose_plan),
     "Measure": layout.profile_step,
@@ -136,8 +137,8 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 def wire_model(ui: SimpleNamespace) -> None:
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, ui.budget]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    looking = {**QUICK, "show_progress": "minimal", "show_progress_on": ui.model_card}
-    ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, **looking)
+    # queued, or Gradio would not tell the page that the State of the inspection has changed
+    ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
         button.click(partial(open_step, number), None, [ui.walk, vars(ui)[f"step_{number}"]], **QUICK)
