@@ -149,22 +149,20 @@ def describe_memory(inspection: Inspection) -> str:
 def describe_profile(profile: Profile) -> str:
     """Describe a profile, layer by layer."""
     settings, window = profile.settings, profile.windows[-1]
-    title = ("layer", "N(λ) by KV head", "in sinks", f"in window {window}", "nats", "far mass off", "values off")
+    title = ("layer", "N(λ) by KV head", "in sinks", f"in window {window}", "nats")
     rows: list[Sequence[object]] = [title]
     for index, layer in enumerate(profile.layers):
         if not layer.heads:
-            rows.append((index, "bounded by itself", *[""] * 5))
+            rows.append((index, "bounded by itself", *[""] * 3))
             continue
         counts = (f"{settings.at_reference(head.freedoms):.1f}{'*' * head.saturated}" for head in layer.heads)
-        of_heads = [(h.sink_mass, h.window_mass[-1], h.entropy, h.mass_error, h.values_error) for h in layer.heads]
-        columns_of_heads = zip((".0%", ".0%", ".2f", ".2g", ".2g"), zip(*of_heads, strict=True), strict=True)
-        means = (format_mean(values, form, missing="") for form, values in columns_of_heads)
+        of_heads = [(head.sink_mass, head.window_mass[-1], head.entropy) for head in layer.heads]
+        columns_of_heads = zip((".0%", ".0%", ".2f"), zip(*of_heads, strict=True), strict=True)
+        means = (format_mean(values, form) for form, values in columns_of_heads)
         rows.append((index, " ".join(counts), *means))
     lines = [
         columns(rows),
         f"degrees of freedom at λ = {settings.reference:g}, from {profile.tokens:,} tokens",
-        f"off: |y - ŷ|² / |y|² beyond a window of {profile.windows[0]}, if far keys were Gaussian, and if far values "
-        "were their mean",
     ]
     if any(head.saturated for layer in profile.layers for head in layer.heads):
         lines.append(f"* more than a quarter of the {settings.samples} samples: ask for more with --samples")

@@ -190,12 +190,10 @@ def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: Profile
     heads, queries = curves[: len(record.keys)], curves[len(record.keys) :]
     if settings.per == "query" and is_multi_head(record):
         queries = heads
-    attention = [round_to_six_digits(row) for row in record.attention_means().tolist()]
-    shares = record.far_shares()
-    far = [(None, None)] * len(heads) if shares is None else [round_to_six_digits(row) for row in shares.tolist()]
+    attention = [round_to_six_digits(row) for row in (record.attention / len(record.draw.rows)).tolist()]
     profiles = tuple(
-        HeadProfile(curve.counts, curve.saturated, sink_mass, tuple(window_mass), entropy, *errors)
-        for curve, (entropy, sink_mass, *window_mass), errors in zip(heads, attention, far, strict=True)
+        HeadProfile(curve.counts, curve.saturated, sink_mass, tuple(window_mass), entropy)
+        for curve, (entropy, sink_mass, *window_mass) in zip(heads, attention, strict=True)
     )
     return LayerProfile(profiles, tuple(curve.counts for curve in queries))
 

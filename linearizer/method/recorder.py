@@ -16,8 +16,6 @@ from linearizer.student.attention_interface import observing
 from linearizer.teacher.layers import layer_number
 
 SCORES = 2**23  # attention scores that are held at once
-MIN_SHARE = 1e-30  # of the weights, where they are divided by it
-FAR_ROWS = 4  # every fourth row says how far a plain mass and plain values are off
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class LayerRecord:
         self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
         # (kv heads, 2 + windows): entropy, mass on sinks, mass within each window
         self.attention = torch.zeros(heads, 2 + len(windows), dtype=torch.float64, device=device)
-        self.far = torch.zeros(heads, 3, dtype=torch.float64, device=device)  # far_errors beyond the first window
 
     def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
         """Add a batch whose first text is number `first`; query and key contain the scaling."""
@@ -79,25 +76,13 @@ class LayerRecord:
             sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
         for text in range(texts):
             _, rows = find_within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
-            self.add_attention(query[text], key[text], value[text], rows.to(query.device))
+            self.add_attention(query[text], key[text], rows.to(query.device))
 
-    def add_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> None:
+    def add_attention(self, query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor) -> None:
         """Add the whole attention of some rows of one text, a block at a time."""
-        sinks = self.draw.sinks
         for block in rows.split(max(1, SCORES // (query.shape[0] * query.shape[1]))):
             grouped = query[:, block].unflatten(0, (self.layer.kv_heads, -1))  # (kv heads, group, rows, key_dim)
-            self.attention += attention_sums(grouped, key, block, sinks, self.windows)
-            if self.windows:
-                some = slice(None, None, FAR_ROWS)
-                self.far += far_errors(grouped[:, :, some], key, value, block[some], sinks, self.windows[0])
-
-    def attention_means(self) -> torch.Tensor:
-        """Give entropy, mass on sinks and mass within each window, a row per KV head."""
-        return self.attention / len(self.draw.rows)
-
-    def far_shares(self) -> torch.Tensor | None:
-        """Give the errors of mass and of values as shares of the outputs, a row per KV head; None: nothing was far."""
-        return self.far[:, 1:] / self.far[:, :1] if (self.far[:, 0] > 0).all() else None
+            self.attention += attention_sums(grouped, key, block, self.draw.sinks, self.windows)
 
 
 def find_within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
@@ -177,43 +162,3 @@ class Recorder:
         expected = {index for index, layer in enumerate(self.layers) if layer.native_window is None}
         if missing := sorted(expected - self.records.keys()):
             raise FaultError(f"the attention of layers {missing} was not seen: this model cannot be measured")
-
-
-def far_errors(
-    query: torch.Tensor,  # (kv heads, group, rows, key_dim)
-    key: torch.Tensor,  # (kv heads, tokens, key_dim)
-    value: torch.Tensor,  # (kv heads, tokens, value_dim)
-    rows: torch.Tensor,  # (rows,) where the queries stand among the tokens
-    sinks: int,
-    window: int,
-) -> torch.Tensor:  # (kv heads, 3)
-    """Sum |y|² over rows that see something far, and the squared errors of y by a plain mass and by plain values.
-
-    What a far field without any resolution would leave of a head's error:
-      mass    far values are exact, and their mass is that of Gaussian keys: log n + q·mean + ½ Σ variance q²
-      values  the far mass is exact, and the values are the mean of all far values
-    A head whose error is in its mass is served by two numbers a dimension; one whose error is in its values needs
-    slots, features, or a window.
-    """
-    place = torch.arange(key.shape[1], device=rows.device)
-    seen = place <= rows[:, None]
-    far = (rows[:, None] - place >= window) & (place >= sinks)
-    key, value = key.unsqueeze(1), value.unsqueeze(1)
-    logits = (query @ key.mT).masked_fill(~seen, -torch.inf)
-    total, weights = logits.logsumexp(-1, keepdim=True), logits.softmax(-1)
-    share = (weights * far).sum(-1, keepdim=True)
-    far_part = (weights * far) @ value
-    near_part = weights @ value - far_part
-
-    number = far.sum(-1, keepdim=True).clamp_min(1).to(query.dtype)  # (rows, 1)
-    even = far.to(query.dtype) / number
-    mean = even @ key  # (kv heads, 1, rows, key_dim)
-    variance = (even @ key.square() - mean.square()).clamp_min(0)
-    mass = number.log() + (query * mean + query.square() * variance / 2).sum(-1, keepdim=True)
-    plain = (mass - total - (1 - share).clamp_min(MIN_SHARE).log()).sigmoid()
-    by_mass = (1 - plain) * near_part / (1 - share).clamp_min(MIN_SHARE) + plain * far_part / share.clamp_min(MIN_SHARE)
-    by_values = near_part + share * (even @ value)
-    whole, some = near_part + far_part, far.any(-1)[:, None]
-    return torch.stack(
-        [(x.square() * some).double().sum((1, 2, 3)) for x in (whole, whole - by_mass, whole - by_values)], -1
-    )

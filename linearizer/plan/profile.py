@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from linearizer.errors import RequestError
-from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.json_products import JsonProduct, read_json
 from linearizer.plan.options import check_options, option
 
 Normalise = Literal["trace", "J", "none"]  # what a ridge is a multiple of: tr K, the sample's size, one
@@ -55,9 +55,6 @@ class HeadProfile:
     sink_mass: float  # attention that falls on the sinks
     window_mass: tuple[float, ...]  # attention within each window of the profile, sinks apart
     entropy: float  # nats
-    # errors beyond the first window, as shares of the output (method/recorder.py); None: nothing is far
-    mass_error: float | None = None  # if far values were exact, and their mass that of Gaussian keys
-    values_error: float | None = None  # if the far mass were exact, and all far values their mean
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,11 @@ class Profile(JsonProduct):
     tokens: int  # no padding among them
     windows: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read a profile; those of older versions also hold errors of the far field, which nothing uses."""
+        return read_json(cls, text, "ignore")
 
 
 @dataclass(frozen=True)

@@ -227,9 +227,9 @@ def format_rates(pace: results.Pace) -> list[str]:
     return ["–" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}" for rate in rates]
 
 
-def format_mean(values: Sequence[float | None], form: str = ".3f", missing: str = "–") -> str:
+def format_mean(values: Sequence[float | None], form: str = ".3f") -> str:
     there = [value for value in values if value is not None]
-    return f"{sum(there) / len(there):{form}}" if there else missing
+    return f"{sum(there) / len(there):{form}}" if there else "–"
 
 
 def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:
