@@ -4,8 +4,7 @@ The teacher's row i is p_ij = softmax over j ≤ i of S_ij = q_i·k_j. The stude
 is near (one of the first `sinks` tokens, or i - j < window) and log A_ij elsewhere, A_ij = Σ_m exp(u_im + w_jm).
   softmax  cross-entropy of p against p̂, mean over rows; its least value is the teacher's entropy
   l2       (e^S - A)² e^{-2 max S}, mean over the pairs j ≤ i; its least value is 0; the maximum is a KV head's
-Gradients come with the loss: with ∂loss/∂log A_ij = p̂_ij - p_ij and G = (p̂ - p) / A they are ∂/∂u = Fq ∘ (G Fk) and
-∂/∂w = Fk ∘ (Gᵀ Fq), where Fq = e^u and Fk = e^w up to stabilisers that cancel.
+Gradients are computed with the loss, block by block, so that no more than a block of rows × columns is held.
 
 Shapes are those of student/features_torch.py: u, q (batch, heads, group, tokens, …); w, k (batch, heads, tokens, …).
 Within a block they are those of one text: (heads, group, rows, …) and (heads, keys, …).
@@ -14,11 +13,13 @@ Within a block they are those of one text: (heads, group, rows, …) and (heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from linearizer.student.kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from linearizer.student.softmax_parts import exp_without_underflow
@@ -39,7 +40,7 @@ ROWS = 128
 BLOCK = 2**19  # elements of one block of rows × columns: a few of them fit into a core's cache
 PAIRS = 2**14  # pairs that are computed feature by feature at once
 LOST = 1.0  # a product below this may have lost terms to underflow: HEADROOM below the row's bound
-MIN_PRODUCT = 1e-13  # a smaller product hardly matters, or is lost: this keeps p / product finite
+MIN_PRODUCT = 1e-13  # a smaller product hardly matters, or is lost: this keeps its logarithm finite
 
 Compute = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, bool, bool, float], tuple[Tensor, Pair | None]]
 
@@ -60,7 +61,7 @@ def attention_loss(
 
 
 def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
-    """Tell whether kernels can be trusted with such tensors."""
+    """Whether kernels can be trusted with such tensors."""
     if loss_kernels is None or not kernels_accept(q, k):
         return False
 
@@ -124,105 +125,70 @@ def blocked(
     """Compute the same in PyTorch, in blocks of some heads of one text and some of its rows."""
     work, group, tokens = working_dtype(u), *u.shape[2:4]
     u, w, q, k = u.to(work), w.to(work), q.to(work) * scale, k.to(work)
-    gradients = (torch.zeros_like(u), torch.zeros_like(w)) if differentiate else None
-    largest = largest_scores(q, k) if squared else None
-    total = torch.zeros(2, dtype=work, device=u.device)
-    together = max(1, BLOCK // (group * rows_at_once(group, tokens) * tokens))
-    for b in range(u.shape[0]):
-        for h in range(0, u.shape[1], together):
-            here = b, slice(h, h + together)
-            own = None if gradients is None else (gradients[0][here], gradients[1][here])
-            shift = None if largest is None else largest[here[1], None, None, None]
-            total += heads_loss(u[here], w[here], q[here], k[here], window, sinks, shift, own)
-    return total, gradients
+    by_row, by_key, total = torch.zeros_like(u), torch.zeros_like(w), u.new_zeros(2)
+    largest, size = largest_scores(q, k) if squared else None, rows_at_once(group, tokens)
+    heads = max(1, BLOCK // (group * size * tokens))
+    for b, h, start in product(range(u.shape[0]), range(0, u.shape[1], heads), range(0, tokens, size)):
+        some, rows, stop = slice(h, h + heads), slice(start, start + size), min(start + size, tokens)
+        here, far = (b, some, slice(None), rows), (b, some, slice(sinks, max(sinks, stop - window)))
+        shift = None if largest is None else largest[some, None, None, None]
+        with torch.set_grad_enabled(differentiate):
+            leaves = tuple(x.detach().requires_grad_(differentiate) for x in (u[here], w[far]))
+            sums = block_loss(leaves[0], leaves[1], q[here], k[b, some, :stop], window, sinks, shift)
+            if differentiate:
+                of_rows, of_keys = torch.autograd.grad(sums[0], leaves)
+                by_row[here] = of_rows
+                by_key[far] += of_keys
+        total += sums.detach()
+    return total, (by_row, by_key) if differentiate else None
 
 
-def heads_loss(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, shift: Tensor | None, gradients: Pair | None
+def block_loss(
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, shift: Tensor | None
 ) -> Tensor:  # (2,)
-    """Compute loss and least of some heads of one text, and add to the gradients, if there are any."""
-    whole_query, whole_key, whole_bound = stabilised(u, w, window, sinks)
-    tokens, size, total = u.shape[2], rows_at_once(*u.shape[1:3]), u.new_zeros(2)
-    for start in range(0, tokens, size):
-        stop = min(start + size, tokens)
-        rows, far = (..., slice(start, stop), slice(None)), (..., slice(sinks, max(sinks, stop - window)), slice(None))
-        row, column = torch.arange(start, stop, device=u.device)[:, None], torch.arange(stop, device=u.device)
-        scores = by_key(q[rows], k[:, :stop]).masked_fill_(column > row, EMPTY)
-        is_near = column[far[1]] > row - window
-        query, key, bound = whole_query[rows], whole_key[far], whole_bound[rows]
-        own = None if gradients is None else (gradients[0][rows], gradients[1][far])
-        if shift is None:
-            sums, weight = cross_entropy(scores, far[1], is_near, query, key, bound, u[rows], w[far], own)
-        else:
-            query, key = query * (bound + HEADROOM - shift).exp(), key * math.exp(-HEADROOM)
-            sums, weight = squared_error(scores[..., far[1]] - shift, is_near, query, key)
-        total += sums
-        if own is not None:  # of Σ weight (query · key)
-            weight = weight.flatten(1, 2)
-            own[0].addcmul_((weight @ key).view_as(query), query)
-            own[1].addcmul_(weight.mT @ query.flatten(1, 2), key)
-    return total
+    """Compute loss and least of the last rows that k reaches to; w belongs to the keys that are far for some of them.
 
-
-def stabilised(u: Tensor, w: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute e^(u + ceiling - bound), at most 1, e^(w - ceiling + HEADROOM), and log A less that of their product.
-
-    The weights of a row do not depend on the ceiling. Near keys may lie above it; they are not used.
+    Stabilisers of queries and keys cancel, so they count as constants.
     """
-    far = w[:, sinks : max(sinks, w.shape[1] - window)]
-    ceiling = far.amax(1, keepdim=True) if far.shape[1] else torch.zeros_like(w[:, :1])
+    column, far = torch.arange(k.shape[1], device=k.device), slice(sinks, sinks + w.shape[1])
+    row = column[-q.shape[2] :, None]
+    scores = multiply(q, k).masked_fill(column > row, EMPTY)
+    is_near = column[far] > row - window
+    ceiling = w.detach().amax(1, keepdim=True) if w.shape[1] else torch.zeros_like(u[:, 0, :1])
     query = u + ceiling[:, None]
-    bound = query.amax(-1, keepdim=True)
-    key = (w - ceiling).clamp_(max=0).add_(HEADROOM)
-    return exp_without_underflow(query.sub_(bound)), exp_without_underflow(key), bound - HEADROOM
+    bound = query.detach().amax(-1, keepdim=True)
+    products = multiply(exp_without_underflow(query - bound), exp_without_underflow(w - ceiling + HEADROOM))
+    bound = bound - HEADROOM  # log A less that of a product
+    if shift is not None:
+        error = exp_without_underflow(scores[..., far] - shift) - products * (bound - shift).exp()
+        square = error.masked_fill(is_near, 0).square().sum()
+        return torch.stack([square, torch.zeros_like(square)])
+    teacher = scores.log_softmax(-1)
+    log_a = torch.where(is_near, scores[..., far], products.clamp_min(MIN_PRODUCT).log() + bound)
+    near = scores[..., : far.start], scores[..., far.stop :]
+    lost = (products < LOST) & ~is_near
+    if lost.any():
+        in_lost_row = torch.cat([*near, log_a], -1).amax(-1, keepdim=True) < bound + math.log(LOST)
+        pairs = (lost & ((teacher[..., far] > math.log(torch.finfo(u.dtype).eps / 10)) | in_lost_row)).nonzero(
+            as_tuple=True
+        )
+        pieces = zip(*(index.split(PAIRS) for index in pairs), strict=True)
+        exact = [checkpoint(log_a_of_pairs, u, w, *piece, use_reentrant=False) for piece in pieces]
+        log_a = log_a.index_put(pairs, torch.cat(exact))
+    student = torch.cat([near[0], log_a, near[1]], -1).log_softmax(-1)
+    return -torch.stack([(teacher.exp() * logs).sum() for logs in (student, teacher)])
 
 
-def cross_entropy(
-    scores: Tensor, far: slice, is_near: Tensor, query: Tensor, key: Tensor, bound: Tensor, u: Tensor, w: Tensor,
-    gradients: Pair | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute cross-entropy and entropy of some rows, and the gradient of each product; add that of lost products."""
-    p = scores.softmax(-1)
-    lse = scores.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
-    product = by_key(query, key).masked_fill_(is_near, LOST)
-    lost = product < LOST if product.numel() and product.amin() < LOST else None
-    log_a = torch.where(is_near, scores[..., far], product.clamp_min_(MIN_PRODUCT).log().add_(bound))
-    student = torch.cat([scores[..., : far.start], log_a, scores[..., far.stop :]], -1)
-    if lost is not None:
-        in_lost_row = student.amax(-1, keepdim=True) < bound + math.log(LOST)
-        pairs = (lost & ((p[..., far] > torch.finfo(p.dtype).eps / 10) | in_lost_row)).nonzero(as_tuple=True)
-        student[..., far][pairs] = torch.cat([features.logsumexp(-1) for _, features in some_at_a_time(pairs, u, w)])
-    own = student.log_softmax(-1)
-    entropy = (lse - (p * scores).sum(-1, keepdim=True)).sum()
-    kl = (p * (scores - lse - own)).sum()
-    weight = own[..., far].exp_().sub_(p[..., far]).masked_fill_(is_near, 0)  # p̂ - p: the gradient at log A
-    if lost is not None and gradients is not None:
-        for (h, g, i, j), features in some_at_a_time(pairs, u, w):
-            each = features.softmax(-1) * weight[h, g, i, j, None]
-            gradients[0].index_put_((h, g, i), each, accumulate=True)
-            gradients[1].index_put_((h, j), each, accumulate=True)
-        weight[pairs] = 0
-    return torch.stack([entropy + kl, entropy]), weight.div_(product)
-
-
-def some_at_a_time(pairs: tuple[Tensor, ...], u: Tensor, w: Tensor) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
-    """List places of pairs (head, member of the group, row, key) with their u_im + w_jm: right at any magnitude."""
-    for h, g, i, j in zip(*(index.split(PAIRS) for index in pairs), strict=True):
-        yield (h, g, i, j), u[h, g, i] + w[h, j]
-
-
-def squared_error(scores: Tensor, is_near: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the squared errors of far pairs, summed, and 0, and the gradient of each product."""
-    error = exp_without_underflow(scores).sub_(by_key(query, key)).masked_fill_(is_near, 0)
-    square = error.square().sum()
-    return torch.stack([square, torch.zeros_like(square)]), error.mul_(-2)
+def log_a_of_pairs(u: Tensor, w: Tensor, h: Tensor, g: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Compute log A of pairs (head, member of the group, row, key): right at any magnitude."""
+    return (u[h, g, i] + w[h, j]).logsumexp(-1)
 
 
 def rows_at_once(group: int, tokens: int) -> int:
     return max(16, min(ROWS, BLOCK // (group * tokens), tokens))
 
 
-def by_key(rows: Tensor, columns: Tensor) -> Tensor:
+def multiply(rows: Tensor, columns: Tensor) -> Tensor:
     """Multiply rows (heads, group, rows, dim) and columns (heads, columns, dim): (heads, group, rows, columns)."""
     return (rows.flatten(1, 2) @ columns.mT).unflatten(1, rows.shape[1:3])
 
@@ -233,7 +199,7 @@ def largest_scores(q: Tensor, k: Tensor) -> Tensor:
     for b in range(q.shape[0]):
         for start in range(0, q.shape[-2], ROWS):
             rows = q[b, :, :, start : start + ROWS]
-            scores = by_key(rows, k[b, :, : start + rows.shape[2]])
+            scores = multiply(rows, k[b, :, : start + rows.shape[2]])
             later = torch.ones(rows.shape[2], scores.shape[-1], dtype=torch.bool, device=q.device).triu(start + 1)
             largest = torch.maximum(largest, scores.masked_fill_(later, EMPTY).amax((1, 2, 3)))
     return largest

@@ -142,12 +142,11 @@ def test_the_same_bits_twice():
 @pytest.mark.parametrize(
     "line, mutation",
     [
-        ("own[..., far].exp_().sub_(p[..., far])", "-p[..., far]"),  # no gradient of the denominator
-        ("column[far[1]] > row - window", "column[far[1]] >= row - window"),
-        ("masked_fill_(column > row, EMPTY)", "masked_fill_(column > row + 1, EMPTY)"),
-        ("weight.mT @ query.flatten(1, 2)", "weight.mT @ query.flatten(1, 2).abs().sqrt()"),
-        ("scores - lse - own", "scores - lse + own"),
-        (".log().add_(bound)", ".log()"),
+        ("(teacher.exp() * logs)", "(teacher.exp() * logs.abs().sqrt())"),
+        ("column[far] > row - window", "column[far] >= row - window"),
+        ("masked_fill(column > row, EMPTY)", "masked_fill(column > row + 1, EMPTY)"),
+        ("by_key[far] += of_keys", "by_key[far] += of_keys.abs()"),
+        (".log() + bound)", ".log())"),
     ],
 )
 def test_a_mutated_loss_fails(line, mutation, monkeypatch):
