@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from linearizer.evaluate.subjects import Read, Subject, read_together
-from linearizer.method.shared_reads import in_step, passes_at_once
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Bin, Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
@@ -61,14 +59,10 @@ def measure_language(
     batches_by_subject: list[list[Scores]] = [[] for _ in subjects]
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
-    model = subjects[0].model
-    size = passes_at_once(model, split[0].numel() * len(subjects), logits=1)
-    for first in range(0, len(split), size):
-        some = split[first : first + size]
-        for scores_by_subject in in_step(model, [partial(read_scores, subjects, ids, read) for ids in some]):
-            for texts, own in zip(batches_by_subject, scores_by_subject, strict=True):
-                texts.append(own)
-        yield Progress("language", first + len(some), len(split), "batches")
+    for done, ids in enumerate(split, 1):
+        for texts, own in zip(batches_by_subject, read_scores(subjects, ids, read), strict=True):
+            texts.append(own)
+        yield Progress("language", done, len(split), "batches")
     scores = [join_scores(batches, 0) for batches in batches_by_subject]
     unit, owners = owners_of(documents)
     resampled = Resampled(owners, seed)

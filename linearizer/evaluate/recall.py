@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_into, read_losses
-from linearizer.method.shared_reads import in_step
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Longer, Recall, Repeated
 from linearizer.teacher.logits import fresh_cache, losses_of, texts_at_once
@@ -63,9 +62,9 @@ class RepeatReader:
             for own, given in zip(losses, logits, strict=True):
                 own.append(losses_of(given, following))
             yield begin, logits
-        passes = [partial(read_branches, subject, ends, cache) for subject, cache in zip(subjects, caches, strict=True)]
         last = []
-        for logits_of_ends, own, kept in zip(in_step(subjects[0].model, passes), losses, self.losses, strict=True):
+        for subject, cache, own, kept in zip(subjects, caches, losses, self.losses, strict=True):
+            logits_of_ends = read_branches(subject, ends, cache)
             last.append(logits_of_ends[:, 0])
             # the passage's own first token is a surprise twice
             given, following = logits_of_ends[:, 1:, :-1], ends[:, 1:, 1:]

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.method.shared_reads import in_step
 from linearizer.method.substitute import exchange_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer, cache_bytes
@@ -86,9 +85,8 @@ def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache])
 
 
 def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None]) -> list[Tensor]:
-    """Let all subjects read on from what their caches hold, and give their logits; streamed weights are read once."""
-    pairs = zip(subjects, caches, strict=True)
-    return in_step(subjects[0].model, [partial(read_logits, subject, ids, cache) for subject, cache in pairs])
+    """Let all subjects read on from what their caches hold, and return their logits."""
+    return [read_logits(subject, ids, cache) for subject, cache in zip(subjects, caches, strict=True)]
 
 
 @torch.inference_mode()

@@ -62,26 +62,13 @@ def make_layer_student(
     return student.to(device).eval()
 
 
-class FixedAnswer:
-    """Takes the place of a module's code, and gives a fixed answer without computing."""
-
-    def __init__(self, answer: Any) -> None:
-        self.answer = answer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.answer
-
-
-def is_fixed(block: nn.Module) -> bool:
-    """Tell whether a module gives a fixed answer."""
-    return isinstance(vars(block).get("forward"), FixedAnswer)
 
 
 @contextmanager
 def fixed_answer(block: nn.Module, answer: Any) -> Iterator[None]:
     """Let a module return a fixed answer without computing."""
     own = vars(block).get("forward")  # that streams the weights of the block
-    block.forward = FixedAnswer(answer)
+    block.forward = lambda *args, **kwargs: answer
     try:
         yield
     finally:

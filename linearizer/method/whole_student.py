@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.method.shared_reads import in_step, passes_at_once
 from linearizer.method.substitute import Begin, make_layer_student, replace_student
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
@@ -44,25 +42,10 @@ def kl_by_token(
     kl: list[torch.Tensor] = []
     yield Progress(step, 0, len(allocations), "students")
     expected = logits_of(teacher, texts)
-    size = passes_at_once(teacher, texts.numel())
-    for done in range(0, len(allocations), size):
-        some = allocations[done : done + size]
-        given = [(teacher, texts, layers, allocation, begin, expected) for allocation in some]
-        kl += in_step(teacher, [partial(tokens_kl_of_student, *each) for each in given])
+    for allocation in allocations:
+        kl.append(kl_of(expected, logits_of_student(teacher, texts, layers, allocation, begin)))
         yield Progress(step, len(kl), len(allocations), "students")
     return kl
-
-
-def tokens_kl_of_student(
-    teacher: PreTrainedModel,
-    texts: torch.Tensor,
-    layers: Sequence[Layer],
-    allocation: Allocation,
-    begin: Begin,
-    expected: torch.Tensor,
-) -> torch.Tensor:  # (texts, tokens)
-    """Measure the kl of one student's logits at every token."""
-    return kl_of(expected, logits_of_student(teacher, texts, layers, allocation, begin))
 
 
 def logits_of_student(

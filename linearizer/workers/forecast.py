@@ -6,10 +6,11 @@ student took.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -162,9 +163,12 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
 
 def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     """Say how many seconds the weights are read, once, or by every pass of a run that reads them block by block."""
-    weights, count = bytes_in_memory(inspection, plan.dtype, plan.device), 8.0  # with two parts of what is judged
+    weights, layers = bytes_in_memory(inspection, plan.dtype, plan.device), replaced_layers(inspection)
     if not (weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device)):
         return inspection.weight_bytes / speeds.reads
+    length = plan.kept_length(inspection.max_positions)
+    batches = min(JUDGING.texts, math.ceil(JUDGING.texts * length * inspection.vocabulary / MAX_LOGITS))
+    count = 2.0 + 2 * 3 * batches  # two parts are judged, of three subjects
     if plan.rules.decided_by == "prices":
         count += 4 + COMPARED
     if plan.trains:
