@@ -18,8 +18,8 @@ from torch import nn
 from linearizer.method.substitute import fixed_answer
 from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.logits import PROBE_TOKENS
-from linearizer.teacher.probe import WATCHED_TOKENS, build_blueprint, run_blueprint
 from linearizer.teacher.streaming import is_streamed, offload_hooks
+from linearizer.teacher.support import WATCHED_TOKENS, build_blueprint, run_blueprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

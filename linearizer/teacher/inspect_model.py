@@ -10,9 +10,17 @@ from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
 from linearizer.plan.head_bytes import Layer, cache_bytes, feature_bytes
 from linearizer.plan.inspection import Budget, Inspection
-from linearizer.teacher.probe import AttentionLayer, build_blueprint, watch_blueprint, watch_layers
 from linearizer.teacher.quantised import check_quantisation, describe_quantisation, gguf_file, is_packed, method_of
-from linearizer.teacher.support import TESTED, Refused, check_config, check_windows
+from linearizer.teacher.support import (
+    TESTED,
+    AttentionLayer,
+    Refused,
+    build_blueprint,
+    check_config,
+    check_windows,
+    run_blueprint,
+    watch_layers,
+)
 from linearizer.teacher.text_tower import names_in_files, whole_of
 
 if TYPE_CHECKING:
@@ -46,7 +54,7 @@ def watch_if_supported(
         model = build_blueprint(config)
         if whole_of(config) and source.weights.names:
             names_in_files(model, source.weights.names)
-        seen = watch_blueprint(model)
+        seen = run_blueprint(lambda: watch_layers(model))
         check_windows([layer.shape.native_window for layer in seen])
     except Refused as refused:
         return model, seen, refused

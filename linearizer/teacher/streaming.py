@@ -18,9 +18,9 @@ from linearizer.errors import RequestError
 from linearizer.plan.inspection import Inspection
 from linearizer.teacher.devices import choose_device, choose_dtype, device_kind
 from linearizer.teacher.layers import blocks_of
-from linearizer.teacher.probe import build_blueprint
 from linearizer.teacher.quantised import is_packed, method_of
 from linearizer.teacher.ram import free_bytes
+from linearizer.teacher.support import build_blueprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -25,7 +25,7 @@ from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingSettings
 from linearizer.train.trainer import TEACHER, Losses, Trainer
-from linearizer.train.training_state import TrainingState, read_state, remove_states, write_state
+from linearizer.train.training_state import read_state, remove_states, write_state
 
 DEFAULTS = TrainingSettings()
 
@@ -58,18 +58,24 @@ def distill(
     with attending(student.base, TEACHER):
         check_logits(student.base, texts)
     with trainable_features(student, settings):
-        trainer = Trainer(student, texts, settings)
-        identity = identity_of(student, texts, settings)
-        state = resume_training(trainer, folder, identity) if folder is not None and resume else None
+        trainer, events, new_events = Trainer(student, texts, settings), list[str](), list[str]()
+        facts = {**identity_of(student, texts, settings), "events": events}
+
+        def save() -> None:
+            if folder is not None:
+                write_state(folder, trainer.state(facts))
+
         if folder is not None and not resume:
             remove_states(folder)
-        events = [] if state is None else list(state.facts["events"])
-        new = [] if state is None or state.warning is None else [state.warning]
+        elif folder is not None and (state := read_state(folder)) is not None:
+            check_identity(facts, state.facts, folder)
+            trainer.restore(state)
+            events += state.facts["events"]
+            new_events += filter(None, [state.warning])
         try:
-            yield from run_steps(trainer, events, new, folder, identity, enough)
+            yield from run_steps(trainer, events, new_events, enough, save)
         except GeneratorExit:
-            if folder is not None:
-                write_state(folder, trainer.state({**identity, "events": events}))
+            save()
             raise
     layers = {index: optimizer.status for index, optimizer in trainer.optimizers.items()}
     return TrainingResult(
@@ -92,18 +98,17 @@ def run_steps(
     trainer: Trainer,
     events: list[str],
     new_events: list[str],
-    folder: Path | None,
-    identity: Mapping[str, object],
     enough: Callable[[int], bool],
+    save: Callable[[], None],
 ) -> Steps[None]:
-    """Take the remaining steps, and write the state every few steps; add all `new_events` to `events`."""
+    """Take the remaining steps, and save the state every few steps; add all `new_events` to `events`."""
     settings, first, begun = trainer.settings, trainer.step, time.monotonic()
     events += new_events
     while trainer.active() and trainer.step < settings.steps and not enough(trainer.step):
         losses, problems = trainer.take_step()
         events += problems
-        if folder is not None and (trainer.step % settings.save_every == 0 or trainer.step == settings.steps):
-            write_state(folder, trainer.state({**identity, "events": events}))
+        if trainer.step % settings.save_every == 0 or trainer.step == settings.steps:
+            save()
         seconds = (time.monotonic() - begun) / (trainer.step - first)
         details = {
             **step_details(losses, settings),
@@ -113,8 +118,8 @@ def run_steps(
         }
         new_events = []
         yield Progress(EventName.DISTILL, trainer.step, settings.steps, "steps", details)
-    if folder is not None and trainer.optimizers and trainer.step < settings.steps:
-        write_state(folder, trainer.state({**identity, "events": events}))
+    if trainer.optimizers and trainer.step < settings.steps:
+        save()
 
 
 def step_details(losses: Losses, settings: TrainingSettings) -> dict[str, object]:
@@ -122,16 +127,6 @@ def step_details(losses: Losses, settings: TrainingSettings) -> dict[str, object
     means = {name: sum(of_layers.values()) / len(of_layers) for name, of_layers in losses.items()}
     excess = {EXCESS_NAMES[settings.loss]: means["excess"]} if settings.loss in EXCESS_NAMES else {}
     return {"loss": means["loss"], **excess, "layers": losses["excess"]}
-
-
-def resume_training(trainer: Trainer, folder: Path, identity: Mapping[str, object]) -> TrainingState | None:
-    """Resume from the state in a folder, if there is one."""
-    state = read_state(folder)
-    if state is None:
-        return None
-    check_identity(identity, state.facts, folder)
-    trainer.restore(state)
-    return state
 
 
 def check_identity(identity: Mapping[str, Any], facts: Mapping[str, Any], folder: Path) -> None:

@@ -67,13 +67,9 @@ class Block:
     last: nn.Module | None
     adds: bool  # whether both maps are added to the hidden states as they are
 
-
-@dataclass(frozen=True)
-class Fit:
-    """How far a layer was from its teacher, and is once its maps are fitted."""
-
-    start: float
-    end: float
+    @property
+    def maps(self) -> list[nn.Module]:
+        return [part for part in (self.output, self.last) if part is not None]
 
 
 def fit_maps(
@@ -82,72 +78,60 @@ def fit_maps(
     settings: TrainingSettings,
     enough: Callable[[int], bool] = lambda step: False,
 ) -> Steps[TrainingResult]:
-    """Fit the maps of all layers, the first layer first, to as many texts as so many steps of training would read.
+    """Fit the maps of all layers, the first layer first, to the texts that the steps of a training would read.
 
     A fit that was stopped begins again. Before each layer `enough` receives the share of the steps that the layers
     before it stand for; returning true ends the fit early. Closing it before its end leaves the teacher's weights as
     they were.
     """
     check_text(texts, settings)
-    fits: list[Fit] = []
-    before: dict[nn.Parameter, Tensor] = {}
     numbers = [layer_number(module) for module in attention_modules(student.base)]
-
-    def steps_done() -> int:
-        return settings.steps * len(fits) // len(numbers)
-
+    before: dict[nn.Parameter, Tensor] = {}
+    start, end = dict[int, float](), dict[int, float]()
+    tokens, begun = settings.steps * settings.batch * texts.shape[1], time.monotonic()
+    fits = fit_blocks(student, texts, settings, before)
     try:
-        if not enough(0):
-            for progress in fit_blocks(student, texts, settings, fits, before):
-                yield progress
-                if enough(steps_done()):
-                    break
+        while len(end) < len(numbers) and not enough(settings.steps * len(end) // len(numbers)):
+            layer = numbers[len(end)]
+            start[layer], end[layer] = next(fits)
+            seconds = (time.monotonic() - begun) / len(end)
+            details = {
+                "loss": end[layer],
+                "layers": dict(end),
+                "tokens_per_second": tokens / seconds,
+                "seconds_left": seconds * (len(numbers) - len(end)),
+                "events": (),
+            }
+            yield Progress(EventName.DISTILL, len(end), len(numbers), "layers", details)
     except GeneratorExit:
         for weight, value in before.items():
             weight.data.copy_(value)
         raise
-    fitted = list(zip(numbers, fits, strict=False))
-    start, end = {layer: fit.start for layer, fit in fitted}, {layer: fit.end for layer, fit in fitted}
-    return TrainingResult(steps_done(), start, end, given_up=(), events=())
+    return TrainingResult(settings.steps * len(end) // len(numbers), start, end, given_up=(), events=())
 
 
 def fit_blocks(
-    student: LinearizedForCausalLM,
-    texts: Tensor,
-    settings: TrainingSettings,
-    fits: list[Fit],
-    before: dict[nn.Parameter, Tensor],
-) -> Steps[None]:
-    """Fit one layer after the other; keep in `before` the weights that change."""
-    base, begun = student.base, time.monotonic()
-    device = next(student.parameters()).device
+    student: LinearizedForCausalLM, texts: Tensor, settings: TrainingSettings, before: dict[nn.Parameter, Tensor]
+) -> Iterator[tuple[float, float]]:
+    """Fit one layer after the other; yield how far each was from its teacher, and is; keep the weights in `before`."""
+    base, device = student.base, next(student.parameters()).device
     batches = [draw_batch(texts, settings, step).to(device) for step in range(settings.steps)]
     with attending(base, TEACHER):
         chain = chain_of(base, batches[0])
         assert chain is not None  # else the door refuses the plan
-        theirs_given = [calls_of(base, chain, ids) for ids in batches]
+        their_calls = [calls_of(base, chain, ids) for ids in batches]
         outputs = output_projections(base, batches[0][:1, :PROBE_TOKENS])
-    own_given = [calls_of(base, chain, ids) for ids in batches]
-    hidden = [(given[0][0][0],) * 2 for given in theirs_given]  # of teacher and student
+    own_calls = [calls_of(base, chain, ids) for ids in batches]
+    hidden = [(calls[0][0][0],) * 2 for calls in their_calls]  # of teacher and student
     for place, module in enumerate(attention_modules(base)):
-        given = [(theirs[place], own[place]) for theirs, own in zip(theirs_given, own_given, strict=True)]
+        calls = [(theirs[place], own[place]) for theirs, own in zip(their_calls, own_calls, strict=True)]
+        output = outputs.get(layer_number(module))
         with torch.no_grad(), without_denormals():
-            block = block_of(
-                base, chain.blocks[place], module, outputs.get(layer_number(module)), hidden[0][0], given[0][0]
-            )
-            weights = [cast(nn.Parameter, part.weight) for part in (block.output, block.last) if part is not None]
+            block = block_of(base, chain.blocks[place], module, output, hidden[0][0], calls[0][0])
+            weights = [cast(nn.Parameter, part.weight) for part in block.maps]
             before.update({weight: weight.detach().clone() for weight in weights})
-            hidden, start, end = fit_block(base, block, hidden, given)
-        fits.append(Fit(start, end))
-        seconds = (time.monotonic() - begun) / (place + 1)
-        details = {
-            "loss": end,
-            "layers": {layer_number(each): fit.end for each, fit in zip(attention_modules(base), fits, strict=False)},
-            "tokens_per_second": sum(ids.numel() for ids in batches) / seconds,
-            "seconds_left": seconds * (len(chain.blocks) - place - 1),
-            "events": (),
-        }
-        yield Progress(EventName.DISTILL, place + 1, len(chain.blocks), "layers", details)
+            hidden, start, end = fit_block(base, block, hidden, calls)
+        yield start, end
 
 
 def block_of(
@@ -158,28 +142,26 @@ def block_of(
         answer = answer_of(whole, hidden, call)
     order = [part for part, (_, given) in seen.items() if given.shape == answer.shape]
     last = order[-1] if order and order[-1] is not output else None
-    maps = [part for part in (output, last) if part is not None]
-    whole_sum = hidden + sum(seen[part][1] for part in maps)
-    adds = bool((whole_sum - answer).float().norm() <= SAME * (answer - hidden).float().norm())
+    total = hidden + sum(seen[part][1] for part in (output, last) if part is not None)
+    adds = bool((total - answer).float().norm() <= SAME * (answer - hidden).float().norm())
     return Block(whole, attention, output, last, adds)
 
 
 def fit_block(
-    base: PreTrainedModel, block: Block, hidden: Sequence[tuple[Tensor, Tensor]], given: Sequence[tuple[Call, Call]]
+    base: PreTrainedModel, block: Block, hidden: Sequence[tuple[Tensor, Tensor]], calls: Sequence[tuple[Call, Call]]
 ) -> tuple[list[tuple[Tensor, Tensor]], float, float]:
-    """Fit the maps of a layer; give the hidden states after it, and how far the student was and is from its teacher.
+    """Fit the maps of a layer; return the hidden states after it, and how far the student was and is from its teacher.
 
     Where a layer does not add what its maps give as it is, each map comes nearest to what it gives its teacher.
     """
-    maps = [part for part in (block.output, block.last) if part is not None]
     theirs: list[tuple[Tensor, Tensor | None]] = []  # the layer's answer, and its last map's where that counts
     answers, attended, squares = [], [], Squares()
-    for (their_hidden, own_hidden), (their_call, own_call) in zip(hidden, given, strict=True):
-        with attending(base, TEACHER), recorded(maps) as their_maps:
+    for (their_hidden, own_hidden), (their_call, own_call) in zip(hidden, calls, strict=True):
+        with attending(base, TEACHER), recorded(block.maps) as their_maps:
             answer = answer_of(block.whole, their_hidden, their_call)
         theirs.append((answer, None if block.adds or block.last is None else their_maps[block.last][1]))
         student = getattr(block.attention, "student", None)
-        with recorded([*maps, *filter(None, [student])]) as own_maps:
+        with recorded([*block.maps, *filter(None, [student])]) as own_maps:
             answers.append(answer_of(block.whole, own_hidden, own_call))
         attended.append(None if student is None else own_maps[student][1])
         if block.output is not None:
@@ -187,9 +169,9 @@ def fit_block(
             squares.add(own_maps[block.output][0], missing + (their_hidden - own_hidden) * block.adds)
 
     def again() -> Iterator[tuple[Tensor, Recorded]]:
-        for (_, own_hidden), (_, call), output in zip(hidden, given, attended, strict=True):
+        for (_, own_hidden), (_, call), output in zip(hidden, calls, attended, strict=True):
             fixed = nullcontext() if output is None else replace_student(block.attention, FixedOutput(output))
-            with fixed, recorded(maps) as own_maps:
+            with fixed, recorded(block.maps) as own_maps:
                 yield answer_of(block.whole, own_hidden, call), own_maps
 
     if block.output is not None:
@@ -226,6 +208,6 @@ def recorded(parts: Sequence[nn.Module]) -> Iterator[Recorded]:
 
 
 def distance(theirs: Sequence[Tensor], own: Sequence[Tensor]) -> float:
-    """Give the square of what differs, as a share of the teacher's own."""
+    """Return the square of what differs, as a share of the teacher's own."""
     missing = sum(float((a - b).float().square().sum()) for a, b in zip(theirs, own, strict=True))
     return missing / sum(float(a.float().square().sum()) for a in theirs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,10 +95,6 @@ class LayerOptimizer:
             named |= {f"{name}/now": p.detach(), f"{name}/good": self.good[name]}
             named |= {f"{name}/{moment}": value for moment, value in self.adam.state.get(p, {}).items()}
         return named
-
-    def facts(self) -> dict[str, Any]:
-        """Give the status as plain values."""
-        return asdict(self.status)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:

@@ -17,36 +17,17 @@ from linearizer.plan.plan import FITTED, Plan
 from linearizer.run.disk import SAVE_EVERY
 
 LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
-RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map; z and log_weight: the paper's
-    "z": 0.02,
-    "log_weight": 0.2,
-    "query_weight": 0.02,
-    "key_weight": 0.02,
-    "gain": 0.02,
-    "norm": 0.01,
-    "bias": 0.02,
-    "hidden": 0.003,
-    "out": 0.003,
-    "centres": 0.03,
-    "query_centres": 0.06,
-    "metric": 0.03,
-    "log_sharpness": 0.06,
-    "key_map": 0.01,
-    "query_map": 0.01,
-    "key_shift": 0.01,
-    "key_bias": 0.03,
-    "gate_bias": 0.05,
-    "gate_down": 0.01,
-    "gate_up": 0.01,
-    "value_scale": 0.02,
-    "mass": 0.03,
-    "tap_weight": 0.01,
-    "query_tap_weight": 0.01,
-    "heat": 0.01,
-    "router": 0.02,
-    "log_ridge": 0.03,
-    "lora": 0.0005,
+NAMES_BY_RATE = {  # the names of parameters in their feature maps; z and log_weight: the paper's
+    0.0005: "lora",
+    0.003: "hidden out",
+    0.01: "norm key_map query_map key_shift gate_down gate_up tap_weight query_tap_weight heat",
+    0.02: "z query_weight key_weight gain bias value_scale router",
+    0.03: "centres metric key_bias mass log_ridge",
+    0.05: "gate_bias",
+    0.06: "query_centres log_sharpness",
+    0.2: "log_weight",
 }
+RATES: Mapping[str, float] = {name: rate for rate, names in NAMES_BY_RATE.items() for name in names.split()}
 DROPOUT = 0.5  # of windows beside features: see TrainingSettings
 MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated
 

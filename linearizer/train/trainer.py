@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -102,42 +103,34 @@ class Trainer:
     def gradients(self, ids: torch.Tensor, keep: float) -> Losses:
         """Add up the gradients of the parts of a batch; return the losses, averaged over it."""
         losses: Losses = {"loss": {}, "excess": {}}
-        parts = ids.split(self.rows)
-        for part in parts:
+        compute = self.layer_losses if self.layerwise else self.model_losses
+        for part in ids.split(self.rows):
             share = len(part) / len(ids)
-            if self.layerwise:
-                of_layers = self.layer_losses(part, keep, share)
-            else:
-                of_layers = self.model_losses(part, keep, share)
-            for index, of_layer in of_layers.items():
-                losses["loss"][index] = losses["loss"].get(index, 0.0) + share * float(of_layer.loss)
-                losses["excess"][index] = losses["excess"].get(index, 0.0) + share * float(of_layer.excess)
+            for index, of_layer in compute(part, keep, share).items():
+                for name, means in losses.items():
+                    means[index] = means.get(index, 0.0) + share * float(getattr(of_layer, name))
         return losses
 
     def layer_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, LayerLoss]:
         """Compute and differentiate the loss of every layer while the teacher reads."""
-        active, losses = self.active(), {}
+        active, losses = self.active(), dict[int, LayerLoss]()
 
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
         ) -> None:
-            if (index := layer_number(module)) in active:
-                inputs = AttentionInputs(query, key, value, scale)
-                losses[index] = self.differentiate(module, inputs, keep, share)
+            if (index := layer_number(module)) not in active:
+                return
+            inputs, projection = AttentionInputs(query, key, value, scale), self.projections.get(index)
+            with torch.enable_grad():
+                result = layer_loss(self.settings.loss, module.student, inputs, projection, keep)  # type: ignore[arg-type]
+                (result.loss * share).backward()
+            if not result.loss.isfinite() and not inputs.is_finite():
+                raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
+            losses[index] = LayerLoss(result.loss.detach(), result.excess)
 
         with torch.no_grad(), observing(self.base, observe):
             hidden_states(self.base, ids)
         return losses
-
-    def differentiate(self, module: nn.Module, inputs: AttentionInputs, keep: float, share: float) -> LayerLoss:
-        """Compute and differentiate the loss of one layer."""
-        index = layer_number(module)
-        with torch.enable_grad():
-            arguments = module.student, inputs, self.projections.get(index), keep
-            result = layer_loss(self.settings.loss, *arguments)  # type: ignore[arg-type]
-            (result.loss * share).backward()
-        check_finite(index, result.loss, inputs)
-        return LayerLoss(result.loss.detach(), result.excess)
 
     def model_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, LayerLoss]:
         """Compute and differentiate the loss of the whole student, which all layers share."""
@@ -166,21 +159,15 @@ class Trainer:
     def state(self, facts: Mapping[str, object]) -> TrainingState:
         """Collect all that resuming from here needs."""
         tensors = {f"{i}/{name}": t for i, layer in self.optimizers.items() for name, t in layer.tensors().items()}
-        layers = {str(index): optimizer.facts() for index, optimizer in self.optimizers.items()}
+        layers = {str(index): asdict(optimizer.status) for index, optimizer in self.optimizers.items()}
         return TrainingState(tensors, {**facts, "step": self.step, "rows": self.rows, "layers": layers})
 
     def restore(self, state: TrainingState) -> None:
         """Resume from a state."""
         self.step, self.rows = state.facts["step"], state.facts["rows"]
         for index, optimizer in self.optimizers.items():
-            own = {n.removeprefix(f"{index}/"): t for n, t in state.tensors.items() if n.startswith(f"{index}/")}
-            optimizer.restore(own, state.facts["layers"][str(index)])
-
-
-def check_finite(index: int, loss: torch.Tensor, inputs: AttentionInputs) -> None:
-    """Refuse a loss that is not finite because the teacher is not."""
-    if not loss.isfinite() and not inputs.is_finite():
-        raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
+            tensors = {n.removeprefix(f"{index}/"): t for n, t in state.tensors.items() if n.startswith(f"{index}/")}
+            optimizer.restore(tensors, state.facts["layers"][str(index)])
 
 
 def make_optimizers(student: LinearizedForCausalLM, settings: TrainingSettings) -> dict[int, LayerOptimizer]:

@@ -12,7 +12,7 @@ from linearizer import pipeline
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.teacher.probe import build_blueprint
+from linearizer.teacher.support import build_blueprint
 from linearizer.workers.forecast import Speeds, forecast_run
 from tests.benchmarks import sizes
 from tests.support.families import GROUPED
