@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation, heads_replaced
-from linearizer.plan.head_bytes import TILE, Head, Layer
+from linearizer.plan.head_bytes import TILE, Head, Layer, cache_bytes, feature_bytes
 from linearizer.plan.profile import Curve, Profile
 
 LEVELS = (-100.0, 100.0)  # logarithms: the first asks for less than a tile of anything, the last exceeds any budget
@@ -29,7 +28,7 @@ def allocate_by_freedoms(
     window: int = 0,
     sinks: int = 0,
 ) -> Allocation:
-    """Spend a budget in tokens of cache, or a mean number of features beside window and sinks, on the KV heads.
+    """Spend a budget in tokens of cache, or a mean number of features after window and sinks, on the KV heads.
 
     The fixed λ of the paper's strategies is the reference of the profile. The amounts are those of a plan.
     """
@@ -67,62 +66,36 @@ class Unit:
 
 
 def layer_units(profile: Profile, index: int, layer: Layer, strategy: str) -> list[Unit]:
-    """Make the units of one layer as the strategy has it."""
+    """Make the units of one layer as the strategy has it.
+
+    fix            the same for every head; the remaining tiles go to the heads with the most degrees of freedom
+    common-lambda  N(λ*) for every KV head, one λ* for the whole model, the smallest that the budget allows
+    dof            a layer in proportion to N(λ) of its neediest head (algorithm 1 of the paper)
+    dof-clip       then cut to the head size; the bytes that this frees are not spent again
+    dof-mean       a layer in proportion to the mean of N(λ) over its heads
+    """
     if layer.native_window is not None:
         return []
-    ridges, measured = profile.settings.ridges, profile.layers[index]
-    heads = [Curve.through(head.freedoms, ridges) for head in measured.heads]
+    ridges, level, tile = profile.settings.ridges, -math.log(profile.settings.reference), TILE * feature_bytes(layer)
+    measured = profile.layers[index]
+    curves = [Curve.through(head.freedoms, ridges) for head in measured.heads]
+    if strategy in ("fix", "common-lambda"):
+        return [Unit(1, tile, math.exp if strategy == "fix" else curve.at, curve.at(level)) for curve in curves]
     queries = [Curve.through(freedoms, ridges) for freedoms in measured.query_freedoms]
-    fixed_level = -math.log(profile.settings.reference)
-    return UNITS_BY_STRATEGY[strategy](heads, queries, fixed_level, TILE * head_bytes.feature_bytes(layer))
-
-
-def fix(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
-    """Give every head the same; the tiles of the remainder go to the heads with the most degrees of freedom."""
-    return [Unit(1, tile_bytes, math.exp, curve.at(fixed_level)) for curve in heads]
-
-
-def dof(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
-    """Give a layer in proportion to N(λ) of its neediest head (algorithm 1 of the paper)."""
-    return [proportional(len(heads), tile_bytes, max(curve.at(fixed_level) for curve in queries or heads))]
-
-
-def dof_mean(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
-    """Give a layer in proportion to the mean of N(λ) over its heads."""
-    counts = [curve.at(fixed_level) for curve in queries or heads]
-    return [proportional(len(heads), tile_bytes, math.fsum(counts) / len(counts))]
-
-
-def common_lambda(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
-    """Give every KV head its N(λ*), one λ* for the whole model, the smallest that the budget allows."""
-    return [Unit(1, tile_bytes, curve.at, curve.at(fixed_level)) for curve in heads]
-
-
-def proportional(heads: int, tile_bytes: int, need: float) -> Unit:
-    """Make a unit that asks for features in proportion to its need."""
-    return Unit(heads, heads * tile_bytes, lambda level: need * math.exp(level), need)
-
-
-# (curves of a layer's KV heads, of its query heads if measured, -log of the fixed λ, bytes of a head's tile) -> units
-UnitsOfLayer = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
-UNITS_BY_STRATEGY: dict[str, UnitsOfLayer] = {
-    "fix": fix,
-    "dof": dof,
-    "dof-clip": dof,  # then cut to the head size; the bytes that this frees are not spent again
-    "dof-mean": dof_mean,
-    "common-lambda": common_lambda,
-}
+    needs = [curve.at(level) for curve in queries or curves]
+    need = math.fsum(needs) / len(needs) if strategy == "dof-mean" else max(needs)
+    return [Unit(len(curves), len(curves) * tile, lambda level: need * math.exp(level), need)]
 
 
 def bytes_for_features(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> int:
     """Compute the bytes to spend on features, after the tokens that every head keeps exactly."""
-    one_each = sum(heads_replaced(layer) * head_bytes.feature_bytes(layer) for layer in layers)
+    one_each = sum(heads_replaced(layer) * feature_bytes(layer) for layer in layers)
     if budget is None:
         return (features or 0) * one_each
-    exact, least = exact_tokens * head_bytes.cache_bytes(layers, 1), TILE * one_each
-    left = head_bytes.cache_bytes(layers, budget) - exact
+    exact, least = exact_tokens * cache_bytes(layers, 1), TILE * one_each
+    left = cache_bytes(layers, budget) - exact
     if left < least:
-        enough = -(-(exact + least) // head_bytes.cache_bytes(layers, 1))
+        enough = -(-(exact + least) // cache_bytes(layers, 1))
         raise BudgetError(
             f"a budget of {budget} tokens is too small: {exact_tokens} exact tokens and {TILE} features for every KV "
             f"head take {enough}; ask for at least that, or keep fewer exact tokens"

@@ -8,10 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.method.by_freedoms import UNITS_BY_STRATEGY, allocate_by_freedoms
+from linearizer.method.by_freedoms import allocate_by_freedoms
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, feature_bytes
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
+from linearizer.plan.recipes import STRATEGIES
 from tests.benchmarks.paper import allocate_as_paper
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 2))
@@ -49,7 +50,7 @@ def features_of(allocation):
     return [head.features for row in allocation.heads for head in row]
 
 
-names = pytest.mark.parametrize("strategy", UNITS_BY_STRATEGY)
+names = pytest.mark.parametrize("strategy", [name for name, x in STRATEGIES.items() if x.decided_by == "freedoms"])
 few = settings(max_examples=40)
 
 
@@ -84,17 +85,6 @@ def test_a_larger_budget_takes_nothing_from_any_head(strategy, model, budget, mo
     assert all(before <= after for before, after in zip(small, large, strict=True))
 
 
-def test_a_tile_that_is_too_dear_is_waited_for():
-    """Buying a cheaper one instead would have to be taken back as soon as the dear one can be paid."""
-    layers = (Layer(1, 1, 16, 16), Layer(1, 1, 16, 240), Layer(1, 1, 16, 16))
-    profile = profile_of([[(0.3, 0.1)], [(0.9, 0.1)], [(0.5, 0.1)]])
-    bought = [
-        features_of(allocate_by_freedoms(profile, layers, budget=budget, strategy="fix")) for budget in range(30, 300)
-    ]
-    for small, large in zip(bought, bought[1:], strict=False):
-        assert all(before <= after for before, after in zip(small, large, strict=True))
-
-
 @names
 @few
 @given(model=models(), budget=st.integers(200, 5000), data=st.data())
@@ -117,10 +107,6 @@ def test_permuting_layers_permutes_the_answer(strategy, model, budget, data):
 
 LAYERS = (Layer(2, 2, 64, 64),) * 3
 PROFILE = profile_of([[(0.5, 0.2), (0.9, 0.3)], [(0.4, 0.5), (0.6, 0.6)], [(0.5, 0.4), (0.3, 0.1)]])
-
-
-def test_fix_gives_every_head_the_same():
-    assert set(features_of(allocate_by_freedoms(PROFILE, LAYERS, features=64, strategy="fix"))) == {64}
 
 
 def test_residue_of_fix_goes_to_the_neediest_heads():
@@ -174,13 +160,6 @@ def test_common_lambda_gives_each_head_its_own_freedoms():
     assert all(abs(features - freedoms) <= 16 for features, freedoms in zip(result, curves[0], strict=True))
 
 
-def test_dof_reads_the_curves_at_the_reference_of_the_profile():
-    far = replace(PROFILE, settings=replace(PROFILE.settings, reference=2.0**-16))
-    expected = [max(head.freedoms[8] for head in layer.heads) for layer in PROFILE.layers]
-    features = features_of(allocate_as_paper(far, LAYERS, features=64, strategy="dof"))
-    assert features[::2] == [round(64 * need / (sum(expected) / 3)) for need in expected]
-
-
 @names
 def test_a_budget_too_small_names_the_least_that_would_do(strategy):
     with pytest.raises(BudgetError, match="take 37;"):
@@ -188,12 +167,6 @@ def test_a_budget_too_small_names_the_least_that_would_do(strategy):
     assert set(
         features_of(allocate_by_freedoms(PROFILE, LAYERS, budget=37, strategy=strategy, window=16, sinks=4))
     ) == {16}
-
-
-@names
-def test_more_tokens_than_make_sense_are_still_counted(strategy):
-    allocation = allocate_by_freedoms(PROFILE, LAYERS, budget=2**40, strategy=strategy)
-    assert allocation.state_bytes(LAYERS, 0) <= cache_bytes(LAYERS, 2**40)
 
 
 def test_a_model_with_nothing_to_replace_is_refused():

@@ -4,13 +4,11 @@ import pytest
 
 from linearizer.cli.main import main
 from linearizer.errors import BudgetError, RequestError
-from linearizer.method.by_freedoms import UNITS_BY_STRATEGY
 from linearizer.method.decide import decide
 from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import inspect
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.plan import Plan
-from linearizer.plan.recipes import STRATEGIES
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.run.prices import Prices
@@ -124,11 +122,6 @@ def test_what_only_a_new_run_measures_is_said(priced, capsys):
     assert "has no profile yet" in refusal(capsys, run, "--strategy", "fix")
     run.checkpoint.mkdir()
     assert "start a new run with --strategy gain" in refusal(capsys, run)
-
-
-def test_every_strategy_of_freedoms_turns_curves_into_units():
-    by_freedoms = {name for name, strategy in STRATEGIES.items() if strategy.decided_by == "freedoms"}
-    assert set(UNITS_BY_STRATEGY) == by_freedoms
 
 
 @pytest.mark.parametrize("budget", [16, 32, 64, 128])
