@@ -29,33 +29,32 @@ SAMPLED = 32  # texts that a model writes where fewer will do, since they take l
 
 
 def check_source(source: str) -> None:
-    """Refuse what is no source of text, or a file that is not there, before anything reads it."""
-    kind, _, rest = source.partition(":")
-    if kind == "file" and rest:
+    """Refuse what is not a source of text, or a file that is not there, before anything reads it."""
+    kind, rest = split_source(source)
+    if kind == "file":
         with explain_file_errors(path := Path(os.path.expanduser(rest))), path.open("rb"):
             return
-    if kind == "dataset" and rest:
+    if kind == "dataset":
         split_dataset_name(rest)
-    elif source not in ("builtin", "self"):
-        raise unknown_source(source)
 
 
-def unknown_source(source: str) -> TextError:
-    return TextError(f"{source!r} is no source of text: write {SOURCES}")
+def split_source(source: str) -> tuple[str, str]:
+    """Split the kind of a source from its path or id."""
+    kind, _, rest = source.partition(":")
+    if source in ("builtin", "self") or (kind in ("file", "dataset") and rest):
+        return kind, rest
+    raise TextError(f"{source!r} is not a source of text: write {SOURCES}")
 
 
 def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     """Read the documents of `builtin`, `file:PATH` or `dataset:ID[:config][:split][:column]`."""
-    kind, _, rest = source.partition(":")
-    if source == "builtin":
+    kind, rest = split_source(source)
+    if kind == "builtin":
         return read_builtin()
-    if kind == "file" and rest:
-        return refuse_empty(source, read_text_file(Path(os.path.expanduser(rest))))
-    if kind == "dataset" and rest:
-        return refuse_empty(source, read_dataset(rest, token))
-    if source == "self":
+    if kind == "self":
         raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
-    raise unknown_source(source)
+    path = Path(os.path.expanduser(rest))
+    return refuse_empty(source, read_text_file(path) if kind == "file" else read_dataset(rest, token))
 
 
 def read_for_length(source: str, length: int, *, token: str | None = None) -> Iterator[str]:
@@ -207,17 +206,17 @@ def decode_text(name: str, content: bytes) -> str:
 
 
 def undecodable(name: str, error: UnicodeDecodeError) -> TextError:
-    return TextError(f"{name!r} is no text in UTF-8 (byte {error.start}): convert it, or name another")
+    return TextError(f"{name!r} is not text in UTF-8 (byte {error.start}): convert it, or name another")
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Give the start token that the tokenizer puts before every text, if there is one."""
+    """Return the start token that the tokenizer puts before every text, if there is one."""
     first = tokenizer("a", verbose=False)["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Give the token that ends a document, or else the token that begins the next document."""
+    """Return the token that ends a document, or else the token that begins the next document."""
     token = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return [] if token is None else [token]
 
@@ -264,7 +263,7 @@ def read_in_pieces(path: Path, file: IO[str]) -> Iterator[str]:
     """Read a text in pieces of whole lines."""
     while piece := file.read(PIECE_CHARACTERS):
         if "\0" in piece:
-            raise TextError(f"{str(path)!r} is no text, it holds zero bytes: name a text file")
+            raise TextError(f"{str(path)!r} is not text, it holds zero bytes: name a text file")
         yield piece + file.readline(PIECE_CHARACTERS)
 
 
@@ -287,7 +286,7 @@ def split_dataset_name(spec: str) -> list[str]:
     if len(parts) > 4:
         raise TextError(f"'dataset:{spec}' has {len(parts)} parts and may have 4: write {SOURCES}")
     if "/" not in parts[0]:
-        raise TextError(f"{parts[0]!r} is no id of a data set: write `org/name`")
+        raise TextError(f"{parts[0]!r} is not the id of a data set: write `org/name`")
     return parts + [""] * (4 - len(parts))
 
 

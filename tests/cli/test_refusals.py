@@ -27,7 +27,7 @@ QUICK = ["--recipe", "features", "--texts", "2", "--length", "64", "--samples", 
         (["--steps", "-1"], "steps -1 is not allowed"),
         (["--batch", "0"], "batch 0 is not allowed: it should be greater than or equal to 1"),
         (["--strategy", "magic"], "strategy 'magic' is not allowed: it should be 'gain', 'gain-features'"),
-        (["--text", "magic"], "no source of text"),
+        (["--text", "magic"], "not a source of text"),
         (["--text", "file:absent.txt"], "does not exist"),
         (["--texts", "9999999"], "are needed"),
         (["--samples", "5"], "samples 5"),
@@ -47,7 +47,7 @@ def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(arguments, 
 
 
 @pytest.mark.parametrize(
-    "content, sentence", [(b"", "holds no text"), (bytes(range(256)) * 9, "no text in UTF-8"), (b"few", "are needed")]
+    "content, sentence", [(b"", "holds no text"), (bytes(range(256)) * 9, "not text in UTF-8"), (b"few", "are needed")]
 )
 def test_a_file_that_is_no_text_is_refused(content, sentence, tmp_path, said):
     (tmp_path / "text").write_bytes(content)

@@ -200,7 +200,7 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
         page.get_by_role("button", name="Advanced").click()
         field(page, "text").fill("nonsense")
         page.keyboard.press("Tab")
-        shown(page, "#budget-card", "'nonsense' is no source of text")
+        shown(page, "#budget-card", "'nonsense' is not a source of text")
         field(page, "text").fill("builtin")
         field(page, "window").fill("999999")
         page.keyboard.press("Tab")
