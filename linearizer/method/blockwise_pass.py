@@ -1,7 +1,7 @@
 """Sweeps over the blocks of a model with all texts: each block's weights are read once, not once for every text.
 
-A model whose blocks are a chain runs block by block. The model's own code says what a block is given beside hidden
-states: it is run once with blocks that answer with what they are given, which needs no weights of theirs.
+A model whose blocks are a chain runs block by block. The model's own code says what a block is given in addition to
+hidden states: it is run once with blocks that answer with what they are given, which needs no weights of theirs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Chain:
     """Blocks that are given what the block before them answered, and no other result of a block."""
 
     blocks: Sequence[nn.Module]
-    others: tuple | None  # what a block answers beside hidden states; None: these alone
+    others: tuple | None  # what a block answers in addition to hidden states; None: these alone
 
     def answer(self, hidden: Tensor) -> Any:
-        """Give hidden states the form of a block's answer."""
+        """Bring hidden states into the form of a block's answer."""
         return hidden if self.others is None else (hidden, *self.others)
 
 
@@ -75,19 +75,19 @@ class Calls:
 
 
 def hidden_of(answer: Any) -> Any:
-    """Give the hidden states of what a block answered."""
+    """Return the hidden states of what a block answered."""
     return answer[0] if isinstance(answer, tuple) else answer
 
 
 def requires_gradient(value: Any) -> bool:
-    """Tell whether a gradient reaches an argument of a block, or something in it."""
+    """Whether a gradient reaches an argument of a block, or something in it."""
     if isinstance(value, (tuple, list)):
         return any(map(requires_gradient, value))
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def chain_of(model: nn.Module, texts: Tensor) -> Chain | None:
-    """Find the blocks of a model by a run on a few tokens, once for streamed weights; None where they are no chain."""
+    """Find the blocks of a model by a run on a few tokens, once for streamed weights; None: they are not a chain."""
     if model in CHAINS:
         return CHAINS[model]
     calls = Calls(blocks_of(model))
@@ -105,7 +105,7 @@ def chain_of(model: nn.Module, texts: Tensor) -> Chain | None:
 
 
 def is_chain(config: PreTrainedConfig) -> bool:
-    """Tell from the config of a model whether its blocks are a chain."""
+    """Whether the blocks of a model are a chain, by its config alone."""
     model, tokens = build_blueprint(config), torch.zeros(1, WATCHED_TOKENS, dtype=torch.long)
     return run_blueprint(lambda: chain_of(model, tokens)) is not None
 

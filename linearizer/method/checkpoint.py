@@ -93,7 +93,7 @@ def round_weights(student: LinearizedForCausalLM, stored: torch.dtype | None) ->
 
 
 def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
-    """Give a base's weights the type that its teacher is stored in, where they were computed in a larger type."""
+    """Convert a base's weights to the type that its teacher is stored in, where they were computed in a larger type."""
     for weight in weights_larger_than(student, stored):
         weight.data = weight.to(stored)
 

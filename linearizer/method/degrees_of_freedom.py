@@ -41,7 +41,7 @@ def degrees_of_freedom(
 
 
 def log_scale(logs: torch.Tensor, count: int, normalise: Normalise) -> torch.Tensor:
-    """Give the logarithm of the scale that a ridge is a multiple of; `logs` are those of the diagonal of K."""
+    """Return the logarithm of the scale that a ridge is a multiple of; `logs` are those of the diagonal of K."""
     if normalise == "trace":
         return logs.logsumexp(0)
     return logs.new_tensor(math.log(count) if normalise == "J" else 0.0)

@@ -1,4 +1,4 @@
-"""Fits to a text of the teacher what a memory weighs beside a window, and how much it adds to a mean: no training.
+"""Fits to a text of the teacher what a memory weighs, and how much it adds to a mean: no training.
 
 A memory that has learned nothing must do no harm. Where no weight brings a head nearer to its teacher than its window
 alone is, the memory begins with next to none.
@@ -16,7 +16,7 @@ from linearizer.student.state import EMPTY
 
 SHIFTS = [step / 2 for step in range(-20, 9)]  # nats that masses are moved by
 MOST_SCALE = 4.0
-NEGLIGIBLE = -6.0  # nats: what weighs next to nothing beside what a row sees exactly
+NEGLIGIBLE = -6.0  # nats: what weighs next to nothing compared with what a row sees exactly
 LEAST_GAIN = 0.002  # of a head's error: less is noise
 
 Tensor = torch.Tensor
@@ -44,7 +44,7 @@ def fit_memory(group: FeatureGroup, text: LayerSamples | None) -> None:
     away, more = plain.sum[0][:, :, far] - near[0][:, :, far], (full.sum - plain.sum)[0][:, :, far]
 
     def fit_scale(shift: float) -> tuple[Tensor, Tensor]:
-        """Give each head's error with its masses moved, and the scale of values that makes it the least."""
+        """Return each head's error with its masses moved, and the scale of values that makes it the least."""
         share = (mass + shift - near_mass).sigmoid()
         left, added = exact - share * away, share * more
         scale = ((left * added).sum((1, 2, 3)) / added.square().sum((1, 2, 3)).clamp_min(1e-30)).clamp(0, MOST_SCALE)

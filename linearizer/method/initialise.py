@@ -1,6 +1,6 @@
 """Initialises slots, axes and feature maps from a sample of a layer's queries, keys and values, without training.
 
-  turns  the mean of keys and values, and in each direction how far keys spread beside how large queries are
+  turns  the mean of keys and values, and in each direction how far keys spread compared with how large queries are
   slots  the metric of the queries: |metric·x|² is the mean of (q·x)²; and their mean
   codebook, clusters  centres of the keys, by k-means in that metric
   memories  keys in the directions that queries tell apart best; routes to centres of the keys; weights by a text
@@ -26,7 +26,7 @@ from linearizer.student.packed_state import Turns
 from linearizer.teacher.layers import featured, layer_number
 
 KMEANS_ROUNDS = 8
-RIDGE = 0.01  # of the mean square, which every direction has besides: no sample shows all differences
+RIDGE = 0.01  # of the mean square, added to every direction: no sample shows all differences
 SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that of inference
 
 Tensor = torch.Tensor
@@ -45,7 +45,7 @@ def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0) 
 def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, index: int) -> None:
     """Initialise the turns, slots and feature maps of a layer, which has this number.
 
-    Every head draws for itself, so that a head with an option gets the same values beside any other heads.
+    Every head draws for itself, so that a head with an option gets the same values whatever other heads hold.
     """
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
     if student.turns is not None:

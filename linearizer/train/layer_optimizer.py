@@ -20,7 +20,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what Adam keeps of a parameter
 
 @dataclass
 class LayerStatus:
-    """The state of a layer's training, beside its tensors."""
+    """The state of a layer's training, without its tensors."""
 
     start: float | None = None  # its first loss with whole windows
     recent: float | None = None  # running mean of the loss with whole windows
@@ -55,7 +55,7 @@ class LayerOptimizer:
     def take_step(self, loss: float, step: int, rate: float, whole_windows: bool) -> str | None:
         """Update the parameters by their gradients; return a sentence if the training went wrong.
 
-        A loss with smaller windows is no measure of progress, and is not compared with others.
+        A loss with smaller windows does not measure progress, and is not compared with others.
         """
         status = self.status
         if not self.is_finite(loss):
@@ -83,10 +83,6 @@ class LayerOptimizer:
     def is_finite(self, loss: float) -> bool:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         return math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-    def clear_gradients(self) -> None:
-        for p in self.parameters.values():
-            p.grad = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name every tensor that resuming needs."""

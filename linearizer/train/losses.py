@@ -60,32 +60,26 @@ class LayerLoss:
     excess: Tensor  # detached
 
 
-def layer_loss(
-    kind: str,
-    student: LayerStudent,
-    inputs: AttentionInputs,
-    projection: nn.Module | None,
-    keep: float,
-) -> LayerLoss:
-    """Compare one layer with its teacher, its windows shortened to a share `keep`."""
+def layer_loss(kind: str, student: LayerStudent, inputs: AttentionInputs, projection: nn.Module | None) -> LayerLoss:
+    """Compare one layer with its teacher."""
     if kind == "output":
         assert projection is not None
-        loss = output_loss(student, inputs, projection, keep)
+        loss = output_loss(student, inputs, projection)
         return LayerLoss(loss, loss.detach())
     groups = featured(student)
-    losses = [rows_loss(kind, group, inputs, keep) for group in groups]
+    losses = [rows_loss(kind, group, inputs) for group in groups]
     shares = [len(group.heads) / sum(len(group.heads) for group in groups) for group in groups]
     loss, excess = (sum(s * x for s, x in zip(shares, part, strict=True)) for part in zip(*losses, strict=True))
     return LayerLoss(loss, excess)
 
 
-def rows_loss(kind: str, group: FeatureGroup, inputs: AttentionInputs, keep: float) -> tuple[Tensor, Tensor]:
+def rows_loss(kind: str, group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of some heads; return the loss and its excess."""
     q, k, _ = inputs.of_heads(group.heads)
     features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
     u, w = features.queries(q), features.keys(k)
     q, k = inputs.query.unflatten(1, (inputs.key.shape[1], -1))[:, group.heads], inputs.key[:, group.heads]
-    loss, least = attention_loss(u, w, q, k, int(group.window * keep), group.sinks, kind, inputs.scale)
+    loss, least = attention_loss(u, w, q, k, group.window, group.sinks, kind, inputs.scale)
     return loss, loss.detach() - least
 
 
@@ -103,7 +97,7 @@ def softmax_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return heads.unflatten(1, q.shape[1:3])
 
 
-def output_loss(student: LayerStudent, inputs: AttentionInputs, projection: nn.Module, keep: float) -> Tensor:
+def output_loss(student: LayerStudent, inputs: AttentionInputs, projection: nn.Module) -> Tensor:
     """Compute Σ |W (y - ŷ)|² / Σ |W y|² over the heads that have features, W the output projection."""
     weight = projection_by_head(inputs, projection)
     error, output = (inputs.value.new_zeros((), dtype=torch.float32) for _ in range(2))
@@ -112,11 +106,9 @@ def output_loss(student: LayerStudent, inputs: AttentionInputs, projection: nn.M
         exact = softmax_output(q, k, v)
         with torch.no_grad():
             output = output + project(exact, weight[group.heads])
-        window = int(group.window * keep)
-        state, far = group.empty(k, v, window, inputs.scale), group.memory(inputs.scale)
-        error = error + project(
-            exact - attend_text_with_features(q, k, v, far, window, None, state), weight[group.heads]
-        )
+        state, far = group.empty(k, v, group.window, inputs.scale), group.memory(inputs.scale)
+        own = attend_text_with_features(q, k, v, far, group.window, None, state)
+        error = error + project(exact - own, weight[group.heads])
     return error.square().sum() / output.square().sum().clamp_min(torch.finfo(output.dtype).tiny)
 
 

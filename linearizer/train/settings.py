@@ -28,7 +28,7 @@ NAMES_BY_RATE = {  # the names of parameters in their feature maps; z and log_we
     0.2: "log_weight",
 }
 RATES: Mapping[str, float] = {name: rate for rate, names in NAMES_BY_RATE.items() for name in names.split()}
-DROPOUT = 0.5  # of windows beside features: see TrainingSettings
+DROPOUT = 0.5  # of windows of heads with features: see TrainingSettings
 MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated
 
 

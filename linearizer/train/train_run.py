@@ -54,12 +54,8 @@ def plan_with_steps(run: Run, teacher: Teacher, student: LinearizedForCausalLM, 
         steps = max(len(seconds), int(60 * plan.minutes / mean)) if mean else 0
         run.write_product("state/steps.json", json.dumps({"steps": steps}))
         run.log(EventName.TIMED, steps=steps, seconds=seconds)
-    return replace(plan, steps=run.parse_file("state/steps.json", read_steps), minutes=None)
-
-
-def read_steps(text: str) -> int:
-    """Parse the number of steps that a plan's minutes came to."""
-    return int(parse_json(text)["steps"])
+    steps = run.parse_file("state/steps.json", lambda text: int(parse_json(text)["steps"]))
+    return replace(plan, steps=steps, minutes=None)
 
 
 def seconds_per_step(student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor) -> float:

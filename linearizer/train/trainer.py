@@ -6,7 +6,7 @@ attends, on its own queries, keys and values, and is freed before the next layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -61,9 +61,10 @@ class Trainer:
         for index, optimizer in self.active().items():
             if message := optimizer.take_step(losses["excess"][index], self.step, rate, keep == 1.0):
                 problems.setdefault(message, []).append(index)
-            optimizer.clear_gradients()
+            optimizer.adam.zero_grad()
         self.step += 1
-        events += [f"step {self.step}: {name_layers(layers)}: {message}" for message, layers in problems.items()]
+        for message, layers in problems.items():
+            events.append(f"step {self.step}: layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}: {message}")
         self.check_active()
         return losses, events
 
@@ -122,13 +123,13 @@ class Trainer:
                 return
             inputs, projection = AttentionInputs(query, key, value, scale), self.projections.get(index)
             with torch.enable_grad():
-                result = layer_loss(self.settings.loss, module.student, inputs, projection, keep)  # type: ignore[arg-type]
+                result = layer_loss(self.settings.loss, module.student, inputs, projection)  # type: ignore[arg-type]
                 (result.loss * share).backward()
             if not result.loss.isfinite() and not inputs.is_finite():
                 raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
             losses[index] = LayerLoss(result.loss.detach(), result.excess)
 
-        with torch.no_grad(), observing(self.base, observe):
+        with torch.no_grad(), narrower_windows(self.student, keep), observing(self.base, observe):
             hidden_states(self.base, ids)
         return losses
 
@@ -152,7 +153,7 @@ class Trainer:
     def free_memory(self) -> None:
         """Free what a step held when it ran out of memory."""
         for optimizer in self.optimizers.values():
-            optimizer.clear_gradients()
+            optimizer.adam.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -182,7 +183,7 @@ def make_optimizers(student: LinearizedForCausalLM, settings: TrainingSettings) 
 
 @contextmanager
 def narrower_windows(student: LinearizedForCausalLM, keep: float) -> Iterator[None]:
-    """Shorten the windows beside features, for as long as the context lasts, to a share of their length."""
+    """Shorten the windows of heads with features, for as long as the context lasts, to a share of their length."""
     groups = [group for layer in student.students() for group in featured(layer)]
     whole = [group.window for group in groups]
     for group in groups:
@@ -203,8 +204,3 @@ def without_denormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
-
-
-def name_layers(layers: Sequence[int]) -> str:
-    """Name layers in a sentence."""
-    return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"

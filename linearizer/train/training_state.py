@@ -46,21 +46,16 @@ def read_state(folder: Path) -> TrainingState | None:
     damage = []
     for path in paths:
         try:
-            state = read_file(path)
+            tensors, facts = read_tensors(path)
+            parsed = parse_json(facts)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             damage.append(f"{path.name} is damaged ({error})")
             continue
         warning = f"{'; '.join(damage)}: going on from {path.name}" if damage else None
-        return TrainingState(state.tensors, state.facts, warning)
+        return TrainingState(tensors, parsed, warning)
     if not paths:
         return None
     raise FaultError(f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: train again without resuming")
-
-
-def read_file(path: Path) -> TrainingState:
-    """Read one file; raise an error if it is damaged."""
-    tensors, facts = read_tensors(path)
-    return TrainingState(tensors, parse_json(facts))
 
 
 def remove_states(folder: Path) -> None:

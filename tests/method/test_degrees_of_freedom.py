@@ -108,11 +108,7 @@ def test_damaged_profile_is_refused_in_a_sentence(damage):
     "wrong",
     [
         {"samples": 100},
-        {"samples": 16},
         {"rows": 0},
-        {"sinks": -1},
-        {"per": "layer"},
-        {"normalise": "max"},
         {"gauge": "none"},
         {"ridges": (0.5, 1.0)},
         {"ridges": ()},

@@ -1,8 +1,5 @@
 """The row-blocked losses and their gradients agree with the textbook form, at any magnitude."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -65,13 +62,6 @@ def test_groups_of_any_size_share_their_keys(group, blocks):
     assert max(relative(a, b) for a, b in zip(ours[2], theirs[2], strict=True)) < 1e-10
 
 
-@pytest.mark.parametrize("kind", ["softmax", "l2"])
-def test_gradcheck(kind):
-    u, w, q, k = make(7, batch=1, features=3)
-    u, w = u.requires_grad_(), w.requires_grad_()
-    assert torch.autograd.gradcheck(lambda u, w: attention_loss(u, w, q, k, 2, 1, kind).value, (u, w))
-
-
 @pytest.mark.parametrize("case", ["a first key of norm 60", "all keys of norm 60", "a later key", "scores of ±80"])
 @pytest.mark.parametrize("window, sinks", [(0, 0), (3, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,36 +122,6 @@ def test_half_precision_features_are_summed_in_fp32():
     assert relative(value, exact) < 1e-6 and relative(by_row, theirs) < 4e-3  # bf16 rounds to 2^-9
 
 
-def test_the_same_bits_twice():
-    made = make(300, dtype=torch.float32)
-    first, second = (with_gradients(attention_loss, *made, 8, 2) for _ in range(2))
-    assert torch.equal(first[0], second[0])
-    assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
-
-
-@pytest.mark.parametrize(
-    "line, mutation",
-    [
-        ("(teacher.exp() * logs)", "(teacher.exp() * logs.abs().sqrt())"),
-        ("column[far] > row - window", "column[far] >= row - window"),
-        ("masked_fill(column > row, EMPTY)", "masked_fill(column > row + 1, EMPTY)"),
-        ("by_key[far] += of_keys", "by_key[far] += of_keys.abs()"),
-        (".log() + bound)", ".log())"),
-    ],
-)
-def test_a_mutated_loss_fails(line, mutation, monkeypatch):
-    source = Path(module.__file__).read_text(encoding="utf-8")
-    assert len(re.findall(re.escape(line), source)) == 1
-    mutant = type(module)("mutant")
-    mutant.__dict__["__name__"] = module.__name__
-    exec(compile(source.replace(line, mutation), "mutant", "exec"), mutant.__dict__)
-    monkeypatch.setattr(module, "blocked", mutant.blocked)
-    made = make(40)
-    ours = with_gradients(attention_loss, *made, 4, 1)
-    theirs = with_gradients(textbook, *made, 4, 1)
-    assert relative(ours[0], theirs[0]) > 1e-6 or relative(ours[2][1], theirs[2][1]) > 1e-6
-
-
 def test_memory_stays_linear():
     """The largest tensor made for 1,024 tokens is far smaller than tokens × tokens."""
     u, w, q, k = make(1024, batch=1, heads=1, group=1, dtype=torch.float32)
@@ -178,8 +138,3 @@ def test_memory_stays_linear():
     with Watch():
         with_gradients(attention_loss, u, w, q, k, 0, 0)
     assert largest <= 128 * 1024
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="kind='mse' is none of softmax, l2"):
-        attention_loss(*make(4), 0, 0, "mse")

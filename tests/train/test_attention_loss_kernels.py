@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from linearizer.train import attention_loss, attention_loss_kernels
 from tests.support.attention_losses import make
-from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate, relative
+from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU, relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # lanes that are masked afterwards
 
@@ -26,24 +26,12 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_their_gradients_are_the_blocked_ones(name, squared):
     tokens, window, sinks, sizes = LOSSES[name]
-    assert_alike(tokens, window, sinks, squared, **sizes)
-
-
-def assert_alike(tokens, window, sinks, squared, **sizes):
     inputs = [x.to(DEVICE, EXACT) for x in make(tokens, **sizes)]
     total, (du, dw) = attention_loss.blocked(*inputs, window, sinks, squared, True, 0.5)
     loss, least, lost, own_du, own_dw = attention_loss_kernels.losses(*inputs, window, sinks, squared, 0.5)
     assert relative(torch.stack([loss.sum(), least.sum()]), total) < CLOSE
     assert max(relative(own_du, du), relative(own_dw, dw)) < CLOSE
     assert not lost.any()
-
-
-def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
-    inputs = [x.to(DEVICE, EXACT) for x in make(70, batch=1, heads=1)]
-    *_, du, dw = attention_loss_kernels.losses(*inputs, 0, 0, False)
-    size = du.abs().max()
-    assert du.sum(-1).abs().max() < CLOSE * size
-    assert (du.sum((2, 3)) - dw.sum(2)).abs().max() < CLOSE * size
 
 
 def test_heads_that_lost_pairs_are_computed_again():
@@ -53,23 +41,6 @@ def test_heads_that_lost_pairs_are_computed_again():
     ours = attention_loss.fused(u, w, q, k, 0, 0, False, True)
     assert relative(ours[0], exact[0]) < 1e-5
     assert max(relative(a, b) for a, b in zip(ours[1], exact[1], strict=True)) < 1e-4
-
-
-@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
-@pytest.mark.parametrize(
-    "line, mutation",
-    [
-        ("weight = factor - p / ", "weight = -p / "),
-        ("ot[:, None] - oj[None, :] < WINDOW", "ot[:, None] - oj[None, :] <= WINDOW"),
-        ("sums.cumsum(2) - sums", "sums.cumsum(2)"),
-        ("-2.0 * (p - product * factor) * factor", "-2.0 * (p - product * factor)"),
-    ],
-)  # fmt: skip
-def test_a_mutated_kernel_fails(line, mutation, tmp_path, monkeypatch):
-    mutate(attention_loss_kernels, line, mutation, tmp_path, monkeypatch)
-    with pytest.raises(AssertionError):
-        for squared in (False, True):
-            assert_alike(34, 5, 3, squared, **ALONE)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -157,9 +157,6 @@ def test_text_shorter_than_a_batch_is_refused():
     [
         (dict(loss="kl"), "'kl' is not allowed: it should be 'softmax'"),
         (dict(batch=0), "batch 0 is not allowed: it should be greater than or equal to 1"),
-        (dict(steps=-1), "steps -1 is not allowed"),
-        (dict(window_dropout=1.5), "window dropout 1.5 is not allowed: it should be less than or equal to 1"),
-        (dict(decay="step"), "'step' is not allowed: it should be 'cosine'"),
         (dict(rates={"speed": 1.0}), "not for speed"),
         (dict(rate=float("nan")), "have to be finite"),
         (dict(lora=4), "use direct or logits, or lora=0"),

@@ -34,19 +34,19 @@ def a_layer(feature_map="mlp"):
     return student, seen
 
 
-def logits_of(group, seen, keep):
+def logits_of(group, seen):
     """Logits of the teacher and of the student for some heads: (batch, heads, group, tokens, tokens)."""
     q, k, _ = seen.of_heads(group.heads)
     features, place = ScaledMap(group.feature_map, seen.scale), torch.arange(q.shape[-2])
-    near = (place < group.sinks) | (place[:, None] - place < int(group.window * keep))
+    near = (place < group.sinks) | (place[:, None] - place < group.window)
     exact = q @ k[:, :, None].mT
     u, w = features.queries(q), features.keys(k)
     far = torch.logsumexp(u[..., :, None, :] + w[:, :, None, None], -1)
     return exact, torch.where(near, exact, far)
 
 
-def naive(kind, group, seen, keep):
-    exact, own = logits_of(group, seen, keep)
+def naive(kind, group, seen):
+    exact, own = logits_of(group, seen)
     causal = torch.ones(exact.shape[-2:], dtype=torch.bool).tril()
     if kind == "softmax":
         p, log = exact.masked_fill(~causal, -1e30).softmax(-1), own.masked_fill(~causal, -1e30).log_softmax(-1)
@@ -55,14 +55,13 @@ def naive(kind, group, seen, keep):
     return ((exact - most).exp() - (own - most).exp())[..., causal].square().mean()
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.4, 0.0])
 @pytest.mark.parametrize("kind", ["softmax", "l2"])
-def test_row_losses_and_their_gradients_are_the_naive_ones(kind, keep):
+def test_row_losses_and_their_gradients_are_the_naive_ones(kind):
     student, seen = a_layer()
     parameters = [p for p in student.parameters() if p.requires_grad]
     groups = featured(student)
-    expected = sum(naive(kind, group, seen, keep) * len(group.heads) for group in groups) / 3
-    result = layer_loss(kind, student, seen, None, keep)
+    expected = sum(naive(kind, group, seen) * len(group.heads) for group in groups) / 3
+    result = layer_loss(kind, student, seen, None)
     torch.testing.assert_close(result.loss, expected, **CLOSE)
     for a, b in zip(
         torch.autograd.grad(result.loss, parameters, allow_unused=True),
@@ -76,13 +75,12 @@ def test_the_excess_of_the_softmax_loss_is_the_divergence_of_the_rows():
     student, seen = a_layer()
     causal, total = torch.ones(21, 21, dtype=torch.bool).tril(), 0
     for group in featured(student):
-        exact, own = (x.masked_fill(~causal, -1e30).log_softmax(-1) for x in logits_of(group, seen, 1.0))
+        exact, own = (x.masked_fill(~causal, -1e30).log_softmax(-1) for x in logits_of(group, seen))
         total = total + len(group.heads) / 3 * (exact.exp() * (exact - own)).sum(-1).mean()
-    torch.testing.assert_close(layer_loss("softmax", student, seen, None, 1.0).excess, total.detach())
+    torch.testing.assert_close(layer_loss("softmax", student, seen, None).excess, total.detach())
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.4])
-def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
+def test_output_loss_and_its_gradients_are_the_naive_ones():
     student, seen = a_layer()
     projection = nn.Linear(8 * 6, 10)  # its bias says nothing about the error
     parameters = [p for p in student.parameters() if p.requires_grad]
@@ -91,14 +89,14 @@ def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
         q, k, v = seen.of_heads(group.heads)
         exact[:, group.heads] = reference(q, k, v, None, 21, 0)
         far = ScaledMap(group.feature_map, SCALE)
-        own[:, group.heads] = reference(q, k, v, far, int(group.window * keep), SINKS)
+        own[:, group.heads] = reference(q, k, v, far, group.window, SINKS)
     into = projection.weight.detach()
 
     def project(heads):
         return heads.flatten(1, 2).transpose(1, 2).flatten(2) @ into.T
 
     expected = project(own - exact).square().sum() / project(exact).square().sum()
-    result = layer_loss("output", student, seen, projection, keep)
+    result = layer_loss("output", student, seen, projection)
     torch.testing.assert_close(result.loss, expected)
     for a, b in zip(
         torch.autograd.grad(result.loss, parameters), torch.autograd.grad(expected, parameters), strict=True
@@ -110,7 +108,7 @@ def test_output_loss_ignores_what_the_network_does_not_read():
     student, seen = a_layer()
     projection = nn.Linear(8 * 6, 10)
     projection.weight.data[:, : 2 * 6] = 0  # the query heads of KV head 0
-    layer_loss("output", student, seen, projection, 1.0).loss.backward()
+    layer_loss("output", student, seen, projection).loss.backward()
     first = next(group for group in featured(student) if 0 in group.heads)
     gradient = first.feature_map.key_side.z.grad
     assert not gradient[first.heads.index(0)].any() and gradient[first.heads.index(2)].any()
@@ -133,29 +131,20 @@ def test_a_model_that_bends_its_logits_is_refused():
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
-def test_pieces_of_logits_give_the_plain_divergence_and_gradient(pieces, monkeypatch):
-    monkeypatch.setattr(losses, "TRAINED_LOGITS", 128 * -(-2 * 12 // pieces))
+@pytest.mark.parametrize("loss", ["logits", "direct"])
+def test_pieces_of_logits_give_the_plain_loss_and_gradient(loss, pieces, monkeypatch):
+    monkeypatch.setattr(losses, "TRAINED_LOGITS", 128 * -(-2 * 11 // pieces))
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
     head = LogitHead(student.base, ids)
     with torch.no_grad(), attending(student.base, "sdpa"):
         wanted = hidden_states(student.base, ids)
         teacher = student.base(ids, use_cache=False).logits.log_softmax(-1)
-    own = student(ids).logits.log_softmax(-1)
-    plain = (teacher.exp() * (teacher - own)).sum(-1).mean()
-    result = logits_loss(head, hidden_states(student.base, ids), wanted)
-    check_equal_with_gradients(student, result, plain)
-
-
-@pytest.mark.parametrize("pieces", [1, 7])
-def test_pieces_of_logits_give_the_plain_next_token_loss_and_gradient(pieces, monkeypatch):
-    monkeypatch.setattr(losses, "TRAINED_LOGITS", 128 * -(-2 * 11 // pieces))
-    student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
-    plain = student(ids, labels=ids).loss
-    result = direct_loss(LogitHead(student.base, ids), hidden_states(student.base, ids), ids)
-    check_equal_with_gradients(student, result, plain)
-
-
-def check_equal_with_gradients(student, result, plain):
+    out = student(ids, labels=ids)
+    if loss == "direct":
+        result, plain = direct_loss(head, hidden_states(student.base, ids), ids), out.loss
+    else:
+        result = logits_loss(head, hidden_states(student.base, ids), wanted)
+        plain = (teacher.exp() * (teacher - out.logits.log_softmax(-1))).sum(-1).mean()
     torch.testing.assert_close(result, plain)
     maps = [p for layer in student.students() for p in layer.parameters()]
     for a, b in zip(torch.autograd.grad(result, maps), torch.autograd.grad(plain, maps), strict=True):
