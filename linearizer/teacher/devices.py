@@ -71,7 +71,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def device_kind(device: str) -> str:
-    """Tell whether a device is a GPU ("cuda") or anything slower ("cpu"), without asking for it."""
+    """Whether a device is a GPU ("cuda") or anything slower ("cpu"), without asking for it."""
     if device == "auto":
         device = choose_device(device)
     return "cuda" if device.partition(":")[0] == "cuda" else "cpu"

@@ -19,6 +19,7 @@ from torch import nn
 
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.weight_files import damaged_weights
+from linearizer.teacher.layers import is_transposed
 from linearizer.teacher.support import Refused
 
 if TYPE_CHECKING:
@@ -74,8 +75,7 @@ def expand_weights(
             except (KeyError, RuntimeError, ValueError, IndexError) as error:
                 raise damaged_weights(name, f"{place} cannot be unpacked: {error}") from error
             module = modules.get(place)
-            transposed = type(module).__name__ == "Conv1D"  # of transformers: its matrix is (inputs, outputs)
-            weights[f"{place}.weight"] = (matrix if transposed else matrix.T).to(dtype).contiguous()
+            weights[f"{place}.weight"] = (matrix if is_transposed(module) else matrix.T).to(dtype).contiguous()
             drop_empty_bias(name, weights, place, module)
     return weights
 

@@ -33,7 +33,7 @@ _kept: dict[str, Inspection] = {}  # by all that they depend on
 
 
 def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
-    """Describe a model, and whether it is supported; to build and run it anew, without weights, takes a while."""
+    """Describe a model, and whether it is supported; results are kept, as building and running it takes a while."""
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {source}"
     result = _kept.get(key)
     if result is None:
@@ -46,7 +46,7 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
 def watch_if_supported(
     source: Source, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel | None, list[AttentionLayer], Refused | None]:
-    """Build a model without weights, and watch its layers; give both as far as they came, and why it is refused."""
+    """Build a model without weights, and watch its layers; return both as far as they came, and the refusal."""
     model, seen = None, []
     try:
         check_quantisation(config)
@@ -97,7 +97,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
 
 
 def can_link_weights(config: PreTrainedConfig, model: PreTrainedModel, source: Source) -> bool:
-    """Tell whether a student loads from its teacher's files: it knows what these call the weights of its decoder.
+    """Whether a student loads from its teacher's files: it knows what these call the weights of its decoder.
 
     It does not know what else the teacher's class translates, as names outside of the decoder.
     """

@@ -12,11 +12,11 @@ from torch import nn
 from linearizer.student.attention_interface import attention_modules, observing
 from linearizer.student.layer_student import FeatureGroup, LayerStudent
 
-UNIT = 256  # a weight so many times larger than it is loses no bfloat16 digits to a bias
+UNIT = 256  # a weight multiplied by it loses no bfloat16 digits to a bias
 
 
 def layer_number(attention: nn.Module) -> int:
-    """Give the number of the layer that an attention module belongs to."""
+    """Return the number of the layer that an attention module belongs to."""
     return cast(int, attention.layer_idx)
 
 
@@ -34,7 +34,7 @@ def matrices(module: nn.Module) -> list[nn.Module]:
 
 
 def is_transposed(part: nn.Module | None) -> bool:
-    """Tell whether a part keeps its matrix as (inputs, outputs), as in GPT-2."""
+    """Whether a part keeps its matrix as (inputs, outputs), as in GPT-2."""
     return type(part).__name__ == "Conv1D"
 
 

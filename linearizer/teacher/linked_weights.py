@@ -1,6 +1,6 @@
 """Writes a checkpoint around the files of its teacher's weights, which stay as they are: linked, or else copied.
 
-Beside them lie one small file with what the student adds, and an index of both. A linked file takes no room on the
+Next to them lie one small file with what the student adds, and an index of both. A linked file takes no room on the
 disk, and outlives the folder that it came from. Streamed weights that cannot be linked are written file by file.
 """
 
@@ -86,12 +86,12 @@ def share_out_to_files(sizes: Mapping[str, int], most: int) -> dict[str, list[st
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a weight is the student's own, not its teacher's."""
+    """Whether a weight is the student's own, not its teacher's."""
     return ".student." in name
 
 
 def link_or_copy(file: Path, target: Path) -> None:
-    """Give a file a second name; copy it where the system cannot, as on another disk."""
+    """Link a file by a second name; copy it where the system cannot, as on another disk."""
     try:
         os.link(file.resolve(), target)  # a symbolic link would end with the cache that it points into
     except OSError:
@@ -112,7 +112,7 @@ def write_index(folder: Path, files: Sequence[Path], originals: dict[str, str]) 
 
 
 def loads_whole(folder: Path) -> bool:
-    """Tell whether transformers finds every weight of a student in a folder, without reading any."""
+    """Whether transformers finds every weight of a student in a folder, without reading any."""
     config = LinearizedConfig.from_pretrained(folder)
     packed = hasattr(config, "quantization_config")
     if packed:

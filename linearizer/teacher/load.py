@@ -24,10 +24,10 @@ from linearizer.teacher.devices import choose_device
 from linearizer.teacher.gptq_awq import expand_weights
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.quantised import (
+    READ_HERE,
     expand_while_loading,
     forget_quantisation,
     is_packed,
-    is_read_here,
     keep_as_stored,
     method_of,
     quantisation_of,
@@ -59,11 +59,13 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
     content = read_json(source.name, folder / CONFIG)
     kind = content.get("model_type")
     if kind is not None and not isinstance(kind, str):
-        raise UnsupportedModel(f"{source.name!r} has a {CONFIG} with a `model_type` that is no text: repair that file")
+        raise UnsupportedModel(
+            f"{source.name!r} has a {CONFIG} with a `model_type` that is not a string: repair that file"
+        )
     for part in (content, content.get("text_config")):
         if isinstance(part, dict) and not isinstance(part.get("quantization_config", {}), dict | None):
             raise UnsupportedModel(
-                f"{source.name!r} has a {CONFIG} with a `quantization_config` that is no object: repair that file"
+                f"{source.name!r} has a {CONFIG} with a `quantization_config` that is not an object: repair that file"
             )
     if kind not in CONFIG_MAPPING and "auto_map" in content:
         raise UnsupportedModel(
@@ -85,7 +87,7 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
 
 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
-    """Give the type that a model's weights are stored in, as its config states it."""
+    """Return the type that a model's weights are stored in, as its config states it."""
     dtype = getattr(config, "dtype", None)
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
@@ -99,7 +101,7 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
     else:
         folder = fetch(source, (CONFIG, *TOKENIZER), token)
         load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)
-        remedy = "put its tokenizer's files beside its weights"
+        remedy = "put its tokenizer's files next to its weights"
     with quiet():
         try:
             return load()
@@ -123,7 +125,7 @@ def load_teacher(
     from transformers import GenerationConfig
 
     config = load_config(source, token)
-    packed, read_here, quantised = is_packed(config), is_read_here(config), method_of(config) is not None
+    packed, read_here, quantised = is_packed(config), method_of(config) in READ_HERE, method_of(config) is not None
     folder = fetch_weights(source, token)
     with quiet():
         try:
@@ -147,7 +149,7 @@ def load_teacher(
 
 
 def fetch_weights(source: Source, token: str | None) -> Path:
-    """Download what a model needs beside its tokenizer, and check that all of it is there."""
+    """Download what a model needs except its tokenizer, and check that all of it is there."""
     folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
     if missing:  # without a network, the Hub's client returns the files that it has
@@ -195,7 +197,7 @@ def read_model(
     }
     if whole_of(config):
         options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
-    if is_read_here(config):
+    if method_of(config) in READ_HERE:
         held = read_expanded(source, folder, config, dtype)
         return type(build_blueprint(config)).from_pretrained(None, state_dict=held, config=config, **options)
     if source.head is not None:
@@ -262,7 +264,7 @@ def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection
 
 
 def computing_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
-    """Give the type that a model computes in, where this is asked for."""
+    """Return the type that a model computes in, where this is asked for."""
     if isinstance(dtype, torch.dtype):
         return dtype
     return (stored_dtype(config) or torch.float32) if dtype == "auto" else getattr(torch, dtype)

@@ -23,7 +23,7 @@ METHODS = (*PACKAGES, *READ_HERE, "fp8")
 
 
 def quantisation_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Give what a config says of the quantisation of its weights; nothing where they are not quantised."""
+    """Return what a config says of the quantisation of its weights; nothing where they are not quantised."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return {}
@@ -39,7 +39,7 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def is_packed(config: PreTrainedConfig) -> bool:
-    """Tell whether a model's weights stay quantised while it computes."""
+    """Whether a model's weights stay quantised while it computes."""
     return method_of(config) == PACKED
 
 
@@ -54,8 +54,11 @@ def check_quantisation(config: PreTrainedConfig) -> None:
             f"its weights are quantised by {name}, and {package} is not installed",
             f"`pip install {package.replace('_', '-')}`, or {BEFORE}",
         )
-    if name == "fp8":
-        check_blocks(quantisation_of(config).get("weight_block_size"))
+    size = quantisation_of(config).get("weight_block_size")
+    if name == "fp8" and size is not None and not is_pair_of_counts(size):  # transformers would divide by it
+        raise Refused(
+            f"its config gives its fp8 weights blocks of {size!r}", "repair its config.json: name two numbers above 0"
+        )
     if name in READ_HERE:
         check_few_bits(name, quantisation_of(config), BEFORE)
 
@@ -65,17 +68,12 @@ def gguf_file(config: PreTrainedConfig) -> str | None:
     return quantisation_of(config).get("file") if method_of(config) == GGUF else None
 
 
-def check_blocks(size: Any) -> None:
-    """Refuse blocks of fp8 weights that hold nothing, by which transformers would divide while it loads them."""
-    whole = isinstance(size, (list, tuple)) and all(type(count) is int and count > 0 for count in size)
-    if size is not None and not (whole and len(size) == 2):
-        raise Refused(
-            f"its config gives its fp8 weights blocks of {size!r}", "repair its config.json: name two numbers above 0"
-        )
+def is_pair_of_counts(size: Any) -> bool:
+    return isinstance(size, (list, tuple)) and len(size) == 2 and all(type(x) is int and x > 0 for x in size)
 
 
 def describe_quantisation(config: PreTrainedConfig) -> str | None:
-    """Say how a model's weights are quantised; None where they are not."""
+    """Describe how a model's weights are quantised; None where they are not."""
     if (method := method_of(config)) is None:
         return None
     content = quantisation_of(config)
@@ -86,11 +84,6 @@ def describe_quantisation(config: PreTrainedConfig) -> str | None:
     if gguf_file(config):
         return f"GGUF, {content['stored']}"
     return method
-
-
-def is_read_here(config: PreTrainedConfig) -> bool:
-    """Tell whether transformers cannot load a quantised model without further packages, and we can."""
-    return method_of(config) in READ_HERE
 
 
 def expand_while_loading(config: PreTrainedConfig) -> None:

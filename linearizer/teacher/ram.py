@@ -74,7 +74,7 @@ class PeakMemory:
                 return  # the system forbids the reset, so the peak stays unknown
 
     def taken(self) -> int | None:
-        """Give the bytes so far; None where the system does not tell."""
+        """Return the bytes so far; None where the system does not tell."""
         if self.before is None:
             return None
         most = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status_bytes("VmHWM")

@@ -37,9 +37,9 @@ class WeightSizes:
     """The bytes of a model's weights in the type that it computes in."""
 
     whole: int
-    streamed: int  # of all that is no block, and of two blocks
+    streamed: int  # of two blocks, and of all other parts
     merged: bool  # whether loading merges some, as the experts of mixtures, so that no file holds them as they are used
-    blocks: Mapping[str, str]  # the names of the modules that are no blocks, and of the blocks: "" or "block"
+    blocks: Mapping[str, str]  # by the name of a part: "block", or "" for any other
     parts: Mapping[str, int]  # the bytes of each of these
 
 
@@ -67,7 +67,7 @@ def list_outermost_parts(module: nn.Module, blocks: set[nn.Module], name: str = 
 
 
 def rooms_for_weights(device: str) -> dict[str, int]:
-    """Say how many bytes of weights a device may hold; any number on a GPU that is lent later, and elsewhere.
+    """Return how many bytes of weights a device may hold; any number on a GPU that is lent later, and elsewhere.
 
     Where any GPU will do, these are all, the first of them first.
     """
@@ -81,7 +81,7 @@ def rooms_for_weights(device: str) -> dict[str, int]:
 
 
 def bytes_for_weights(device: str) -> int:
-    """Say how many bytes of weights a device may hold, or several together."""
+    """Return how many bytes of weights a device may hold, or several together."""
     return sum(rooms_for_weights(device).values())
 
 
@@ -156,23 +156,23 @@ def bytes_in_memory(inspection: Inspection, dtype: str = "auto", device: str = "
 
 
 def streams(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
-    """Tell whether a model will be read block by block here, as far as its size tells."""
+    """Whether a model will be read block by block here, as far as its size tells."""
     return inspection.quantised is None and bytes_in_memory(inspection, dtype, device) > bytes_for_weights(device)
 
 
 def spreads(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
-    """Tell whether a model will be spread over several devices here, as far as its size tells."""
+    """Whether a model will be spread over several devices here, as far as its size tells."""
     rooms = list(rooms_for_weights(device).values())
     return inspection.quantised is None and rooms[0] < bytes_in_memory(inspection, dtype, device) <= sum(rooms)
 
 
 def is_placed(model: nn.Module) -> bool:
-    """Tell whether the weights of a model lie at several places."""
+    """Whether the weights of a model lie at several places."""
     return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
 
 def is_streamed(model: nn.Module) -> bool:
-    """Tell whether a model's weights are read in every pass."""
+    """Whether a model's weights are read in every pass."""
     return any(True for _ in offload_hooks(model))
 
 

@@ -53,7 +53,7 @@ class Refused(UnsupportedModel):
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse a model that by its config alone is no decoder with softmax attention."""
+    """Refuse a model that by its config alone is not a decoder with softmax attention."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -71,13 +71,13 @@ def check_config(config: PreTrainedConfig) -> None:
         raise Refused("it is already recurrent, in part or in whole, with a state of fixed size", "use it as it is")
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX_LAYERS)
     if odd:
-        raise Refused(f"it has layers that are no softmax attention ({', '.join(odd)})")
+        raise Refused(f"it has layers that are not softmax attention ({', '.join(odd)})")
     if has_alibi(config):
         raise Refused(ALIBI)
 
 
 def has_alibi(config: PreTrainedConfig) -> bool:
-    """Tell whether positions are a bias on the scores that falls with the distance; bloom has no others."""
+    """Whether positions are a bias on the scores that falls with the distance; bloom has no others."""
     parts = (config, getattr(config, "attn_config", None))
     by_name = getattr(config, "position_embedding_type", None) == "alibi" or config.model_type == "bloom"
     return by_name or any(getattr(part, "alibi", False) for part in parts)
@@ -176,7 +176,7 @@ def run_blueprint(run: Callable[[], Product]) -> Product:
 
 
 def unbuildable(error: Exception) -> Refused:
-    """Say that a config and its model's code do not fit together."""
+    """Return the refusal of a config that its model's code does not fit."""
     return Refused(f"transformers cannot build it from its config ({first_line(error)})", "check its config.json")
 
 

@@ -21,7 +21,7 @@ ALIKE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": 
 
 
 def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Give the config of a model's text tower, which names the whole model; else the config as it is."""
+    """Return the config of a model's text tower, which names the whole model; else the config as it is."""
     from transformers import AutoConfig
 
     if config.model_type not in TOWERS or getattr(config, "quantization_config", None) is not None:

@@ -13,9 +13,9 @@ from linearizer.student.cache import CACHE
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
-HALF_LETTER = "\ufffd"  # what a decoder writes for bytes that are no letter yet
+HALF_LETTER = "\ufffd"  # what a decoder writes for bytes that are not yet a letter
 CONTEXT = 8  # tokens before the first token that comes
-MAX_LETTER_TOKENS = 16  # bytes that are no letter are written as such after so many tokens
+MAX_LETTER_TOKENS = 16  # after which bytes that are not a letter are written as such
 Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens (texts, 1)
 
 
@@ -107,7 +107,7 @@ class TextStream:
         self.written = len(self.tokens)  # how many of them were written
 
     def add(self, token: int) -> str:
-        """Give the text that this token completes; "" while a letter is incomplete."""
+        """Return the text that this token completes; "" while a letter is incomplete."""
         self.tokens.append(token)
         text = self.new_text()
         if text.endswith(HALF_LETTER) and len(self.tokens) - self.written < MAX_LETTER_TOKENS:
@@ -116,7 +116,7 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """Give the text of what is incomplete at the end."""
+        """Return the text of what is incomplete at the end."""
         text, self.tokens, self.written = self.new_text(), [], 0
         return text
 

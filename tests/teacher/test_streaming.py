@@ -36,7 +36,11 @@ from tests.support.runs import weights_of
 @pytest.fixture
 def little(monkeypatch):
     """Let memory have room for some bytes."""
-    return lambda count: monkeypatch.setattr(streaming, "free_bytes", lambda device: count / streaming.FILLED)
+
+    def have(count, patch=monkeypatch):
+        patch.setattr(streaming, "free_bytes", lambda device: count / streaming.FILLED)
+
+    return have
 
 
 def places_of(name):
@@ -160,62 +164,15 @@ def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pa
     assert prices[0] == prices[1] and set(reads.values()) == {2}  # forward and back
 
 
-SMALL = dict(texts=2, length=48, samples=64, sinks=2, dtype="float32", steps=2, budget=16)
-
-
-def assert_same_bits(run, whole):
-    """Hold what a run measured, chose, saved and judged against another."""
-    for product in ("profile.json", "prices.json", "allocation.json"):
-        assert run.read(product) == whole.read(product)
-    assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
-    assert run.evaluation_parts == whole.evaluation_parts
-
-
-@pytest.mark.parametrize("strategy", ["gain-features", "gain"])
-def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, little, tmp_path):
-    plan = Plan("demo", strategy=strategy, **{**SMALL, "steps": 2 * (strategy == "gain-features")})  # or it heals
-    whole = pipeline.begin(tmp_path / "whole", plan)
-    finish(pipeline.linearize(whole))
-    little(14_000_000)  # half of the demo model in float32
-    run = pipeline.begin(tmp_path / "run", plan)
-    finish(pipeline.linearize(run))
-    assert_same_bits(run, whole)
-    if strategy == "gain":
-        request = Request(("language",), texts=1)
-        for each, free in ((run, 14_000_000), (whole, 10**9)):
-            little(free)
-            finish(pipeline.evaluate(each, request))
-        assert run.results["language"].result == whole.results["language"].result
-        little(14_000_000)
-        streamed = finish(pipeline.compare_run(run, "Once", 4, 0, False))
-        little(10**9)
-        resident = finish(pipeline.compare_run(whole, "Once", 4, 0, False))
-        assert (streamed.teacher.text, streamed.student.text) == (resident.teacher.text, resident.student.text)
-        assert streamed.teacher.text
-
-
-def test_a_run_reads_each_weight_as_often_whatever_the_number_of_texts(little, reads, tmp_path):
-    little(14_000_000)
-    counts = []
-    for name, more in (("few", {}), ("many", dict(texts=4))):
-        plan = Plan(
-            "demo", **{**SMALL, "strategy": "fix", "budget": 32, **more}
-        )  # what is measured near prices differs
-        finish(pipeline.linearize(pipeline.begin(tmp_path / name, plan)))
-        counts.append(max(reads.values()))
-        reads.clear()
-    assert counts[0] == counts[1] < 40
-
-
 @pytest.fixture
 def two_devices(monkeypatch):
     """Let two devices have room for some bytes each: the CPU by two names, so that all is there already."""
-    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *given, **more: None)
-    monkeypatch.setattr(accelerate.hooks, "send_to_device", lambda given, *where, **more: given)
 
-    def have(*counts):
+    def have(counts, patch=monkeypatch):
         rooms = {f"cpu:{place}": count for place, count in enumerate(counts)}
-        monkeypatch.setattr(streaming, "rooms_for_weights", lambda device: rooms)
+        patch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *given, **more: None)
+        patch.setattr(accelerate.hooks, "send_to_device", lambda given, *where, **more: given)
+        patch.setattr(streaming, "rooms_for_weights", lambda device: rooms)
 
     return have
 
@@ -235,31 +192,52 @@ def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
     assert places(60, 60) is None and places(10, 200) is None
 
 
+SMALL = dict(texts=2, length=48, samples=64, sinks=2, dtype="float32", budget=16)
+
+
 @pytest.mark.parametrize("strategy", ["gain-features", "gain"])
-def test_a_run_that_is_spread_over_devices_ends_in_the_bits_of_one_that_is_not(strategy, two_devices, tmp_path):
-    plan = Plan("demo", strategy=strategy, **{**SMALL, "steps": 2 * (strategy == "gain-features")})
+@pytest.mark.parametrize("where", ["streamed", "spread"])
+def test_a_run_that_no_device_can_hold_ends_in_the_bits_of_one_that_fits(
+    where, strategy, little, two_devices, monkeypatch, tmp_path
+):
+    plan = Plan("demo", strategy=strategy, **SMALL, steps=2 * (strategy == "gain-features"))  # or it heals
     whole = pipeline.begin(tmp_path / "whole", plan)
     finish(pipeline.linearize(whole))
-    two_devices(16_000_000, 20_000_000)  # the demo model takes 28 million in float32
-    assert set(places_of("demo").values()) == {"cpu:0", "cpu:1"}
-    run = pipeline.begin(tmp_path / "run", plan)
-    finish(pipeline.linearize(run))
-    assert_same_bits(run, whole)
+    request, runs, said = Request(("language",), texts=1), [whole], []
+    with monkeypatch.context() as context:
+        if where == "streamed":
+            little(14_000_000, context)  # half of the demo model in float32
+        else:
+            two_devices((16_000_000, 20_000_000), context)
+            assert set(places_of("demo").values()) == {"cpu:0", "cpu:1"}
+        runs.append(pipeline.begin(tmp_path / "run", plan))
+        finish(pipeline.linearize(runs[1]))
+        if strategy == "gain":
+            said.append(said_by(runs[1], request))
     if strategy == "gain":
-        finish(pipeline.evaluate(run, Request(("language",), texts=1)))
-        assert finish(pipeline.compare_run(run, "Once", 4, 0, False)).teacher.text
-        asked = []
-        for each in (run, Run(run.folder.parent / "whole")):
-            state = each.folder.parent / f"{each.folder.name}.state"
-            reading = finish(read(each, "Once upon a time", state))
-            asked.append((reading, finish(ask(each, " there", state, new_tokens=4)).text))
-        assert asked[0] == asked[1]
+        said.append(said_by(whole, request))
+        assert said[0] == said[1]
+    for product in ("profile.json", "prices.json", "allocation.json"):
+        assert runs[1].read(product) == whole.read(product)
+    assert weights_of(runs[1].checkpoint) == weights_of(whole.checkpoint)
+    assert strategy == "gain" or runs[1].evaluation_parts == whole.evaluation_parts
+
+
+def said_by(run, request):
+    """What a run's student predicts, writes beside its teacher, and answers after a text that it has read."""
+    finish(pipeline.evaluate(run, request))
+    compared = finish(pipeline.compare_run(run, "Once", 4, 0, False))
+    assert compared.teacher.text
+    state = run.folder.parent / f"{run.folder.name}.state"
+    finish(read(run, "Once upon a time", state))
+    answer = finish(ask(run, " there", state, new_tokens=4)).text
+    return run.results["language"].result, compared.teacher.text, compared.student.text, answer
 
 
 def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(two_devices, quick_run):
     run = Run.open(quick_run)
     whole, _ = checkpoint.load_of_run(run)
-    two_devices(16_000_000, 20_000_000)
+    two_devices((16_000_000, 20_000_000))
     student, tokenizer = checkpoint.load_of_run(run)
     assert set(student.base.hf_device_map.values()) == {"cpu:0", "cpu:1"} and not hasattr(whole.base, "hf_device_map")
     prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time there", "A", "The end of")]
@@ -278,14 +256,14 @@ def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(
 
 @pytest.mark.parametrize("recipe, what", [("lolcats", "lora"), ("duo", "learning gates")])
 def test_what_needs_one_device_is_refused_where_several_hold_a_model(recipe, what, two_devices, tmp_path):
-    two_devices(16_000_000, 20_000_000)
+    two_devices((16_000_000, 20_000_000))
     plan = Plan.of(recipe=recipe, model="demo", budget=64, dtype="float32", may_grow=recipe == "duo")
     with pytest.raises(RequestError, match=f"are spread over several, which {what} does not serve"):
         pipeline.begin(tmp_path / "run", plan)
 
 
 def test_inspect_says_that_a_model_is_spread(two_devices, said):
-    two_devices(4_000_000, 40_000_000)
+    two_devices((4_000_000, 40_000_000))
     assert "so they are spread over several" in said("inspect", "demo")[1]
 
 
