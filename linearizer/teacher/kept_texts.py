@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -12,8 +11,7 @@ from linearizer.hub.weight_files import read_tensors, write_tensors
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
-from linearizer.teacher.load import Teacher
-from linearizer.teacher.text import read_texts
+from linearizer.teacher.load import Teacher, texts_of
 
 TEXTS = "state/texts.safetensors"  # of a run's folder
 
@@ -33,9 +31,7 @@ def texts_of_run(
     kept = read_kept_texts(run)
     if kept is not None and kept.asked >= texts and len(kept.texts) >= (texts if least is None else least):
         return kept.texts[:texts]
-    plan, length = run.plan, run.plan.kept_length(teacher.inspection.max_positions)
-    options: dict[str, Any] = {"least": least, "model": teacher.model, "seed": plan.seed, "token": token}
-    read = read_texts(plan.text, teacher.tokenizer, length, texts, **options)
+    read = texts_of(run.plan, teacher, texts, token, least)
     if kept is not None:
         read = torch.cat([kept.texts, read[len(kept.texts) :]])
     write_tensors(run.folder / TEXTS, {"texts": read.int()}, str(texts))

@@ -144,41 +144,46 @@ def blocked(
 def block_loss(
     u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, shift: Tensor | None
 ) -> Tensor:  # (2,)
-    """Compute loss and least of the last rows that k reaches to; w belongs to the keys that are far for some of them.
-
-    Stabilisers of queries and keys cancel, so they count as constants.
-    """
+    """Compute loss and least of the last rows that k reaches to; w belongs to keys that are far for some of them."""
     column, far = torch.arange(k.shape[1], device=k.device), slice(sinks, sinks + w.shape[1])
     row = column[-q.shape[2] :, None]
     scores = multiply(q, k).masked_fill(column > row, EMPTY)
-    is_near = column[far] > row - window
-    ceiling = w.detach().amax(1, keepdim=True) if w.shape[1] else torch.zeros_like(u[:, 0, :1])
-    query = u + ceiling[:, None]
-    bound = query.detach().amax(-1, keepdim=True)
-    products = multiply(exp_without_underflow(query - bound), exp_without_underflow(w - ceiling + HEADROOM))
-    bound = bound - HEADROOM  # log A less that of a product
+    is_near, (products, bound) = column[far] > row - window, products_of_features(u, w)
     if shift is not None:
         error = exp_without_underflow(scores[..., far] - shift) - products * (bound - shift).exp()
         square = error.masked_fill(is_near, 0).square().sum()
         return torch.stack([square, torch.zeros_like(square)])
-    teacher = scores.log_softmax(-1)
+    teacher, near = scores.log_softmax(-1), (scores[..., : far.start], scores[..., far.stop :])
     log_a = torch.where(is_near, scores[..., far], products.clamp_min(MIN_PRODUCT).log() + bound)
-    near = scores[..., : far.start], scores[..., far.stop :]
     lost = (products < LOST) & ~is_near
     if lost.any():
         in_lost_row = torch.cat([*near, log_a], -1).amax(-1, keepdim=True) < bound + math.log(LOST)
-        pairs = (lost & ((teacher[..., far] > math.log(torch.finfo(u.dtype).eps / 10)) | in_lost_row)).nonzero(
-            as_tuple=True
-        )
-        pieces = zip(*(index.split(PAIRS) for index in pairs), strict=True)
-        exact = [checkpoint(log_a_of_pairs, u, w, *piece, use_reentrant=False) for piece in pieces]
-        log_a = log_a.index_put(pairs, torch.cat(exact))
+        matters = teacher[..., far] > math.log(torch.finfo(u.dtype).eps / 10)
+        log_a = replace_lost(log_a, (lost & (matters | in_lost_row)).nonzero(as_tuple=True), u, w)
     student = torch.cat([near[0], log_a, near[1]], -1).log_softmax(-1)
     return -torch.stack([(teacher.exp() * logs).sum() for logs in (student, teacher)])
 
 
+def products_of_features(u: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiply stabilised features; return log A less the logarithm of the products, too.
+
+    Stabilisers of queries and keys cancel, so they count as constants.
+    """
+    ceiling = w.detach().amax(1, keepdim=True) if w.shape[1] else torch.zeros_like(u[:, 0, :1])
+    query = u + ceiling[:, None]
+    bound = query.detach().amax(-1, keepdim=True)
+    products = multiply(exp_without_underflow(query - bound), exp_without_underflow(w - ceiling + HEADROOM))
+    return products, bound - HEADROOM
+
+
+def replace_lost(log_a: Tensor, pairs: tuple[Tensor, ...], u: Tensor, w: Tensor) -> Tensor:
+    """Compute log A of pairs (head, member of the group, row, key) from their features: right at any magnitude."""
+    pieces = zip(*(index.split(PAIRS) for index in pairs), strict=True)
+    exact = [checkpoint(log_a_of_pairs, u, w, *piece, use_reentrant=False) for piece in pieces]
+    return log_a.index_put(pairs, torch.cat(exact))
+
+
 def log_a_of_pairs(u: Tensor, w: Tensor, h: Tensor, g: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Compute log A of pairs (head, member of the group, row, key): right at any magnitude."""
     return (u[h, g, i] + w[h, j]).logsumexp(-1)
 
 
