@@ -35,6 +35,7 @@ from linearizer.teacher.quantised import (
 from linearizer.teacher.ram import return_freed_memory
 from linearizer.teacher.streaming import leave_states_in_place, place_weights, streamed_weights
 from linearizer.teacher.support import build_blueprint
+from linearizer.teacher.text import read_texts
 from linearizer.teacher.text_tower import names_in_files, text_tower, whole_of
 
 if TYPE_CHECKING:
@@ -268,3 +269,13 @@ def computing_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch
     if isinstance(dtype, torch.dtype):
         return dtype
     return (stored_dtype(config) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+
+
+def texts_of(
+    plan: Plan, teacher: Teacher, texts: int, token: str | None, least: int | None = None
+) -> torch.Tensor:  # (texts, tokens)
+    """Take the first texts of a plan's source, at the plan's length."""
+    length = plan.kept_length(teacher.inspection.max_positions)
+    return read_texts(
+        plan.text, teacher.tokenizer, length, texts, least=least, model=teacher.model, seed=plan.seed, token=token
+    )
