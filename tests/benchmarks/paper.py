@@ -117,7 +117,7 @@ class Paper:
 
         def observe(module, q, k, v, scale, _):
             group = students[layer_number(module)].groups[0]
-            loss, _ = rows_loss("l2", group, AttentionInputs(q, k, v, scale), 1.0)
+            loss, _ = rows_loss("l2", group, AttentionInputs(q, k, v, scale))
             result[layer_number(module)] = loss.item()
 
         with observing(base, observe):
