@@ -13,7 +13,7 @@ from linearizer.method.decide import check_dials
 from linearizer.method.measure_run import fit_to_text, min_texts, profile_settings
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import FITTED, Plan
-from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
+from linearizer.run.disk import run_bytes
 from linearizer.run.files import check_free_disk
 from linearizer.run.names import absolute_path, absolute_source
 from linearizer.teacher.devices import choose_dtype
@@ -123,7 +123,7 @@ def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection
     download, weights = download_bytes(source), source.folder or cache_folder()
     weights = next(path for path in (weights, *weights.absolute().parents) if path.is_dir())
     together = weights.stat().st_dev == folder.stat().st_dev
-    needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection, together) + other_bytes(inspection)
+    needed = run_bytes(plan, inspection, together)
     if together:
         check_free_disk(folder, needed + download)
     else:

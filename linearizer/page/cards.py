@@ -30,7 +30,6 @@ from linearizer.workers.control import LIVE, Status
 
 if TYPE_CHECKING:
     from linearizer.run.results import Comparison, Difference, Side
-    from linearizer.workers.forecast import EvaluationForecast
 
 STATE_SIGNS = {
     "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",
@@ -295,16 +294,6 @@ def part_bar(step: Mapping[str, Any]) -> str:
     view = PART_VIEWS.get(str(step.get("part")))
     text = f"part {place} of {parts}: {step['done']:,} of {step['total']:,} {step.get('unit', '')}"
     return progress_bar(view.title if view else step["event"], (place - 1 + share_done(step)) / parts, text)
-
-
-def times_line(forecast: EvaluationForecast) -> str:
-    """Show the time that the chosen parts will take; empty where it is unknown."""
-    if not forecast.seconds:
-        return ""
-    pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in forecast.seconds.items()]
-    facts = values_list([*pairs, ("in all", f"about {duration(sum(forecast.seconds.values()))}")], "lz-wide")
-    device = f", on {markup.without_folders(forecast.device)}" if forecast.device else ""
-    return f'{facts}<p class="lz-faint">Estimated from the time that judging this student took{escape(device)}.</p>'
 
 
 def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:

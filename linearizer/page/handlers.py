@@ -16,7 +16,6 @@ from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
 from linearizer.progress import Progress
 from linearizer.report import markup
-from linearizer.run.evaluation_request import Request
 from linearizer.workers import control
 
 if TYPE_CHECKING:
@@ -198,20 +197,6 @@ def start_evaluation(browser: Browser, *choices: Any) -> Any:
     """Start an evaluation, which goes on without the page."""
     actions.evaluate_run(browser.visitor, browser.run_name, options=read_choices(*choices))
     return gr.Timer(SOON_SECONDS)
-
-
-@handler
-def forecast_evaluation(browser: Browser, *choices: Any) -> str:
-    """Show the time that the chosen parts will take, where there is a student."""
-    from linearizer.workers import forecast
-
-    try:
-        if not browser.run_name or not browser.find_run().checkpoint.is_dir():
-            return ""
-        request = Request.of(read_choices(*choices))
-        return cards.times_line(forecast.forecast_evaluation(browser.find_run(), request))
-    except LinearizerError as error:
-        return markup.message_box(str(error))
 
 
 @handler

@@ -321,7 +321,6 @@ def place_evaluation(ui: SimpleNamespace) -> None:
         ui.part_texts = gr.Slider(2, 32, 8, step=1, label="Texts", elem_id="part-texts", min_width=180)
         ui.part_tasks = gr.Textbox(label="Tasks", info="of lm_eval, such as piqa,arc_easy", max_lines=1, min_width=180)
         ui.part_limit = gr.Number(100, label="Samples of a task", precision=0, minimum=1, min_width=120)
-    ui.part_times = gr.HTML(elem_id="part-times")
     with gr.Row():
         ui.evaluate = gr.Button("Evaluate", variant="primary", elem_id="evaluate", interactive=False, scale=3)
         ui.stop_evaluating = gr.Button("Stop evaluating", elem_id="stop-evaluating", visible=False, scale=1)

@@ -198,9 +198,6 @@ def wire_run(ui: SimpleNamespace) -> None:
 
 def wire_evaluate(ui: SimpleNamespace) -> None:
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
-    changed = [*(part.change for part in choices), ui.examined.change]
-    later = {**QUICK, "trigger_mode": "always_last"}
-    gr.on(changed, handlers.forecast_evaluation, [ui.memory, *choices], ui.part_times, **later)
     ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():

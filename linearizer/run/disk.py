@@ -1,4 +1,4 @@
-"""How much a run will write, and estimated before anything is downloaded."""
+"""The bytes that a run writes, estimated before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) ->
     return weights + map_bytes(plan, inspection)
 
 
-def other_bytes(inspection: Inspection) -> int:
-    """Estimate what a run writes besides: a tokenizer, the student's code, tables and pictures."""
-    return SMALL_FILES + TOKEN * inspection.vocabulary
+def run_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
+    """Estimate all that a run writes: also a tokenizer, the student's code, tables and pictures."""
+    small = SMALL_FILES + TOKEN * inspection.vocabulary
+    return resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection, linked) + small
 
 
 def map_bytes(plan: Plan, inspection: Inspection) -> int:

@@ -1,8 +1,4 @@
-"""Forecasts of a run or an evaluation on this machine, right within a factor of about two; and what the machine is.
-
-A run: from the sizes of its model and the speeds of this machine. An evaluation: from the time that judging the same
-student took.
-"""
+"""Forecasts of a run from the sizes of its model and the speeds of this machine; and a description of the machine."""
 
 from __future__ import annotations
 
@@ -10,25 +6,20 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS, needle_lengths
-from linearizer.evaluate.needle import DEPTHS
-from linearizer.evaluate.speed import LENGTHS
+from linearizer.evaluate.evaluate_run import JUDGING
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
-from linearizer.run.disk import NUMBER, checkpoint_bytes, other_bytes, resume_bytes, rows_of
-from linearizer.run.evaluation_request import Request
-from linearizer.run.events import EventName
-from linearizer.run.folder import Run
+from linearizer.run.disk import NUMBER, resume_bytes, rows_of, run_bytes
 from linearizer.student.kernel_dispatch import FeatureAttention
 from linearizer.student.kernel_in_c import find_compiler
 from linearizer.student.layer_student import LayerStudent
@@ -52,11 +43,6 @@ COMPARED = 6  # students that are measured before one of them is made
 HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
-SUBJECTS = 4  # teacher, student, window, untrained student
-WITH_RIVALS = 1.5  # times as long as without the caches in few bits, which attend as a teacher does
-TOKEN_PASSES = 0.2  # that writing one token of all texts takes
-HEAD_ERROR_PASSES = 60  # that the errors of every head take, the curve of errors included
-TASK_SAMPLES, SAMPLE_TOKENS = 1000, 4 * 64  # of a task without a limit, and of all choices of a sample
 Clock = Callable[[], float]
 
 
@@ -82,18 +68,10 @@ class RunForecast:
     download_bytes: float
 
 
-@dataclass(frozen=True)
-class EvaluationForecast:
-    """How long an evaluation will take."""
-
-    seconds: dict[str, float]  # by part; none where the log does not say how long judging took
-    device: str | None  # that the student was judged at
-
-
 @cache
 def measure_speeds(device: str, clock: Clock = time.perf_counter) -> Speeds:
     """Measure this machine, in well under a second; only once."""
-    size = matrix_size(device)
+    size = 2048 if device_kind(device) == "cuda" else 512  # large enough for a device to show its speed
     matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     points = torch.randn(SPECTRUM_POINTS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
     products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5, clock) for x in matrices)  # type: ignore[misc]
@@ -112,11 +90,6 @@ def students_speed(device: str, clock: Clock, heads: int = 4, tokens: int = 256)
     return heads * tokens / read
 
 
-def matrix_size(device: str) -> int:
-    """Choose matrices large enough for a device to show its speed."""
-    return 2048 if device_kind(device) == "cuda" else 512
-
-
 def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
     """Time a piece of work, the fastest of a few times."""
     seconds = []
@@ -128,13 +101,9 @@ def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
 
 
 def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:
-    """Say what a plan will take on a machine, where so many bytes are still to be downloaded."""
-    return RunForecast(
-        forecast_seconds(plan, inspection, speeds),
-        run_memory(plan, inspection),
-        resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + other_bytes(inspection) + download,
-        download,
-    )
+    """Forecast a plan on a machine; `download`: the bytes that are still to be downloaded."""
+    seconds, memory = forecast_seconds(plan, inspection, speeds), run_memory(plan, inspection)
+    return RunForecast(seconds, memory, run_bytes(plan, inspection) + download, download)
 
 
 def replaced_layers(inspection: Inspection) -> list[Layer]:
@@ -163,7 +132,7 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
 
 def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     """Say how many seconds the weights are read, once, or by every pass of a run that reads them block by block."""
-    weights, layers = bytes_in_memory(inspection, plan.dtype, plan.device), replaced_layers(inspection)
+    weights = bytes_in_memory(inspection, plan.dtype, plan.device)
     if not (weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device)):
         return inspection.weight_bytes / speeds.reads
     length = plan.kept_length(inspection.max_positions)
@@ -221,50 +190,6 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
     sample = 6 * 8 * plan.kept_samples**2
     work = max(sample, judging, pricing, rows, graph)
     return PROCESS_BYTES + WEIGHTS * weights + work + resume_bytes(plan, inspection)
-
-
-def forecast_evaluation(run: Run, request: Request) -> EvaluationForecast:
-    """Say how long the parts of an evaluation will take."""
-    return EvaluationForecast(part_seconds(run, request), run.evaluation_file["made_with"].get("device"))
-
-
-def part_seconds(run: Run, request: Request) -> dict[str, float]:
-    """Estimate the seconds of every part that was asked for; the first part waits for a process to start."""
-    if (pass_time := pass_seconds(run)) is None:
-        return {}
-    usual = run.plan.kept_length(run.positions)
-    length = request.length or usual
-    share = length / usual  # of a pass, in tokens
-    passages = JUDGED_SHARE - 1 if "language" in request.chosen else JUDGED_SHARE  # both parts read a text once
-    hidden = request.lengths or needle_lengths(usual, run.positions)
-    passes = {
-        "language": request.texts * share,
-        "recall": request.texts * share * (passages + (not request.short)),
-        "needle": max(1, request.texts // 2) * len(DEPTHS) * sum(hidden) / usual,
-        "generation": 2 * MAX_WRITTEN_TOKENS * TOKEN_PASSES,
-        "approximation": HEAD_ERROR_PASSES * min(request.texts, 2) / 2 / SUBJECTS * share**2,
-    }
-    if not request.short:
-        passes |= {part: WITH_RIVALS * passes[part] for part in ("language", "recall")}
-    seconds = {part: 1 + SUBJECTS * count * pass_time for part, count in passes.items()}
-    seconds["speed"] = 3 * len(LENGTHS) / 2 * min(request.seconds, 60.0)
-    samples = len(request.tasks) * (request.limit or TASK_SAMPLES)
-    seconds["tasks"] = START_SECONDS + SUBJECTS * samples * SAMPLE_TOKENS * pass_time / usual
-    first = next(iter(request.chosen))
-    return {part: took + START_SECONDS * (part == first) for part, took in seconds.items() if part in request.chosen}
-
-
-def pass_seconds(run: Run) -> float | None:
-    """Say what one text of the run's own length took, in the mean over teacher, student and window."""
-    begun = None
-    for event in run.events():
-        if run.owns_event(event) and event["event"] == EventName.EVALUATE and begun is None:
-            begun = event["time"]
-        elif run.owns_event(event) and event["event"] == EventName.STARTED:
-            begun = None  # what was judged before a stop is judged again
-        elif run.owns_event(event) and event["event"] == EventName.EVALUATED and begun is not None:
-            return max(event["time"] - begun, 0.01) / JUDGING_PASSES
-    return None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,18 @@
-"""A request to evaluate is checked where it comes in: its kinds, a Space's limits, how long it will take."""
+"""A request to evaluate is checked where it comes in: its kinds, and a Space's limits."""
 
 import json
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, cards, handlers, limits, plan_cards
-from linearizer.page.cards import evaluation_card, times_line
+from linearizer.page import actions, cards, limits, plan_cards
+from linearizer.page.cards import evaluation_card
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from linearizer.workers.forecast import EvaluationForecast, RunForecast, forecast_evaluation, part_seconds
+from linearizer.workers.forecast import RunForecast
 from tests.support.runs import begin_for, inspection_of
 
 ANN = "ann's secret, long enough"
@@ -20,7 +20,7 @@ ANN = "ann's secret, long enough"
 
 @pytest.fixture
 def run(tmp_path):
-    """A run that looks as if it were done: judging took 12 seconds."""
+    """A run that looks as if it were done."""
     result = Run.create(tmp_path / "ann" / "run", Plan("demo", budget=64, length=256))
     result.checkpoint.mkdir()
     result.write("inspection.json", inspection_of([]).to_json())
@@ -72,28 +72,10 @@ def test_nothing_is_limited_at_ones_own_machine(tmp_path):
     limits.check_request(Request(texts=10**6, text="file:mine", task_folder="mine"))
 
 
-def test_parts_are_forecast_from_what_judging_took(run):
-    whole = part_seconds(run, Request())
-    assert set(whole) == set(Request().chosen) and all(seconds > 0 for seconds in whole.values())
-    few = part_seconds(run, Request(texts=2))
-    assert few["recall"] < whole["recall"] and few["language"] < whole["language"]
-    run.write_evaluation(made_with={"device": "a GPU"})
-    named = forecast_evaluation(run, Request(("language", "tasks"), tasks=("piqa",), limit=10))
-    assert set(named.seconds) == {"language", "tasks"}
-    line = times_line(named)
-    assert "about" in line and "in all" in line and "took, on a GPU." in line
-    assert "<b>" not in times_line(EvaluationForecast({"language": 1.0}, "<b>a GPU"))  # a run may come from elsewhere
-
-
 def test_of_a_gpu_that_is_lent_nothing_is_promised():
     result = {"Quick": RunForecast(60.0, 1e9, 1e6, 0)}
     assert "What it takes here, about; nothing to download" in plan_cards.efforts_table(result, "Quick")
     assert "on the CPU; the GPU that is lent is faster; nothing" in plan_cards.efforts_table(result, "Quick", lent=True)
-
-
-def test_where_judging_is_not_in_the_log_nothing_is_promised(run):
-    run.log_file.write_text("")
-    assert part_seconds(run, Request()) == {} and times_line(EvaluationForecast({}, None)) == ""
 
 
 def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, tmp_path):
@@ -138,7 +120,5 @@ def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
     other = find_visitor(secret="bob's secret, long enough")
     with pytest.raises(RequestError, match="none of your runs"):
         actions.evaluate_run(other, mine.folder.name)
-    memory = {"secret": "bob's secret, long enough", "run": mine.folder.name}
-    assert "none of your runs" in handlers.forecast_evaluation(memory, None, None, ["language"], 2, "", None)
     with pytest.raises(RequestError, match="has no student yet"):
         actions.evaluate_run(find_visitor(secret=ANN), mine.folder.name)

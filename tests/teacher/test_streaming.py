@@ -6,6 +6,7 @@ import accelerate.hooks
 import pytest
 import torch
 from accelerate.utils import OffloadedWeightsLoader
+from linearizer.method.head_prices_by_gradient import estimate_prices
 from safetensors.torch import load_file, save_file
 
 from linearizer import ask, pipeline, read
@@ -14,7 +15,6 @@ from linearizer.hub.models import find_model
 from linearizer.method import checkpoint, head_prices_by_gradient
 from linearizer.method.blockwise_pass import chain_of
 from linearizer.method.checkpoint import load_student
-from linearizer.method.head_prices_by_gradient import estimate_prices
 from linearizer.method.measure_run import measure_profile
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan

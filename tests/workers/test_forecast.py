@@ -8,12 +8,8 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.run.disk import map_bytes, rows_of
 from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.workers.forecast import Speeds, forecast_run, matrix_size, students_speed
+from linearizer.workers.forecast import Speeds, forecast_run, students_speed
 from tests.support.runs import inspection_of
-
-
-def test_every_gpu_is_timed_as_a_gpu():
-    assert matrix_size("cuda:1") == matrix_size("cuda") > matrix_size("cpu")
 
 
 def test_a_forecast_counts_the_type_that_is_computed_in():
