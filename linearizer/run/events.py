@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from linearizer.errors import FolderError
 from linearizer.plan.json_products import parse_json
 from linearizer.run.files import open_in_place, writing
 
-READ_BYTES = 2**14  # bytes that are read at once
 LAST_SECOND = 2**36  # of a time: some two thousand years after 1970
 
 
@@ -70,93 +67,73 @@ def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line, and end a line before it that was cut off."""
+    """Append a line, after ending an incomplete line before it."""
     with writing(path), open(path, "ab+", opener=open_in_place) as file:
         torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write((b"\n" if torn else b"") + line + b"\n")
 
 
-@contextmanager
-def open_log(path: Path) -> Iterator[BinaryIO]:
-    """Open a log to read it; a log that does not exist is empty."""
+def read_lines(path: Path, begin: int = 0) -> bytes:
+    """Read the complete lines of a log from a byte on; a log that does not exist is empty."""
     try:
-        file: BinaryIO = path.open("rb")
+        with path.open("rb") as file:
+            file.seek(begin)
+            content = file.read()
     except FileNotFoundError:
-        file = BytesIO()
+        return b""
     except OSError as error:
         raise FolderError(f"{str(path)!r} cannot be read ({error.strerror}): remove it, or start a new run") from error
-    with file:
-        yield file
+    return content[: content.rfind(b"\n") + 1]
+
+
+def parse_lines(lines: Iterable[bytes]) -> Iterator[Event]:
+    """Parse the lines that are events, each when it is asked for."""
+    return (event for line in lines if (event := parse_line(line)) is not None)
 
 
 def read_events(path: Path, begin: int = 0) -> tuple[list[Event], int]:
-    """Read the events from a byte on, and say where the next will begin; a line that is being written is left there."""
-    with open_log(path) as file:
-        file.seek(begin)
-        content = file.read()
-    whole = content[: content.rfind(b"\n") + 1]
-    events = (parse_line(line) for line in whole.split(b"\n"))
-    return [event for event in events if event is not None], begin + len(whole)
+    """Read the events from a byte on, and the byte where the next begins; an incomplete line is left for then."""
+    content = read_lines(path, begin)
+    return list(parse_lines(content.split(b"\n"))), begin + len(content)
 
 
 def first_event(path: Path) -> Event | None:
-    """Read the first event."""
-    with open_log(path) as file:
-        return next((event for line in file if (event := parse_line(line)) is not None), None)
+    return next(parse_lines(read_lines(path).split(b"\n")), None)
 
 
-def newest_events(path: Path) -> Iterator[Event]:
-    """Read the events backwards: the newest take a few lines, however long the log."""
-    with open_log(path) as file:
-        end = file.seek(0, os.SEEK_END)
-        cut = b""  # the beginning of a line, which belongs to the part before
-        whole = False  # the last line may still be being written
-        while end > 0:
-            begin = max(0, end - READ_BYTES)
-            file.seek(begin)
-            lines = (file.read(end - begin) + cut).split(b"\n")
-            cut, end = lines[0] if begin else b"", begin
-            for line in reversed(lines[1 if begin else 0 :]):
-                if whole and (event := parse_line(line)) is not None:
-                    yield event
-                whole = True
-
-
-def events_named(path: Path, name: str) -> list[Event]:
-    """Read the events of a name; the lines of others are not parsed."""
-    with open_log(path) as file:
-        lines = file.read().split(b"\n")[:-1]
-    events = (parse_line(line) for line in lines if b'"event": "' + name.encode() + b'"' in line)
-    return [event for event in events if event is not None and event["event"] == name]
+def newest_events(path: Path, name: str = "") -> Iterator[Event]:
+    """Read the events backwards, or those of one name; lines are parsed only as far as events are asked for."""
+    lines = (line for line in reversed(read_lines(path).split(b"\n")) if name.encode() in line)
+    return (event for event in parse_lines(lines) if name in ("", event["event"]))
 
 
 def events_of_student(events: Sequence[Event], name: str) -> list[Event]:
-    """Keep the events of one name that tell of the student as it is allocated now, not of one before another budget."""
-    changes = [
-        number for number, event in enumerate(events) if event["event"] == EventName.ALLOCATED and event.get("changed")
-    ]
-    return [event for event in events[changes[-1] if changes else 0 :] if event["event"] == name]
+    """Keep the events of one name since the student was last allocated another budget."""
+    kept: list[Event] = []
+    for event in events:
+        if event["event"] == EventName.ALLOCATED and event.get("changed"):
+            kept = []
+        elif event["event"] == name:
+            kept.append(event)
+    return kept
 
 
 def parse_line(line: bytes) -> Event | None:
-    """Read one line, if it is an event."""
+    """Parse a line; None: it is not an event."""
     try:
         event = parse_json(line)
-    except ValueError:  # also where it is no UTF-8
+    except ValueError:  # also where it is not UTF-8
         return None
     return event if is_event(event) else None
 
 
 def is_event(value: Any) -> bool:
-    """Tell whether a value is an event; progress has a part, a whole and a unit."""
-    if not isinstance(value, dict) or not isinstance(value.get("event"), str) or not is_time(value.get("time")):
+    """Whether a value is an event: it has a name and a time that a calendar has; progress has counts and a unit."""
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        return False
+    if type(value.get("time")) not in (int, float) or not 0 <= value["time"] < LAST_SECOND:
         return False
     if "done" not in value or "total" not in value:
         return True
     counts = (value["done"], value["total"])
     return all(type(count) is int and 0 <= count < 2**63 for count in counts) and isinstance(value.get("unit"), str)
-
-
-def is_time(value: Any) -> bool:
-    """Tell whether a value is a time in seconds since 1970 that a calendar has."""
-    return type(value) in (int, float) and 0 <= value < LAST_SECOND

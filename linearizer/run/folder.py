@@ -29,15 +29,7 @@ from linearizer.plan.options import differences
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import Profile
 from linearizer.run import locks
-from linearizer.run.events import (
-    Event,
-    EventName,
-    append_event,
-    events_named,
-    events_of_student,
-    newest_events,
-    read_events,
-)
+from linearizer.run.events import Event, EventName, append_event, events_of_student, newest_events, read_events
 from linearizer.run.files import UNFINISHED, link_error, open_in_place, seal, unseal, write_whole, writing
 from linearizer.run.locks import Lock
 from linearizer.run.prices import CANDIDATES, Candidates, Prices
@@ -297,7 +289,7 @@ class Run:
     @property
     def published(self) -> Event | None:
         """Where the student was published last: {"repo_id", "revision", "url", "snippet", "private", "time"}."""
-        return next(reversed(events_named(self.log_file, EventName.PUBLISHED)), None)
+        return next(newest_events(self.log_file, EventName.PUBLISHED), None)
 
     @property
     def log_file(self) -> Path:

@@ -49,7 +49,7 @@ def write_hub_job(run: Run, job: HubJob) -> None:
 
 def job_events(run: Run) -> Iterator[Event]:
     """Give what the log says of jobs, the newest first; an event with a stage says how its job ended."""
-    return (event for event in newest_events(run.log_file) if event["event"] == EventName.HUB_JOB)
+    return newest_events(run.log_file, EventName.HUB_JOB)
 
 
 def newest_job(run: Run) -> Event | None:
@@ -65,7 +65,5 @@ def open_job(run: Run) -> Event | None:
 
 def agreed_cap(run: Run) -> float:
     """Give the USD that were agreed to when the run was queued last; 0: no new job may begin."""
-    for event in newest_events(run.log_file):
-        if event["event"] == EventName.QUEUED and run.owns_event(event):
-            return float(event.get("cap", 0.0))
-    return 0.0
+    queued = filter(run.owns_event, newest_events(run.log_file, EventName.QUEUED))
+    return float(next(queued, {}).get("cap", 0.0))

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from linearizer.errors import FolderError, RequestError
 from linearizer.plan.plan import Plan
 from linearizer.run.evaluation_request import PARTS
-from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
+from linearizer.run.events import STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
 from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
@@ -285,11 +285,7 @@ def read_log_state(run: Run) -> LogState:
 def read_last_words(run: Run) -> str:
     """Quote the last line that a lost process wrote to standard error."""
     path = run.folder / "worker.log"
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - READ_BYTES))
-        return quote_last(file.read().decode(errors="replace").splitlines())
+    return quote_last(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.is_file() else ""
 
 
 def quote_last(lines: Sequence[str]) -> str:
