@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.plan.plan import Plan
 from linearizer.progress import Progress
 from linearizer.report.parts import evaluation_report
-from linearizer.run import folder
 from linearizer.run.evaluation_request import Request
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, newest_request
 from linearizer.run.names import find_run, runs_root
 from linearizer.workers import control
 from linearizer.workers.control import Status
@@ -50,9 +50,7 @@ def serve_runs(arguments: argparse.Namespace) -> None:
     root = arguments.root or runs_root()
     if arguments.action == "list":
         if arguments.run is not None:
-            raise RequestError(
-                f"list shows all runs, not {arguments.run!r}: leave it out, or name an action such as attach"
-            )
+            raise RequestError(f"list shows all runs, not {arguments.run!r}: leave it out, or name an action")
         statuses = control.runs_in(root)
         text = describe_runs(statuses) if statuses else f"no runs in {root}"
         print_product(arguments, [status_values(status) for status in statuses], text)
@@ -67,12 +65,14 @@ def serve_runs(arguments: argparse.Namespace) -> None:
         delete_run(run)
         print_product(arguments, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
         return
-    if arguments.action == "resume":
-        resume_run(run, yes=arguments.yes)
-    else:
-        {"stop": control.stop, "use": control.use_now}[arguments.action](run)
-    done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
-    text = f"{run.folder} {done[arguments.action]}: linearizer runs attach {run.folder}"
+    acts: dict[str, tuple[Callable[[Run], None], str]] = {
+        "stop": (control.stop, "will stop after its step"),
+        "resume": (partial(resume_run, yes=arguments.yes), "is queued"),
+        "use": (control.use_now, "will end its training after this step"),
+    }
+    act, done = acts[arguments.action]
+    act(run)
+    text = f"{run.folder} {done}: linearizer runs attach {run.folder}"
     print_product(arguments, status_values(control.status(run)), text)
 
 
@@ -85,7 +85,8 @@ def attach(run: Run, as_lines: bool = False) -> None:
     if bar.is_terminal:
         sys.stderr.write("ctrl-C leaves this display; the run goes on\n")
     try:
-        show_place_in_queue(run, bar)
+        if control.state_of(run) == "queued":
+            bar.print(f"{'queue':>10}  waiting for its turn")
         for event in (event for events in control.follow(run) for event in events):
             if as_lines:
                 print(json.dumps(event), flush=True)  # noqa: T201
@@ -103,33 +104,24 @@ def attach(run: Run, as_lines: bool = False) -> None:
     if status.state != "done":
         raise FaultError(f"{run.folder} {'failed' if status.state == 'failed' else 'is lost'}: {status.error}")
     if not as_lines:
-        print(describe_run(run) if run.job is None else describe_evaluation(run))  # noqa: T201
+        print(describe_run(run) if run.job is None else describe_newest_evaluation(run))  # noqa: T201
 
 
-def describe_evaluation(run: Run) -> str:
-    """Describe the parts of the evaluation that was requested last."""
-    results, chosen = run.results, Request.of(folder.newest_request(run)[0]).chosen
+def describe_newest_evaluation(run: Run) -> str:
+    results, chosen = run.results, Request.of(newest_request(run)[0]).chosen
     return evaluation_report({part: results[part] for part in chosen if part in results})
 
 
-def show_place_in_queue(run: Run, bar: ProgressBar) -> None:
-    """Show the place of a run that waits for its device."""
-    while (current := control.status(run)).state == "queued":
-        bar.print(f"{'queue':>10}  {f'place {current.place}' if current.place else 'its machine is prepared'}")
-        time.sleep(control.LOG_POLL_SECONDS)
-
-
 def status_values(status: Status) -> dict[str, Any]:
-    """Give the status of a run as plain values."""
-    kept = [field.name for field in fields(status) if field.name not in ("plan", "evaluation")]
-    plain, evaluation = {name: getattr(status, name) for name in kept}, status.evaluation
+    """Return the status of a run as plain values."""
+    plain = {field.name: getattr(status, field.name) for field in fields(status) if field.name != "plan"}
     names = {"name": status.run.folder.name, "run": str(status.run.folder)}
-    of_evaluation = evaluation and {name: getattr(evaluation, name) for name in ("state", "place", "step", "error")}
-    return {**plain, **names, **dial_of(status.plan), "evaluation": of_evaluation}
+    evaluation = status.evaluation and {name: getattr(status.evaluation, name) for name in ("state", "step", "error")}
+    return {**plain, **names, **dial_of(status.plan), "evaluation": evaluation}
 
 
 def dial_of(plan: Plan | None) -> dict[str, Any]:
-    """Give the model and the dial of a plan; of a damaged plan, None."""
+    """Return the model and the dial of a plan; of a damaged plan, None."""
     return {name: getattr(plan, name, None) for name in ("model", "budget", "features")}
 
 
@@ -141,8 +133,7 @@ def describe_runs(statuses: Sequence[Status]) -> str:
         dial, name = dial_of(status.plan), printable(status.run.folder.name)
         budget = f"C = {dial['features']}" if dial["features"] else dial["budget"] or "?"
         shown = status.evaluation if status.evaluation is not None and status.state == "done" else status
-        state = shown.state if shown.place is None else f"queued, place {shown.place}"
-        state = state if shown is status else f"done, evaluation {state}"
+        state = shown.state if shown is status else f"done, evaluation {shown.state}"
         step = "" if shown.step is None else f"{shown.step['event']} {shown.step['done']}/{shown.step['total']}"
         age = duration(time.time() - status.begun)
         rows.append((name, printable(dial["model"] or "?"), budget, state, step, size(status.disk_bytes), age))

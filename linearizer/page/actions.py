@@ -57,7 +57,6 @@ class RunStatus:
 
     run: str
     state: str | None
-    place: int | None = None  # in the queue
     step: dict[str, Fact] | None = None
     begun: float | None = None
     changed: float | None = None
@@ -148,7 +147,7 @@ def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator
             yield run
             choose_start(run)(run, visitor.token)
         except LinearizerError:
-            control.delete(run)
+            runs.delete_run(run)
             raise
 
 
@@ -199,7 +198,7 @@ def start_job(
 
 
 def run_status(visitor: Visitor, run: str) -> RunStatus:
-    """Return what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, its
+    """Return what a run is doing: state, newest progress, error, disk, where it was published, its
     evaluation, and the verdict on its student.
     """
     opened = visitor.find_run(run)

@@ -67,7 +67,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     if status is None:
         return '<p class="lz-empty">No run yet. Choose a model and a budget, then press Start.</p>'
     plan = status.run.plan
-    state = state_sentence(status)
+    state = STATE_SENTENCES[status.state]
     moving = status.step if status.state in LIVE else None
     # in quarters, so that a screen reader speaks only four times
     done = f", {step_title(moving)}, {25 * int(4 * share_done(moving))}%" if moving else ""
@@ -91,12 +91,6 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     if status.saved is not None and status.state != "done":
         pairs.insert(3, ("last saved", ago(status.saved, now)))
     return "".join(lines) + values_list(pairs, "lz-list")
-
-
-def state_sentence(status: Status) -> str:
-    """Describe the state of a run or an evaluation, and its place in the queue."""
-    place = ": it is next" if status.place == 1 else f": place {status.place}" if status.place else ""
-    return STATE_SENTENCES[status.state] + place * (status.state == "queued")
 
 
 def state_sign(state: str) -> str:
@@ -276,7 +270,7 @@ def evaluation_card(status: Status | None) -> str:
     if status is None:
         return ""
     if status.state in LIVE:
-        state, step = state_sentence(status), status.step
+        state, step = STATE_SENTENCES[status.state], status.step
         loud = announcement(f"Evaluation: {state}")
         line = f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>'
         return line + ("" if step is None or status.state == "queued" else part_bar(step))

@@ -30,7 +30,6 @@ from linearizer.run.locks import Lock
 from linearizer.run.prices import CANDIDATES
 from linearizer.run.stopping import SliceOver, check_stop, log_end
 from linearizer.workers import control
-from linearizer.workers.device_queue import Ticket
 from linearizer.workers.worker import keep_faults, work_in_turn, work_on
 
 SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 120)  # for which the device is asked
@@ -134,15 +133,15 @@ def start(run: Run, token: str | None = None, **details: Any) -> None:
     Other arguments go into the log, where the steps read them.
     """
     control.check_start(run, token)
-    lock, ticket = control.lock_and_queue(run, **details)
+    lock = control.lock_and_queue(run, **details)
     context = copy_context()  # tells ZeroGPU the visitor
-    threading.Thread(target=context.run, args=(work_in_steps, run, token, lock, ticket), daemon=True).start()
+    threading.Thread(target=context.run, args=(work_in_steps, run, token, lock), daemon=True).start()
 
 
-def work_in_steps(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
+def work_in_steps(run: Run, token: str | None, lock: Lock) -> None:
     """Work on a run until it ends; errors go into its log."""
     with lock, suppress(LinearizerError), keep_faults(run, token, run.folder / "worker.log"):
-        finish(work_in_turn(run, ticket, lambda: run_steps(run, token), DEVICE))
+        finish(work_in_turn(run, lambda: run_steps(run, token), DEVICE))
 
 
 def run_steps(run: Run, token: str | None) -> Steps[None]:

@@ -27,8 +27,6 @@ from linearizer.run.events import STEPS, Event, EventName, first_event, newest_e
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
 from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
-from linearizer.workers import device_queue
-from linearizer.workers.device_queue import Ticket
 
 EVALUATION_STEPS = (*PARTS, "longer", "distill")  # with progress
 STATE_AFTER = {
@@ -52,7 +50,6 @@ class Status:
     run: Run
     plan: Plan | None  # None where the run is damaged
     state: str
-    place: int | None  # in the queue of its device: 1 is next; None unless queued
     step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
     error: str | None  # why it failed, or was stopped by others than its owner, in a sentence
     begun: float  # seconds since 1970
@@ -74,12 +71,10 @@ def start(run: Run, token: str | None = None, **details: Any) -> None:
     The process reads the details in the log.
     """
     check_start(run, token)
-    lock, ticket = lock_and_queue(run, **details)
-    with lock, ticket.lock:  # the process that is started holds them, too
+    with lock_and_queue(run, **details) as lock:  # the process that is started holds it, too
         try:
-            start_worker(run, lock, ticket, token)
+            start_worker(run, lock, token)
         except OSError as error:
-            ticket.path.unlink(missing_ok=True)
             run.log(EventName.FAILED, error=f"no process could be started ({error.strerror}): free memory, then resume")
             raise FolderError(f"{str(run.folder)!r} cannot be worked on ({error.strerror}): free memory") from error
 
@@ -109,30 +104,22 @@ def check_start(run: Run, token: str | None) -> None:
         raise RequestError("the token holds characters that no token has: copy it again")
 
 
-def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
-    """Lock a run, and queue it."""
+def lock_and_queue(run: Run, **details: Any) -> Lock:
+    """Lock a run, and log that it waits for its turn."""
     with ExitStack() as undo:
         lock = undo.enter_context(run.take_lock())
         remove(run.folder / "worker.log")
-        ticket = device_queue.take_ticket(run.folder)
-        undo.callback(ticket.remove)
         run.log(EventName.QUEUED, **details)
         undo.pop_all()
-    return lock, ticket
+    return lock
 
 
-def start_worker(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
+def start_worker(run: Run, lock: Lock, token: str | None) -> None:
     """Start the process of a run."""
-    request = {"folder": str(run.folder), "job": run.job, "ticket": str(ticket.path), "token": token}
-    locks = {"lock": lock.fd, "ticket_lock": ticket.lock.fd}
+    request = {"folder": str(run.folder), "job": run.job, "token": token, "lock": lock.fd}
     with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
-        process = start_process(
-            "linearizer.workers.worker",
-            {**request, **locks},
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            pass_fds=tuple(locks.values()),
-        )
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": log}
+        process = start_process("linearizer.workers.worker", request, **streams, pass_fds=(lock.fd,))
     with suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
     threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
@@ -208,7 +195,7 @@ def delete(run: Run) -> None:
 
 
 def status(run: Run) -> Status:
-    """Give the status of a run."""
+    """Return the status of a run."""
     Run.open(run.folder)
     state, log_state = read_lock_and_log(run)
     first, files = first_event(run.log_file), files_of(run.folder)
@@ -221,7 +208,6 @@ def status(run: Run) -> Status:
         run=run,
         plan=run.plan,
         state=state,
-        place=device_queue.place_of(run.folder) if state == "queued" else None,
         step=log_state.step,
         error=LOST_ERROR + read_last_words(run) if state == "lost" else log_state.error,
         begun=begun,
@@ -234,7 +220,7 @@ def status(run: Run) -> Status:
 
 
 def state_of(run: Run) -> str:
-    """Give the state of a run in one word."""
+    """Return the state of a run in one word."""
     return read_lock_and_log(run)[0]
 
 
@@ -249,15 +235,15 @@ class LogState:
 
 
 def read_lock_and_log(run: Run) -> tuple[str, LogState]:
-    """Give the state of a run by its lock and its log, and by its log alone."""
+    """Return the state of a run by its lock and its log, and by its log alone."""
     while True:
-        held = run.is_locked
+        locked = run.is_locked
         log_state = read_log_state(run)
         if log_state.state not in LIVE:
             return log_state.state, log_state
-        if held == run.is_locked:  # otherwise the run began or ended meanwhile
+        if locked == run.is_locked:  # otherwise the run began or ended meanwhile
             break
-    if not held:
+    if not locked:
         return "lost", log_state
     return "stopping" if run.has_request("stop") else log_state.state, log_state
 
@@ -306,7 +292,7 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
 
 
 def runs_in(root: Path) -> list[Status]:
-    """Give the status of every run under a folder, the newest first."""
+    """Return the status of every run under a folder, the newest first."""
     statuses = []
     for file in root.glob("*/plan.json"):
         with suppress(PermissionError):  # not readable
@@ -316,7 +302,7 @@ def runs_in(root: Path) -> list[Status]:
 
 
 def status_or_damage(run: Run) -> Status | None:
-    """Give the status of a run, also where its files are damaged; None where the run was deleted meanwhile."""
+    """Return the status of a run, also where its files are damaged; None: it was deleted meanwhile."""
     try:
         return status(run)
     except FolderError as error:
@@ -325,17 +311,17 @@ def status_or_damage(run: Run) -> Status | None:
         except FileNotFoundError:
             return None
         sizes = sum(stat.st_size for stat in files_of(run.folder).values())
-        return Status(run, None, DAMAGED, None, None, str(error), changed, changed, sizes, None)
+        return Status(run, None, DAMAGED, None, str(error), changed, changed, sizes, None)
 
 
 def follow(run: Run) -> Iterator[list[Event]]:
-    """Give the events of a run, or of its evaluation, as they come, until it has ended."""
+    """Yield the events of a run, or of its evaluation, as they are logged, until it has ended."""
     place = 0
     while True:
         ended = not run.is_locked and state_of(run) not in LIVE  # read before the log, so that no event is missed
         events, place = read_events(run.log_file, place)
-        if own := [event for event in events if run.owns_event(event)]:
-            yield own
+        if events := [event for event in events if run.owns_event(event)]:
+            yield events
         if ended:
             return
         time.sleep(LOG_POLL_SECONDS)

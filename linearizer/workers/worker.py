@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,27 +26,25 @@ from linearizer.run.hub_job import read_hub_job
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers.control import end_process, lock_and_queue
-from linearizer.workers.device_queue import Ticket
+from linearizer.workers.device_queue import take_ticket
 from linearizer.workers.helpers import HelperProcesses, devices_to_hold
 
 Product = TypeVar("Product")
 QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
 
 
-def work(lock: int, ticket_lock: int, folder: str, job: str | None, ticket: str, token: str | None) -> int:
+def work(lock: int, folder: str, job: str | None, token: str | None) -> int:
     """Work on a run that was handed over, and return an exit code; errors are in the run's log."""
-    for file in (lock, ticket_lock):
-        os.set_inheritable(file, False)
+    os.set_inheritable(lock, False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run, own = Run(Path(folder), job), Ticket(Path(ticket), Lock(ticket_lock))
+    run = Run(Path(folder), job)
     try:
         with Lock(lock), stop_on_sigterm(run), keep_faults(run, token):
             if read_hub_job(run) is None:
-                finish(work_in_turn(run, own, lambda: work_on(run, token)))
+                finish(work_in_turn(run, lambda: work_on(run, token)))
             else:
                 from linearizer.workers.hub_follow import follow_job
 
-                own.remove()  # a job of the Hub waits for no device of this machine
                 follow_job(run, token)
     except LinearizerError as error:
         return error.exit_code
@@ -68,31 +66,27 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
     """Work on a run in this process; a request that cannot be served leaves no run. The log holds the details."""
-    lock, ticket = lock_and_queue(run, **details)
-    with lock, stop_on_sigterm(run), keep_faults(run):
+    with lock_and_queue(run, **details), stop_on_sigterm(run), keep_faults(run):
         try:
-            return (yield from work_in_turn(run, ticket, lambda: steps))
+            return (yield from work_in_turn(run, lambda: steps))
         except RequestError:
             if run.job is None and not run.has_file("profile.json"):
                 run.remove_unstarted()
             raise
 
 
-def work_in_turn(
-    run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]], device: str | None = None
-) -> Steps[Product]:
+def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | None = None) -> Steps[Product]:
     """Work on a run when its devices, or the one named, are free; the caller holds the run."""
-    try:
+    with ExitStack() as undo:
         with log_end(run):
-            ticket.set_devices([device] if device else devices_to_hold(run))
+            ticket = take_ticket(run.folder, [device] if device else devices_to_hold(run))
+            undo.callback(ticket.remove)
             while before := ticket.count_before():
                 check_stop(run)
                 yield Progress("queue", 0, before, "runs before")
                 time.sleep(QUEUE_POLL_SECONDS)
             check_stop(run)
         return (yield from steps())
-    finally:
-        ticket.remove()
 
 
 @contextmanager

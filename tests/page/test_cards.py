@@ -17,12 +17,11 @@ from linearizer.workers import control
 def waiting(tmp_path):
     """The status of a run that waits for others."""
     run = Run.create(tmp_path / "run", Plan("demo", budget=64))
-    return replace(control.status(run), state="queued", place=3)
+    return replace(control.status(run), state="queued")
 
 
 def test_what_waits_says_what_for(waiting):
-    assert "waiting for its turn: place 3" in cards.run_card(waiting, "run", 0.0)
-    assert "waiting for its turn: it is next" in cards.run_card(replace(waiting, place=1), "run", 0.0)
+    assert "waiting for its turn" in cards.run_card(waiting, "run", 0.0)
 
 
 def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there(tmp_path):

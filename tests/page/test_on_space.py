@@ -27,7 +27,7 @@ QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
 @pytest.fixture
 def busy(space):
     """Let the device be at work for another, so that runs wait and take no time of the processor."""
-    ticket = device_queue.take_ticket(Path("another"))
+    ticket = device_queue.take_ticket(Path("another"), ["cpu"])
     yield
     end_runs(space.runs)
     ticket.remove()

@@ -184,7 +184,7 @@ def test_a_run_in_steps_is_stopped_and_resumed_and_waits_for_its_turn(space):
     client, root, log = space
     first, second = (begin(client, root, steps=300) for _ in range(2))
     wait_until(lambda: any(event["event"] == "distill" for event in first.events()), 200)
-    assert control.status(second).place == 1
+    assert control.status(second).state == "queued"
     client.predict(first.folder.name, ANN, api_name="/stop_run")
     wait_for(first, "stopped")
     wait_for(second, "running")

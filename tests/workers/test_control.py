@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -13,7 +12,17 @@ from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.workers import control, device_queue
 from linearizer.workers.worker import work_in_foreground
-from tests.support.runs import LONG, PLAN, beginning, log_of, process_of, wait_for, wait_for_event, weights_of
+from tests.support.runs import (
+    LONG,
+    PLAN,
+    beginning,
+    log_of,
+    process_of,
+    wait_for,
+    wait_for_event,
+    wait_until,
+    weights_of,
+)
 
 
 @pytest.fixture
@@ -45,7 +54,7 @@ def test_a_finished_run_says_all_that_happened(done):
     assert (events[0]["event"], events[-1]["event"]) == ("queued", "done")
     assert {event["event"] for event in events if "total" in event} == {"profile", "distill", "evaluate"}
     result = control.status(done)
-    assert (result.state, result.place, result.error) == ("done", None, None)
+    assert (result.state, result.error) == ("done", None)
     assert result.step == next(event for event in reversed(events) if "total" in event)
     assert (result.begun, result.changed) == (events[0]["time"], events[-1]["time"])
     assert result.begun < result.saved < result.changed
@@ -81,12 +90,10 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     first, second, third = (begin(name, LONG) for name in ("first", "second", "third"))
     for run in (first, second, third):
         control.start(run)
-        time.sleep(0.01)
-    places = [control.status(run).place for run in (first, second, third)]
-    assert places in ([1, 2, 3], [1, 2, 2], [1, 1, 2], [None, 1, 2])  # the first begins to work meanwhile
+        wait_until(lambda folder=run.folder: any(path.read_text() == str(folder) for path in device_queue.tickets()))
     assert [status.run.folder.name for status in control.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
     wait_for_event(first, "distill")
-    assert [control.status(run).place for run in (first, second, third)] == [None, 1, 2]
+    assert [control.state_of(run) for run in (first, second, third)] == ["running", "queued", "queued"]
     control.stop(third)
     wait_for(third, "stopped")
     assert not any("total" in event for event in third.events())
@@ -94,7 +101,7 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     wait_for(second, "running")
     control.stop(second)
     wait_for(second, "stopped")
-    device_queue.take_ticket(first.folder).remove()  # taking a ticket removes those of dead processes
+    device_queue.take_ticket(first.folder, ["cpu"]).remove()  # taking a ticket removes those of dead processes
     assert [path.name for path in device_queue.queue_folder().iterdir()] == ["lock"]
 
 
@@ -172,8 +179,9 @@ def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with monkeypatch.context() as broken:
         broken.setenv("LINEARIZER_QUEUE", str(tmp_path / "file" / "queue"))
-        with pytest.raises(FolderError, match="set LINEARIZER_QUEUE to a folder that is yours to write"):
-            control.start(run)
+        control.start(run)
+        assert "set LINEARIZER_QUEUE to a folder that is yours to write" in wait_for(run, "failed").error
+    (run.folder / "events.jsonl").unlink()
     (run.folder / "events.jsonl").mkdir()
     with pytest.raises(FolderError, match="cannot be written"):
         control.start(run)
@@ -182,4 +190,3 @@ def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
     with pytest.raises(FolderError, match="cannot be worked on"):
         control.start(run)
     assert control.status(run).state == "failed" and not run.is_locked
-    assert [path.name for path in device_queue.queue_folder().iterdir()] == ["lock"]

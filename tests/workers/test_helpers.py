@@ -130,9 +130,8 @@ def test_several_processes_estimate_the_prices_of_one(count, tmp_path, monkeypat
 
 
 def test_a_run_on_several_devices_waits_for_each(tmp_path):
-    held = [device_queue.take_ticket(tmp_path / str(number)) for number in range(4)]
-    for ticket, devices in zip(held, (["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"], ["cuda:1"]), strict=True):
-        ticket.set_devices(devices)
+    devices = (["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"], ["cuda:1"])
+    held = [device_queue.take_ticket(tmp_path, each) for each in devices]
     assert [ticket.count_before() for ticket in held] == [0, 0, 2, 2]
     held[0].remove()
     assert held[2].count_before() == 1

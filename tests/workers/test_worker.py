@@ -80,16 +80,6 @@ def test_a_crash_is_told_by_its_last_words_without_folders_or_tokens(begin, torc
     assert result.error.endswith("its last words: no driver in lib.so for …")
 
 
-def test_a_run_that_fails_keeps_its_reason_and_can_be_tried_again(begin, tmp_path):
-    model = shutil.copytree(find_model("demo").folder, tmp_path / "model")
-    run = begin(plan=Plan(str(model), **QUICK))
-    shutil.rmtree(model)
-    for _ in range(2):
-        control.start(run)
-        assert "is not a folder here" in wait_for(run, "failed").error
-    assert log_of(run) == ""
-
-
 def test_a_run_deleted_under_its_process_is_gone(begin):
     run = begin(plan=LONG)
     control.start(run)
@@ -100,16 +90,3 @@ def test_a_run_deleted_under_its_process_is_gone(begin):
         control.status(run)
     wait_until(lambda: not process.exists())
     assert not run.folder.exists() and list(control.follow(run)) == []
-
-
-def test_a_run_has_the_environment_of_its_start_and_a_session_of_its_own(begin, monkeypatch, tmp_path):
-    first, second = begin("first", LONG), begin("second", LONG)
-    control.start(first)
-    wait_for(first, "running")
-    monkeypatch.setenv("LINEARIZER_QUEUE", str(tmp_path / "queue"))
-    with_number_1 = device_queue.take_ticket(tmp_path)
-    control.start(second)
-    with_number_1.remove()
-    wait_for(second, "running")  # in the other queue, number 1 goes on
-    assert control.state_of(first) == "running"
-    assert len({os.getsid(pid) for pid in (0, *(int(process_of(run).name) for run in (first, second)))}) == 3
