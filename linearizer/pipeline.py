@@ -101,7 +101,7 @@ def begin(
 
 def settle(run: Run, token: str | None = None) -> None:
     """Decide here what depends on the machine, for a run that was begun on another machine."""
-    if run.settled:
+    if run.begun.settled:
         return
     plan, source = run.plan, find_model(run.plan.model, token)
     dtype = checks.decide_dtype(plan, source, load_config(source, token))

@@ -18,7 +18,7 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
     """Estimate what a student takes on the disk: its features, and its teacher's weights where they cannot be linked.
 
-    Weights that training changed are written anew, in no larger type than the teacher's.
+    Weights that training changed are written again, in no larger type than the teacher's.
     """
     weights = 0 if linked and inspection.links else inspection.weight_bytes
     if not inspection.links and (inspection.tower_of or inspection.quantised):
@@ -45,7 +45,7 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
 
 
 def rows_of(plan: Plan, layer: Layer) -> int:
-    """Estimate how many features, or rows of a memory, the heads of a layer hold in the mean, beside their windows."""
+    """Estimate the mean number of features, or of rows of a memory, of the heads of a layer."""
     rows = plan.features or (plan.budget or 0) - plan.kept_window - plan.kept_sinks
     return min(rows, UPDATE_RULES[plan.memory].most_rows(layer.key_dim)) if plan.memory else rows
 
@@ -66,7 +66,7 @@ def training_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of the state of training, at the most."""
     if not plan.trains:
         return 0
-    widths = sum(layer.query_heads * layer.key_dim for layer in inspection.layers if layer.native_window is None)
+    widths = sum(layer.query_heads * layer.key_dim for layer in inspection.replaced_layers)
     adapters = plan.kept_lora * NUMBER * 8 * widths  # of q, k, v and o, for hidden states as wide as all queries
     files = 1 if plan.minutes is None and plan.steps <= SAVE_EVERY else FILES
     return KEPT * files * (map_bytes(plan, inspection) + adapters)

@@ -1,4 +1,4 @@
-"""A log of events, one JSON object a line; a line that a kill or a full disk cut off is no event."""
+"""A log of events, one JSON object a line; a line that a kill or a full disk cut off is not an event."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed p
 
 
 def find_carried(name: str) -> Path:
-    """Find what comes with the package: inside it where it was installed, beside it in a checkout."""
+    """Find what comes with the package: inside it where it was installed, next to it in a checkout."""
     return PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
 
 
 def project_folder() -> Path:
-    """Find what lies beside the package in a checkout, and inside it where it was installed."""
+    """Find the folder next to the package in a checkout, or inside it where it was installed."""
     carried = find_carried("project")
     return carried if carried.is_dir() else PACKAGE.parent
 
@@ -99,7 +99,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Give a folder to fill; when it is whole it takes the place of `folder`, and else nothing changes."""
+    """Yield a folder to fill; once complete it replaces `folder`, otherwise nothing changes."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
     with writing(folder):
         remove(unfinished)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from linearizer.errors import FolderError, RequestError
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
-from linearizer.plan.json_products import parse_json, parse_object, read_json
+from linearizer.plan.json_products import JsonProduct, read_json
 from linearizer.plan.options import differences
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import Profile
@@ -44,8 +45,20 @@ FILES_OF_RUN = {
 DECIDED = ("model", "dtype", "texts", "length", "samples")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done
 EVALUATION = "evaluate"
-UNSETTLED = {"settled": False}  # in begun.json, until the machine that works on the run has decided the rest
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
+
+
+@dataclass(frozen=True)
+class Begun(JsonProduct):
+    """The beginning of a run: its id, and the choices of the caller that its plan holds as decided."""
+
+    id: str
+    model: str
+    dtype: str
+    texts: int | None
+    length: int | None
+    samples: int | None
+    settled: bool = True  # whether all is decided that depends on the machine that works on the run
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Run:
 
     @staticmethod
     def is_begun(folder: Path, resume: bool = False) -> bool:
-        """Tell whether a folder holds a run to resume; refuse it where a run can neither begin nor resume."""
+        """Whether a folder holds a run to resume; a folder where a run can neither begin nor resume is refused."""
         with writing(folder):  # a name may be too long, or a loop of links
             begun = (folder / "plan.json").exists()
         if begun and not resume:
@@ -84,19 +97,14 @@ class Run:
         given: Plan | None = None,
         settled: bool = True,
     ) -> Run:
-        """Make the folder of a run; `given` is its plan before anything was decided for it.
-
-        Of a run that is not `settled`, the machine that works on it decides the rest of the plan.
-        """
+        """Make the folder of a run; `given` is its plan before anything was decided for it."""
         Run.is_begun(folder)
         with writing(folder):
             (folder / "state").mkdir(parents=True, exist_ok=True)
-        run, given = Run(folder), given or plan
-        decided = {name: getattr(given, name) for name in DECIDED}
+        run, choices = Run(folder), {name: getattr(given or plan, name) for name in DECIDED}
         with run.take_lock():
             Run.is_begun(folder)  # another process may have begun a run here meanwhile
-            begun = {"id": uuid4().hex, **decided, **({} if settled else UNSETTLED)}
-            run.write_product("begun.json", json.dumps(begun))
+            run.write_product("begun.json", Begun(uuid4().hex, **choices, settled=settled).to_json())
             if inspection is not None:
                 run.write_product("inspection.json", inspection.to_json())
             run.write_product("plan.json", plan.to_json())  # last: with it the folder is a run
@@ -105,23 +113,16 @@ class Run:
     @property
     def id(self) -> str:
         """The id of the run; a later run in a folder of the same name has another."""
-        return self.begun["id"]
+        return self.begun.id
 
     @property
-    def begun(self) -> dict[str, Any]:
-        """The id of the run, and the choices that its plan holds as decided."""
-        return self.parse_file("begun.json", read_begun, again=False)
-
-    @property
-    def settled(self) -> bool:
-        """Whether all is decided that depends on the machine that works on the run."""
-        return not UNSETTLED.items() <= self.begun.items()
+    def begun(self) -> Begun:
+        return self.parse_file("begun.json", Begun.from_json, again=False)
 
     def settle(self, plan: Plan) -> None:
         """Write a plan in which all is decided."""
         self.write_product("plan.json", plan.to_json())
-        begun = {name: value for name, value in self.begun.items() if name not in UNSETTLED}
-        self.write_product("begun.json", json.dumps(begun))
+        self.write_product("begun.json", replace(self.begun, settled=True).to_json())
 
     @property
     def key(self) -> tuple[Path, str]:
@@ -131,7 +132,8 @@ class Run:
     @property
     def given(self) -> dict[str, Any]:
         """The values with which the run was begun, of the options that were then decided for it."""
-        return {name: self.begun[name] for name in DECIDED}
+        begun = self.begun
+        return {name: getattr(begun, name) for name in DECIDED}
 
     def check_same(self, plan: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
@@ -148,7 +150,7 @@ class Run:
         return replace(self, job=EVALUATION)
 
     def owns_event(self, event: Event) -> bool:
-        """Tell whether an event belongs to this job."""
+        """Whether an event belongs to this job."""
         return event.get("job") == self.job
 
     @property
@@ -171,25 +173,29 @@ class Run:
 
     @property
     def profile(self) -> Profile | None:
-        return self.parse_file("profile.json", Profile.from_json) if self.has_file("profile.json") else None
+        return self.product("profile.json", Profile.from_json)
 
     @property
     def prices(self) -> Prices | None:
-        return self.parse_file("prices.json", Prices.from_json) if self.has_file("prices.json") else None
+        return self.product("prices.json", Prices.from_json)
 
     @property
     def gates(self) -> list[list[float]] | None:
         """How much each KV head needs its whole cache, where gates were learned."""
-        return self.parse_file("gates.json", read_gates) if self.has_file("gates.json") else None
+        return self.product("gates.json", lambda text: read_json(dict[str, list[list[float]]], text)["gates"])
 
     @property
     def allocation(self) -> Allocation | None:
-        return self.parse_file("allocation.json", Allocation.from_json) if self.has_file("allocation.json") else None
+        return self.product("allocation.json", Allocation.from_json)
 
     @property
     def candidates(self) -> Candidates | None:
-        """What was measured of the allocation beside plain allocations."""
-        return self.parse_file(CANDIDATES, Candidates.from_json) if self.has_file(CANDIDATES) else None
+        """The measurements of the allocation and of plain allocations."""
+        return self.product(CANDIDATES, Candidates.from_json)
+
+    def product(self, name: str, parse: Callable[[str], Product]) -> Product | None:
+        """Return a product of the run; None: it is not there yet."""
+        return self.parse_file(name, parse) if self.has_file(name) else None
 
     def require_student(self) -> None:
         """Refuse a run that has no student."""
@@ -249,17 +255,17 @@ class Run:
             raise FolderError(f"{str(self.folder / name)!r} cannot be read ({error}): start a new run") from error
 
     def parse_file(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
-        """Parse a file, or name the damage; `again`: resuming the run makes the file anew."""
+        """Parse a file, or name the damage; `again`: resuming the run makes the file again."""
         try:
             return parse(unseal(self.read(name)))
         except (ValueError, TypeError, KeyError, RequestError) as error:
             raise self.damaged_file_error(name, error, name if again else "") from error
 
     def damaged_file_error(self, name: str, what: object, remove: str) -> FolderError:
-        """Say that a file is damaged, and what to remove so that resuming makes it anew, or to start a new run."""
+        """Return the error of a damaged file, with what to remove so that resuming makes it again, if it can."""
         it = "it" if remove == name else repr(str(self.folder / remove))
-        remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it anew"
-        if not remove or self.checkpoint.exists():  # a run with a student makes nothing anew
+        remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it again"
+        if not remove or self.checkpoint.exists():  # a run with a student makes nothing again
             remedy = "start a new run"
         return FolderError(f"{str(self.folder / name)!r} cannot be read ({what}): {remedy}")
 
@@ -310,7 +316,7 @@ class Run:
         return lock
 
     def refuse_links(self) -> None:
-        """Refuse links among the files of a run: what is written to one lands elsewhere."""
+        """Refuse links among the files of a run: writing to a link changes its target."""
         below = (Path(place) / name for place, *names in os.walk(self.folder / "state") for name in sum(names, []))
         for path in (*(self.folder / name for name in sorted(FILES_OF_RUN)), *below):
             if path.is_symlink():
@@ -330,14 +336,12 @@ class Run:
             os.close(open_in_place(self.folder / name, os.O_WRONLY | os.O_CREAT))
 
     def request_reason(self, name: str) -> str | None:
-        """Give the reason of a request, if one was given."""
-        try:
+        """Return the reason of a request, if one was given."""
+        with suppress(FolderError):  # not requested, or already served
             return self.read(name) or None
-        except FolderError:  # not requested, or already served
-            return None
+        return None
 
-    def has_request(self, name: str) -> bool:
-        return self.has_file(name)
+    has_request = has_file
 
     def clear_request(self, name: str) -> None:
         """Remove a request that was served, or whose process has ended."""
@@ -362,21 +366,8 @@ def parse_plan(name: str, content: bytes) -> Plan:
         raise RequestError(f"{name!r} cannot be read ({error}): name a plan.json") from error
 
 
-def read_begun(text: str) -> dict[str, Any]:
-    """Parse what a run was begun with."""
-    begun = parse_object(text)
-    if missing := sorted({"id", *DECIDED} - begun.keys()):
-        raise ValueError(f"it lacks {missing[0]}")
-    return begun
-
-
-def read_gates(text: str) -> list[list[float]]:
-    """Parse how much each KV head needs its whole cache."""
-    return [[float(gate) for gate in layer] for layer in parse_json(text)["gates"]]
-
-
 def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
-    """Give the newest request for an evaluation, whether it measures all anew, and the parts done since."""
+    """Return the newest request for an evaluation, whether it measures all again, and the parts done since."""
     done: list[str] = []
     for event in newest_events(run.log_file):
         if run.evaluating.owns_event(event):

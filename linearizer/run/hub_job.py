@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from linearizer.plan.json_products import JsonProduct
@@ -43,27 +42,13 @@ def read_hub_job(run: Run) -> HubJob | None:
     return run.parse_file(FILE, HubJob.from_json, again=False)
 
 
-def write_hub_job(run: Run, job: HubJob) -> None:
-    run.write_product(FILE, job.to_json())
-
-
-def job_events(run: Run) -> Iterator[Event]:
-    """Give what the log says of jobs, the newest first; an event with a stage says how its job ended."""
-    return newest_events(run.log_file, EventName.HUB_JOB)
-
-
-def newest_job(run: Run) -> Event | None:
-    """Give the beginning of the newest job: {"id", "url", "flavor", "cap"}."""
-    return next((event for event in job_events(run) if "stage" not in event), None)
-
-
 def open_job(run: Run) -> Event | None:
-    """Give the beginning of the newest job if its end is not known yet."""
-    newest = next(job_events(run), None)
+    """Return the beginning of the newest job, {"id", "url", "flavor", "cap"}, if its end is not known yet."""
+    newest = next(newest_events(run.log_file, EventName.HUB_JOB), None)
     return None if newest is None or "stage" in newest else newest
 
 
 def agreed_cap(run: Run) -> float:
-    """Give the USD that were agreed to when the run was queued last; 0: no new job may begin."""
+    """Return the USD that were agreed to when the run was queued last; 0: no new job may begin."""
     queued = filter(run.owns_event, newest_events(run.log_file, EventName.QUEUED))
     return float(next(queued, {}).get("cap", 0.0))

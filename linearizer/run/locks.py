@@ -42,7 +42,7 @@ class Lock:
 
 
 def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
-    """Take a lock; None if another process keeps it for so many seconds."""
+    """Take a lock; None if another process keeps it for the whole time."""
     last = time.monotonic() + seconds
     while True:
         fd = open_file(path, os.O_RDWR | os.O_CREAT)
@@ -60,7 +60,7 @@ def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
 
 
 def same_file(fd: int, path: Path) -> bool:
-    """Tell whether an open file is still what its name stands for."""
+    """Whether the name of an open file still stands for it."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def same_file(fd: int, path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Tell whether a live process holds a lock."""
+    """Whether a live process holds a lock."""
     try:
         fd = open_file(path, os.O_RDONLY)
     except OSError:  # there is none, or a link in its place, which no process of ours holds

@@ -17,7 +17,7 @@ MAX_NAMES = 9  # names of runs that an error lists
 
 
 def runs_root() -> Path:
-    """Give the folder that runs are in unless another is named."""
+    """Return the folder of runs unless another is named."""
     return Path(os.environ.get("LINEARIZER_RUNS") or "runs")
 
 
@@ -28,15 +28,14 @@ def find_run(name: str, root: Path | None = None) -> Run:
         if os.path.isfile(folder / "plan.json"):  # unlike Path's, this takes any name
             return Run(folder)
     known = sorted(plan.parent.name for plan in root.glob("*/plan.json"))
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    if near:
+    if near := get_close_matches(name, known, n=3, cutoff=0.5):
         said = f"did you mean {' or '.join(near)}?"
     elif known:
         said = f"{str(root)!r} has {', '.join(known[:MAX_NAMES])}{', …' if len(known) > MAX_NAMES else ''}"
     else:
         said = f"{str(root)!r} has none; start a run with `linearizer run MODEL`"
-    held = "that folder holds no run; " if os.path.isdir(name) else ""
-    raise FolderError(f"there is no run {name!r}: {held}{said}")
+    hint = "that folder holds no run; " if os.path.isdir(name) else ""
+    raise FolderError(f"there is no run {name!r}: {hint}{said}")
 
 
 def fresh_folder(plan: Plan, root: Path | None = None) -> Path:
@@ -77,8 +76,8 @@ class HubName:
 def absolute_source(source: str) -> str:
     """Name a source of text so that it is found from any folder."""
     kind, _, rest = source.partition(":")
-    place, colon, more = (rest, "", "") if kind == "file" else rest.partition(":")
-    return f"{kind}:{absolute_path(place)}{colon}{more}" if kind in ("file", "dataset") else source
+    place, colon, options = (rest, "", "") if kind == "file" else rest.partition(":")
+    return f"{kind}:{absolute_path(place)}{colon}{options}" if kind in ("file", "dataset") else source
 
 
 def absolute_path(name: str) -> str:

@@ -96,7 +96,7 @@ class Language:
     lengths: tuple[LengthResult, ...] = ()  # from short to long, the last whole texts; none in files of older versions
 
     def at(self, length: int) -> LengthResult | None:
-        """Give what was measured on texts of a length."""
+        """Return the result on texts of a length."""
         return next((result for result in self.lengths if result.length == length), None)
 
 
@@ -187,7 +187,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class FeatureCurve:
-    """Errors if every KV head had nothing but so many features, as a function of their number."""
+    """Errors if every KV head had nothing but features, as a function of their number."""
 
     features: tuple[int, ...]
     predicted: tuple[float, ...]  # mean over the heads of λ, where N(λ) is the number of features
@@ -215,7 +215,7 @@ class Pace:
     batch: int
     read_rate: float | None  # tokens per second, of all texts together
     write_rate: float | None
-    peak_bytes: int | None  # beside the weights; None where the system does not tell
+    peak_bytes: int | None  # apart from the weights; None where the system does not tell
     state_bytes: int | None  # that are remembered
     predicted_bytes: int  # that the shape of the state says are remembered
     predicted_operations: int  # of attention for one token

@@ -23,13 +23,13 @@ class Share:
 
     def part_of(self, costs: Mapping[int, float]) -> list[int]:
         """List the layers of this process by what each costs: the dearest first, each to the process with the least."""
-        loads, own = [0.0] * self.count, []
+        loads, layers = [0.0] * self.count, []
         for layer in sorted(costs, key=lambda layer: (-costs[layer], layer)):
             least = min(range(self.count), key=loads.__getitem__)
             loads[least] += costs[layer]
             if least == self.number:
-                own.append(layer)
-        return sorted(own)
+                layers.append(layer)
+        return sorted(layers)
 
 
 ALL = Share()

@@ -5,6 +5,7 @@ Nothing here imports torch before it is used: a run that waits for its turn need
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -108,26 +109,22 @@ class LogPace:
 
     def __init__(self) -> None:
         self.part, self.begin, self.last = ("", ""), 0.0, 0.0
-        self.since, self.first, self.done = 0.0, 0, 0
+        self.first, self.done = 0, 0
 
     def due(self, progress: Progress) -> bool:
-        """Tell whether an event is to be logged: the first, the last, every warning, and some between."""
+        """Whether an event is to be logged: the first, the last, every warning, and some between."""
         now, part = time.monotonic(), (progress.step, progress.unit)
         if part != self.part or progress.done < self.done:
-            self.since, self.first = now, progress.done
+            self.part, self.begin, self.last, self.first = part, now, -math.inf, progress.done
         self.done = progress.done
-        if part != self.part:
-            self.part, self.begin, self.last = part, now, -MIN_EVENT_SECONDS
-        news = progress.details.get("events") or "layer" in progress.details
-        due = now - self.last >= max(MIN_EVENT_SECONDS, EVENT_SHARE * (now - self.begin))
-        if due or progress.done == progress.total or news:
-            self.last = now
-            return True
-        return False
+        news = progress.details.get("events") or "layer" in progress.details or progress.done == progress.total
+        due = news or now - self.last >= max(MIN_EVENT_SECONDS, EVENT_SHARE * (now - self.begin))
+        self.last = now if due else self.last
+        return bool(due)
 
     def left(self, progress: Progress) -> dict[str, float]:
-        """Guess how many seconds a step will still take, once it has gone on for a while; some say it themselves."""
-        taken, made = time.monotonic() - self.since, progress.done - self.first
+        """Estimate the remaining seconds of a step that has lasted for a while and does not report them itself."""
+        taken, made = time.monotonic() - self.begin, progress.done - self.first
         if taken < MIN_GUESS_SECONDS or made <= 0 or "seconds_left" in progress.details:
             return {}
         return {"seconds_left": taken * (progress.total - progress.done) / made}

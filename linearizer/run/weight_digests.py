@@ -38,7 +38,7 @@ def check_weights(run: Run, but: Collection[str] = ()) -> None:
         if name not in but and (name not in present or digest_of(present[name]) != digest):
             raise FolderError(
                 f"{str(run.checkpoint / name)!r} is not as the run wrote it: remove the folder checkpoint, and "
-                f"`linearizer runs resume {run.folder}` makes it anew"
+                f"`linearizer runs resume {run.folder}` makes it again"
             )
 
 

@@ -53,7 +53,7 @@ def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
         read(run, name)
     said = str(refused.value)
     assert said.startswith(f"{str(run.folder / name)!r} cannot be read (") and said.count(": remove ") == 1
-    assert said.endswith(f"): remove it, and `linearizer runs resume {run.folder}` makes it anew")
+    assert said.endswith(f"): remove it, and `linearizer runs resume {run.folder}` makes it again")
     run.checkpoint.mkdir()
     with pytest.raises(FolderError, match=re.escape(name) + r"' cannot be read \(.*\): start a new run$"):
         read(run, name)
@@ -142,7 +142,7 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert (
         dropped["file"] == f"{allocate_run.LAYERS}/0.json"
-        and "no JSON" in dropped["why"]
+        and "not JSON" in dropped["why"]
         and not run.has_file(allocate_run.LAYERS)
     )
 

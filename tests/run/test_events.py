@@ -59,8 +59,3 @@ def test_both_directions_agree_on_lines_of_every_size(log, size):
         append_event(log, f"event {number}", {"text": "x" * (size * number // 30)})
     assert read_events(log)[0] == list(newest_events(log))[::-1]
     assert len(read_events(log)[0]) == 33
-
-
-def test_a_log_that_is_not_there_has_no_events(tmp_path):
-    path = tmp_path / "events.jsonl"
-    assert read_events(path) == ([], 0) and first_event(path) is None and not list(newest_events(path))

@@ -23,10 +23,6 @@ def run(tmp_path):
     return run
 
 
-def test_an_intact_checkpoint_loads(run):
-    load_student(run)
-
-
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_weights_are_refused(run, damage):
     (path,) = run.checkpoint.glob("*.safetensors")
@@ -101,10 +97,4 @@ def test_digests_that_are_none_are_refused_in_a_sentence(run, damage):
     run.write_product(DIGESTS, '{"a": 1}')
     (run.folder / DIGESTS).write_text(damage)
     with pytest.raises(FolderError, match="checkpoint.json' cannot be read"):
-        load_student(run)
-
-
-def test_a_damaged_config_is_refused_in_a_sentence(run):
-    (run.checkpoint / "config.json").write_text("{")
-    with pytest.raises(FolderError, match="cannot be loaded"):
         load_student(run)
