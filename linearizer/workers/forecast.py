@@ -36,7 +36,7 @@ PROCESS_BYTES = 620e6  # of Python, PyTorch and what runs import
 WEIGHTS = 1.2  # times the bytes of weights are in memory: of some there are two forms while they load or compute
 LOGITS = 6.5  # copies of the logits of texts that are in memory at once
 GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of its hidden state
-LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, beside its product
+LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, apart from its product
 JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
 COMPARED = 6  # students that are measured before one of them is made
@@ -106,32 +106,27 @@ def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: f
     return RunForecast(seconds, memory, run_bytes(plan, inspection) + download, download)
 
 
-def replaced_layers(inspection: Inspection) -> list[Layer]:
-    """List the layers whose memory a student replaces: those without a window of their own."""
-    return [layer for layer in inspection.layers if layer.native_window is None]
-
-
 def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
-    """Say how many seconds the steps take."""
-    layers, length = replaced_layers(inspection), plan.kept_length(inspection.max_positions)
+    """Estimate the seconds of all steps."""
+    layers, length = inspection.replaced_layers, plan.kept_length(inspection.max_positions)
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     products = product_speed(plan, inspection, speeds)
     teacher = length * (2 * inspection.active + attention) / products  # seconds for a text
     heads = sum(layer.kv_heads for layer in layers)
-    own = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students  # of a student
+    student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students  # likewise
     logits = length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
-    judging = JUDGING_PASSES * (teacher + own + logits)
+    judging = JUDGING_PASSES * (teacher + student + logits)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = plan.texts_priced * pricing_seconds(plan, length, teacher, own)
-    training = training_seconds(plan, layers, teacher, own, length / products)
+        pricing = plan.texts_priced * pricing_seconds(plan, length, teacher, student)
+    training = training_seconds(plan, layers, teacher, student, length / products)
     spectra = heads * plan.kept_samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
     return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
 
 
 def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
-    """Say how many seconds the weights are read, once, or by every pass of a run that reads them block by block."""
+    """Estimate the seconds for reading weights: once, or in every pass of a run that reads them block by block."""
     weights = bytes_in_memory(inspection, plan.dtype, plan.device)
     if not (weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device)):
         return inspection.weight_bytes / speeds.reads
@@ -146,24 +141,24 @@ def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float
 
 
 def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
-    """Give the speed of products in the type that a plan computes in."""
+    """Return the speed of products in the type that a plan computes in."""
     if plan.dtype == "auto" and inspection.number_bytes == 2:
         return max(speeds.products, speeds.small_products)
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
 
 
-def pricing_seconds(plan: Plan, length: int, teacher: float, own: float) -> float:
-    """Say how many seconds prices and the comparison of students take for a text."""
+def pricing_seconds(plan: Plan, length: int, teacher: float, student: float) -> float:
+    """Estimate the seconds of prices and of the comparison of students for a text."""
     offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
     priced = 1 + 1.2 * DRAWS  # passes of a text, forward and back
-    return COMPARED * (teacher + own) + priced * teacher + offered * own
+    return COMPARED * (teacher + student) + priced * teacher + offered * student
 
 
-def training_seconds(plan: Plan, layers: list[Layer], teacher: float, own: float, operation: float) -> float:
-    """Say how many seconds training takes; an operation for every token of a text takes some of them."""
+def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: float, operation: float) -> float:
+    """Estimate the seconds of training; `operation`: those of one operation for every token of a text."""
     if plan.minutes is not None:
         return 60 * plan.minutes
-    step = teacher + (HEALING_PASSES if plan.kept_lora else 1) * (teacher + own)
+    step = teacher + (HEALING_PASSES if plan.kept_lora else 1) * (teacher + student)
     if not plan.heals:
         products = sum(layer.query_heads * layer.key_dim * rows_of(plan, layer) for layer in layers)
         step = teacher + TRAINING_FACTOR * products * operation
@@ -171,8 +166,8 @@ def training_seconds(plan: Plan, layers: list[Layer], teacher: float, own: float
 
 
 def run_memory(plan: Plan, inspection: Inspection) -> float:
-    """Say how many bytes a run has in memory at once: the weights, and what the dearest of its steps takes besides."""
-    layers, length = replaced_layers(inspection), plan.kept_length(inspection.max_positions)
+    """Estimate the bytes of memory of a run: the weights, and the needs of its most expensive step."""
+    layers, length = inspection.replaced_layers, plan.kept_length(inspection.max_positions)
     weights: float = bytes_in_memory(inspection, plan.dtype, plan.device)
     if streams(inspection, plan.dtype, plan.device):
         weights = min(weights, bytes_for_weights(plan.device))
@@ -183,7 +178,7 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
         pricing = plan.texts_priced * length * token / 2
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
-    if plan.kept_lora:  # the whole student is differentiated, and judged beside its teacher's own weights
+    if plan.kept_lora:  # the whole student is differentiated, and judged with its teacher's own weights
         width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
         graph = plan.batch * length * (NUMBER * GRAPH_WIDTHS * width * len(inspection.layers) + 2 * token)
         weights *= 2
@@ -204,7 +199,7 @@ class Machine:
     free_disk: int  # bytes, where runs are
 
     def fits(self, forecast: RunForecast) -> bool:
-        """Tell whether there is room for what a run is forecast to take."""
+        """Whether there is room for the forecast memory and disk of a run."""
         return forecast.memory_bytes <= self.free_memory and forecast.disk_bytes <= self.free_disk
 
 
@@ -226,7 +221,7 @@ def describe_machine(plan: Plan, stored: torch.dtype | None, runs: Path) -> Mach
 
 
 def describe_kernels(device: torch.device) -> str:
-    """Say whether kernels serve on a device, and why not."""
+    """Describe which kernels serve on a device, or why none does."""
     if os.environ.get("LINEARIZER_KERNELS") == "0":
         return "none: LINEARIZER_KERNELS=0 keeps them off"
     if device.type == "cpu":

@@ -35,10 +35,10 @@ POLL_SECONDS = 0.1  # between two looks for a request to stop
 
 def devices_of(run: Run) -> list[str]:
     """Name the devices that a run works on, its own first: several only while its heads are to be priced."""
-    device, asked = choose_device(run.plan.device), os.environ.get(PROCESSES, "")
+    device, processes = choose_device(run.plan.device), os.environ.get(PROCESSES, "")
     if device not in ("cpu", "cuda"):
         return [device_name(device)]
-    count = max(1, int(asked)) if asked.isdigit() else None
+    count = max(1, int(processes)) if processes.isdigit() else None
     if run.job is not None or run.prices is not None or run.plan.rules.decided_by != "prices":
         count = 1
     if device == "cpu":  # several processes share it if they are asked for
@@ -60,7 +60,7 @@ def devices_to_hold(run: Run) -> list[str]:
 
 
 def seen_by(number: int, device: str) -> dict[str, str]:
-    """Give the variables by which a process sees its own device alone, the run's device being number 0."""
+    """Return the variables by which a process sees only its own device; the run's device is number 0."""
     return {"CUDA_VISIBLE_DEVICES": visible_name(number)} if device_kind(device) == "cuda" else {}
 
 
@@ -142,7 +142,7 @@ class HelperProcesses(Helpers):
 def main() -> int:
     """Help with a run until there are no more tasks."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of libraries is not an answer
 
     def answer(**content: Any) -> None:
         answers.write(json.dumps(content) + "\n")

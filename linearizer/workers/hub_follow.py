@@ -10,17 +10,19 @@ from __future__ import annotations
 import io
 import time
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatch
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, status_of
 from linearizer.hub.upload import path_or_bytes
 from linearizer.publish.space import job_requirements, package_files
-from linearizer.run.events import EventName, append_line, parse_line
+from linearizer.run.events import EventName, append_line, parse_line, parse_lines
 from linearizer.run.files import UNFINISHED, remove
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import HubJob, agreed_cap, open_job, read_hub_job
@@ -28,6 +30,7 @@ from linearizer.run.stopping import log_end
 from linearizer.run.weight_digests import DIGESTS
 from linearizer.workers.control import quote_last
 
+Product = TypeVar("Product")
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
 INSTALL = """set -e
 cd "$(mktemp -d)"
@@ -63,6 +66,15 @@ def bucket_folder(run_id: str) -> str:
 def request_path(run_id: str, name: str) -> str:
     """Name the file by which a job is requested to `stop`, or to `use` its training as it is."""
     return f"runs/{run_id}/requests/{name}"
+
+
+def retried(call: Callable[[], Product]) -> Product:
+    """Call, and again after pauses where the Hub does not answer."""
+    for pause in PAUSES:
+        with suppress(*TROUBLE):
+            return call()
+        time.sleep(pause)
+    return call()
 
 
 def follow_job(run: Run, token: str | None) -> None:
@@ -111,19 +123,19 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
         ):
             files[f"{place}/{sent}"] = path
     obsolete = {path for path in there if "/requests/" in path}
-    if allocated_anew(run):  # another student needs another training
+    if allocated_again(run):  # another student needs another training
         obsolete |= {path for path in there if path.startswith(f"{place}/state/training/")}
         obsolete |= {f"{place}/state/steps.json"} & there
     if not account.find_files([name]):
         files[name] = code
     account.send(files, obsolete - set(files))
-    more = ["peft"] * (run.plan.kept_lora > 0) + ["gguf"] * (run.inspection.gguf is not None)
-    install = INSTALL.format(packages=" ".join(job_requirements(*more)))
+    extra = ["peft"] * (run.plan.kept_lora > 0) + ["gguf"] * (run.inspection.gguf is not None)
+    install = INSTALL.format(packages=" ".join(job_requirements(*extra)))
     return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
 
 
-def allocated_anew(run: Run) -> bool:
-    """Tell whether another budget was allocated since the newest job began."""
+def allocated_again(run: Run) -> bool:
+    """Whether another budget was allocated since the newest job began."""
     for event in reversed(run.events()):
         if event["event"] == EventName.HUB_JOB:
             return False
@@ -154,8 +166,8 @@ class Follower:
         self.cancel_at = float("inf")
 
     def follow(self, again: bool = False) -> bool:
-        """Follow the job to its end, and tell whether it had ended before; `again`: another process began it."""
-        job = self.read_stage(PAUSES)
+        """Follow the job to its end; return whether it had ended before. `again`: another process began it."""
+        job = retried(self.read_stage)
         had_ended = job.ended
         if again and job.stage == "RUNNING":
             self.run.log(EventName.STARTED)
@@ -171,18 +183,14 @@ class Follower:
         self.finish(job)
         return had_ended
 
-    def read_stage(self, pauses: tuple[float, ...] = ()) -> Job:
-        """Ask the Hub for the job, and again after pauses where it does not answer; a job that is gone was deleted."""
-        for pause in (*pauses, None):
-            try:
-                return self.account.find_job(self.id)
-            except TROUBLE as error:
-                if status_of(error) == 404:
-                    return Job(self.id, "", "DELETED", "")
-                if pause is None or status_of(error) in (401, 403):
-                    raise
-            time.sleep(pause)
-        raise AssertionError
+    def read_stage(self) -> Job:
+        """Ask the Hub for the job; a job that it does not know was deleted."""
+        try:
+            return self.account.find_job(self.id)
+        except TROUBLE as error:
+            if status_of(error) != 404:
+                raise
+            return Job(self.id, "", "DELETED", "")
 
     def take_events(self) -> None:
         """Append the lines that are new in the job's log; hold those that end the run until the end."""
@@ -225,50 +233,42 @@ class Follower:
                 self.cancel_at = time.monotonic() + STOP_SECONDS
 
     def finish(self, job: Job) -> None:
-        """Bring the products of an ended job, and then what it said at its end."""
-        for pause in (*PAUSES, None):
-            try:
-                self.bring_products()
-                self.take_events()
-                break
-            except TROUBLE as error:
-                if pause is None:
-                    raise FaultError(
-                        f"the job has ended, and its results cannot be fetched ({redact(error)}): resume the run, "
-                        "which tries again and begins no other job"
-                    ) from error
-                time.sleep(pause)
+        """Fetch the products of an ended job, then log how it ended."""
+        try:
+            retried(self.bring_products)
+            retried(self.take_events)
+        except TROUBLE as error:
+            raise FaultError(
+                f"the job has ended, and its results cannot be fetched ({redact(error)}): resume the run, which tries "
+                "again and begins no other job"
+            ) from error
         self.run.log(EventName.HUB_JOB, id=self.id, stage=job.stage)
         if "use" in self.asked:
             self.run.clear_request("use")
-        ends = [event["event"] for line in self.held if (event := parse_line(line.encode())) is not None]
-        made = EventName.DONE in ends
-        if ends and (not made or self.run.checkpoint.is_dir()):
+        made = any(event["event"] == EventName.DONE for event in parse_lines(map(str.encode, self.held)))
+        if self.held and (not made or self.run.checkpoint.is_dir()):
             for line in self.held:
                 append_line(self.run.log_file, line.encode())
         elif "stop" in self.asked or job.stage == "CANCELED":
-            own = "stop" in self.asked
-            why = self.run.request_reason("stop") if own else "its job was cancelled on the Hub"
+            asked = "stop" in self.asked
+            why = self.run.request_reason("stop") if asked else "its job was cancelled on the Hub"
             self.run.log(EventName.STOPPED, **({"error": why} if why else {}))
         else:
             self.run.log(EventName.FAILED, error=self.describe_end(job))
         self.run.clear_request("stop")
 
     def describe_end(self, job: Job) -> str:
-        """Say how a job ended that did not say so itself."""
+        """Describe how a job ended whose log has no end; quote its last line that is not an event."""
         if job.stage == "DELETED":
             how = "was deleted"
         elif "time" in job.message.lower():
             how = f"came to the end of its {self.hub_job.minutes} minutes"
         else:
             how = f"ended before its work ({job.stage}{': ' + job.message if job.message else ''})"
-        return f"the job {how}: resume the run, and another job goes on from what was saved{self.quote_last_line()}"
-
-    def quote_last_line(self) -> str:
-        """Quote the last line that the job wrote and that is no event."""
+        last = ""
         with suppress(*TROUBLE):
-            return quote_last([line for line in self.account.read_log(self.id) if parse_line(line.encode()) is None])
-        return ""
+            last = quote_last([line for line in self.account.read_log(self.id) if parse_line(line.encode()) is None])
+        return f"the job {how}: resume the run, and another job goes on from what was saved{last}"
 
     def bring_products(self) -> None:
         """Fetch what the job left in the bucket, but for what only resuming needs; each whole or not at all."""

@@ -1,4 +1,4 @@
-"""Begin a run in a job of the Hub: what it costs at most, whether that was agreed to, what can be refused before."""
+"""Begin a run in a job of the Hub: its maximum cost, the consent to it, and what is refused before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
 from linearizer.publish.push import check_target
 from linearizer.run.folder import Run
-from linearizer.run.hub_job import HubJob, newest_job, open_job, read_hub_job, write_hub_job
+from linearizer.run.hub_job import FILE, HubJob, open_job, read_hub_job
 from linearizer.teacher.streaming import FILLED
 from linearizer.workers import control
 from linearizer.workers.forecast import READ_RATE, Speeds, forecast_seconds
@@ -46,22 +46,19 @@ def run_in_job(
     resume: bool = False,
     yielding: Collection[str] = (),
 ) -> Run:
-    """Begin a run in a job of the Hub, on a kind of hardware and on the account whose token this is.
+    """Begin a run in a job of the Hub, which a process in the background follows.
 
-    A process in the background follows the job. Nothing begins unless `yes` agrees to what it costs at most, or
-    `most_usd` is as much: the error says it. `push` names the repository that the job publishes the student in, `owner`
-    the organisation that pays in place of the account.
+    Nothing begins unless `yes` agrees to the maximum cost, which the error states, or `most_usd` covers it. `push`: the
+    repository in which the job publishes the student. `owner`: the organisation that pays in place of the account.
     """
     check_elsewhere(plan)
-    account = Account(token, owner)
-    hardware = choose_hardware(flavor, account.token)
     fresh = not Run.is_begun(folder, resume)
-    run = pipeline.begin(folder, plan, account.token, resume, yielding=yielding, here=False)
+    run = pipeline.begin(folder, plan, token, resume, yielding=yielding, here=False)
     try:
-        job = make_offer(plan, run.inspection, account, hardware, minutes, push)
+        job = offer_job(plan, run.inspection, flavor, minutes=minutes, push=push, owner=owner, token=token)
         if not yes and most_usd < job.cap:
             raise NotAgreed(f"{job.in_words}: add --yes to begin it; {NOTHING_BEGUN}")
-        write_hub_job(run, job)
+        run.write_product(FILE, job.to_json())
         control.start(run, token, cap=job.cap)
     except BaseException:
         if fresh:
@@ -83,7 +80,7 @@ def check_elsewhere(plan: Plan) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Tell whether a name stands for a file or folder of this machine."""
+    """Whether a name stands for a file or folder of this machine."""
     path = os.path.expanduser(name)
     return os.path.exists(path) or path.startswith(("/", "."))
 
@@ -104,18 +101,13 @@ def offer_job(
     *,
     minutes: int | None = None,
     push: str | None = None,
+    owner: str | None = None,
     token: str | None = None,
 ) -> HubJob:
-    """Say what a job for a plan costs at most."""
+    """Return the terms of a job for a plan, which the hardware can do."""
     check_elsewhere(plan)
-    account = Account(token)
-    return make_offer(plan, inspection, account, choose_hardware(flavor, account.token), minutes, push)
-
-
-def make_offer(
-    plan: Plan, inspection: Inspection, account: Account, hardware: Hardware, minutes: int | None, push: str | None
-) -> HubJob:
-    """Say what a job for a plan costs at most, once nothing speaks against it."""
+    account = Account(token, owner)
+    hardware = choose_hardware(flavor, account.token)
     needed = inspection.weight_bytes + INSTALLED_BYTES
     if 0 < hardware.disk_bytes < needed:
         raise RequestError(
@@ -131,12 +123,12 @@ def make_offer(
         push = check_target(push, account.token)
     minutes = guess_minutes(plan, inspection, hardware) if minutes is None else minutes
     if not 1 <= minutes <= MAX_MINUTES:
-        raise RequestError(f"a job of {minutes} minutes is not allowed: give 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
+        raise RequestError(f"a job of {minutes} minutes is not allowed: ask for 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
     return HubJob(account.name, hardware.name, minutes, hardware.usd_per_hour, push)
 
 
 def guess_minutes(plan: Plan, inspection: Inspection, hardware: Hardware) -> int:
-    """Give a job twice the time that the run is forecast to take on the slowest GPU, or the slowest CPU, on offer."""
+    """Return twice the forecast time of a run on the slowest GPU, or the slowest CPU, on offer."""
     room = FILLED * hardware.memory_bytes or math.inf
     speeds = replace(GPU_SPEEDS if hardware.gpu else CPU_SPEEDS, room=room)
     dtype = "float32" if plan.dtype == "auto" and not hardware.gpu else plan.dtype
@@ -151,7 +143,7 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
     assert job is not None
     job = replace(job, usd_per_hour=choose_hardware(job.flavor, token).usd_per_hour)
     if yes:
-        write_hub_job(run, job)
+        run.write_product(FILE, job.to_json())
     elif open_job(run) is None:
         account = Account(token, job.owner)
         with explain_job_errors("the jobs of this run"):
@@ -164,6 +156,6 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
 def forget_in_bucket(run: Run, token: str | None = None) -> None:
     """Remove what the jobs of a run left in the bucket; where the Hub cannot be asked, it stays there."""
     with suppress(RequestError, *TROUBLE):
-        if (job := read_hub_job(run)) is not None and newest_job(run) is not None:
+        if (job := read_hub_job(run)) is not None:
             account = Account(token, job.owner)
             account.send({}, account.list_files(f"runs/{run.id}"))

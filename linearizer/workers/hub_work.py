@@ -25,12 +25,11 @@ from linearizer.progress import finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from linearizer.workers.hub_follow import NOT_SENT, bucket_folder, request_path
+from linearizer.workers.hub_follow import NOT_SENT, bucket_folder, request_path, retried
 
 PACE = float(os.environ.get("LINEARIZER_JOB_PACE") or 1.0)  # shortens both pauses
 SAVE_SECONDS = 60.0 * PACE  # between two savings of the run's folder
 ASK_SECONDS = 5.0 * PACE  # between two looks for requests
-LAST_PAUSES = (1, 5, 20, 60)  # between tries to save at the end
 FORWARDED = ("stop", "use")
 
 
@@ -92,13 +91,10 @@ class Keeper:
         self.thread = threading.Thread(target=self.keep, daemon=True)
 
     def save(self, **which: Any) -> None:
-        """Send what has changed."""
+        """Send changed files; without other arguments all of them, and remove deleted files."""
         with self.saving:
+            which = which or {"delete": True, "exclude": [*NOT_SENT]}
             self.account.send_folder(self.run.folder, bucket_folder(self.run_id), **which)
-
-    def save_all(self) -> None:
-        """Send what has changed, and remove what is gone."""
-        self.save(delete=True, exclude=[*NOT_SENT])
 
     def keep(self) -> None:
         """Save, and pass requests on, until all is over; what the Hub did not serve is done the next time."""
@@ -108,7 +104,7 @@ class Keeper:
                 self.pass_requests_on()
                 self.save(include=["events.jsonl"])
                 if time.monotonic() > saved + SAVE_SECONDS:
-                    self.save_all()
+                    self.save()
                     saved = time.monotonic()
             except TROUBLE as error:
                 sys.stderr.write(f"the bucket cannot be reached now: {redact(error)}\n")
@@ -127,14 +123,7 @@ class Keeper:
         """Save what there is at the end."""
         self.over.set()
         self.thread.join(SAVE_SECONDS)  # a thread at work while Python ends can turn its exit code into a failure
-        for pause in LAST_PAUSES:
-            try:
-                self.save_all()
-                return
-            except TROUBLE as error:
-                sys.stderr.write(f"the bucket cannot be reached now: {redact(error)}\n")
-            time.sleep(pause)
-        self.save_all()
+        retried(self.save)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def resume_run(
 ) -> None:
     """Resume a run; where it is done, the evaluation of its student.
 
-    `yes` agrees to what another job costs at most; the error of a run that needs one says how to `agree`.
+    `yes` agrees to the maximum cost of another job; the error of a run that needs one says how to `agree`.
     """
     if run.done and (evaluation := control.status(run).evaluation) is not None and evaluation.state != "done":
         control.evaluate(run, token=token, begin=begin)
@@ -32,7 +32,7 @@ def resume_run(
 
 
 def delete_run(run: Run, token: str | None = None) -> None:
-    """Delete a run that is not at work, for good, and what its jobs left on the Hub."""
+    """Delete a run that is not at work, and the files of its jobs on the Hub."""
     if read_hub_job(run) is not None and not control.status(run).live:
         from linearizer.workers.hub_start import forget_in_bucket
 

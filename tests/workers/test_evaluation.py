@@ -111,12 +111,6 @@ def test_a_killed_one_is_lost_and_goes_on_at_the_finished_part_even_if_all_was_a
     assert examined(run) == ["language", "language", "speed"]
 
 
-def test_what_is_there_as_asked_is_not_measured_again_whatever_the_part(run):
-    for _ in range(2):
-        finish(evaluate(run, Request(("language", "speed"), texts=2, seconds=0.1, lengths=(64,))))
-    assert examined(run) == ["language", "speed"]
-
-
 def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
     control.evaluate(run, {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"})
     result = wait_for(run.evaluating, "failed")
@@ -127,11 +121,6 @@ def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
         control.stop(run)
     control.delete(run)
     assert not run.folder.exists()
-
-
-def test_without_a_request_there_is_nothing_to_go_on_with(run):
-    with pytest.raises(RequestError, match="has no request for an evaluation"):
-        control.evaluate(run)
 
 
 def test_tables_and_charts_are_written_as_one_page(run, capsys, tmp_path):

@@ -51,18 +51,6 @@ def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs()
     assert fitted.disk_bytes == plain.disk_bytes + texts + 2 * 10**9  # weights of its own
 
 
-def test_a_memory_has_no_more_rows_than_its_keys_allow():
-    layers = [Layer(32, 8, 64, 64)] * 16
-    features, memory = (
-        Plan("demo", budget=4096, strategy=strategy, feature_map=name, loss="output", steps=9)
-        for strategy, name in (("fix", "prf"), ("memory", "gdn"))
-    )
-    assert [rows_of(plan, layers[0]) for plan in (features, memory)] == [2048, 64]
-    result, speeds = inspection_of(layers), Speeds(1e11, 2e11, 1e5, 1e10, 1e9)
-    both = [forecast_run(replace(plan, device="cpu"), result, speeds, 0) for plan in (features, memory)]
-    assert both[1].memory_bytes < both[0].memory_bytes and both[1].seconds < both[0].seconds
-
-
 @pytest.mark.parametrize("name", ["clusters", "mlp"])
 def test_the_disk_that_feature_maps_take_is_about_that_of_their_numbers(name):
     plan = Plan.of("features", model="demo", budget=256, feature_map=name)
