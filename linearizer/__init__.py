@@ -13,29 +13,17 @@ from typing import TYPE_CHECKING, Any
 from linearizer.version import __version__
 
 if TYPE_CHECKING:
-    from linearizer.errors import LinearizerError
-    from linearizer.method.checkpoint import load
-    from linearizer.pipeline import begin, inspect, linearize
-    from linearizer.plan.plan import Plan
-    from linearizer.progress import finish
-    from linearizer.run.folder import Run
-    from linearizer.serve.kept_state import ask, read
-    from linearizer.workers.hub_start import run_in_job
-
-__all__ = [
-    "LinearizerError",
-    "Plan",
-    "Run",
-    "__version__",
-    "ask",
-    "begin",
-    "finish",
-    "inspect",
-    "linearize",
-    "load",
-    "read",
-    "run_in_job",
-]
+    from linearizer.errors import LinearizerError as LinearizerError
+    from linearizer.method.checkpoint import load as load
+    from linearizer.pipeline import begin as begin
+    from linearizer.pipeline import inspect as inspect
+    from linearizer.pipeline import linearize as linearize
+    from linearizer.plan.plan import Plan as Plan
+    from linearizer.progress import finish as finish
+    from linearizer.run.folder import Run as Run
+    from linearizer.serve.kept_state import ask as ask
+    from linearizer.serve.kept_state import read as read
+    from linearizer.workers.hub_start import run_in_job as run_in_job
 
 HOMES = {
     "LinearizerError": "errors",
@@ -50,6 +38,7 @@ HOMES = {
     "read": "serve.kept_state",
     "run_in_job": "workers.hub_start",
 }
+__all__ = ["__version__", *HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.plan.recipes import NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
+from linearizer.plan.recipes import RECIPES, STRATEGIES, measured_quality
 from linearizer.run.evaluation_request import Request
 from linearizer.student.update_rules import beginning
 
@@ -77,16 +77,15 @@ class ListRecipes(argparse.Action):
 
 
 def describe_recipes() -> str:
-    """List the recipes with their references and results, and the methods that no recipe expresses."""
+    """List the recipes with their references and results."""
     lines = ["each recipe: what it is, its reference, and its results with the demo model:", ""]
     for name, recipe in RECIPES.items():
         lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
-    lines += ["", "methods that no head can hold, and why:", ""]
-    return "\n".join(lines + [f"  {name}: {why}" for name, why in NOT_EXPRESSED.items()])
+    return "\n".join(lines)
 
 
 def measured_lines(name: str) -> list[str]:
-    """Say how a recipe did in the quality table, and which other memory it begins like."""
+    """List the results of a recipe in the quality table, and the memory that it begins like."""
     alike, rows = [beginning(name)] * bool(beginning(name)), measured_quality().get(name)
     if not rows:
         return [*alike, "not measured here yet"]
@@ -144,10 +143,10 @@ def add_lines(command: argparse.ArgumentParser, title: str, lines: dict[str, str
 
 
 def plan_changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Give the options of a plan that were given; a budget takes the place of features, and the other way round."""
-    given = {name: value for name, value in vars(arguments).items() if name in options_of(Plan) and value is not None}
-    if "features" in given:
-        given["budget"] = None
-    elif "budget" in given:
-        given["features"] = None
-    return given
+    """Return the options of a plan that were set; a budget replaces features, and the other way round."""
+    changes = {name: value for name, value in vars(arguments).items() if name in options_of(Plan) and value is not None}
+    if "features" in changes:
+        changes["budget"] = None
+    elif "budget" in changes:
+        changes["features"] = None
+    return changes

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from linearizer.cli import runs
 from linearizer.cli.options import (
@@ -67,7 +66,7 @@ def begin_run(arguments: argparse.Namespace) -> Run:
 
 
 def plan_of(arguments: argparse.Namespace) -> tuple[Path, Plan]:
-    """Give the folder and the plan of the run that the arguments describe."""
+    """Return the folder and the plan of the run that the arguments describe."""
     changes = plan_changes(arguments)
     if arguments.plan is None:
         plan = Plan.of(**{"budget": DEFAULT_BUDGET, **changes})
@@ -78,19 +77,15 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Path, Plan]:
     return arguments.out or fresh_folder(plan), plan
 
 
-def work_until_stopped(steps: Steps[Product], how: str) -> Product:
-    """Run steps with their progress shown; where the user stops them, say how to go on."""
-    try:
-        return show_progress(steps)
-    except KeyboardInterrupt as stopped:
-        raise Stopped(f"stopped; what was finished is kept: repeat {how} to go on") from stopped
-
-
-def work_here(run: Run, steps: Steps[Product]) -> Product:
-    """Work on a run in this process, when its device is free."""
+def work_here(run: Run, steps: Steps[Product], repeat: str = "", **details: Any) -> Product:
+    """Work on a run in this process when its device is free; `repeat`: the command that goes on after ctrl-C."""
     from linearizer.workers.worker import work_in_foreground
 
-    return work_until_stopped(work_in_foreground(run, steps), f"the command with --resume --out {run.folder}")
+    try:
+        return show_progress(work_in_foreground(run, steps, **details))
+    except KeyboardInterrupt as stopped:
+        repeat = repeat or f"the command with --resume --out {run.folder}"
+        raise Stopped(f"stopped; what was finished is kept: repeat {repeat} to go on") from stopped
 
 
 def serve_inspect(arguments: argparse.Namespace) -> None:
@@ -105,11 +100,11 @@ def serve_run(arguments: argparse.Namespace) -> None:
     if arguments.job is not None:
         serve_job(arguments)
         return
-    if given := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
-        raise RequestError(f"--{given[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
+    if options := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
+        raise RequestError(f"--{options[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
     if arguments.detach:
-        run = begin_run(arguments)
-        start_in_background(arguments, run, lambda: control.start(run))
+        control.start(run := begin_run(arguments))
+        say_queued(arguments, run)
         return
     from linearizer import pipeline
     from linearizer.workers.helpers import HelperProcesses
@@ -141,14 +136,13 @@ def serve_job(arguments: argparse.Namespace) -> None:
     how = {"minutes": arguments.job_minutes, "push": arguments.push, "owner": arguments.job_owner}
     run = run_in_job(folder, plan, arguments.job, **how, yes=arguments.yes, resume=arguments.resume)
     if arguments.detach:
-        start_in_background(arguments, run, lambda: None)
+        say_queued(arguments, run)
     else:
         runs.attach(run, arguments.json)
 
 
-def start_in_background(arguments: argparse.Namespace, run: Run, start: Callable[[], None]) -> None:
-    """Start a process of its own for a run or an evaluation, and say how to attach to it."""
-    start()
+def say_queued(arguments: argparse.Namespace, run: Run) -> None:
+    """Print how to attach to a run or an evaluation that works in the background."""
     text = f"{run.folder} is queued: linearizer runs attach {run.folder}"
     print_product(arguments, {"run": str(run.folder), "state": control.state_of(run)}, text)
 
@@ -174,18 +168,18 @@ def serve_allocate(arguments: argparse.Namespace) -> None:
 
 def serve_evaluate(arguments: argparse.Namespace) -> None:
     from linearizer.pipeline import evaluate
-    from linearizer.workers.worker import work_in_foreground
 
     run = find_run(arguments.run)
     request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
     if arguments.detach and arguments.charts:
         raise RequestError("--charts is written when the evaluation ends: repeat the command without --detach then")
     if arguments.detach:
-        start_in_background(arguments, run.evaluating, lambda: control.evaluate(run, asdict(request), arguments.again))
+        control.evaluate(run, asdict(request), arguments.again)
+        say_queued(arguments, run.evaluating)
         return
     steps = evaluate(run, request, request.chosen if arguments.again else (), held=True)
-    how = {"request": asdict(request), "again": arguments.again}
-    work_until_stopped(work_in_foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
+    details = {"request": asdict(request), "again": arguments.again}
+    work_here(run.evaluating, steps, f"`linearizer evaluate {run.folder}`", **details)
     results = run.results
     parts = {name: results[name] for name in request.chosen if name in results}
     if arguments.charts:

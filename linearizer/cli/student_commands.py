@@ -160,8 +160,8 @@ def add_push(add: AddCommand) -> None:
 def serve_push(arguments: argparse.Namespace) -> None:
     from linearizer.publish import push
 
-    given = [name for name in ("run", "name", "space") if getattr(arguments, name) is not None]
-    if given not in (["run", "name"], ["space"]):
+    operands = [name for name in ("run", "name", "space") if getattr(arguments, name) is not None]
+    if operands not in (["run", "name"], ["space"]):
         raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
     private = not arguments.public
     run = None if arguments.run is None else find_run(arguments.run)

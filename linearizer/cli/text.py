@@ -119,9 +119,9 @@ def describe_inspection(inspection: Inspection) -> str:
     if inspection.supported:
         facts.append(("memory", describe_memory(inspection)))
     if inspection.quantised:
-        held = "as they are" if inspection.packed else "expanded while they load"
-        more = f"; its weights are held {held}" if inspection.supported else ""
-        facts.append(("quantised", inspection.quantised + more))
+        form = "as they are" if inspection.packed else "expanded while they load"
+        note = f"; its weights are held {form}" if inspection.supported else ""
+        facts.append(("quantised", inspection.quantised + note))
     facts.append(("KV cache", f"{inspection.cache_bytes_per_token:,} bytes a token"))
     for budget in inspection.budgets:
         features = f"{budget.features_mean:.1f} features per KV head"
@@ -130,14 +130,14 @@ def describe_inspection(inspection: Inspection) -> str:
 
 
 def describe_support(inspection: Inspection) -> str:
-    """Say whether a model can be linearized, and if not, why, and what to do instead."""
+    """Describe whether a model can be linearized, and if not, why, and the remedy."""
     if not inspection.supported:
         return f"no, because {inspection.reason}: {inspection.remedy}"
     return "yes" if inspection.tested else "yes, by its interface; its family is not among the tested families"
 
 
 def describe_memory(inspection: Inspection) -> str:
-    """Say what a model's weights take here, and where they will lie."""
+    """Describe the bytes of a model's weights here, and their place."""
     from linearizer.teacher.streaming import bytes_in_memory, spreads, streams
 
     where = "more than is free here, so they are read block by block" if streams(inspection) else "fits here"
@@ -191,17 +191,15 @@ def describe_run(run: Run) -> str:
     evaluation = "\n\n".join(
         write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
     )
-    kl = "".join(f"{sentence}\n" for sentence in kl_sentences(run))
-    state = "\n".join([*verdict_lines(run), describe_state(run.allocation, run.layers)])
-    text = f"{state}\n{kl}{evaluation}\nthe student is in {run.checkpoint}"
-    text += f"\nsee it write: linearizer compare {run.folder}"
-    if (published := run.published) is None:
-        return text
-    return f"{text}\n{describe_publication(published)}\n\n{published.get('snippet', '')}".rstrip()
+    lines = [*verdict_lines(run), describe_state(run.allocation, run.layers), *kl_sentences(run), evaluation]
+    lines += [f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"]
+    if (published := run.published) is not None:
+        lines += [describe_publication(published), "", published.get("snippet", "")]
+    return "\n".join(lines).rstrip()
 
 
 def verdict_lines(run: Run) -> list[str]:
-    """Give the verdict on a run's student as a line, if it was judged."""
+    """Return the verdict on a run's student as a line, if it was judged."""
     verdict = judge_run(run)
     return [] if verdict is None else [verdict.sentence]
 

@@ -24,21 +24,10 @@ class Allocation(JsonProduct):
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
-            raise RequestError(f"an allocation keeps {self.sinks} sinks: give 0 or more")
+            raise RequestError(f"an allocation keeps {self.sinks} sinks: ask for 0 or more")
         for head in (head for row in self.heads for head in row):
-            if min(head.window, head.features, head.slots) < 0:
-                raise RequestError(f"{head} is no head: window, features and slots are 0 or more")
-            if head.bits not in head_bytes.BITS:
-                raise RequestError(f"{head} is no head: its numbers have 4, 5, 6, 8 or 16 bits")
-            if head.features and head.bits < 8:
-                raise RequestError(f"{head} is no head: beside features its numbers have 8 or 16 bits")
-            if head.slots and (head.features or not head.window):
-                raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
-            if head.memory and (head.memory not in UPDATE_RULES or head.slots):
-                known = ", ".join(UPDATE_RULES)
-                raise RequestError(f"{head} is no head: its memory is one of {known}, and without slots")
-            if head.softmax and (head.window or head.features or head.slots):
-                raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
+            if (fault := fault_of(head)) is not None:
+                raise RequestError(f"{head} is not a head: {fault}")
 
     @property
     def bits(self) -> int:
@@ -87,6 +76,21 @@ class Allocation(JsonProduct):
         }
 
 
+def fault_of(head: Head) -> str | None:
+    """Return why no student can have a head; None: it can."""
+    faults = {
+        "window, features and slots are 0 or more": min(head.window, head.features, head.slots) < 0,
+        "its numbers have 4, 5, 6, 8 or 16 bits": head.bits not in head_bytes.BITS,
+        "with features its numbers have 8 or 16 bits": head.features and head.bits < 8,
+        "slots need a window, and exclude features": head.slots and (head.features or not head.window),
+        f"its memory is one of {', '.join(UPDATE_RULES)}, and without slots": head.memory
+        and (head.memory not in UPDATE_RULES or head.slots),
+        "a softmax head has its whole cache, and nothing else": head.softmax
+        and (head.window or head.features or head.slots),
+    }
+    return next((fault for fault, holds in faults.items() if holds), None)
+
+
 def check_allocation(allocation: Allocation, layers: Sequence[Layer]) -> None:
     """Refuse an allocation of another model."""
     if len(allocation.heads) != len(layers):
@@ -107,15 +111,9 @@ def heads_replaced(layer: Layer) -> int:
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
     """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
     bits, room = allocation.bits, allocation.state_bytes(layers, length)
+    counts = [(len(row), layer) for row, layer in zip(allocation.heads, layers, strict=True)]
     of_token, of_sink = (
-        max(
-            1,
-            sum(
-                len(row) * head_bytes.token_bytes(layer, own)
-                for row, layer in zip(allocation.heads, layers, strict=True)
-            ),
-        )
-        for own in (bits, 16)
+        max(1, sum(heads * head_bytes.token_bytes(layer, each) for heads, layer in counts)) for each in (bits, 16)
     )
     sinks = min(head_bytes.SINKS, room // of_token // 8)  # its own: a student with slots may need none
     window = max((room - sinks * of_sink) // of_token, 1)

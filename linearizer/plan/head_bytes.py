@@ -52,7 +52,7 @@ class Head:
 
     @property
     def in_brief(self) -> str:
-        """What the head holds besides its sinks: a window of 16 tokens, or 16 + 48 slots, 4 bits."""
+        """What the head holds apart from its sinks: a window of 16 tokens, or 16 + 48 slots, 4 bits."""
         few = f", {self.bits} bits" if self.bits < 8 else ""
         if self.softmax:
             return f"softmax{few}"
@@ -67,13 +67,12 @@ class Head:
         if self.softmax:
             return "softmax" if self.bits == 16 else f"softmax {self.bits}"
         if self.bits != 16 or self.memory:
-            own: list[int | str] = [self.window, self.features, self.slots, self.block, self.bits]
-            return [*own, self.memory] if self.memory else own
+            return [self.window, self.features, self.slots, self.block, self.bits, *[self.memory] * bool(self.memory)]
         return [self.window, self.features, *([self.slots, self.block] if self.slots else [])]
 
 
 def token_bytes(layer: Layer, bits: int = 16) -> int:
-    """Bytes that one token of one KV head takes in a cache, or in a state with so many bits a number."""
+    """Bytes of one token of one KV head in a cache, or in a state with this number of bits a number."""
     return vector_bytes(layer.key_dim, bits) + vector_bytes(layer.value_dim, bits)
 
 
@@ -155,21 +154,21 @@ def pair_operations(layer: Layer) -> int:
 
 
 def breakeven_tokens(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int) -> int | None:
-    """Give the length from which on the teacher's cache is no smaller than the student's state; None: never."""
+    """Return the length from which on the teacher's cache is no smaller than the student's state; None: never."""
     fixed = state_bytes(heads, layers, sinks, 0)
     growth = cache_bytes(layers, 1) - (state_bytes(heads, layers, sinks, 1) - fixed)
     return find_breakeven(fixed, growth)
 
 
 def breakeven_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int) -> int | None:
-    """Give the length from which on the teacher's attention is no cheaper per token; None: never."""
+    """Return the length from which on the teacher's attention is no cheaper per token; None: never."""
     fixed = state_operations(heads, layers, sinks, 0)
     growth = cache_operations(layers, 1) - (state_operations(heads, layers, sinks, 1) - fixed)
     return find_breakeven(fixed, growth)
 
 
 def find_breakeven(fixed: int, growth: int) -> int | None:
-    """Give the least n with growth · n ≥ fixed."""
+    """Return the least n with growth · n ≥ fixed."""
     if fixed == 0:
         return 0
     return -(-fixed // growth) if growth > 0 else None

@@ -70,8 +70,13 @@ class Inspection(JsonProduct):
         expanded = self.quantised is not None and not self.packed
         return self.parameters * self.number_bytes if expanded else self.weight_bytes
 
+    @property
+    def replaced_layers(self) -> list[Layer]:
+        """The layers that a student replaces: those without a window of their own."""
+        return [layer for layer in self.layers if layer.native_window is None]
+
     def describe_shape(self) -> list[tuple[str, str]]:
-        """Say of layers, attention and positions what they are, as pairs of a name and words."""
+        """Describe layers, attention and positions, as pairs of a name and words."""
         shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in self.layers})
         heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
         windowed = sum(layer.native_window is not None for layer in self.layers)

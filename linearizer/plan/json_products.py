@@ -18,7 +18,7 @@ Extra = Literal["forbid", "ignore"]
 P = TypeVar("P", bound="JsonProduct")
 MAX_SHOWN = 40  # characters of a wrong value that a message repeats
 FAULTS = {  # by pydantic's names
-    "json_invalid": "is no JSON: {error}",
+    "json_invalid": "is not JSON: {error}",
     "missing": "is missing",
     "unexpected_keyword_argument": "is unknown: leave it out",
 }
@@ -35,7 +35,7 @@ def parse_json(text: str | bytes) -> Any:
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON object."""
     if not isinstance(content := parse_json(text), dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     return content
 
 

@@ -20,7 +20,7 @@ LARGEST = 2**63 - 1
 
 @dataclass(frozen=True)
 class FieldLimits:
-    """The facts about a field beside its name, type and default."""
+    """The facts about a field other than its name, type and default."""
 
     about: str = ""  # its meaning, with the unit
     default_text: str = ""  # for a default that is None or depends on other options
@@ -28,7 +28,7 @@ class FieldLimits:
     above: float | None = None  # a lower bound that is not allowed itself
     most: float | None = None
     choices: tuple[Any, ...] = ()
-    group: str = ""  # the title under which `--help` shows the option; none: it is no option of a command
+    group: str = ""  # the title under which `--help` shows the option; none: it is not an option of a command
     error: type[RequestError] = RequestError  # what a value out of bounds raises
 
 
@@ -60,20 +60,19 @@ class Option:
 
     @property
     def value_kind(self) -> Any:
-        """Give the type of a value; of each value where the option is a list."""
+        """The type of a value; of each value where the option is a list."""
         return get_args(self.kind)[0] if self.is_list or self.is_optional else self.kind
 
     @property
     def help(self) -> str:
-        """Say what the option means, which choices there are, and what it is where it is not given."""
-        shows_default = self.default is not None and self.default is not False and self.default != ()
-        default = self.limits.default_text or (str(self.default) if shows_default else "")
+        """The meaning of the option, its choices and its default, in words."""
+        default = "" if self.default is False or self.default == () else self.usual
         text = ": ".join(filter(None, (self.limits.about, ", ".join(map(str, self.limits.choices)))))
         return f"{text} (default: {default})" if default else text
 
     @property
     def usual(self) -> str:
-        """Say in words what the option is where it is not given; nothing where it is then left out."""
+        """The default in words; empty where there is none."""
         return self.limits.default_text or ("" if self.default is None else str(self.default))
 
     @cached_property

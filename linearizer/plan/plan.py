@@ -25,7 +25,7 @@ FEWEST_TEXTS = 3  # where they are long: one to price heads on, and two to compa
 BUDGETS_IN_LENGTH = 16  # tokens of a text for each token of the budget: what fits into a state whole has no price
 MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
-ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
+ALLOCATION = "what heads hold"  # options by which an allocation is decided again from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE = "the recipe's"
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
@@ -172,7 +172,9 @@ class Plan(JsonProduct):
         if (self.budget is None) == (self.features is None):
             raise BudgetError("a plan needs either a budget in tokens of cache or a mean number of features, not both")
         if self.rules.spends_tokens and self.budget is None:
-            raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
+            raise BudgetError(
+                f"the strategy {self.strategy} spends a budget in tokens: ask for one instead of features"
+            )
         if self.window is not None and self.budget is not None and self.window + self.kept_sinks > self.budget:
             raise BudgetError(
                 f"a budget of {self.budget} tokens is too small for a window of {self.window} and {self.kept_sinks} "

@@ -36,7 +36,7 @@ class ProfileSettings:
     def __post_init__(self) -> None:
         check_options(self)
         if self.samples % 8:
-            raise RequestError(f"samples {self.samples} cannot be shared out: give a multiple of 8 from 32 on")
+            raise RequestError(f"samples {self.samples} cannot be shared out: ask for a multiple of 8 from 32 on")
         falling = bool(self.ridges) and all(high > low for high, low in pairwise(self.ridges))
         if not falling or not all(0 < ridge < math.inf for ridge in (*self.ridges, self.reference)):
             raise RequestError(f"ridges must fall and be above 0, not {self.ridges} and {self.reference}")

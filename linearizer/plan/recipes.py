@@ -1,4 +1,4 @@
-"""Recipes: published methods and ours, each as the choices of a plan; what is given besides takes precedence.
+"""Recipes: published methods and ours, each as the choices of a plan; other options take precedence.
 
 Each is its authors' form, as far as one run can hold it, at the bytes that the budget gives. Where a model adapts, that
 is LoRA on q, k, v and o: the teacher's own weights stay. A strategy says what heads may hold, and which measurement
@@ -7,13 +7,13 @@ decides how the budget is shared out among them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from linearizer.plan.json_products import read_json
 from linearizer.student.update_rules import UPDATE_RULES
 
 SUMMARY = Path(__file__).with_name("quality.json")  # which the benchmark writes
@@ -25,7 +25,7 @@ class Strategy:
 
     about: str
     decided_by: Literal["prices", "gates", "freedoms", "budget"]  # "budget": nothing has to be measured
-    far_field: Literal["slots", "features", ""] = ""  # what heads may hold beside a window
+    far_field: Literal["slots", "features", ""] = ""  # what heads may hold in addition to a window
     bits: tuple[int, ...] = (16,)  # that a number in keys and values may have; the first is the default
     fewer: tuple[int, ...] = ()  # that heads may have where that pays, unless bits are asked for
 
@@ -51,7 +51,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
     "windows": Strategy("as gain, without slots", "prices", "", (16, 8, 6, 5, 4)),
     "window": Strategy("the same window for every head", "budget", "", (16, 8, 6, 5, 4)),
-    "memory": Strategy("the same memory for every head, beside a window: --feature-map names it", "budget", "features"),
+    "memory": Strategy("the same memory and window for every head: --feature-map names it", "budget", "features"),
     "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
     "fix": Strategy("the same number of features for every head", "freedoms", "features"),
     "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),
@@ -76,17 +76,18 @@ class Recipe:
 
     @property
     def origin(self) -> str:
-        """Say what it is, with its reference."""
+        """What it is, with its reference."""
         return f"{self.about} ({self.reference})" if self.reference else self.about
 
 
 def by_rule(name: str) -> Recipe:
-    """Make the recipe of a memory beside a window and sinks, trained layer by layer on what attention puts out."""
-    rule, usual = UPDATE_RULES[name], {"strategy": "memory", "feature_map": name, "loss": "output", "steps": 60}
-    about, more = f"{rule.about}, beside a window", {}
+    """Make the recipe of a memory with a window and sinks, trained layer by layer on the outputs of attention."""
+    rule, choices = UPDATE_RULES[name], {"strategy": "memory", "feature_map": name, "loss": "output", "steps": 60}
+    about = f"{rule.about}, with a window"
     if name == "liger":
-        about, more = f"{about} of equal share, then adapters", {"loss": "output+direct", "sinks": 0, "lora": 8}
-    return Recipe(rule.label, about, {**usual, **more}, rule.reference)
+        about += " of equal share, then adapters"
+        choices |= {"loss": "output+direct", "sinks": 0, "lora": 8}
+    return Recipe(rule.label, about, choices, rule.reference)
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -143,13 +144,13 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "lolcats": Recipe(
         "LoLCATs",
-        "hedgehog beside a window, fitted to the attention outputs, then adapters",
+        "hedgehog with a window, fitted to the attention outputs, then adapters",
         {"strategy": "fix", "feature_map": "hedgehog", "loss": "output+direct", "sinks": 0, **WITH_ADAPTERS},
         "Zhang et al., LoLCATs: On Low-Rank Linearizing of Large Language Models, ICLR 2025, arXiv:2410.10254",
     ),
     "sas": Recipe(
         "SAS, the feature half",
-        "features of a small network over queries and keys, beside a window; its simulated heads are not there",
+        "features of a small network over queries and keys, with a window; without its simulated heads",
         {"strategy": "fix", "feature_map": "mlp", "steps": 60},
         "Zheng et al., SAS: Simulated Attention Score, NeurIPS 2025, arXiv:2507.07694",
     ),
@@ -157,24 +158,9 @@ RECIPES: Mapping[str, Recipe] = {
 }
 CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide
 
-NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no head can hold it
-    "local linear attention": "its correction needs every key of the text again, so the state would grow",
-    "SAS's simulated heads, PEAA": "they mix KV heads, and a group of queries reads its own KV head alone",
-    "sigmoid and softplus attention, far": "their kernels are no sum of products, so no state of fixed size is exact",
-    "Sinkformer, doubly stochastic rows": "columns sum to one over the whole text, and a row knows no later token",
-    "SOFT, Flowformer": "their normalisers run over the whole text, and a row knows no later token",
-    "CLEAR, LinFusion, LiT, LION": "they read in both directions; students are causal",
-    "Kronecker attention": "scores of three tokens have no state that is a sum over single tokens",
-    "ALiBi teachers (bloom, mpt, falcon)": "their code adds the bias outside transformers' attention interface, so "
-    "no layer is seen",
-    "ALiBi with a slope per query head": "a group of queries shares one state, which would need one for every slope",
-    "TTT-MLP, ParaRNN": "their memories are not linear in what is written, so a text cannot be read in chunks",
-    "log-linear attention": "its state grows with the logarithm of the length",
-}
-
 
 def choices_of(recipe: str) -> Mapping[str, Any]:
-    """Give the choices of a recipe; an unknown recipe has none, and is refused by the plan."""
+    """Return the choices of a recipe; an unknown recipe has none, and the plan refuses it."""
     return RECIPES[recipe].choices if recipe in RECIPES else {}
 
 
@@ -191,6 +177,5 @@ class Quality:
 
 @cache
 def measured_quality() -> Mapping[str, Sequence[Quality]]:
-    """Read how each recipe did, by budget; a recipe that was not measured is missing."""
-    rows: dict[str, list[dict[str, Any]]] = json.loads(SUMMARY.read_text(encoding="utf-8"))
-    return {recipe: tuple(Quality(**row) for row in of_recipe) for recipe, of_recipe in rows.items()}
+    """Read the results of each recipe, by budget; a recipe that was not measured is missing."""
+    return read_json(dict[str, tuple[Quality, ...]], SUMMARY.read_text(encoding="utf-8"))

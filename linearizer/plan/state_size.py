@@ -24,7 +24,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class StateSize:
-    """Bytes of a student's state, `fixed` and `growth` for every token, beside its teacher's cache.
+    """Bytes of a student's state, `fixed` and `growth` for every token, and of its teacher's cache.
 
     They are counted from shapes, so the type that weights are computed in makes no difference.
     """
@@ -50,14 +50,14 @@ class StateSize:
 
     @property
     def beside_cache(self) -> str:
-        """Say from which length on the state is smaller than the teacher's cache."""
+        """The length from which on the state is smaller than the teacher's cache, in words."""
         if self.breakeven is None:
             return "never smaller than the teacher's cache"
         return f"smaller than the teacher's cache {from_length(self.breakeven)}"
 
     @property
     def in_words(self) -> str:
-        """Say the size for every length: 228 kB, whatever the length; or what it grows to."""
+        """The size for every length: 228 kB, whatever the length; or the sizes at some lengths."""
         if not self.growth:
             return f"{size(self.fixed)}, whatever the length"
         lengths = (f"{size(self.student_bytes(tokens))} after {thousands(tokens)}" for tokens in STATED_LENGTHS)
@@ -72,7 +72,7 @@ ROW_TITLES = ("after", "teacher", "student", "smaller by")
 
 
 def size_row(tokens: int, cache: int, state: int, sign: str = "") -> tuple[str, str, str, str]:
-    """State the sizes after so many tokens; the `sign` ≤ marks a state that is only known to be no larger."""
+    """State the sizes after a number of tokens; the `sign` ≤ marks a state that is only known to be no larger."""
     times = cache / state if state else math.inf
     factor = "∞" if times == math.inf else f"{times:,.0f}×" if times >= 100 else f"{times:.3g}×"
     bound = "≥ " if sign else ""

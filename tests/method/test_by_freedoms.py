@@ -189,13 +189,13 @@ def test_allocation_of_all_kinds_comes_back_from_its_json():
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"strategy": "x", "sinks": 1, "heads": [[{"size": 1}]]}'])
 def test_damaged_allocation_is_refused_in_a_sentence(text):
-    with pytest.raises(RequestError, match="it is no JSON|is missing|it should be an object|is unknown"):
+    with pytest.raises(RequestError, match="it is not JSON|is missing|it should be an object|is unknown"):
         Allocation.from_json(text)
 
 
 @pytest.mark.parametrize("head", [Head(window=-1), Head(features=-1), Head(window=4, softmax=True)])
 def test_heads_that_cannot_be_are_refused(head):
-    with pytest.raises(RequestError, match="is no head"):
+    with pytest.raises(RequestError, match="is not a head"):
         Allocation("by hand", 0, ((head,),))
 
 

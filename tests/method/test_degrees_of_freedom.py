@@ -100,7 +100,7 @@ def test_profile_comes_back_from_its_json():
     "damage", [lambda t: t[:-9], lambda t: t.replace("tokens", "t"), lambda t: "[]", lambda t: "{}"]
 )
 def test_damaged_profile_is_refused_in_a_sentence(damage):
-    with pytest.raises(RequestError, match="it is no JSON|is missing|it should be an object"):
+    with pytest.raises(RequestError, match="it is not JSON|is missing|it should be an object"):
         Profile.from_json(damage(a_profile().to_json()))
 
 

@@ -36,10 +36,6 @@ def test_fewer_bits_take_fewer_bytes_and_a_scale_for_every_vector(bits, token):
     assert head_bytes.head_bytes(Head(softmax=True, bits=bits), LAYER, 4, 100) == 100 * token + sinks
 
 
-def test_operations_of_the_teacher_grow_with_the_length():
-    assert head_bytes.cache_operations(LAYERS, 100) == 4 * 100 * 2 * (8 + 16)
-
-
 def test_operations_of_a_head_are_those_of_its_group_and_of_its_update():
     exact, feature = 2 * (8 + 16), 2 * 8 + 2 * 17
     far = 2 * 14 * exact + (2 + 1) * 16 * feature  # two queries, one key
@@ -65,29 +61,12 @@ def test_all_softmax_is_even_from_the_start_and_a_bounded_teacher_is_never_passe
     assert head_bytes.find_breakeven(fixed=1, growth=0) is None
 
 
-def test_features_cost_what_tokens_cost():
-    layer = Layer(8, 8, 128, 128)
-    assert head_bytes.feature_bytes(layer) == pytest.approx(head_bytes.token_bytes(layer), rel=0.01)
-
-
-def test_heads_of_another_model_are_refused():
-    with pytest.raises(ValueError):
-        head_bytes.state_bytes(HEADS, LAYERS[:1], 4, 100)
-
-
 @pytest.mark.parametrize(
     ("heads", "state", "after", "long", "smaller"),
     [
         ([Head(softmax=True, bits=8)] * 2, "0 B + 52 B a token", 5200, 52 * 131072, "at any length"),
         ([Head(softmax=True)] * 2, "0 B + 96 B a token", 9600, 96 * 131072, "never"),
         ([Head(window=10), Head(softmax=True)], "480 B + 48 B a token", 5280, 480 + 48 * 131072, "from 10 tokens on"),
-        (
-            [Head(window=3000), Head(softmax=True)],
-            "144 kB + 48 B a token",
-            148_800,
-            144_000 + 48 * 131072,
-            "from 3,000 tokens on",
-        ),
         ([Head(window=10)] * 2, "960 B, whatever the length", 960, 960, "from 10 tokens on"),
     ],
 )
@@ -104,15 +83,7 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page
     for said in (text, on_card):  # what grows is stated at three lengths
         assert (f"{size(long)} after 128k" in said) == (" after 4k, " in said) == (result["bytes_a_token"] > 0)
-    assert text.endswith(
-        "never smaller than the teacher's cache"
-        if smaller == "never"
-        else f"smaller than the teacher's cache {smaller}"
-    )
-    sentence = (
-        "it is never smaller than" if smaller == "never" else f"it is smaller than the teacher's cache {smaller}."
-    )
-    assert sentence in on_card
+        assert ("never smaller than" if smaller == "never" else f"smaller than the teacher's cache {smaller}") in said
 
 
 @pytest.mark.parametrize("slots", [4, 20, 400])

@@ -39,11 +39,8 @@ def test_a_product_of_all_kinds_comes_back_from_its_json():
         ('"b"', "[]", r"parts\[0\]\[1\].name \[\] is not allowed: it should be a valid string"),
         ('"done": true', '"done": null', "done None is not allowed: it should be a valid boolean"),
         ('{"a": 1}', "3", "terms 3 is not allowed: it should be an object"),
-        (
-            '{"parts"',
-            "{",
-            "it is no JSON: key must be a string at line 1 column 2",
-        ),
+        ('{"parts"', "{", "it is not JSON: key must be a string at line 1 column 2"),
+        (WHOLE.to_json(), "[]", r"it \[\] is not allowed: it should be an object"),
     ],
 )
 def test_damage_is_named_by_its_field(before, after, sentence):
@@ -51,9 +48,3 @@ def test_damage_is_named_by_its_field(before, after, sentence):
     assert before in text
     with pytest.raises(RequestError, match=sentence):
         Whole.from_json(text.replace(before, after))
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"text"'])
-def test_json_of_another_kind_is_refused(text):
-    with pytest.raises(RequestError, match="it .* is not allowed: it should be an object"):
-        Whole.from_json(text)
