@@ -45,7 +45,7 @@ def growing(fixed: int, growth: int) -> str:
 
 
 def from_length(begin: int | None) -> str:
-    """Say from which length on something holds; None: never."""
+    """The length from which on something holds, in words; None: never."""
     if begin is None:
         return "never"
     return f"from {begin:,} tokens on" if begin else "at any length"

@@ -5,7 +5,7 @@ LinearizerError
 │   ├── UnsupportedModel  the model is of a kind that cannot be linearized
 │   ├── ModelNotAvailable the model cannot be loaded: missing, private, gated, no network, damaged
 │   ├── TextError         the text cannot be read, or is too short
-│   ├── BudgetError       the budget is too small, or is no number
+│   ├── BudgetError       the budget is too small, or is not a number
 │   ├── NotAgreed         a job would cost something that nobody has agreed to yet
 │   ├── PublishError      the repository cannot be written: rights, a taken name, a refusal of the Hub
 │   └── FolderError       the output folder holds something else, or cannot be written

@@ -13,27 +13,17 @@ QUICK = ["--recipe", "features", "--texts", "2", "--length", "64", "--samples", 
     "arguments, sentence",
     [
         (["--budget", "0"], "budget 0 is not allowed: it should be greater than or equal to 1"),
-        (["--budget", "-5"], "budget -5 is not allowed"),
         (["--budget", "many"], "budget 'many' is not allowed: it should be a valid integer"),
         (["--budget", "9" * 30], "less than or equal to 1099511627776"),
         (["--budget", "3"], "is too small"),
         (["--budget", "64", "--features", "64"], "not allowed with"),
-        (["--window", "-1"], "window -1 is not allowed"),
-        (["--target-length", "0"], "target length 0 is not allowed: it should be greater than or equal to 1"),
-        (["--target-length", "-5"], "target length -5 is not allowed"),
         (["--window", "99999"], "is too small"),
         (["--feature-map", "magic"], "'magic' is not allowed: it should be 'clusters', 'codebook'"),
-        (["--loss", "magic"], "loss 'magic' is not allowed: it should be 'softmax'"),
-        (["--steps", "-1"], "steps -1 is not allowed"),
-        (["--batch", "0"], "batch 0 is not allowed: it should be greater than or equal to 1"),
-        (["--strategy", "magic"], "strategy 'magic' is not allowed: it should be 'gain', 'gain-features'"),
         (["--text", "magic"], "not a source of text"),
         (["--text", "file:absent.txt"], "does not exist"),
         (["--texts", "9999999"], "are needed"),
         (["--samples", "5"], "samples 5"),
-        (["--gauge", "magic"], "gauge 'magic'"),
         (["--device", "magic"], "device 'magic' is not available here"),
-        (["--dtype", "magic"], "magic"),
         (["--resume"], "--resume needs --out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -74,11 +64,6 @@ def test_the_page_is_refused_a_port_that_is_taken_before_gradio_is_asked(said):
         port = taken.getsockname()[1]
         code, _, err = said("app", "--port", port)
     assert code == 2 and f"127.0.0.1:{port} cannot be bound (Address already in use" in err
-
-
-def test_the_page_is_refused_an_address_of_another_machine(said):
-    code, _, err = said("app", "--host", "192.0.2.1")
-    assert code == 2 and "192.0.2.1:0 cannot be bound" in err
 
 
 def test_a_plan_that_is_missing_is_named_once(tmp_path, said):
