@@ -50,9 +50,8 @@ def add_commands(add: AddCommand) -> None:
     run.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
     add_job_options(run)
     add_run_options(add("profile", serve_profile, "measure how many degrees of freedom each head uses", "model"))
-    about = "share out another budget, from what a run has measured"
-    description = "Share out another budget, from what a run has measured; other options stay as in its plan."
-    add_plan_options(add("allocate", serve_allocate, about, "run", description), ALLOCATION)
+    about = "share out another budget, from the measurements of a run; other options stay as in its plan"
+    add_plan_options(add("allocate", serve_allocate, about, "run"), ALLOCATION)
     about = "what the student kept, what it costs, where it breaks"
     add_evaluate_options(add("evaluate", serve_evaluate, about, "run"))
 

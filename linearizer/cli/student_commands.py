@@ -52,9 +52,8 @@ def serve_compare(arguments: argparse.Namespace) -> None:
 
 
 def add_read(add: AddCommand) -> None:
-    about = "the student reads a text once, and its state is written to a file"
-    description = "Let a run's student read a text once, and write its state to a file for `linearizer ask`."
-    command = add("read", serve_read, about, "run", description)
+    about = "let a run's student read a text once, and write its state to a file for `linearizer ask`"
+    command = add("read", serve_read, about, "run")
     command.add_argument("file", metavar="FILE", help="the text: a file, or - for standard input")
     command.add_argument("--state", type=Path, required=True, help="the file of the state")
     command.add_argument("--more", action="store_true", help="read on after what the state has read")
@@ -74,9 +73,8 @@ def serve_read(arguments: argparse.Namespace) -> None:
 
 
 def add_ask(add: AddCommand) -> None:
-    about = "the student writes on after a prompt, and after the text of a state"
-    description = "Let a run's student write on after a prompt, and with --state after the text of that state."
-    command = add("ask", serve_ask, about, "run", description)
+    about = "let a run's student continue a prompt, and with --state the text of that state"
+    command = add("ask", serve_ask, about, "run")
     wanted = command.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--prompt", help="what it continues")
     wanted.add_argument(

@@ -66,7 +66,8 @@ class Option:
     @property
     def help(self) -> str:
         """The meaning of the option, its choices and its default, in words."""
-        default = "" if self.default is False or self.default == () else self.usual
+        shown = "" if self.default is False or self.default == () else self.usual
+        default = self.limits.default_text or shown
         text = ": ".join(filter(None, (self.limits.about, ", ".join(map(str, self.limits.choices)))))
         return f"{text} (default: {default})" if default else text
 

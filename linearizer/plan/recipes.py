@@ -51,7 +51,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
     "windows": Strategy("as gain, without slots", "prices", "", (16, 8, 6, 5, 4)),
     "window": Strategy("the same window for every head", "budget", "", (16, 8, 6, 5, 4)),
-    "memory": Strategy("the same memory and window for every head: --feature-map names it", "budget", "features"),
+    "memory": Strategy("the same memory for every head, beside a window: --feature-map names it", "budget", "features"),
     "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
     "fix": Strategy("the same number of features for every head", "freedoms", "features"),
     "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),
@@ -83,7 +83,7 @@ class Recipe:
 def by_rule(name: str) -> Recipe:
     """Make the recipe of a memory with a window and sinks, trained layer by layer on the outputs of attention."""
     rule, choices = UPDATE_RULES[name], {"strategy": "memory", "feature_map": name, "loss": "output", "steps": 60}
-    about = f"{rule.about}, with a window"
+    about = f"{rule.about}, beside a window"
     if name == "liger":
         about += " of equal share, then adapters"
         choices |= {"loss": "output+direct", "sinks": 0, "lora": 8}
@@ -144,13 +144,13 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "lolcats": Recipe(
         "LoLCATs",
-        "hedgehog with a window, fitted to the attention outputs, then adapters",
+        "hedgehog beside a window, fitted to the attention outputs, then adapters",
         {"strategy": "fix", "feature_map": "hedgehog", "loss": "output+direct", "sinks": 0, **WITH_ADAPTERS},
         "Zhang et al., LoLCATs: On Low-Rank Linearizing of Large Language Models, ICLR 2025, arXiv:2410.10254",
     ),
     "sas": Recipe(
         "SAS, the feature half",
-        "features of a small network over queries and keys, with a window; without its simulated heads",
+        "features of a small network over queries and keys, beside a window; its simulated heads are not there",
         {"strategy": "fix", "feature_map": "mlp", "steps": 60},
         "Zheng et al., SAS: Simulated Attention Score, NeurIPS 2025, arXiv:2507.07694",
     ),

@@ -242,8 +242,10 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether the job has finished."""
+        if not self.checkpoint.is_dir():
+            return False
         names = (event["event"] for event in newest_events(self.log_file) if self.owns_event(event))
-        return self.checkpoint.is_dir() and next((name for name in names if name in ENDS), None) == EventName.DONE
+        return next((name for name in names if name in ENDS), None) == EventName.DONE
 
     def has_file(self, name: str) -> bool:
         return (self.folder / name).exists()

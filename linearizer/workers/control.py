@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -197,7 +197,7 @@ def delete(run: Run) -> None:
 def status(run: Run) -> Status:
     """Return the status of a run."""
     Run.open(run.folder)
-    state, log_state = read_lock_and_log(run)
+    found = read_state(run)
     first, files = first_event(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
@@ -207,11 +207,11 @@ def status(run: Run) -> Status:
     return Status(
         run=run,
         plan=run.plan,
-        state=state,
-        step=log_state.step,
-        error=LOST_ERROR + read_last_words(run) if state == "lost" else log_state.error,
+        state=found.state,
+        step=found.step,
+        error=LOST_ERROR + read_last_words(run) if found.state == "lost" else found.error,
         begun=begun,
-        changed=log_state.newest["time"] if log_state.newest else begun,
+        changed=found.newest["time"] if found.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's
         saved=max(saved, default=None),
         published=run.published if run.checkpoint.is_dir() else None,
@@ -221,12 +221,12 @@ def status(run: Run) -> Status:
 
 def state_of(run: Run) -> str:
     """Return the state of a run in one word."""
-    return read_lock_and_log(run)[0]
+    return read_state(run).state
 
 
 @dataclass(frozen=True)
 class LogState:
-    """The state of a run by its log alone."""
+    """The state of a run, its error, its newest event and its newest progress."""
 
     state: str
     error: str | None
@@ -234,18 +234,17 @@ class LogState:
     step: Event | None
 
 
-def read_lock_and_log(run: Run) -> tuple[str, LogState]:
-    """Return the state of a run by its lock and its log, and by its log alone."""
+def read_state(run: Run) -> LogState:
+    """Read the state of a run from its lock and its log."""
     while True:
         locked = run.is_locked
-        log_state = read_log_state(run)
-        if log_state.state not in LIVE:
-            return log_state.state, log_state
+        found = read_log_state(run)
+        if found.state not in LIVE:
+            return found
         if locked == run.is_locked:  # otherwise the run began or ended meanwhile
             break
-    if not locked:
-        return "lost", log_state
-    return "stopping" if run.has_request("stop") else log_state.state, log_state
+    stopping = "stopping" if run.has_request("stop") else found.state
+    return replace(found, state=stopping if locked else "lost")
 
 
 def read_log_state(run: Run) -> LogState:

@@ -22,7 +22,7 @@ from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, status_of
 from linearizer.hub.upload import path_or_bytes
 from linearizer.publish.space import job_requirements, package_files
-from linearizer.run.events import EventName, append_line, parse_line, parse_lines
+from linearizer.run.events import EventName, append_line, newest_events, parse_line, parse_lines
 from linearizer.run.files import UNFINISHED, remove
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import HubJob, agreed_cap, open_job, read_hub_job
@@ -109,23 +109,21 @@ def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
 
 
 def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
-    """Send the code and the folder of a run, and give the command of its job."""
+    """Send the code and the folder of a run, and return the command of its job."""
     code = pack_code(demo=run.plan.model == "demo")
     name = f"code/{sha256(code).hexdigest()[:20]}.zip"
     place = bucket_folder(run.id)
     there = set(account.list_files(f"runs/{run.id}"))
     newer = any(path.startswith(f"{place}/state/") for path in there)  # than the state here
-    files: dict[str, Path | bytes] = {}
-    for path in run.folder.rglob("*"):
-        sent = path.relative_to(run.folder).as_posix()
-        if path.is_file() and not any(
-            fnmatch(sent, each) for each in (*NOT_SENT, "checkpoint/*", "state/*"[: 7 * newer])
-        ):
-            files[f"{place}/{sent}"] = path
-    obsolete = {path for path in there if "/requests/" in path}
+    skipped = (*NOT_SENT, "checkpoint/*", *["state/*"] * newer)
+    names = {path.relative_to(run.folder).as_posix(): path for path in run.folder.rglob("*") if path.is_file()}
+    files: dict[str, Path | bytes] = {
+        f"{place}/{sent}": path for sent, path in names.items() if not any(fnmatch(sent, each) for each in skipped)
+    }
+    unused = ["*/requests/*"]
     if allocated_again(run):  # another student needs another training
-        obsolete |= {path for path in there if path.startswith(f"{place}/state/training/")}
-        obsolete |= {f"{place}/state/steps.json"} & there
+        unused += [f"{place}/state/training/*", f"{place}/state/steps.json"]
+    obsolete = {path for path in there if any(fnmatch(path, each) for each in unused)}
     if not account.find_files([name]):
         files[name] = code
     account.send(files, obsolete - set(files))
@@ -136,11 +134,9 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
 
 def allocated_again(run: Run) -> bool:
     """Whether another budget was allocated since the newest job began."""
-    for event in reversed(run.events()):
-        if event["event"] == EventName.HUB_JOB:
-            return False
-        if event["event"] == EventName.ALLOCATED and event.get("changed"):
-            return True
+    for event in newest_events(run.log_file):
+        if event["event"] == EventName.HUB_JOB or (event["event"] == EventName.ALLOCATED and event.get("changed")):
+            return event["event"] == EventName.ALLOCATED
     return False
 
 
