@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -91,13 +92,8 @@ def students_speed(device: str, clock: Clock, heads: int = 4, tokens: int = 256)
 
 
 def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
-    """Time a piece of work, the fastest of a few times."""
-    seconds = []
-    for _ in range(times + 1):  # the first warms up
-        begin = clock()
-        work()
-        seconds.append(clock() - begin)
-    return min(seconds[1:])
+    """Time a piece of work, the fastest of a few times; one time before warms up."""
+    return min(timeit.repeat(work, timer=clock, repeat=times + 1, number=1)[1:])
 
 
 def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:

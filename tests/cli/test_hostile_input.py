@@ -5,10 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from linearizer.run.events import is_event, parse_line
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 DEEP = "[" * 100_000
@@ -168,13 +164,6 @@ def test_a_data_set_whose_card_names_other_files_is_refused(path, empty, said):
     code, out, err = said("run", "demo", "--text", "dataset:org/data", "--texts", "2", "--length", "64")
     check_refusal(code, out, err)
     assert "names files outside of itself" in err
-
-
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
-@given(st.binary(max_size=200) | st.from_regex(rb'\{"time": .{0,9}, "event": .{0,20}\}', fullmatch=True))
-def test_any_line_of_a_log_is_an_event_or_none(line):
-    event = parse_line(line)
-    assert event is None or is_event(event)
 
 
 COMMANDS = {
