@@ -99,7 +99,7 @@ def check_stop(run: Run) -> None:
     """End the work if a stop is requested, or if the folder of the run is gone."""
     if run.has_request("stop"):
         why = run.request_reason("stop")
-        raise Stopped(f"stopped{f': {why}' if why else ' as asked'}; what was finished is kept in {run.folder}")
+        raise Stopped(f"stopped{f': {why}' if why else ' on request'}; what was finished is kept in {run.folder}")
     if not run.has_file("plan.json"):
         raise FolderError(f"{str(run.folder)!r} was deleted while it was worked on: start a new run")
 

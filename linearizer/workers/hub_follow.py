@@ -83,7 +83,7 @@ def follow_job(run: Run, token: str | None) -> None:
         hub_job = read_hub_job(run)
         assert hub_job is not None
         account = Account(token, hub_job.owner)
-        kept = f"what was finished is kept in the bucket {account.bucket!r}, and a job at work goes on: resume the run"
+        kept = f"what was finished is kept in the bucket {account.bucket!r}, and a running job goes on: resume the run"
         with explain_job_errors("the job", kept):
             begun = open_job(run)
             if begun is not None:
@@ -212,7 +212,7 @@ class Follower:
         """Pass on what the run is requested to do; cancel a job that has not begun, or that does not stop."""
         if not self.run.has_file("plan.json"):  # a run that was deleted by hand costs no more
             self.account.cancel_job(self.id)
-            raise FaultError(f"{str(self.run.folder)!r} was deleted while its job was at work: the job is cancelled")
+            raise FaultError(f"{str(self.run.folder)!r} was deleted while its job was running: the job is cancelled")
         for name in ("stop", "use"):
             if name not in self.asked and self.run.has_request(name):
                 with suppress(*TROUBLE):
@@ -258,7 +258,7 @@ class Follower:
         if job.stage == "DELETED":
             how = "was deleted"
         elif "time" in job.message.lower():
-            how = f"came to the end of its {self.hub_job.minutes} minutes"
+            how = f"reached its limit of {self.hub_job.minutes} minutes"
         else:
             how = f"ended before its work ({job.stage}{': ' + job.message if job.message else ''})"
         last = ""

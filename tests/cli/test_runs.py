@@ -95,7 +95,7 @@ def test_a_run_in_a_terminal_is_waited_for_and_stopped_from_another(root, said):
     wait_until(lambda: any(event["event"] == "distill" for event in run.events()))
     assert said("runs", "stop", root / "mine")[0] == 0
     _, err = worker.communicate(timeout=180)
-    assert worker.returncode == 130 and "stopped as asked" in err and "Traceback" not in err
+    assert worker.returncode == 130 and "stopped on request" in err and "Traceback" not in err
     assert control.status(run).state == "stopped"
     code, _, err = said("runs", "attach", "mine")
     assert code == 130 and "is stopped: linearizer runs resume" in err

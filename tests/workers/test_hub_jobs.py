@@ -167,7 +167,7 @@ def test_a_job_that_the_hub_refuses_costs_nothing(queued, hub, status, sentence)
         (
             "import time; time.sleep(60)",
             5e-4,
-            "came to the end of its 15 minutes: resume the run, and another job goes on",
+            "reached its limit of 15 minutes: resume the run, and another job goes on",
         ),
         (EVENT % "done", 1, "ended before its work .COMPLETED.: resume the run"),
     ],
