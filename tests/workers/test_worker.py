@@ -37,7 +37,7 @@ def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
             seen += 1
         time.sleep(0.1)
     assert seen and control.status(run).state == "done", log_of(run)
-    assert "is not a folder here and not on the Hub, or it is private" in control.status(refused).error
+    assert "is not a folder here and not on the Hub, or it is private" in wait_for(refused, "failed").error
     for place in (tmp_path, device_queue.queue_folder(), Path(os.environ["HF_HOME"])):
         assert not [path for path in place.rglob("*") if path.is_file() and secret in path.read_bytes()]
 
