@@ -10,20 +10,17 @@ from pathlib import Path
 
 import torch
 
-from linearizer.errors import TextError
 from linearizer.evaluate.generation import measure_generation
-from linearizer.evaluate.head_errors import measure_approximation, measure_curve
+from linearizer.evaluate.head_errors import measure_approximation
 from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.needle import MIN_NEEDLE_TOKENS, measure_needle, needle_lengths
-from linearizer.evaluate.recall import RepeatReader, measure_longer, measure_recall
+from linearizer.evaluate.recall import RepeatReader, measure_recall
 from linearizer.evaluate.ruler import RULER, measure_ruler
 from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject, read_together
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
-from linearizer.method.samples import SAMPLES
-from linearizer.plan.profile import Profile
 from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
@@ -31,14 +28,11 @@ from linearizer.run.folder import Run
 from linearizer.run.results import Part, Result, Scored, Tasks, TextRead
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.text import document_numbers, start_tokens
-from linearizer.train.distill import distill
-from linearizer.train.settings import training_settings
 
 JUDGING = Request(("language", "recall"), short=True)  # of a student that has just been made
 FEWEST_PAIRS = 2  # of texts that are joined: a single text shows no difference
 MAX_WRITTEN_TOKENS = 96
 MAX_APPROXIMATION_TEXTS = 2
-CURVE_FEATURES = (8, 16, 32, 64, 128, 256)
 Measured = tuple[Result, TextRead | None]  # None: the part reads no text of a source
 
 
@@ -115,10 +109,7 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Repeat passages within texts of the length, and read texts of twice the training's length where possible.
-
-    What was measured of passages while the language part read the same texts is not measured again.
-    """
+    """Repeat passages within texts of the length, unless that was done while the language part read the same texts."""
     judged = texts_to_judge(setup, request)
     length, read = judged.length, replace(judged.read, length=judged.length)
     if setup.recall_read:
@@ -127,16 +118,7 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
     else:
         subjects = subjects_and_rivals(setup, request, judged.windows.shape[1])
         recall = yield from measure_recall(subjects, judged.windows[:, :length], passage_tokens(length))
-    trained, positions = setup.usual_length, setup.run.positions
-    long = max(length, 2 * trained)
-    if request.short or (long > positions and setup.run.inspection.positions == "learned"):
-        return recall, read
-    try:
-        windows = setup.windows(request.text, long, max(1, request.texts * length // long), request.seed)
-    except TextError:  # the source holds no text of that length
-        return recall, read
-    longer = yield from measure_longer(subjects_and_rivals(setup, request, long), windows, trained, positions)
-    return replace(recall, longer=longer), read
+    return recall, read
 
 
 @dataclass(frozen=True)
@@ -197,32 +179,11 @@ def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Measure every head before and after its training, and the error as a function of the features."""
+    """Measure every head before and after its training."""
     length, windows, read = request_texts(setup, request, MAX_APPROXIMATION_TEXTS)
-    profile = setup.run.parse_file("profile.json", Profile.from_json)
     teacher = setup.student.base if setup.teacher is None else setup.teacher
     students = [subject for subject in setup.subjects(length) if subject.allocation is not None]
-    approximation = yield from measure_approximation(teacher, students, windows, profile)
-    if setup.run.has_file(SAMPLES):  # features begin with them
-        plain = yield from plain_students(setup, request.curve_steps)
-        curve = yield from measure_curve(teacher, plain, CURVE_FEATURES, windows, profile)
-        approximation = replace(approximation, curve=curve)
-    return approximation, read
-
-
-def plain_students(setup: Setup, steps: int) -> Steps[dict[str, list[Subject]]]:
-    """Make students of features alone, for every number of features: untrained, and trained where `steps` are asked."""
-    students = {"untrained": [setup.plain(count) for count in CURVE_FEATURES]}
-    if steps:
-        students["trained"] = [setup.plain(count) for count in CURVE_FEATURES]
-        plan = setup.run.plan
-        texts = setup.learnt(steps * plan.batch)
-        # without adapters: the weights are the teacher's, in memory once
-        settings = replace(training_settings(plan)[0], steps=steps, lora=0)
-        for subject in students["trained"]:
-            with subject.at_work():
-                yield from distill(setup.control, texts, settings)
-    return students
+    return (yield from measure_approximation(teacher, students, windows)), read
 
 
 def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
@@ -280,7 +241,7 @@ PART_MEASURES: dict[str, tuple[Callable[[Setup, Request], Steps[Measured]], tupl
     "recall": (measure_recall_part, (*ON_TEXT, "short")),
     "needle": (measure_needle_part, ("text", "texts", "seed", "lengths")),
     "generation": (measure_generation_part, ON_TEXT),
-    "approximation": (measure_approximation_part, (*ON_TEXT, "curve_steps")),
+    "approximation": (measure_approximation_part, ON_TEXT),
     "speed": (measure_speed_part, ("lengths", "seconds", "seed")),
     "tasks": (
         measure_tasks_part,

@@ -17,7 +17,7 @@ import torch
 from linearizer.evaluate.subjects import Read, Subject, read_together
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
-from linearizer.run.results import Bin, Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
+from linearizer.run.results import Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
 from linearizer.teacher.logits import kl_of, texts_at_once
 
 Tensor = torch.Tensor
@@ -153,7 +153,6 @@ def describe_predictions(
     loss = over.estimate(own.loss)
     ends = [*edges[1:], own.loss.shape[1]]
     ranges = [over.estimate(own.loss, slice(a, b)) for a, b in zip(edges, ends, strict=True)]
-    bins = calibration(own.probability, own.correct)
     return Predictions(
         name=subject.name,
         state_bytes=state,
@@ -165,8 +164,7 @@ def describe_predictions(
         kl=None if teacher is None else over.estimate(own.kl),
         agreement=None if teacher is None else over.estimate(own.agreement),
         tail=None if teacher is None else tail_of(own, teacher),
-        calibration_error=sum(bin.share * abs(bin.probability - bin.correct) for bin in bins),
-        bins=bins,
+        calibration_error=calibration_error(own.probability, own.correct),
     )
 
 
@@ -183,15 +181,11 @@ def doubling_edges(length: int) -> tuple[int, ...]:
     return (0, *(FIRST_EDGE << step for step in range(30) if FIRST_EDGE << step < length))
 
 
-def calibration(probability: Tensor, correct: Tensor) -> tuple[Bin, ...]:
-    """Compare what the likeliest token was given with how often it came; empty ranges are left out."""
-    place = (probability * BINS).long().clamp(max=BINS - 1)
-    bins = []
-    for chosen in (place == index for index in range(BINS)):
-        if chosen.any():
-            share, given, frequency = (x.mean().item() for x in (chosen.double(), probability[chosen], correct[chosen]))
-            bins.append(Bin(share, given, frequency))
-    return tuple(bins)
+def calibration_error(probability: Tensor, correct: Tensor) -> float:
+    """Return how far the probability of the likeliest token is from how often it came, in ranges of probability."""
+    place = (probability * BINS).long().clamp(max=BINS - 1).flatten()
+    apart = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - correct).flatten())
+    return apart.abs().sum().item() / place.numel()
 
 
 def owners_of(documents: Tensor) -> tuple[str, Tensor]:

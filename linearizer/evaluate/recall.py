@@ -1,4 +1,4 @@
-"""Memory over a distance: a passage that comes again, and text longer than the features were trained on."""
+"""Memory over a distance: the loss on a passage that is repeated."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import partial
 
 import torch
 
-from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_into, read_losses
+from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_into
 from linearizer.progress import Progress, Steps
-from linearizer.run.results import Longer, Recall, Repeated
+from linearizer.run.results import Recall, Repeated
 from linearizer.teacher.logits import fresh_cache, losses_of, texts_at_once
-from linearizer.teacher.ram import run_if_it_fits
 from linearizer.teacher.text import repeated_passages
 
 Tensor = torch.Tensor
@@ -89,16 +88,3 @@ class RepeatReader:
             first, second = (torch.cat(parts).mean(0).tolist() for parts in zip(*batches, strict=True))
             rows.append(Repeated(name, tuple(first), tuple(second)))
         return Recall(self.passage, self.gaps, tuple(rows))
-
-
-def measure_longer(subjects: Sequence[Subject], windows: Tensor, trained: int, positions: int) -> Steps[Longer | None]:
-    """Measure the loss within and beyond the length of the training's texts; None where memory does not reach."""
-    edges = (0, *(trained << step for step in range(30) if trained << step < windows.shape[1] - 1))
-    losses = run_if_it_fits(partial(read_losses, subjects, windows))
-    yield Progress("longer", 1, 1, "texts")
-    if losses is None:
-        return None
-    ends = (*edges[1:], windows.shape[1] - 1)
-    rows = tuple(tuple(own[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)) for own in losses)
-    beyond = tuple(end > positions for end in ends)
-    return Longer(trained, edges, beyond, tuple(subject.name for subject in subjects), rows, len(windows))

@@ -21,7 +21,7 @@ from linearizer.method import checkpoint
 from linearizer.method.samples import SAMPLES
 from linearizer.method.substitute import exchange_students
 from linearizer.plan.allocation import Allocation, window_control
-from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.head_bytes import Layer
 from linearizer.quiet import quiet
 from linearizer.run.folder import Run
 from linearizer.run.names import absolute_source
@@ -69,12 +69,6 @@ class Setup:
         with exchange_students(self.control, heads):
             initialise_student(self.run, self.control)
         return heads
-
-    def plain(self, features: int) -> Subject:
-        """The student if every KV head had so many untrained features, and nothing else."""
-        rows = tuple((Head(features=features),) * len(row) for row in self.allocation.heads)
-        allocation = Allocation(f"{features} features", 0, rows)
-        return Subject(allocation.strategy, self.control, allocation, self.begun(allocation))
 
     @property
     def names(self) -> list[str]:
@@ -137,15 +131,6 @@ class Setup:
                 "tokens: ask for a shorter --length, or name another source with --text"
             )
         return torch.stack(windows)
-
-    def learnt(self, count: int) -> torch.Tensor:  # (≤ count, tokens)
-        """Take the text that the student was trained on."""
-        plan, kept = self.run.plan, read_kept_texts(self.run)
-        if kept is not None and len(kept.texts) >= count:
-            return kept.texts[:count]
-        return read_texts(
-            plan.text, self.tokenizer, self.usual_length, count, least=plan.batch, model=self.teacher, seed=plan.seed
-        )
 
     def made_with(self) -> MadeWith:
         """Name the software, the device and the teacher of the measurements."""

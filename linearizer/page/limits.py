@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256}
 MAX_OF_PLAN |= {"texts": 32, "length": 4096, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8, "lora": 64}
-MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
+MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4}
 MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
 MAX_PROMPT_CHARACTERS = 4000
 MAX_DOCUMENT_CHARACTERS = 200_000  # that a student reads on a Space
@@ -142,7 +142,7 @@ def check_request(request: Request) -> None:
     longest = max(request.lengths, default=0)
     amounts = {"texts": request.texts, "length": max(request.length or 0, longest), "seconds": request.seconds}
     amounts |= {"limit": request.limit or 0, "tasks": len(request.tasks), "lengths": len(request.lengths)}
-    for name, amount in {**amounts, "curve_steps": request.curve_steps}.items():
+    for name, amount in amounts.items():
         if amount > MAX_OF_REQUEST[name]:
             raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_REQUEST[name]}): {ELSEWHERE}")
 

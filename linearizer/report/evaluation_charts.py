@@ -93,18 +93,6 @@ def recall_chart(part: Part[results.Recall]) -> Figure:
     return figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
 
 
-@chart("Longer texts", "Loss beyond the length of the training texts; open markers lie beyond the teacher's positions.")
-def longer_texts_chart(part: Part[results.Recall]) -> Figure | None:
-    if (longer := part.result.longer) is None:
-        return None
-    figure = new_figure(300, POSITION_AXIS, LOSS_AXIS)
-    names = [f"{begin}–{end}" for begin, end in pairwise(longer.edges)] + [f"from {longer.edges[-1]}"]
-    for name, losses in zip(longer.names, longer.losses, strict=True):
-        look = style.open_markers(subject_line(name, "%{y:.3f} nats at %{x}"), longer.extrapolated)
-        figure.add_scatter(x=names, y=losses, **look)
-    return figure
-
-
 @chart(
     "Pairs hidden in text",
     "Share of a hidden value recalled when its key is given; * lies beyond the teacher's positions.",
@@ -178,22 +166,6 @@ def error_chart(part: Part[results.Approximation]) -> Figure:
     figure.update_layout(plot_bgcolor=style.MAP_GROUND).update_xaxes(title="KV head", dtick=max(1, heads // 8))
     figure.update_yaxes(dtick=max(1, layers // 24), autorange="reversed", showgrid=False)
     return figure.update_yaxes(title="layer", col=1)
-
-
-@chart(
-    "Error by features",
-    "The error of heads with this number of features and nothing else; dotted: what the profile predicts.",
-)
-def error_curve_chart(part: Part[results.Approximation]) -> Figure | None:
-    if (curve := part.result.curve) is None:
-        return None
-    x, y = {"title": "features per KV head", **style.COUNTS_AXIS}, {"title": "share of attention misplaced"}
-    figure = new_figure(320, x, {**y, **style.LOG_AXIS})
-    for name, errors in zip(curve.names, curve.rows, strict=True):
-        line = subject_line("student" if name == "trained" else name, "%{y:.3f} misplaced with %{x} features")
-        figure.add_scatter(x=curve.features, y=errors, **line | {"name": name})
-    predicted = subject_line("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
-    return figure.add_scatter(x=curve.features, y=curve.predicted, **predicted)
 
 
 def draw_rates(part: Part[results.Speed], of: str) -> Figure:

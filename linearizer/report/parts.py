@@ -34,7 +34,7 @@ PART_VIEWS = {
         "Recall",
         "How far back is a passage remembered?",
         tables.recall_tables,
-        (charts.recall_chart, charts.longer_texts_chart),
+        (charts.recall_chart,),
     ),
     "needle": PartView(
         "Hidden pairs",
@@ -52,7 +52,7 @@ PART_VIEWS = {
         "Approximation",
         "How far is the attention of every head from its teacher's?",
         tables.approximation_tables,
-        (charts.error_chart, charts.error_curve_chart),
+        (charts.error_chart,),
     ),
     "speed": PartView(
         "Speed and memory",

@@ -109,14 +109,7 @@ def recall_tables(part: Part[results.Recall]) -> list[Table]:
     rows: Rows = [("loss the second time, after", *recall.gaps, "the first")]
     for subject in recall.subjects:
         rows.append((subject.name, *cells(subject.second), format_mean(subject.first)))
-    again = Table(rows, (f"passages of {recall.passage} tokens; {describe_texts(part)}",))
-    if (longer := recall.longer) is None:
-        return [again]
-    ranges: Rows = [("loss from token", *mark_beyond(longer.edges, longer.extrapolated))]
-    ranges += [(name, *cells(losses)) for name, losses in zip(longer.names, longer.losses, strict=True)]
-    note = f"the student was made from texts of {longer.trained} tokens"
-    star = ("* beyond the teacher's positions: extrapolated",) * any(longer.extrapolated)
-    return [again, Table(ranges, (note, *star))]
+    return [Table(rows, (f"passages of {recall.passage} tokens; {describe_texts(part)}",))]
 
 
 def needle_tables(part: Part[results.Needle]) -> list[Table]:
@@ -145,24 +138,12 @@ def generation_tables(part: Part[results.Generation]) -> list[Table]:
 
 
 def approximation_tables(part: Part[results.Approximation]) -> list[Table]:
-    """Errors by layer; what was predicted of the student, and how far the order of the heads agrees with it."""
-    approximation = part.result
-    student = approximation.predicted[0]
-    rows: Rows = [("rows misplaced in layer", *range(len(student)), "all", "of outputs", "correlation")]
-    for subject, ranked in zip(approximation.subjects, approximation.correlation, strict=True):
-        means = cells([subject.rows_mean, subject.outputs_mean])
-        rows.append((subject.name, *map(format_mean, subject.rows), *means, *cells([ranked], ".2f")))
-    predicted = ("–" if None in heads else format_mean(heads, ".1e") for heads in student)  # of slots nothing is
-    rows.append(("student, predicted", *predicted, "", "", ""))
-    note = "correlation: of the ranks of the heads by their measured and by their predicted errors"
-    tables = [Table(rows, (note, describe_texts(part)))]
-    if (curve := approximation.curve) is None:
-        return tables
-    points: Rows = [("features per KV head, and nothing else", *curve.features)]
-    for name, errors, outputs in zip(curve.names, curve.rows, curve.outputs, strict=True):
-        points += [(f"{name}: rows misplaced", *cells(errors)), (f"{name}: of outputs", *cells(outputs))]
-    points.append(("predicted: λ where N(λ) is that many", *cells(curve.predicted, ".2g")))
-    return [*tables, Table(points)]
+    """Show the errors by layer."""
+    layers = range(len(part.result.subjects[0].rows))
+    rows: Rows = [("rows misplaced in layer", *layers, "all", "of outputs")]
+    for subject in part.result.subjects:
+        rows.append((subject.name, *map(format_mean, subject.rows), *cells([subject.rows_mean, subject.outputs_mean])))
+    return [Table(rows, (describe_texts(part),))]
 
 
 def speed_tables(part: Part[results.Speed]) -> list[Table]:

@@ -25,14 +25,11 @@ class Request:
         None, "tokens of a text", "as the run's own; language is also judged at twice that", least=16
     )
     texts: int = option(8, "how many texts", least=1)
-    short: bool = option(False, "leave out texts of twice the length, which recall reads besides")
+    short: bool = option(False, "leave out the caches in few bits, which language and recall compare with")
     lengths: tuple[int, ...] = option(
         (), "tokens, where several lengths are compared: 1024,4096,…", "as each part chooses", least=32
     )
     seconds: float = option(15.0, "seconds that one measurement of speed may take", above=0)
-    curve_steps: int = option(
-        0, "steps of training at every number of features in the curve of errors; 0: no training", least=0
-    )
     seed: int = option(0, "the seed of everything that is drawn at random")
     tasks: tuple[str, ...] = option(
         (),

@@ -13,8 +13,6 @@ from linearizer.plan.json_products import read_plain
 
 Interval = tuple[float, float]
 
-PredictedErrors = tuple[tuple[float | None, ...], ...]  # [layer][KV head]; None where the profile predicts nothing
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -22,15 +20,6 @@ class Estimate:
 
     mean: float
     interval: Interval
-
-
-@dataclass(frozen=True)
-class Bin:
-    """The predictions whose likeliest token has a probability in one range."""
-
-    share: float  # of all predictions
-    probability: float  # that the likeliest token was given, on average
-    correct: float  # how often it came
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,6 @@ class Predictions:
     kl: Estimate | None  # of the next-token distribution from the teacher's
     agreement: Estimate | None  # how often the likeliest tokens are the same
     calibration_error: float  # |probability - correct|, averaged over the predictions
-    bins: tuple[Bin, ...]
     tail: Tail | None
 
 
@@ -110,25 +98,12 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Longer:
-    """Loss by position in texts that are longer than the texts of the training."""
-
-    trained: int  # tokens of a text of the training
-    edges: tuple[int, ...]  # where the ranges of positions begin
-    extrapolated: tuple[bool, ...]  # whether a range lies beyond the teacher's own positions
-    names: tuple[str, ...]
-    losses: tuple[tuple[float, ...], ...]  # [subject][range]
-    texts: int
-
-
-@dataclass(frozen=True)
 class Recall:
     """All subjects on the same texts."""
 
     passage: int  # tokens
     gaps: tuple[int, ...]
     subjects: tuple[Repeated, ...]
-    longer: Longer | None = None  # where positions, text and memory reach beyond the training's length
 
 
 @dataclass(frozen=True)
@@ -186,25 +161,10 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class FeatureCurve:
-    """Errors if every KV head had nothing but features, as a function of their number."""
-
-    features: tuple[int, ...]
-    predicted: tuple[float, ...]  # mean over the heads of λ, where N(λ) is the number of features
-    names: tuple[str, ...]  # untrained, and trained if that was asked for
-    rows: tuple[tuple[float, ...], ...]  # [name][features]: means over the heads
-    outputs: tuple[tuple[float, ...], ...]
-    layers: tuple[tuple[tuple[float, ...], ...], ...]  # [name][layer][features]: of the rows
-
-
-@dataclass(frozen=True)
 class Approximation:
-    """Students against what was predicted of their heads from the profile alone."""
+    """All students on the same texts."""
 
     subjects: tuple[Errors, ...]
-    predicted: tuple[PredictedErrors, ...]  # of each subject
-    correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted errors: Spearman's
-    curve: FeatureCurve | None = None  # where the samples that features begin with are kept
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
 from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
 
-EVALUATION_STEPS = (*PARTS, "longer", "distill")  # with progress
 STATE_AFTER = {
     EventName.QUEUED: "queued",
     EventName.STARTED: "running",
@@ -250,7 +249,7 @@ def read_state(run: Run) -> LogState:
 def read_log_state(run: Run) -> LogState:
     """Read the log from its end until the state and the newest progress are known; progress implies a start."""
     newest = last = step = None
-    steps = STEPS if run.job is None else EVALUATION_STEPS
+    steps = STEPS if run.job is None else PARTS
     for event in newest_events(run.log_file):
         if not run.owns_event(event):
             if run.job is not None and event["event"] in STEPS:

@@ -195,15 +195,6 @@ def test_the_text_of_a_run_is_known_by_another_spelling(run, tmp_path, monkeypat
         assert torch.equal(setup.windows("file:text.txt", 64, 2, 0), setup.windows(None, 64, 2, 0))
 
 
-def test_the_curve_of_errors_leaves_the_teacher_as_it_is(run):
-    run.write("plan.json", replace(run.plan, loss="direct", lora=2).to_json())
-    with assembled(run) as setup:
-        before = {name: tensor.clone() for name, tensor in setup.teacher.state_dict().items()}
-        finish(evaluate_run.plain_students(setup, 2))
-        for name, tensor in setup.teacher.state_dict().items():
-            assert torch.equal(tensor, before[name]), name
-
-
 def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
     run = Run.open(tmp_path / "run")
@@ -307,7 +298,7 @@ def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path,
 
 
 def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
-    small = ["--texts", "2", "--lengths", "160,192", "--seconds", "0.2", "--curve-steps", "1"]
+    small = ["--texts", "2", "--lengths", "160,192", "--seconds", "0.2"]
     code, out, err = said("evaluate", run.folder, *small)
     assert code == 0, err
     parts = run.evaluation_parts
@@ -315,8 +306,6 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     for word in ("recalled, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5
-    curve = parts["approximation"]["curve"]
-    assert curve["names"] == ["untrained", "trained"] and len(curve["rows"][1]) == len(curve["features"])
     assert [subject["name"] for subject in parts["speed"]["subjects"]] == ["teacher", "student", "window"]
     assert json.loads(json.dumps(parts)) == parts
 

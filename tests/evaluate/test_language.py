@@ -9,7 +9,7 @@ import torch
 from linearizer.evaluate.evaluate_run import passage_tokens
 from linearizer.evaluate.language import (
     Resampled,
-    calibration,
+    calibration_error,
     compare_at,
     doubling_edges,
     measure_language,
@@ -17,7 +17,7 @@ from linearizer.evaluate.language import (
     read_scores,
     student_t,
 )
-from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_longer, measure_recall
+from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_recall
 from linearizer.evaluate.subjects import Subject, read_losses, read_together
 from linearizer.method.checkpoint import make_layer_students
 from linearizer.plan.allocation import window_control
@@ -241,11 +241,8 @@ def test_calibration_compares_what_was_said_with_what_came():
     generator = torch.Generator().manual_seed(0)
     probability = torch.rand(100_000, generator=generator, dtype=torch.float64)
     honest = (torch.rand(100_000, generator=generator, dtype=torch.float64) < probability).double()
-    bins = calibration(probability, honest)
-    assert sum(bin.share for bin in bins) == pytest.approx(1)
-    assert all(abs(bin.probability - bin.correct) < 0.02 for bin in bins)
-    sure = calibration(torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64))
-    assert len(sure) == 1 and sure[0].probability - sure[0].correct == 1
+    assert calibration_error(probability, honest) < 0.005
+    assert calibration_error(torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)) == 1
 
 
 def test_ranges_and_gaps_double_as_far_as_there_is_room():
@@ -286,16 +283,3 @@ def test_a_forecast_of_judging_counts_the_tokens_that_it_reads(subjects):
     finish(measure_language(result, ids, torch.zeros_like(ids), layers, 0, reader.read, (16, 64, 128)))
     hook.remove()
     assert sum(counted) / (4 * 64) == pytest.approx(JUDGED_SHARE, abs=0.05)
-
-
-def test_recall_and_longer_text_are_measured_for_all(subjects):
-    result = finish(measure_recall(subjects[0], tokens(2, 40), 5))
-    assert result.gaps == (5, 10, 20, 30) and [subject.name for subject in result.subjects] == [
-        "teacher",
-        "student",
-        "window",
-    ]
-    longer = finish(measure_longer(subjects[0], tokens(2, 60), 15, 40))
-    assert longer.edges == (0, 15, 30) and longer.extrapolated == (False, False, True)
-    mean = (15 * longer.losses[1][0] + 15 * longer.losses[1][1] + 29 * longer.losses[1][2]) / 59
-    assert mean == pytest.approx(read_losses(subjects[0], tokens(2, 60))[1].mean().item(), abs=1e-6)

@@ -97,7 +97,7 @@ def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path
     options = {"text": "file:/home/someone/poems.txt", "length": 64, "texts": 2, "seed": 0}
     subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
     result = {**options, "asked": {**options, "made_with": MADE}, "subjects": subjects}
-    run.write_evaluation(parts={"recall": {**result, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
+    run.write_evaluation(parts={"recall": {**result, "gaps": [16], "passage": 8}, "unknown": {}})
     text = write_card(run)
     assert "The evaluation is small" in text
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text

@@ -42,7 +42,7 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(part):
 
 
 @pytest.mark.parametrize(("part", "title"), [
-    ("language", "Loss"), ("language", "Loss by position"), ("recall", "Recall"), ("recall", "Longer texts"),
+    ("language", "Loss"), ("language", "Loss by position"), ("recall", "Recall"),
     ("speed", "Writing"), ("speed", "Memory"),
 ])  # fmt: skip
 def test_subjects_differ_by_marker_not_only_by_colour(part, title):
@@ -83,8 +83,6 @@ def test_what_was_extrapolated_is_an_open_marker():
     assert "for lack of memory" in writing["customdata"][1] and not writing["customdata"][0]
     memory = traces("speed", "Memory")["teacher"]  # where nothing could be extrapolated, the prediction stands
     assert memory["y"] == [1000, 4000] and memory["marker"]["symbol"] == ["circle", "circle-open"]
-    beyond = traces("recall", "Longer texts")["student"]
-    assert beyond["marker"]["symbol"] == ["diamond", "diamond-open"]
 
 
 def test_the_axis_of_rates_ends_where_rates_are_known():
@@ -103,12 +101,10 @@ def test_scores_of_tasks_have_standard_errors_and_markers():
     assert len({trace["marker"]["symbol"] for trace in scores}) == len(NAMES)
 
 
-def test_heads_are_shown_before_and_after_training_and_the_curve_beside_its_promise():
+def test_heads_are_shown_before_and_after_training():
     maps = figures("approximation")["Error of every head"]
     assert [note["text"] for note in maps["layout"]["annotations"]] == ["before training", "after training"]
     assert maps["data"][1]["text"] == [["0.10", "0.20"], ["", ""]]  # the second layer is bounded by itself
-    curve = traces("approximation", "Error by features")
-    assert curve["untrained"]["y"] == [0.5, 0.4] and curve["λ where N(λ) is that many"]["y"] == [0.1, 0.01]
 
 
 def test_writing_tells_greedy_from_drawn():
@@ -127,10 +123,6 @@ def test_a_student_measured_alone_can_be_shown(part):
         ]
     if part == "speed":
         result["breakeven"] = None
-    if part == "approximation":
-        result.update(predicted=result["predicted"][:1], correlation=[None], curve=None)
-    if part == "recall":
-        result["longer"] = None
     alone = read_part(part, result)
     assert "student" in part_html(part, alone)
     assert bool(drawn(part, alone)) == (part != "generation")  # whose chart compares with the teacher

@@ -24,7 +24,7 @@ def judged(text="builtin", **losses):
     states = {"teacher": 65536, "student": 4096, "window": 4000}
     predicted = [{**predictions(name, loss), "state_bytes": states[name]} for name, loss in losses.items()]
     passages = [{"name": name, "first": [4.0], "second": [2.0]} for name in losses]
-    recall = {**RECALL, "text": text, "gaps": [16], "subjects": passages, "longer": None}
+    recall = {**RECALL, "text": text, "gaps": [16], "subjects": passages}
     lengths = [at_length(length, names=list(losses)) for length in (32, 128)]
     for row in (row for result in lengths for row in result["subjects"]):
         row["loss"] = estimate(losses[row["name"]])

@@ -12,12 +12,11 @@ def estimate(mean):
 
 
 def predictions(name, loss):
-    bins = [{"share": share, "probability": share + 0.1, "correct": share} for share in (0.2, 0.7)]
     return {
         "name": name, "state_bytes": 262144, "loss": estimate(loss), "perplexity": 33.0,
         "by_position": [loss + 0.1, loss - 0.1], "position_intervals": [[loss, loss + 0.3], [loss - 0.2, loss]],
         "excess": estimate(0.1), "kl": estimate(0.2),
-        "agreement": estimate(0.8), "calibration_error": 0.04, "bins": bins,
+        "agreement": estimate(0.8), "calibration_error": 0.04,
         "tail": {"kl_99": 1.2345, "kl_999": 2.3456, "probability_change": 0.0321},
     }  # fmt: skip
 
@@ -62,8 +61,6 @@ LANGUAGE = {
 RECALL = {
     **ON_TEXT, "passage": 8, "gaps": [16, 32],
     "subjects": [{"name": name, "first": [4.0, 5.0], "second": [2.5, 3.0]} for name in NAMES],
-    "longer": {"texts": 1, "trained": 128, "edges": [0, 128], "extrapolated": [False, True], "names": NAMES,
-               "losses": [[3.0, 3.5]] * 4},
 }  # fmt: skip
 NEEDLE = {
     **ON_TEXT, "lengths": [160, 320], "depths": [0.05, 0.95], "extrapolated": [False, True],
@@ -76,11 +73,9 @@ GENERATION = {
                  for sampled in (False, True) for name in NAMES],
 }  # fmt: skip
 APPROXIMATION = {
-    **ON_TEXT, "predicted": [[[0.1, None], []]] * 3, "correlation": [0.9, None, 0.5],
+    **ON_TEXT,
     "subjects": [{"name": name, "rows": [[0.1, 0.2], []], "outputs": [[0.1, 0.1], []], "rows_mean": 0.15,
                   "outputs_mean": 0.1} for name in NAMES[1:]],
-    "curve": {"features": [8, 16], "predicted": [0.1, 0.01], "names": ["untrained"], "rows": [[0.5, 0.4]],
-              "outputs": [[0.6, 0.5]], "layers": [[[0.5, 0.4]]]},
 }  # fmt: skip
 SPEED = {
     "asked": {"made_with": MADE}, "lengths": [1024, 4096], "beyond": [False, True], "seconds": 1.0,
