@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer.evaluate.subjects import Subject
 from linearizer.plan.allocation import Allocation, heads_replaced
@@ -22,24 +23,21 @@ from linearizer.student.rounding import rotate
 RIVAL_BITS = (2, 3, 4)
 RECENT = 16  # tokens
 GROUP = 32  # tokens whose keys share a scale and an offset in each channel
-ROWS = 256  # that attend at once
 OFFSET_BYTES = 4  # of a scale and an offset
 
 Tensor = torch.Tensor
 
 
 @dataclass
-class RoundedCache:
-    """The memory of one layer: the first tokens rounded, the others as they were."""
+class ReadTokens:
+    """The rotated keys and values of one layer: (batch, KV heads, tokens, dim)."""
 
-    old_k: Tensor  # (batch, KV heads, tokens in whole groups, dim)
-    old_v: Tensor
-    new_k: Tensor  # (batch, KV heads, other tokens, dim)
-    new_v: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class CacheInFewBits(nn.Module):
-    """Takes the place of a layer's student."""
+    """Takes the place of a layer's student; what it attends to is rounded anew in each pass."""
 
     def __init__(self, bits: int, group: int = GROUP) -> None:
         super().__init__()
@@ -52,27 +50,20 @@ class CacheInFewBits(nn.Module):
         if real is not None:
             raise ValueError("the control reads texts without padding")
         dtype, (q, k, v) = v.dtype, (rotate(x) for x in (q, k, v))
-        held = memory[0] if memory else RoundedCache(k[:, :, :0], v[:, :, :0], k[:, :, :0], v[:, :, :0])
-        first = held.old_k.shape[2] + held.new_k.shape[2]
-        new_k, new_v = torch.cat([held.new_k, k], 2), torch.cat([held.new_v, v], 2)
-        begin, tokens = held.old_k.shape[2], first + k.shape[2]
-        more = int(rounded_before(torch.tensor(tokens - 1), self.group)) - begin
-        channels = new_k[:, :, :more].unflatten(-2, (-1, self.group)).mT  # of groups of tokens
-        old_k = torch.cat([held.old_k, round_rows(channels, self.bits).mT.flatten(-3, -2)], 2)
-        old_v = torch.cat([held.old_v, round_rows(new_v[:, :, :more], self.bits)], 2)
+        if memory:
+            k, v = torch.cat([memory[0].k, k], 2), torch.cat([memory[0].v, v], 2)
         if memory is not None:
-            memory[:] = [RoundedCache(old_k, old_v, new_k[:, :, more:], new_v[:, :, more:])]
-        parts = []
-        for rows, asks in zip(torch.arange(first, tokens, device=k.device).split(ROWS), q.split(ROWS, 2), strict=True):
-            rounded = rounded_before(rows, self.group)  # of each row, how many tokens
-            old, new = slice(int(rounded[-1])), slice(int(rounded[0]) - begin, int(rows[-1]) + 1 - begin)
-            keys, values = (torch.cat([x[:, :, old], y[:, :, new]], 2) for x, y in ((old_k, new_k), (old_v, new_v)))
-            own = torch.arange(tokens, device=k.device)[:, None]
-            seen = torch.cat([own[old] < rounded, (own[begin:][new] >= rounded) & (own[begin:][new] <= rows)]).mT
-            asks = (asks * scale).unflatten(1, (k.shape[1], -1))  # (batch, KV heads, group, rows, dim)
-            logits = (asks @ keys[:, :, None].mT).masked_fill_(~seen, -torch.inf)
-            parts.append((logits.softmax(-1) @ values[:, :, None]).flatten(1, 2))
-        return rotate(torch.cat(parts, 2)).to(dtype)
+            memory[:] = [ReadTokens(k, v)]
+        place = torch.arange(k.shape[2], device=k.device)
+        rows = place[-q.shape[2] :, None]
+        rounded = rounded_before(rows, self.group)  # of each row, how many tokens
+        most = int(rounded[-1])
+        channels = k[:, :, :most].unflatten(2, (most // self.group, self.group)).mT  # of groups of tokens
+        keys = torch.cat([round_rows(channels, self.bits).mT.flatten(2, 3), k], 2)
+        values = torch.cat([round_rows(v[:, :, :most], self.bits), v], 2)
+        seen = torch.cat([place[:most] < rounded, (place >= rounded) & (place <= rows)], 1)
+        attended = scaled_dot_product_attention(q, keys, values, seen, scale=scale, enable_gqa=True)
+        return rotate(attended).to(dtype)
 
 
 def rounded_before(place: Tensor, group: int) -> Tensor:
@@ -81,7 +72,7 @@ def rounded_before(place: Tensor, group: int) -> Tensor:
 
 
 def round_rows(x: Tensor, bits: int) -> Tensor:
-    """Round rows (…, numbers) to whole numbers of so many bits, times a scale and more than an offset."""
+    """Round rows (…, numbers) to whole numbers of a few bits, times a scale and more than an offset."""
     if not x.numel():
         return x
     least, most = x.aminmax(dim=-1, keepdim=True)
@@ -108,7 +99,7 @@ def caches_in_few_bits(
 
 @dataclass(frozen=True)
 class CacheAllocation(Allocation):
-    """The contents of the control: every token, rounded to so many bits."""
+    """The contents of the control: every token, rounded to a few bits."""
 
     rounded_to: int = 16
 
