@@ -1,7 +1,6 @@
 """Speed and memory of teacher and student on this device, by the length of the text.
 
-Lengths are measured as far as memory and time go. Longer lengths are marked, and extrapolated from the measured: the
-time of a token is a line in the length, rising for a teacher that reads its whole cache and level for a student.
+Lengths are measured as far as memory and time go; of longer lengths only what the shape of the state says is known.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def measure_speed(
         paces: list[Pace] = []
         batched: list[Pace] = []
         for place, length in enumerate(lengths):
-            paces.append(meter.measure_pace(length, paces))
+            paces.append(meter.measure_pace(length, paces[-1] if paces else None))
             if paces[-1].extrapolated is None:
                 batched.append(meter.measure_largest_batch(paces[-1]))
             yield Progress("speed", done * len(lengths) + place + 1, len(subjects) * len(lengths), "lengths")
@@ -57,7 +56,7 @@ def measure_speed(
 
 
 def finish_and_read_clock(device: torch.device) -> float:
-    """Give the time at which the device has finished its work."""
+    """Return the time at which the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -73,15 +72,14 @@ class Meter:
     seed: int
     clock: Callable[[torch.device], float] = finish_and_read_clock
 
-    def measure_pace(self, length: int, before: Sequence[Pace]) -> Pace:
-        """Measure a length, or extrapolate from shorter lengths where memory or time does not suffice."""
-        longer = length / before[-1].length if before else 1
-        ended = (before[-1].extrapolated or self.reason_to_end(before[-1], longer, longer)) if before else None
-        measured = None if ended else run_if_it_fits(partial(self.time_texts, length, 1))
+    def measure_pace(self, length: int, last: Pace | None) -> Pace:
+        """Measure a length, or name why it cannot be measured, by what the next shorter length took."""
+        longer = length / last.length if last else 1
+        reason = (last.extrapolated or self.reason_to_end(last, longer, longer)) if last else None
+        measured = None if reason else run_if_it_fits(partial(self.time_texts, length, 1))
         if measured is not None:
             return measured
-        known = [pace for pace in before if pace.extrapolated is None]
-        return extrapolate(known, length, *self.predict(length, 1), ended or "memory")
+        return Pace(length, 1, None, None, None, None, *self.predict(length, 1), reason or "memory")
 
     def measure_largest_batch(self, single: Pace) -> Pace:
         """Measure the largest batch that memory and time allow, a power of two."""
@@ -130,65 +128,33 @@ class Meter:
         return batch * held.state_bytes(self.layers, length), operations
 
 
-def extrapolate(
-    known: Sequence[Pace], length: int, predicted_bytes: int, predicted_operations: int, reason: str
-) -> Pace:
-    """Extend the lines through the last two measurements; a line never falls."""
-
-    def line(of: Callable[[Pace], float | None]) -> float | None:
-        points = [(pace.length, value) for pace in known[-2:] if (value := of(pace)) is not None]
-        if len(points) < 2:
-            return None
-        (a, low), (b, high) = points
-        return high + max(0.0, high - low) / (b - a) * (length - b)
-
-    rates = inverse(line(lambda pace: inverse(pace.read_rate))), inverse(line(lambda pace: inverse(pace.write_rate)))
-    sizes = line(lambda pace: pace.peak_bytes), line(lambda pace: pace.state_bytes)
-    peak, state = (None if size is None else round(size) for size in sizes)
-    return Pace(length, 1, *rates, peak, state, predicted_bytes, predicted_operations, reason)
-
-
-def inverse(rate: float | None) -> float | None:
-    return None if rate is None else 1 / rate
-
-
 def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: Sequence[Course]) -> Breakeven | None:
     """Compare the first student with the teacher, if there is a teacher."""
     if subjects[0].allocation is not None or len(subjects) < 2:
         return None
     held = subjects[1].allocation
     assert held is not None, "the teacher comes first, and once"
-    teacher, student = (fit([pace for pace in course.paces if not pace.extrapolated]) for course in courses[:2])
     return Breakeven(
         predicted_bytes=held.breakeven_tokens(layers),
         predicted_operations=head_bytes.breakeven_operations(held.heads, layers, held.sinks),
-        bytes=crossing(teacher[0], student[0]),
-        writing=crossing(teacher[1], student[1]),
+        writing=crossing(*(writing_line(course.paces) for course in courses[:2])),
     )
 
 
 Line = tuple[float, float]  # value at length 0, slope
 
 
-def fit(known: Sequence[Pace]) -> tuple[Line, Line]:
-    """Fit lines to the bytes of the state and to the seconds of a written token."""
-    lengths = [pace.length for pace in known]
-    return (
-        least_squares(lengths, [float(pace.state_bytes or 0) for pace in known]),
-        least_squares(lengths, [inverse(pace.write_rate) or 0.0 for pace in known]),
-    )
-
-
-def least_squares(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Fit a line to points; to a single point, a level line."""
-    if len(x) < 2:
-        return sum(y), 0.0
-    slope, height = linear_regression(x, y)
+def writing_line(paces: Sequence[Pace]) -> Line:
+    """Fit a line to the seconds of a written token over the length; a level line to a single length."""
+    known = [(pace.length, 1 / pace.write_rate) for pace in paces if pace.write_rate]
+    if len(known) < 2:
+        return sum(seconds for _, seconds in known), 0.0
+    slope, height = linear_regression(*zip(*known, strict=True))
     return height, slope
 
 
 def crossing(teacher: Line, student: Line) -> int | None:
-    """Give the length from which on the student's line is no higher; None: it never is."""
+    """Return the length from which on the student's line is no higher; None: it never is."""
     gain = teacher[1] - student[1]
     if gain <= 0:
         return 0 if student[0] <= teacher[0] and gain == 0 else None

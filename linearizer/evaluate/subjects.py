@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
 
 import torch
 from torch import nn
@@ -19,11 +18,10 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.student.attention_interface import attending
 from linearizer.student.cache import CACHE
-from linearizer.teacher.layers import blocks_of
-from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, losses_of, texts_at_once, tokens_at_once
+from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, tokens_at_once
 from linearizer.teacher.token_loop import read_tokens
 
-MAX_BRANCH_BYTES = 2**28  # of the copies of a cache's layer that a text goes on from at once
+MAX_BRANCH_BYTES = 2**30  # of the copies of a cache that a text goes on from at once
 
 
 @dataclass(frozen=True)
@@ -92,39 +90,12 @@ def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache 
 @torch.inference_mode()
 def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (texts, branches, tokens, vocabulary)
     """Let a subject go on from what its cache holds with several ends of each text (texts, branches, tokens)."""
-    at_once = max(1, MAX_BRANCH_BYTES * len(cache.layers) // max(bytes_held(cache), 1))
     logits = []
-    for some in ends.split(at_once, 1):
-        with branching(subject.model, cache, some.shape[1]) as own:
-            logits.append(read_logits(subject, some.flatten(0, 1), own).unflatten(0, some.shape[:2]))
+    for chunk in ends.split(max(1, MAX_BRANCH_BYTES // max(bytes_held(cache), 1)), 1):
+        branches = copy.deepcopy(cache)
+        branches.batch_repeat_interleave(chunk.shape[1])
+        logits.append(read_logits(subject, chunk.flatten(0, 1), branches).unflatten(0, chunk.shape[:2]))
     return torch.cat(logits, 1)
-
-
-@contextmanager
-def branching(model: PreTrainedModel, cache: Cache, branches: int) -> Iterator[Cache]:
-    """Give a cache in which each text has branches; each layer is copied only while its block computes."""
-    own = copy.copy(cache)
-    own.layers = list(cache.layers)
-    blocks, thread = blocks_of(model), get_ident()
-
-    def branch(index: int, *_: object) -> None:
-        if get_ident() == thread:  # others may run the same blocks with caches of their own
-            own.layers[index] = copy.deepcopy(cache.layers[index])
-            own.layers[index].batch_repeat_interleave(branches)
-
-    def forget(index: int, *_: object) -> None:
-        if get_ident() == thread:
-            own.layers[index] = cache.layers[index]
-
-    with ExitStack() as stack:
-        if len(blocks) != len(own.layers):
-            for index in range(len(own.layers)):
-                branch(index)
-        else:
-            for index, block in enumerate(blocks):
-                stack.callback(block.register_forward_pre_hook(partial(branch, index)).remove)
-                stack.callback(block.register_forward_hook(partial(forget, index)).remove)
-        yield own
 
 
 def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
@@ -139,17 +110,3 @@ def read_into_cache(subject: Subject, ids: Tensor, cache: Cache) -> None:
     with subject.at_work() as model:
         for _ in read_tokens(model, ids, cache):
             pass
-
-
-def read_losses(subjects: Sequence[Subject], ids: Tensor) -> list[Tensor]:
-    """Give every subject's loss on every predicted token: (texts, tokens - 1), fp64."""
-    losses_by_subject: list[list[Tensor]] = [[] for _ in subjects]
-    for some in ids.split(texts_at_once(subjects[0].model, ids.shape[1])):
-        parts: list[list[Tensor]] = [[] for _ in subjects]
-        for begin, logits in read_together(subjects, some):
-            following = some[:, begin + 1 : begin + 1 + logits[0].shape[1]]
-            for pieces, own in zip(parts, logits, strict=True):
-                pieces.append(losses_of(own[:, : following.shape[1]], following).double().cpu())
-        for texts, pieces in zip(losses_by_subject, parts, strict=True):
-            texts.append(torch.cat(pieces, 1))
-    return [torch.cat(texts) for texts in losses_by_subject]

@@ -169,21 +169,13 @@ def error_chart(part: Part[results.Approximation]) -> Figure:
 
 
 def draw_rates(part: Part[results.Speed], of: str) -> Figure:
-    """Draw a rate over the length of the text; open markers are extrapolated."""
-
-    def describe(pace: Pace) -> tuple[float | None, str, bool]:
-        reason = f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else ""
-        return getattr(pace, of), reason, bool(reason)
-
+    """Draw a rate over the length of the text, as far as it was measured."""
     y = {"title": "tokens per second", **style.LOG_AXIS}
-    return draw_paces(part.result, describe, "%{y:.3g} tokens/s at %{x} tokens%{customdata}", y)
+    return draw_paces(part.result, lambda pace: (getattr(pace, of), "", False), "%{y:.3g} tokens/s at %{x} tokens", y)
 
 
-OPEN = "open markers are extrapolated from shorter texts."
-writing_chart = Chart(
-    "Writing", f"Tokens written per second, one text at a time; {OPEN}", partial(draw_rates, of="write_rate")
-)
-reading_chart = Chart("Reading", f"Tokens read per second of a prompt; {OPEN}", partial(draw_rates, of="read_rate"))
+writing_chart = Chart("Writing", "Tokens written per second, one text at a time.", partial(draw_rates, of="write_rate"))
+reading_chart = Chart("Reading", "Tokens read per second of a prompt.", partial(draw_rates, of="read_rate"))
 
 
 @chart("Memory", "Bytes of state or cache; open markers are computed from the shape.")

@@ -163,7 +163,7 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
             single = *format_rates(pace), *sizes, f"{pace.predicted_operations:.2g}"
             rows.append((f"{subject.name}, {pace.length}{mark}", *single, *others))
     marks = {pace.extrapolated for subject in speed.subjects for pace in subject.paces if pace.extrapolated}
-    star = (f"* extrapolated from shorter texts, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
+    star = (f"* not measured, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
     plus = ("+ longer than the teacher's positions",) * any(speed.beyond)
     return [Table(rows, (*star, *plus, *breakeven_note(speed.breakeven)))]
 
@@ -173,8 +173,7 @@ def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
     if breakeven is None:
         return ()
     return (
-        f"the student remembers less {from_length(breakeven.predicted_bytes)} by its shape, "
-        f"{from_length(breakeven.bytes)} as measured; it writes with fewer operations "
+        f"the student remembers less {from_length(breakeven.predicted_bytes)}; it writes with fewer operations "
         f"{from_length(breakeven.predicted_operations)}, and faster {from_length(breakeven.writing)} as measured",
     )
 

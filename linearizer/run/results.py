@@ -169,7 +169,7 @@ class Approximation:
 
 @dataclass(frozen=True)
 class Pace:
-    """One subject at one length; None where too little was measured to draw it out."""
+    """One subject at one length; None where it was not measured."""
 
     length: int
     batch: int
@@ -197,8 +197,7 @@ class Breakeven:
 
     predicted_bytes: int | None
     predicted_operations: int | None
-    bytes: int | None  # measured
-    writing: int | None
+    writing: int | None  # measured
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from linearizer.checks import with_absolute_paths
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
 from linearizer.evaluate import evaluate_run
+from linearizer.evaluate.language import read_scores
 from linearizer.evaluate.setup import assembled
-from linearizer.evaluate.subjects import read_losses
 from linearizer.hub.models import find_model
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
@@ -202,8 +202,8 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
         texts = read_texts("builtin", setup.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
         assert torch.equal(setup.windows(None, 64, 8, 0), texts)
         judged = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
-        losses = [loss.mean().item() for loss in read_losses(setup.subjects(64), judged.windows)]
-        alone = [loss[:, :15].mean().item() for loss in read_losses(setup.subjects(64), texts[::2, :16])]
+        losses = [own.loss.mean().item() for own in read_scores(setup.subjects(64), judged.windows)]
+        alone = [own.loss.mean().item() for own in read_scores(setup.subjects(64), texts[::2, :16])]
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
     lengths = run.results["language"].result.lengths
     assert [result.length for result in lengths] == [16, 64, 128]  # a quarter of a text, a text and two
@@ -329,7 +329,7 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
     run = Run.open(tmp_path / "run")
     with assembled(run) as setup:
         texts = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING).windows
-        losses = [loss.mean().item() for loss in read_losses(setup.subjects(64)[:3], texts)]
+        losses = [own.loss.mean().item() for own in read_scores(setup.subjects(64)[:3], texts)]
         assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
             dict(model.named_parameters()) for model in (setup.student.base, setup.control.base, setup.teacher)

@@ -77,21 +77,12 @@ def test_a_map_of_pairs_has_the_share_in_every_cell_depth_down_and_length_across
     assert student["text"] == [["25%", "–"], ["100%", "–"]] and student["texttemplate"] == "%{text}"
 
 
-def test_what_was_extrapolated_is_an_open_marker():
-    writing = traces("speed", "Writing")["student"]
-    assert writing["marker"]["symbol"] == ["diamond", "diamond-open"] and writing["x"] == [1024, 4096]
-    assert "for lack of memory" in writing["customdata"][1] and not writing["customdata"][0]
-    memory = traces("speed", "Memory")["teacher"]  # where nothing could be extrapolated, the prediction stands
-    assert memory["y"] == [1000, 4000] and memory["marker"]["symbol"] == ["circle", "circle-open"]
-
-
-def test_the_axis_of_rates_ends_where_rates_are_known():
-    result = json.loads(json.dumps(STORED["speed"]))
-    for subject in result["subjects"]:
-        subject["paces"][1].update(read_rate=None, write_rate=None, extrapolated="time")
-    charts = drawn("speed", read_part("speed", result))
-    ends = {title: round(10 ** charts[title].layout.xaxis.range[1] / 1.15) for title in charts}
-    assert ends == {"Writing": 1024, "Reading": 1024, "Memory": 4096}
+def test_what_was_not_measured_is_not_drawn_but_for_the_bytes_by_the_shape():
+    assert traces("speed", "Writing")["student"]["x"] == [1024]
+    memory = figures("speed")["Memory"]
+    teacher = next(trace for trace in memory["data"] if trace["name"] == "teacher")
+    assert teacher["y"] == [1000, 4000] and teacher["marker"]["symbol"] == ["circle", "circle-open"]
+    assert round(10 ** memory["layout"]["xaxis"]["range"][1] / 1.15) == 4096
 
 
 def test_scores_of_tasks_have_standard_errors_and_markers():

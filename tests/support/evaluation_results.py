@@ -29,12 +29,10 @@ def at_length(length, difference=(-0.1, -0.12, -0.08), names=NAMES):
             "difference": {"mean": mean, "interval": interval}, "strained": False}  # fmt: skip
 
 
-def paces(name, extrapolated):
+def paces(name):
     predicted = {"predicted_bytes": 4000 if name == "teacher" else 500, "predicted_operations": 7}
     measured = {"batch": 1, "read_rate": 900.0, "write_rate": 90.0, "peak_bytes": 2000, "state_bytes": 1000}
     later = {key: None for key in measured} | {"batch": 1}
-    if extrapolated:
-        later |= {"read_rate": 300.0, "write_rate": 80.0, "state_bytes": 1000}
     rows = [{"length": 1024, **measured, **predicted, "extrapolated": None},
            {"length": 4096, **later, **predicted, "extrapolated": "memory"}]  # fmt: skip
     return {"name": name, "paces": rows, "batched": [{**rows[0], "batch": 4}]}
@@ -79,8 +77,8 @@ APPROXIMATION = {
 }  # fmt: skip
 SPEED = {
     "asked": {"made_with": MADE}, "lengths": [1024, 4096], "beyond": [False, True], "seconds": 1.0,
-    "subjects": [paces(name, name != "teacher") for name in NAMES[:3]],
-    "breakeven": {"predicted_bytes": 64, "predicted_operations": 80, "bytes": 70, "writing": None},
+    "subjects": [paces(name) for name in NAMES[:3]],
+    "breakeven": {"predicted_bytes": 64, "predicted_operations": 80, "writing": None},
 }  # fmt: skip
 TASKS = {
     "asked": {"made_with": MADE}, "tasks": ["piqa"], "limit": 100, "few_shot": None,
