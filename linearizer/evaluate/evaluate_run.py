@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ def check_request(setup: Setup, request: Request) -> None:
     for length in (*request.lengths, request.length or 0):
         setup.beyond(length)
     if (harness := tasks_of_harness(request)) and request.chosen != ("tasks",):  # the part itself looks for them first
-        find_tasks(harness, None if request.task_folder is None else Path(request.task_folder))
+        find_tasks(harness, task_folder(request))
 
 
 def measure_whole_part(
@@ -92,55 +92,41 @@ def measure_whole_part(
 
 
 def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Read each text once: what is read of a passage that comes again is kept for the part recall."""
-    judged = texts_to_judge(setup, request)
-    windows, most, length = judged.windows, judged.windows.shape[1], judged.length
+    """Read each text once: what is read of a repeated passage is kept for the part recall."""
+    windows, length = texts_to_judge(setup, request)
+    most = windows.shape[1]
+    lengths = sorted({max(2, length // 4), length, most})
     subjects = subjects_and_rivals(setup, request, most)
     grows = setup.allocation.growth(setup.layers) > 0
-    controls = {each: setup.window(each) for each in judged.lengths if grows and each < most}
+    controls = {each: setup.window(each) for each in lengths if grows and each < most}
     reader = RepeatReader([*subjects, *controls.values()], length, passage_tokens(length))
     read = reader.read if "recall" in request.chosen else read_together
-    given = (subjects, windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
-    language = yield from measure_language(*given, read, judged.lengths, controls)
+    texts = (windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
+    language = yield from measure_language(subjects, *texts, read, lengths, controls)
     if read is not read_together:
         recall = reader.result()
         setup.recall_read.append(replace(recall, subjects=recall.subjects[: len(subjects)]))
-    return language, judged.read
+    return language, text_read(setup, request, windows)
 
 
 def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Repeat passages within texts of the length, unless that was done while the language part read the same texts."""
-    judged = texts_to_judge(setup, request)
-    length, read = judged.length, replace(judged.read, length=judged.length)
+    """Repeat passages within texts, unless that was done while the language part read the same texts."""
+    windows, length = texts_to_judge(setup, request)
+    read = replace(text_read(setup, request, windows), length=length)
     if setup.recall_read:
-        recall = setup.recall_read.pop()
         yield Progress("recall", 1, 1, "batches")
-    else:
-        subjects = subjects_and_rivals(setup, request, judged.windows.shape[1])
-        recall = yield from measure_recall(subjects, judged.windows[:, :length], passage_tokens(length))
-    return recall, read
+        return setup.recall_read.pop(), read
+    subjects = subjects_and_rivals(setup, request, windows.shape[1])
+    return (yield from measure_recall(subjects, windows[:, :length], passage_tokens(length))), read
 
 
-@dataclass(frozen=True)
-class TextsToJudge:
-    """Texts that are read once, and the lengths of their beginnings that students are judged at."""
-
-    windows: torch.Tensor  # (texts, tokens)
-    length: int  # tokens of a text before texts were joined
-    lengths: tuple[int, ...]
-    read: TextRead
-
-
-def texts_to_judge(setup: Setup, request: Request) -> TextsToJudge:
-    """Take the texts of a request; where it names no length, join them in pairs as far as positions reach.
+def texts_to_judge(setup: Setup, request: Request) -> tuple[torch.Tensor, int]:
+    """Take the texts of a request, and their length; where it names none, join them in pairs as far as positions reach.
 
     So a student is judged at a quarter of its texts' length, at the length, and at twice the length, in as many tokens.
     """
-    length, windows, read = request_texts(setup, request)
-    joined = windows if request.length else join_pairs(setup, request, windows)
-    lengths = tuple(sorted({max(2, length // 4), length, joined.shape[1]}))
-    read = replace(read, texts=joined.shape[0], length=joined.shape[1])
-    return TextsToJudge(joined, length, lengths, read)
+    windows = request_texts(setup, request)
+    return windows if request.length else join_pairs(setup, request, windows), windows.shape[1]
 
 
 def join_pairs(setup: Setup, request: Request, windows: torch.Tensor) -> torch.Tensor:
@@ -166,52 +152,50 @@ def passage_tokens(length: int) -> int:
 def measure_needle_part(setup: Setup, request: Request) -> Steps[Measured]:
     lengths = request.lengths or needle_lengths(setup.usual_length, setup.run.positions)
     windows = setup.windows(request.text, max(lengths), max(1, request.texts // 2), request.seed)
-    given = (setup.subjects(max(lengths)), windows, lengths, setup.run.positions, request.seed)
-    return (yield from measure_needle(*given)), text_read(setup, request, windows)
+    subjects, read = setup.subjects(max(lengths)), text_read(setup, request, windows)
+    return (yield from measure_needle(subjects, windows, lengths, setup.run.positions, request.seed)), read
 
 
 def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Continue the first half of each text, by as many tokens as the half has."""
-    length, windows, read = request_texts(setup, request)
-    prompt = min(length // 2, MAX_WRITTEN_TOKENS)
-    subjects = setup.subjects(length)
+    windows = request_texts(setup, request)
+    prompt = min(windows.shape[1] // 2, MAX_WRITTEN_TOKENS)
+    subjects, read = setup.subjects(windows.shape[1]), text_read(setup, request, windows)
     return (yield from measure_generation(subjects, windows[:, :prompt], prompt, request.seed)), read
 
 
 def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Measure every head before and after its training."""
-    length, windows, read = request_texts(setup, request, MAX_APPROXIMATION_TEXTS)
-    teacher = setup.student.base if setup.teacher is None else setup.teacher
-    students = [subject for subject in setup.subjects(length) if subject.allocation is not None]
-    return (yield from measure_approximation(teacher, students, windows)), read
+    windows = request_texts(setup, request)[:MAX_APPROXIMATION_TEXTS]
+    students = [subject for subject in setup.subjects(windows.shape[1]) if subject.allocation is not None]
+    read = text_read(setup, request, windows)
+    return (yield from measure_approximation(setup.teacher or setup.student.base, students, windows)), read
 
 
 def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Read and write random tokens, up to the end of learned positions."""
     lengths = request.lengths or LENGTHS
-    if setup.run.inspection.positions == "learned":
-        reached = [length for length in lengths if length <= setup.run.positions]
-        lengths = tuple(sorted({*reached, setup.run.positions})) if not request.lengths else tuple(reached)
+    if setup.run.inspection.positions == "learned" and not request.lengths:  # named lengths were checked
+        most = setup.run.positions
+        lengths = tuple(sorted({*(length for length in lengths if length <= most), most}))
     # an untrained student is as fast as the trained one
     subjects = [subject for subject in setup.subjects(setup.usual_length) if subject.name != "untrained"]
-    given = (subjects, setup.layers, lengths, setup.run.positions, request.seconds, request.seed)
-    return (yield from measure_speed(*given)), None
+    limits = lengths, setup.run.positions, request.seconds, request.seed
+    return (yield from measure_speed(subjects, setup.layers, *limits)), None
 
 
 def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Let all subjects do tasks of the harness, and tasks that are generated here from the run's text."""
-    folder = None if request.task_folder is None else Path(request.task_folder)
-    subjects = setup.subjects(setup.usual_length)
-    scored = [Scored(subject.name, (), None) for subject in subjects]
+    subjects, scored = setup.subjects(setup.usual_length), []
     if harness := tasks_of_harness(request):
-        options = (harness, request.limit, request.few_shot, folder, request.seed)
+        options = (harness, request.limit, request.few_shot, task_folder(request), request.seed)
         scored = list((yield from measure_tasks(subjects, setup.tokenizer, *options)).subjects)
     if RULER in request.tasks:
         lengths = request.lengths or (setup.usual_length,)
         windows = setup.windows(request.text, max(lengths), request.texts, request.seed)
-        made = yield from measure_ruler(subjects, setup.tokenizer, windows, lengths, request.limit, request.seed)
-        pairs = zip(scored, made, strict=True)
-        scored = [replace(own, scores=(*own.scores, *generated.scores)) for own, generated in pairs]
+        ruler = yield from measure_ruler(subjects, setup.tokenizer, windows, lengths, request.limit, request.seed)
+        pairs = zip(scored or [Scored(subject.name, (), None) for subject in subjects], ruler, strict=True)
+        scored = [replace(first, scores=(*first.scores, *second.scores)) for first, second in pairs]
     return Tasks(request.tasks, request.limit, request.few_shot, tuple(scored)), None
 
 
@@ -220,18 +204,19 @@ def tasks_of_harness(request: Request) -> tuple[str, ...]:
     return tuple(task for task in request.tasks if task != RULER)
 
 
-def request_texts(setup: Setup, request: Request, most: int | None = None) -> tuple[int, torch.Tensor, TextRead]:
-    """Take the texts of a request, at most so many: their length, their tokens, and what they are."""
-    length = request.length or setup.usual_length
-    beyond = setup.beyond(length)
-    count = request.texts if most is None else min(request.texts, most)
-    windows = setup.windows(request.text, length, count, request.seed)
-    return length, windows, text_read(setup, request, windows, beyond)
+def task_folder(request: Request) -> Path | None:
+    return None if request.task_folder is None else Path(request.task_folder)
 
 
-def text_read(setup: Setup, request: Request, windows: torch.Tensor, beyond: bool = False) -> TextRead:
-    source = request.text or setup.run.plan.text
-    return TextRead(source, windows.shape[0], windows.shape[1], request.seed, beyond)
+def request_texts(setup: Setup, request: Request) -> torch.Tensor:  # (texts, tokens)
+    """Take the texts of a request."""
+    return setup.windows(request.text, request.length or setup.usual_length, request.texts, request.seed)
+
+
+def text_read(setup: Setup, request: Request, windows: torch.Tensor) -> TextRead:
+    """Describe the texts that a part reads."""
+    count, length = windows.shape
+    return TextRead(request.text or setup.run.plan.text, count, length, request.seed, setup.beyond(length))
 
 
 ON_TEXT = ("text", "length", "texts", "seed")
@@ -243,8 +228,5 @@ PART_MEASURES: dict[str, tuple[Callable[[Setup, Request], Steps[Measured]], tupl
     "generation": (measure_generation_part, ON_TEXT),
     "approximation": (measure_approximation_part, ON_TEXT),
     "speed": (measure_speed_part, ("lengths", "seconds", "seed")),
-    "tasks": (
-        measure_tasks_part,
-        ("tasks", "limit", "few_shot", "task_folder", "seed", "text", "texts", "lengths"),
-    ),
+    "tasks": (measure_tasks_part, ("tasks", "limit", "few_shot", "task_folder", "seed", "text", "texts", "lengths")),
 }

@@ -56,14 +56,13 @@ def measure_language(
     it: `controls` are the windows of shorter lengths.
     """
     shown, subjects = len(subjects), [*subjects, *controls.values()]
-    batches_by_subject: list[list[Scores]] = [[] for _ in subjects]
-    split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
+    model, batches = subjects[0].model, []
+    split = windows.split(texts_at_once(model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
     for done, ids in enumerate(split, 1):
-        for texts, own in zip(batches_by_subject, read_scores(subjects, ids, read), strict=True):
-            texts.append(own)
+        batches.append(read_scores(subjects, ids, read))
         yield Progress("language", done, len(split), "batches")
-    scores = [join_scores(batches, 0) for batches in batches_by_subject]
+    scores = [join_scores(column, 0) for column in zip(*batches, strict=True)]
     unit, owners = owners_of(documents)
     resampled = Resampled(owners, seed)
     teacher = scores[0].loss if subjects[0].allocation is None else None
@@ -103,10 +102,13 @@ def compare_at(
     for name, (_, own) in named.items():
         kl, agreement = (over.estimate(scores) if known else None for scores in (own.kl, own.agreement))
         rows.append(ShortPredictions(name, over.estimate(own.loss), kl, agreement))
-    (_, student), (window, beside) = named["student"], named["window"]
-    apart = student.kl - beside.kl if known else student.loss - beside.loss
-    beyond = over.estimate_apart(beside.loss - named["teacher"][1].loss, slice(shorter - 1, None)) if known else None
-    strained = beyond is not None and beyond.interval[1] < -STRAIN
+    (_, student), (window, control_scores) = named["student"], named["window"]
+    apart = student.kl - control_scores.kl if known else student.loss - control_scores.loss
+    strained = False
+    if known:
+        late = slice(shorter - 1, None)
+        beyond = over.estimate_apart(control_scores.loss - named["teacher"][1].loss, late)
+        strained = beyond is not None and beyond.interval[1] < -STRAIN
     difference = over.estimate_apart(apart)
     return LengthResult(length, unit, over.count, window.exact_tokens, tuple(rows), difference, strained)
 
@@ -125,18 +127,18 @@ def read_scores(subjects: Sequence[Subject], ids: Tensor, read: Read = read_toge
             continue  # the last token predicts nothing that is there
         logits = [piece[:, : following.shape[1]] for piece in pieces]
         expected = logits[0] if subjects[0].allocation is None else None
-        for place, given in enumerate(logits):
-            parts[place].append(scores_of(given, expected, following))
+        for row, predicted in zip(parts, logits, strict=True):
+            row.append(scores_of(predicted, expected, following))
     return [join_scores(pieces, 1) for pieces in parts]
 
 
-def scores_of(given: Tensor, expected: Tensor | None, following: Tensor) -> Scores:
+def scores_of(logits: Tensor, expected: Tensor | None, following: Tensor) -> Scores:
     """Score logits (texts, tokens, vocabulary) by the tokens that followed, and by the teacher's logits."""
-    logs = given.log_softmax(-1)
+    logs = logits.log_softmax(-1)
     best, likeliest = logs.max(-1)
     loss = -logs.gather(-1, following[..., None])[..., 0]
     unknown = torch.full_like(loss, math.nan)
-    kl = unknown if expected is None else kl_of(expected, given)
+    kl = unknown if expected is None else kl_of(expected, logits)
     agreement = unknown if expected is None else likeliest == expected.argmax(-1)
     return Scores(*(x.double().cpu() for x in (loss, best.exp(), likeliest == following, kl, agreement)))
 
@@ -169,7 +171,7 @@ def describe_predictions(
 
 
 def tail_of(own: Scores, teacher: Tensor) -> Tail:
-    """Say how far the worst tokens are from the teacher, whose loss is given token by token."""
+    """Measure how far the worst tokens are from the teacher, whose loss is given token by token."""
     apart = own.kl.flatten().sort().values
     high, highest = (apart[int(share * (len(apart) - 1))].item() for share in (0.99, 0.999))
     change = (-own.loss).exp() - (-teacher).exp()
@@ -189,7 +191,7 @@ def calibration_error(probability: Tensor, correct: Tensor) -> float:
 
 
 def owners_of(documents: Tensor) -> tuple[str, Tensor]:
-    """Say what is drawn again, and number it for every predicted token: documents, or texts where these are few."""
+    """Name what is drawn again, and number it for every predicted token: documents, or texts where these are few."""
     predicted = documents[:, 1:]
     _, numbered = torch.unique(predicted, return_inverse=True)
     if int(numbered.max()) + 1 >= FEWEST:
@@ -208,7 +210,7 @@ class Resampled:
         self.weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
     def estimate(self, scores: Tensor, tokens: slice = slice(None)) -> Estimate:  # noqa: B008
-        """Give the mean of scores (texts, tokens), or of some tokens, and between what 95% of the drawn means lie."""
+        """Return the mean of scores (texts, tokens), or of some tokens, and the interval of 95% of the drawn means."""
         scores, owners = scores[:, tokens], self.owners[:, tokens].flatten()
         sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, owners, scores.flatten())
         sizes = torch.bincount(owners, minlength=self.count).double()

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
+from linearizer.evaluate.subjects import Subject, read_end
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Grid, Needle
 from linearizer.teacher.logits import fresh_cache, losses_of
@@ -89,30 +88,24 @@ def measure_needle(
     for done, (length, depth) in enumerate(cells):
         hidden = hide_pairs(windows[:, :length], depth, seed + done)
         for row, subject in zip(answers, subjects, strict=True):
-            out_of_memory = row and row[-1] == NO_SCORE
-            score = None if out_of_memory else run_if_it_fits(partial(ask_subject, subject, hidden))
-            row.append(score or NO_SCORE)
+            fits = not row or row[-1] != NO_SCORE
+            row.append((run_if_it_fits(partial(ask_subject, subject, hidden)) if fits else None) or NO_SCORE)
         yield Progress("needle", done + 1, len(cells), "cells")
-    grids, begins = [], range(0, len(cells), len(DEPTHS))
-    for subject, row in zip(subjects, answers, strict=True):
-        tables = (tuple(scores[at : at + len(DEPTHS)] for at in begins) for scores in zip(*row, strict=True))
-        grids.append(Grid(subject.name, *tables))
-    return Needle(tuple(lengths), DEPTHS, tuple(length > positions for length in lengths), tuple(grids))
+    begins = range(0, len(cells), len(DEPTHS))
+    tables = ([tuple(x[a : a + len(DEPTHS)] for a in begins) for x in zip(*row, strict=True)] for row in answers)
+    grids = tuple(Grid(subject.name, *table) for subject, table in zip(subjects, tables, strict=True))
+    return Needle(tuple(lengths), DEPTHS, tuple(length > positions for length in lengths), grids)
 
 
 def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:
     """Score how a subject predicts the value at the question, and when the pair is new; means over the texts."""
     ids, cache = hidden.ids, fresh_cache(subject.model)
     pair, question = hidden.place, ids.shape[1] - hidden.key - hidden.value
-    new = read_from(subject, hidden, cache, 0, pair)
-    again = read_from(subject, hidden, cache, pair + hidden.key + hidden.value, question)
+    after = pair + hidden.key + hidden.value
+    new, again = (
+        read_end(subject, ids[:, begin:end], place - begin, cache)[:, hidden.key - 1 : -1]
+        for begin, place, end in ((0, pair, after), (after, question, ids.shape[1]))
+    )
     value = ids[:, -hidden.value :].to(again.device)
     correct = (again.argmax(-1) == value).double().mean().item()
     return correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item()
-
-
-def read_from(subject: Subject, hidden: HiddenPairs, cache: Cache, begin: int, pair: int) -> Tensor:
-    """Read text up to a pair, and the pair; give the logits that predict its value (texts, value, vocabulary)."""
-    read_into_cache(subject, hidden.ids[:, begin:pair], cache)
-    asked = hidden.ids[:, pair : pair + hidden.key + hidden.value]
-    return read_logits(subject, asked, cache)[:, hidden.key - 1 : -1]

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, stdev
 
 import torch
@@ -20,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
 from linearizer.evaluate.needle import insert_tokens
-from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
+from linearizer.evaluate.subjects import Subject, read_end
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored
 from linearizer.teacher.logits import fresh_cache
@@ -61,19 +62,14 @@ def measure_ruler(
     losses: list[list[float]] = [[] for _ in subjects]  # of the answers to a task at a length
     for done, (kind, length, depth) in enumerate(cells):
         drawn = random.Random(f"{seed} {kind} {length} {depth}")
-        shares: list[list[float]] = [[] for _ in subjects]
-        for number in range(samples or SAMPLES):
-            puzzle = KINDS[kind](drawn.sample(words, FEWEST_WORDS), depth, drawn)
-            ids, answer = lay_out(puzzle, windows[number % len(windows), :length], tokenizer)
-            for place, subject in enumerate(subjects):
-                share, loss = score_answer(subject, ids, answer)
-                shares[place].append(share)
-                losses[place].append(loss)
-        for rows, own, lost in zip(scores, shares, losses, strict=True):
-            task = f"{kind}, {length} tokens"
-            rows.append(Score(task, f"depth {depth:.0%}", *mean_and_error(own), len(own)))
+        puzzles = (KINDS[kind](drawn.sample(words, FEWEST_WORDS), depth, drawn) for _ in range(samples or SAMPLES))
+        texts = [lay_out(each, windows[n % len(windows), :length], tokenizer) for n, each in enumerate(puzzles)]
+        for subject, rows, lost in zip(subjects, scores, losses, strict=True):
+            answers = [score_answer(subject, *text) for text in texts]
+            lost += [loss for _, loss in answers]
+            rows.append(score_of(f"{kind}, {length} tokens", f"depth {depth:.0%}", [share for share, _ in answers]))
             if depth == DEPTHS[-1]:
-                rows.append(Score(task, LOSS, *mean_and_error(lost), len(lost)))
+                rows.append(score_of(f"{kind}, {length} tokens", LOSS, lost))
                 lost.clear()
         yield Progress("ruler", done + 1, len(cells), "cells")
     return [Scored(subject.name, tuple(rows), None) for subject, rows in zip(subjects, scores, strict=True)]
@@ -91,34 +87,28 @@ def frequent_words(tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> list[
     return words
 
 
-def hide_one_key(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
-    key, value = words[:2]
-    return Puzzle([(depth, fact(key, value))], ask_for(key), [value])
-
-
-def hide_many_keys(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
-    pairs = list(zip(words[:KEYS], words[KEYS : 2 * KEYS], strict=True))
-    others = [(drawn.random(), fact(*pair)) for pair in pairs[1:]]
-    return Puzzle([(depth, fact(*pairs[0])), *others], ask_for(pairs[0][0]), [pairs[0][1]])
+def hide_keys(words: Sequence[str], depth: float, drawn: random.Random, count: int = KEYS) -> Puzzle:
+    """Several keys have a value each; the question asks for the value of the first."""
+    pairs = zip(words[:count], words[count : 2 * count], strict=True)
+    facts = [(drawn.random() if n else depth, f" The secret word of {k} is {v}.") for n, (k, v) in enumerate(pairs)]
+    return Puzzle(facts, f" The secret word of {words[0]} is", [words[count]])
 
 
 def hide_many_values(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
     """One key has several values, all stated from the depth on; the question asks for them in their order."""
     key, *values = words[: VALUES + 1]
     places = sorted(depth + (1 - depth) * 0.9 * drawn.random() for _ in values)
-    facts = [
-        (place, f" The next secret word of {key} is {value}.") for place, value in zip(places, values, strict=True)
-    ]
-    return Puzzle(facts, f" The secret words of {key} are, one after the other:", values)
+    told = [f" The next secret word of {key} is {value}." for value in values]
+    return Puzzle(list(zip(places, told, strict=True)), f" The secret words of {key} are, one after the other:", values)
 
 
 def hide_variables(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
     """Each variable is the one before; the value of the last is asked for."""
     value, *names = words[: HOPS + 1]
     places = sorted([depth, *(depth + (1 - depth) * 0.9 * drawn.random() for _ in names[1:])])
-    given = [f" Let {name} be {before}." for before, name in zip([value, *names], names, strict=False)]
+    told = [f" Let {name} be {before}." for before, name in zip([value, *names], names, strict=False)]
     chain = "".join(f" {name} is" for name in reversed(names))
-    return Puzzle(list(zip(places, given, strict=True)), f" So{chain}", [value])
+    return Puzzle(list(zip(places, told, strict=True)), f" So{chain}", [value])
 
 
 def hide_common_words(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
@@ -130,24 +120,16 @@ def hide_common_words(words: Sequence[str], depth: float, drawn: random.Random) 
 
 
 KINDS: Mapping[str, Callable[[Sequence[str], float, random.Random], Puzzle]] = {
-    "single key": hide_one_key,
-    "many keys": hide_many_keys,
+    "single key": partial(hide_keys, count=1),
+    "many keys": hide_keys,
     "many values": hide_many_values,
     "variable tracking": hide_variables,
     "common words": hide_common_words,
 }
 
 
-def fact(key: str, value: str) -> str:
-    return f" The secret word of {key} is {value}."
-
-
-def ask_for(key: str) -> str:
-    return f" The secret word of {key} is"
-
-
 def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, list[int]]:
-    """Lay a puzzle into a text of the window's length, the answer last; give the tokens of each of its words, too."""
+    """Lay a puzzle into a text of the window's length, the answer last; return the tokens of each answer word, too."""
 
     def tokens(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=window.dtype)
@@ -164,15 +146,15 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
 
 
 def score_answer(subject: Subject, ids: Tensor, answer: Sequence[int]) -> tuple[float, float]:
-    """Give the share of the answer's words that a subject would have written, and the loss of the answer's tokens."""
-    cache, count = fresh_cache(subject.model), sum(answer)
-    begin = ids.shape[1] - count - 1
-    read_into_cache(subject, ids[:, :begin], cache)
-    logits, wanted = read_logits(subject, ids[:, begin:], cache)[0, :-1].cpu(), ids[0, begin + 1 :]
+    """Return the share of the answer's words that a subject would have written, and the loss of the answer's tokens."""
+    begin = ids.shape[1] - sum(answer) - 1
+    logits = read_end(subject, ids, begin, fresh_cache(subject.model))[0, :-1].cpu()
+    wanted = ids[0, begin + 1 :]
     right = (logits.argmax(-1) == wanted).split(list(answer))
-    return sum(bool(word.all()) for word in right) / len(right), cross_entropy(logits.float(), wanted).item()
+    return fmean(bool(word.all()) for word in right), cross_entropy(logits, wanted).item()
 
 
-def mean_and_error(shares: Sequence[float]) -> tuple[float, float | None]:
-    """Give the mean and its standard error, where there are several."""
-    return fmean(shares), stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None
+def score_of(task: str, metric: str, values: Sequence[float]) -> Score:
+    """Average values; several have a standard error."""
+    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return Score(task, metric, fmean(values), error, len(values))

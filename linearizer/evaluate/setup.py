@@ -60,11 +60,11 @@ class Setup:
 
     @cached_property
     def untrained(self) -> tuple[LayerStudent, ...] | None:
-        """The student as it was before its training; None where there was none, or what it began from is gone."""
+        """Return the student's heads before training; None where there was none, or what they began from is gone."""
         return self.begun(self.allocation) if "untrained" in self.names else None
 
     def begun(self, allocation: Allocation) -> tuple[LayerStudent, ...]:
-        """Make what a student would hold by an allocation, begun and not trained."""
+        """Make the heads of an allocation, initialised and not trained."""
         heads = checkpoint.make_layer_students(self.control, self.layers, allocation, self.run.plan.seed)
         with exchange_students(self.control, heads):
             initialise_student(self.run, self.control)
@@ -72,12 +72,12 @@ class Setup:
 
     @property
     def names(self) -> list[str]:
-        """The subjects; what a student was before its training is left out where it has just been made."""
+        """Name the subjects; the untrained student is left out where the student has just been made."""
         beginning = self.kept is None and self.run.plan.trains and self.run.has_file(SAMPLES)
         return ["teacher"] * (self.teacher is not None) + ["student", "window"] + ["untrained"] * beginning
 
     def subjects(self, length: int) -> list[Subject]:
-        """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
+        """List teacher, student, a plain window of the student's bytes at a length, and the untrained student."""
         softmax = self.teacher is self.control.base
         subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
         subjects.append(Subject("student", self.student, self.allocation))
@@ -87,7 +87,7 @@ class Setup:
         return subjects
 
     def window(self, length: int) -> Subject:
-        """A plain window that takes the student's bytes at this length."""
+        """Make a plain window that takes the student's bytes at a length."""
         control = window_control(self.allocation, self.layers, length)
         begun = control.bits < 16 and self.run.has_file(SAMPLES)  # or it would be a worse control than it is
         heads = self.begun(control) if begun else checkpoint.make_layer_students(self.control, self.layers, control)
@@ -99,12 +99,14 @@ class Setup:
         return self.run.plan.kept_length(self.run.positions)
 
     def beyond(self, length: int) -> bool:
-        """Tell whether a text is longer than the teacher's positions; refuse it where these are learned."""
+        """Whether a text is longer than the teacher's positions; it is refused where these are learned."""
         inspection, most = self.run.inspection, self.run.inspection.max_positions
-        if most is not None and length > most and inspection.positions == "learned":
+        if most is None or length <= most:
+            return False
+        if inspection.positions == "learned":
             learned = f"{inspection.name!r} has learned {most} positions"
             raise RequestError(f"length {length} is not allowed: {learned}; ask for at most {most}")
-        return most is not None and length > most
+        return True
 
     def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
         """Take text that the student was neither measured nor trained on: what follows its own, or another source."""
@@ -145,11 +147,8 @@ def environment(model: torch.nn.Module) -> dict[str, Any]:
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    return {
-        "versions": versions,
-        "device": describe_device(weight.device),
-        "dtype": str(weight.dtype).removeprefix("torch."),
-    }
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return {"versions": versions, "device": describe_device(weight.device), "dtype": dtype}
 
 
 @contextmanager
@@ -165,24 +164,20 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
             yield Setup(run, student, student, tokenizer, None, str(error))
             return
         student = control = checkpoint.load_beside(run, teacher.model)
-        if student.base is not teacher.model and not share_weights(
-            student.base, teacher.model
-        ):  # adapters changed them
+        adapted = student.base is not teacher.model and not share_weights(student.base, teacher.model)
+        if adapted:
             control = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
             share_weights(control.base, teacher.model, different=True)
         yield Setup(run, student, control, teacher.tokenizer, teacher.model, None)
 
 
 def share_weights(base: torch.nn.Module, teacher: torch.nn.Module, different: bool = False) -> bool:
-    """Let a student use its teacher's weights where they are the same, or all: they are in memory once.
-
-    Tell whether they all were the same.
-    """
-    own, same = dict(teacher.named_parameters()), True
+    """Let a student use those of its teacher's weights that equal its own, or all; return whether all were equal."""
+    weights, same = dict(teacher.named_parameters()), True
     for name, parameter in base.named_parameters():
-        if name in own:
-            equal = torch.equal(parameter, own[name])
+        if name in weights:
+            equal = torch.equal(parameter, weights[name])
             same = same and equal
             if equal or different:
-                parameter.data = own[name].data
+                parameter.data = weights[name].data
     return same

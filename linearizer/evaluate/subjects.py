@@ -36,7 +36,7 @@ class Subject:
 
     @contextmanager
     def at_work(self) -> Iterator[PreTrainedModel]:
-        """Give the model, attending as this subject does."""
+        """Yield the model, attending as this subject does."""
         if self.softmax:
             with attending(self.model, "sdpa"):
                 yield self.model
@@ -52,7 +52,7 @@ class Subject:
         return 0 if self.allocation is None else self.allocation.exact_tokens
 
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
-        """Give the bytes of cache or state once `length` tokens have been read."""
+        """Count the bytes of cache or state once `length` tokens have been read."""
         return cache_bytes(layers, length) if self.allocation is None else self.allocation.state_bytes(layers, length)
 
 
@@ -66,11 +66,10 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
 
     Texts whose logits would be too many are read in pieces, each subject remembering in a cache of its own kind.
     """
-    size = tokens_at_once(subjects[0].model, len(ids))
-    if size >= ids.shape[1]:
+    if tokens_at_once(subjects[0].model, len(ids)) >= ids.shape[1]:
         yield 0, read_alike(subjects, ids, [None] * len(subjects))
-        return
-    yield from read_into(subjects, ids, [fresh_cache(subject.model) for subject in subjects])
+    else:
+        yield from read_into(subjects, ids, [fresh_cache(subject.model) for subject in subjects])
 
 
 @torch.inference_mode()
@@ -78,8 +77,7 @@ def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache])
     """Let all subjects read the same texts into their caches, in pieces of whose logits there are not too many."""
     size = tokens_at_once(subjects[0].model, len(ids))
     for begin in range(0, ids.shape[1], size):
-        piece = ids[:, begin : begin + size]
-        yield begin, read_alike(subjects, piece, caches)
+        yield begin, read_alike(subjects, ids[:, begin : begin + size], caches)
 
 
 def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None]) -> list[Tensor]:
@@ -99,10 +97,10 @@ def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (t
 
 
 def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
-    """Let a subject read on from what its cache holds; give the logits of the last `keep` tokens, or of all."""
+    """Let a subject read on from what its cache holds; return the logits of the last `keep` tokens, or of all."""
     with subject.at_work() as model, torch.inference_mode():
-        given = {"input_ids": ids.to(model.device), CACHE: cache, "use_cache": cache is not None}
-        return model(**given, logits_to_keep=keep).logits.float()
+        caching = {CACHE: cache, "use_cache": cache is not None}
+        return model(ids.to(model.device), logits_to_keep=keep, **caching).logits.float()
 
 
 def read_into_cache(subject: Subject, ids: Tensor, cache: Cache) -> None:
@@ -110,3 +108,9 @@ def read_into_cache(subject: Subject, ids: Tensor, cache: Cache) -> None:
     with subject.at_work() as model:
         for _ in read_tokens(model, ids, cache):
             pass
+
+
+def read_end(subject: Subject, ids: Tensor, begin: int, cache: Cache) -> Tensor:
+    """Let a subject read texts on from what its cache holds; return the logits of the tokens from `begin` on."""
+    read_into_cache(subject, ids[:, :begin], cache)
+    return read_logits(subject, ids[:, begin:], cache)

@@ -201,8 +201,8 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     with assembled(run) as setup:
         texts = read_texts("builtin", setup.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
         assert torch.equal(setup.windows(None, 64, 8, 0), texts)
-        judged = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
-        losses = [own.loss.mean().item() for own in read_scores(setup.subjects(64), judged.windows)]
+        joined, _ = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
+        losses = [own.loss.mean().item() for own in read_scores(setup.subjects(64), joined)]
         alone = [own.loss.mean().item() for own in read_scores(setup.subjects(64), texts[::2, :16])]
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
     lengths = run.results["language"].result.lengths
@@ -215,17 +215,15 @@ def test_texts_follow_each_other_in_pairs_where_positions_reach_and_there_are_en
         texts = setup.windows(None, 64, 8, 0)
 
         def taken(**asked):
-            judged = evaluate_run.texts_to_judge(setup, evaluate_run.Request(**asked))
-            return tuple(judged.windows.shape), judged.lengths, (judged.read.texts, judged.read.length)
+            windows, length = evaluate_run.texts_to_judge(setup, evaluate_run.Request(**asked))
+            return (*windows.shape, length)
 
-        assert torch.equal(
-            evaluate_run.texts_to_judge(setup, evaluate_run.Request()).windows.flatten(), texts.flatten()
-        )
-        assert taken() == ((4, 128), (16, 64, 128), (4, 128))
-        assert taken(texts=3) == ((3, 64), (16, 64), (3, 64))  # two pairs would take four
-        assert taken(length=64) == ((8, 64), (16, 64), (8, 64))
-        assert taken(length=100, texts=2)[1] == (25, 100)
-        assert taken(text="self", texts=4) == ((4, 64), (16, 64), (4, 64))
+        joined, _ = evaluate_run.texts_to_judge(setup, evaluate_run.Request())
+        assert torch.equal(joined.flatten(), texts.flatten())
+        assert taken() == (4, 128, 64)
+        assert taken(texts=3) == (3, 64, 64)  # two pairs would take four
+        assert taken(length=64) == (8, 64, 64)
+        assert taken(text="self", texts=4) == (4, 64, 64)
 
 
 def test_what_judging_measured_is_not_measured_again_as_it_was_asked(tmp_path, model, said):
@@ -328,7 +326,7 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
     assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
     run = Run.open(tmp_path / "run")
     with assembled(run) as setup:
-        texts = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING).windows
+        texts, _ = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
         losses = [own.loss.mean().item() for own in read_scores(setup.subjects(64)[:3], texts)]
         assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
