@@ -91,11 +91,3 @@ def subject_line(name: str, hover: str) -> dict[str, Any]:
         "marker": {"symbol": symbol, "size": 9},
         "hovertemplate": hover + f"<extra>{title}</extra>",
     }
-
-
-def open_markers(line: dict[str, Any], is_open: Sequence[bool]) -> dict[str, Any]:
-    """Leave markers of a line open, for values that were not measured."""
-    symbol = line["marker"]["symbol"]
-    edge = {"width": 2, "color": line["line"]["color"]}
-    symbols = [f"{symbol}-open" if hollow else symbol for hollow in is_open]
-    return line | {"marker": line["marker"] | {"symbol": symbols, "line": edge}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from linearizer.report import chart_style as style
 from linearizer.report.chart_style import new_figure, subject_line
 from linearizer.report.tables import mark_beyond
 from linearizer.run import results
-from linearizer.run.results import Estimate, Pace, Part, Score
+from linearizer.run.results import Interval, Part, Score
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 DrawPart = Callable[[Part[Any]], "Figure | None"]  # None: the result holds nothing to draw
 MAX_NUMBERED_CELLS = 16  # cells side by side up to which numbers can be read in them
 LOSS_AXIS = {"title": "loss, nats per token"}
-POSITION_AXIS = {"title": "position in the text, tokens", "type": "category"}
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,10 @@ def chart(title: str, text: str) -> Callable[[DrawPart], Chart]:
     return partial(Chart, title, text)
 
 
-def interval_bars(estimates: Sequence[Estimate]) -> dict[str, object]:
+def interval_bars(means: Sequence[float], intervals: Sequence[Interval]) -> dict[str, object]:
     """Describe error bars that span intervals."""
-    above = [estimate.interval[1] - estimate.mean for estimate in estimates]
-    below = [estimate.mean - estimate.interval[0] for estimate in estimates]
+    above = [high - mean for mean, (_, high) in zip(means, intervals, strict=True)]
+    below = [mean - low for mean, (low, _) in zip(means, intervals, strict=True)]
     return {"type": "data", "array": above, "arrayminus": below, "width": 4, "thickness": 1.5}
 
 
@@ -55,26 +53,24 @@ def loss_chart(part: Part[results.Language]) -> Figure:
         low, high = subject.loss.interval
         look = subject_line(subject.name, f"%{{x:.3f}} nats, 95%: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
         number = {"text": [f"{subject.loss.mean:.3f}"], "textposition": "top center"}
-        bars = interval_bars([subject.loss])
+        bars = interval_bars([subject.loss.mean], [subject.loss.interval])
         figure.add_scatter(x=[subject.loss.mean], y=[look["name"]], error_x=bars, **number, **look)
     return figure
 
 
-@chart(
-    "Loss by position",
-    "The loss of a student that forgets grows with the position of a token; the bars are 95% intervals.",
-)
+@chart("Loss by position", "The loss of a student that forgets grows with the position; the bars are 95% intervals.")
 def position_chart(part: Part[results.Language]) -> Figure:
     language, read = part.result, part.read
     assert read is not None, "the part reads texts"
+    x = {"title": "position in the text, tokens", "type": "category"}
     reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
     room = 0.08 * (max(reached) - min(reached))
     y = {**LOSS_AXIS, "range": [min(reached) - room, max(reached) + room]}  # groups would begin at zero
-    figure = new_figure(320, POSITION_AXIS, y, scattermode="group", scattergap=0.7)
+    figure = new_figure(320, x, y, scattermode="group", scattergap=0.7)
     names = [f"{begin}–{end}" for begin, end in pairwise((*language.edges, read.length - 1))]
     for subject in language.subjects:
-        estimates = [Estimate(*pair) for pair in zip(subject.by_position, subject.position_intervals, strict=True)]
-        bars, look = interval_bars(estimates), subject_line(subject.name, "%{y:.3f} nats at %{x}")
+        bars = interval_bars(subject.by_position, subject.position_intervals)
+        look = subject_line(subject.name, "%{y:.3f} nats at %{x}")
         figure.add_scatter(x=names, y=subject.by_position, error_y=bars, **look)
     return figure
 
@@ -93,10 +89,7 @@ def recall_chart(part: Part[results.Recall]) -> Figure:
     return figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
 
 
-@chart(
-    "Pairs hidden in text",
-    "Share of a hidden value recalled when its key is given; * lies beyond the teacher's positions.",
-)
+@chart("Pairs hidden in text", "Share of a hidden value recalled by its key; * lies beyond the teacher's positions.")
 def needle_chart(part: Part[results.Needle]) -> Figure:
     needle = part.result
     tables = {subject.name: list(zip(*subject.correct, strict=True)) for subject in needle.subjects}  # [depth][length]
@@ -168,46 +161,22 @@ def error_chart(part: Part[results.Approximation]) -> Figure:
     return figure.update_yaxes(title="layer", col=1)
 
 
-def draw_rates(part: Part[results.Speed], of: str) -> Figure:
-    """Draw a rate over the length of the text, as far as it was measured."""
-    y = {"title": "tokens per second", **style.LOG_AXIS}
-    return draw_paces(part.result, lambda pace: (getattr(pace, of), "", False), "%{y:.3g} tokens/s at %{x} tokens", y)
+def draw_paces(part: Part[results.Speed], of: str, hover: str, y: style.Options) -> Figure:
+    """Draw a number of every subject over the lengths of text at which it is known."""
+    figure = new_figure(300, {"title": "length of the text, tokens", **style.COUNTS_AXIS}, y)
+    for subject in part.result.subjects:
+        points = {pace.length: value for pace in subject.paces if (value := getattr(pace, of)) is not None}
+        texts = [size(value) for value in points.values()]
+        line = subject_line(subject.name, f"{hover} at %{{x}} tokens")
+        figure.add_scatter(x=[*points], y=[*points.values()], customdata=texts, **line)
+    return figure
 
 
+draw_rates = partial(draw_paces, hover="%{y:.3g} tokens/s", y={"title": "tokens per second", **style.LOG_AXIS})
+draw_bytes = partial(draw_paces, hover="%{customdata}", y={"title": "state or cache, bytes", **style.COUNTS_AXIS})
 writing_chart = Chart("Writing", "Tokens written per second, one text at a time.", partial(draw_rates, of="write_rate"))
 reading_chart = Chart("Reading", "Tokens read per second of a prompt.", partial(draw_rates, of="read_rate"))
-
-
-@chart("Memory", "Bytes of state or cache; open markers are computed from the shape.")
-def memory_chart(part: Part[results.Speed]) -> Figure:
-
-    def describe(pace: Pace) -> tuple[float | None, str, bool]:
-        computed = pace.extrapolated is not None or pace.state_bytes is None
-        bytes = pace.predicted_bytes if computed else pace.state_bytes
-        return bytes, size(bytes or 0) + ", by its shape" * computed, computed
-
-    y = {"title": "state or cache, bytes", **style.COUNTS_AXIS}
-    return draw_paces(part.result, describe, "%{customdata} at %{x} tokens", y)
-
-
-def draw_paces(
-    speed: results.Speed, describe: Callable[[Pace], tuple[float | None, str, bool]], hover: str, y: style.Options
-) -> Figure:
-    """Draw a line for every subject over the lengths of text at which its value is known.
-
-    Of each pace the value is drawn, a text is read where a pointer rests, and a mark tells that it was not measured.
-    """
-    figure = new_figure(300, y=y)
-    reached: set[int] = set()
-    for subject in speed.subjects:
-        known = [(pace.length, *told) for pace in subject.paces if (told := describe(pace))[0] is not None]
-        lengths, values, texts, guessed = zip(*known, strict=True) if known else ((), (), (), ())
-        look = style.open_markers(subject_line(subject.name, hover), guessed)
-        figure.add_scatter(x=lengths, y=values, customdata=texts, **look)
-        reached.update(lengths)
-    first, last = min(reached or speed.lengths), max(reached or speed.lengths)
-    ends = [math.log10(first / 1.15), math.log10(last * 1.15)]
-    return figure.update_xaxes(title="length of the text, tokens", range=ends, **style.COUNTS_AXIS)
+memory_chart = Chart("Memory", "Bytes of state or cache, by its shape.", partial(draw_bytes, of="predicted_bytes"))
 
 
 @chart("Scores", "The score in every task, with standard errors.")

@@ -30,12 +30,7 @@ PART_VIEWS = {
         tables.language_tables,
         (charts.loss_chart, charts.position_chart),
     ),
-    "recall": PartView(
-        "Recall",
-        "How far back is a passage remembered?",
-        tables.recall_tables,
-        (charts.recall_chart,),
-    ),
+    "recall": PartView("Recall", "How far back is a passage remembered?", tables.recall_tables, (charts.recall_chart,)),
     "needle": PartView(
         "Hidden pairs",
         "Is the value of a key recalled, wherever it stood?",
@@ -43,10 +38,7 @@ PART_VIEWS = {
         (charts.needle_chart,),
     ),
     "generation": PartView(
-        "Writing",
-        "Does the student write as its teacher does?",
-        tables.generation_tables,
-        (charts.difference_chart,),
+        "Writing", "Does the student write as its teacher does?", tables.generation_tables, (charts.difference_chart,)
     ),
     "approximation": PartView(
         "Approximation",
