@@ -14,7 +14,7 @@ ORDER = (
 )  # importing to the right
 TABLES = ("linearizer.student.update_rules.",)  # which checkpoints carry and plans read
 GROUND = {"errors", "progress", "amounts", "quiet", "version"}
-HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "PIL", "safetensors"}
+HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "safetensors"}
 PURE = [
     "plan",
     "run",
@@ -30,9 +30,8 @@ SEAMS = {  # library -> the only places that may import it
     "spaces": ["page/zerogpu.py"],
     "huggingface_hub": [
         *(f"hub/{name}.py" for name in ("models", "errors", "upload", "repository", "jobs_api")),
-        *(f"publish/{name}.py" for name in ("card_metadata", "space")),
+        *(f"publish/{name}.py" for name in ("card", "space")),
     ],
-    "PIL": ["report/allocation_picture.py"],
     "plotly": ["report"],
     "datasets": ["hub/models.py"],
     "lm_eval": ["evaluate/tasks.py"],

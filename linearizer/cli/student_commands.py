@@ -164,16 +164,13 @@ def serve_push(arguments: argparse.Namespace) -> None:
     private = not arguments.public
     run = None if arguments.run is None else find_run(arguments.run)
     if arguments.dry_run:
-        preview = push.preview(run, arguments.name, private) if run else push.preview_space(arguments.space, private)
+        preview = push.preview(run, arguments.name or arguments.space, private)
         print_product(arguments, asdict(preview), describe_preview(preview))
         return
     for warning in push.list_warnings(run) if run else ():
         print(f"linearizer: warning: {warning}", file=sys.stderr)  # noqa: T201
     try:
-        if run:
-            published = show_progress(push.publish(run, arguments.name, private=private))
-        else:
-            published = show_progress(push.publish_space(arguments.space, private=private))
+        published = show_progress(push.publish(run, arguments.name or arguments.space, private=private))
     except KeyboardInterrupt as stopped:
         raise Stopped("stopped; what has arrived is not sent again: repeat the command to go on") from stopped
     print_product(arguments, asdict(published), f"{published.url}\n\n{published.snippet}" if run else published.url)

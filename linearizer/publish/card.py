@@ -1,4 +1,4 @@
-"""The card of a student: what it is, how to load it, its evaluation, its limits, and how it was made.
+"""The card of a student: its metadata, what it is, how to load it, its evaluation, its limits, and how it was made.
 
 Names and texts from others are escaped: nothing in them becomes markup or metadata.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from string import Template
 from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
 
 import linearizer
 from linearizer.amounts import count_in_words
@@ -22,8 +25,6 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
 from linearizer.plan.state_size import ROW_TITLES, StateSize
-from linearizer.publish.card_metadata import LINK, CitedTeacher, build_metadata, one_line, public_terms
-from linearizer.report.allocation_picture import UNCHANGED_LAYER, draw_picture
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
 from linearizer.report.tables import Rows, Table, describe_environment, describe_heads
@@ -33,7 +34,8 @@ from linearizer.run.folder import Run, Trained, read_training
 from linearizer.run.names import HubName
 from linearizer.run.results import Part
 
-PICTURE_FILE = "allocation.png"
+TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
+LINK = r"https?://[\w./~%#?=&:+@-]+"
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
 SUBJECTS_NOTE = (
     "The same code measured all subjects on the same text, which was not used for training, with one seed. The "
@@ -51,16 +53,29 @@ text = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=4
 print(tokenizer.decode(text[0]))"""
 
 
+@dataclass(frozen=True)
+class CitedTeacher:
+    """The teacher of a student, as far as the card names it."""
+
+    name: str
+    repo_id: str | None  # None: a local folder, which nobody else can find
+    revision: str | None
+    gated: bool
+    terms: dict[str, Any]
+    file: str | None = None  # of its weights, where it is one of several in a repository
+
+    @staticmethod
+    def of(run: Run) -> CitedTeacher:
+        teacher = run.inspection
+        asked = HubName.of(teacher.name) if teacher.revision else None
+        repo_id, file = (asked.repo_id, asked.file) if asked else (None, None)
+        name = repo_id or Path(teacher.name).name
+        return CitedTeacher(name, repo_id, teacher.revision, teacher.gated, teacher.terms, file)
+
+
 def add_card(run: Run) -> None:
     """Put a card into the checkpoint of a run."""
-    for name, content in card_files(run).items():
-        write_whole(run.checkpoint / name, content)
-
-
-def card_files(run: Run, repo_id: str | None = None) -> dict[str, bytes]:
-    """Write the card for a repository, or for the folder of the checkpoint, and draw its picture."""
-    picture = draw_picture(run.require_allocation(), run.layers)
-    return {"README.md": write_card(run, repo_id).encode(), PICTURE_FILE: picture}
+    write_whole(run.checkpoint / "README.md", write_card(run))
 
 
 def write_card(run: Run, repo_id: str | None = None) -> str:
@@ -70,13 +85,13 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     parts, training = public_parts(run.results), read_training(run)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
+    whole_plan = json.dumps(asdict(plan), indent=1).replace("`", "\\u0060")
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
         verdict="" if (verdict := judge_run(run)) is None else f"> {verdict.sentence}\n\n",
         summary=describe_student(allocation, layers, teacher) + describe_teacher(run.inspection),
-        alternative=f"Layers down, KV heads across: {describe_heads(allocation)}",
         memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
-        allocation=list_heads(allocation),
+        allocation=folded("What every KV head keeps, exact window first", list_heads(allocation)),
         snippet=write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
         evaluation=write_evaluation(parts),
         limits=list_limits(allocation, training, bool(parts.keys() - MEASURED_AT_ONCE)),
@@ -85,14 +100,14 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
         again=describe_repetition(training),
         version=linearizer.__version__,
         command=plan.command(),
-        plan=json.dumps(asdict(plan), indent=1).replace("`", "\\u0060"),
+        plan=folded("The whole plan", f"```json\n{whole_plan}\n```"),
         licence=describe_licence(teacher),
     )
     return f"---\n{head.strip()}\n---\n{body}"
 
 
 def describe_teacher(inspection: Inspection) -> str:
-    """Say of a mixture, of a text tower and of quantised weights what the student is, and is held against."""
+    """Describe a teacher that is a mixture, a text tower or quantised, and what its student is compared with."""
     sentences = []
     if inspection.resting:
         active, total = count_in_words(inspection.active), count_in_words(inspection.parameters)
@@ -121,9 +136,7 @@ def public_plan(plan: Plan, teacher: CitedTeacher) -> Plan:
     """Pin the teacher of a plan, and remove the folders of this machine from it."""
     model = str(HubName(teacher.repo_id, teacher.revision, teacher.file)) if teacher.repo_id else teacher.name
     fields = {**asdict(plan), "model": model, "text": public_text(plan.text)}
-    public: dict[str, Any] = {
-        name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()
-    }
+    public: Any = {name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()}
     return Plan(**public)
 
 
@@ -139,8 +152,7 @@ def public_text(source: str) -> str:
 def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: CitedTeacher) -> str:
     """Describe in one paragraph what the student is."""
     if teacher.repo_id:
-        page = f"https://huggingface.co/{teacher.repo_id}"
-        revision = teacher.revision or ""
+        page, revision = f"https://huggingface.co/{teacher.repo_id}", teacher.revision or ""
         origin = f"[{escape_markdown(teacher.repo_id)}]({page}) at revision [`{revision[:12]}`]({page}/tree/{revision})"
     elif teacher.name == DEMO:
         origin = "the demo model that comes with Linearizer"
@@ -158,8 +170,9 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: C
 def list_heads(allocation: Allocation) -> str:
     """List what the heads hold, one line per layer."""
     rows: Rows = [("layer", "KV heads")]
+    unchanged = "unchanged: the teacher itself has a window here"
     for index, heads in enumerate(allocation.heads):
-        rows.append((index, " · ".join(head.in_brief for head in heads) or UNCHANGED_LAYER))
+        rows.append((index, " · ".join(head.in_brief for head in heads) or unchanged))
     return table_markdown(Table(rows))
 
 
@@ -182,8 +195,7 @@ def write_evaluation(parts: Mapping[str, Part]) -> str:
         tables = "\n\n".join(table_markdown(table) for table in view.tables(part))
         notes = "\n".join(f"- {escape_markdown(note)}" for note in describe_environment(part))
         numbers = f"{tables}\n\n{notes}"
-        folded = f"<details><summary>In numbers</summary>\n\n{numbers}\n\n</details>"
-        shown.append(numbers if name in MEASURED_AT_ONCE else folded)
+        shown.append(numbers if name in MEASURED_AT_ONCE else folded("In numbers", numbers))
     return "\n\n".join(shown)
 
 
@@ -208,18 +220,21 @@ def describe_production(plan: Plan, training: Trained) -> str:
 
 
 def describe_choice(run: Run) -> str:
-    """Say what was predicted and measured of the student, and why its allocation was kept: the others are folded."""
+    """Describe what was predicted and measured of the student, and why its allocation was kept."""
     if (candidates := run.candidates) is None:
         return ""
     correction = find_correction(run)
     line = "" if correction is None else f"{correction.in_words}.\n\n"
-    table = table_markdown(candidates_table(candidates))
-    folded = f"<details><summary>{html.escape(candidates.why)}</summary>\n\n{table}\n\n</details>"
-    return f"{line}{folded}\n\n"
+    return f"{line}{folded(candidates.why, table_markdown(candidates_table(candidates)))}\n\n"
+
+
+def folded(title: str, content: str) -> str:
+    """Fold Markdown under a title."""
+    return f"<details><summary>{html.escape(title)}</summary>\n\n{content}\n\n</details>"
 
 
 def describe_repetition(training: Trained) -> str:
-    """Say what running the same plan again makes."""
+    """Describe what running the same plan again makes."""
     if training.early:
         return f"The training was ended by hand. The same plan, not interrupted, trains all {training.asked:,} steps:"
     return "The same plan makes the same student again:"
@@ -253,3 +268,79 @@ def describe_licence(teacher: CitedTeacher) -> str:
 def escape_markdown(text: str) -> str:
     """Escape text so that Markdown and HTML show it as it is."""
     return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(one_line(text), quote=False))
+
+
+def build_metadata(plan: Plan, teacher: CitedTeacher, title: str, parts: Mapping[str, Part]) -> ModelCardData:
+    """Describe the student to the Hub."""
+    results = list_results(plan, parts)
+    return ModelCardData(
+        base_model=teacher.repo_id,
+        base_model_relation="finetune" if teacher.repo_id else None,
+        pipeline_tag="text-generation",
+        library_name="transformers",
+        tags=TAGS,
+        datasets=[plan.text.split(":")[1]] if is_on_hub(plan.text) else None,
+        model_name=one_line(title),
+        eval_results=results or None,
+        **public_terms(teacher),
+    )
+
+
+def public_terms(teacher: CitedTeacher) -> dict[str, Any]:
+    """Copy the teacher's licence and language; a relative link to its licence becomes absolute."""
+    terms = {
+        name: one_line(value) if isinstance(value, str) else [one_line(each) for each in value]
+        for name, value in teacher.terms.items()
+    }
+    link = terms.pop("license_link", None)
+    if isinstance(link, str) and re.fullmatch(LINK, link):
+        terms["license_link"] = link
+    elif teacher.repo_id and isinstance(link, str) and re.fullmatch(r"[\w./-]+", link):
+        terms["license_link"] = f"https://huggingface.co/{teacher.repo_id}/blob/{teacher.revision}/{link}"
+    return terms
+
+
+def list_results(plan: Plan, parts: Mapping[str, Part]) -> list[EvalResult]:
+    """List the student's finite results in the form of the Hub."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=text.split(":")[1] if is_on_hub(text) else text,
+            dataset_name=f"{text}, kept from training" if text == plan.text else text,
+            metric_type=re.sub(r"\W+", "_", name.lower()).strip("_"),
+            metric_name=name,
+            metric_value=round(value, 4),
+        )
+        for text, name, value in list_measures(parts)
+        if math.isfinite(value)
+    ]
+
+
+def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]:
+    """List the results of the student: the text, the name of the measure, and its value."""
+    if (part := parts.get("language")) is not None and part.read is not None:
+        text, student = part.read.text, student_of(part.result.subjects)
+        yield text, "loss", student.loss.mean
+        for name, estimate in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
+            if estimate is not None:
+                yield text, name, estimate.mean
+        for result in part.result.lengths[:-1]:
+            if (kl := student_of(result.subjects).kl) is not None:
+                yield text, f"KL to the teacher over the first {result.length} tokens", kl.mean
+    if (part := parts.get("recall")) is not None and part.read is not None:
+        for gap, loss in zip(part.result.gaps, student_of(part.result.subjects).second, strict=True):
+            yield part.read.text, f"recall after {gap}", loss
+
+
+def student_of(subjects: Sequence[Any]) -> Any:
+    return next(subject for subject in subjects if subject.name == "student")
+
+
+def is_on_hub(text: str) -> bool:
+    """Whether a text is a data set of the Hub, and not data that only its owner has."""
+    return text.startswith("dataset:") and "/" in text.split(":")[1]
+
+
+def one_line(text: str) -> str:
+    """Keep the printable characters of a text, on one line."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 
 from linearizer.amounts import size
-from linearizer.errors import FaultError, RequestError
+from linearizer.errors import RequestError
 from linearizer.hub.repository import (
     Preview,
     Published,
@@ -21,66 +20,71 @@ from linearizer.hub.repository import (
 )
 from linearizer.hub.upload import Content, HubFile, size_of, upload
 from linearizer.hub.weight_files import teacher_files
-from linearizer.plan.json_products import parse_object
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
-from linearizer.publish.card import card_files, write_snippet
-from linearizer.publish.card_metadata import CitedTeacher
+from linearizer.publish.card import CitedTeacher, write_card, write_snippet
 from linearizer.report.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
-from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, read_digests
+from linearizer.run.weight_digests import check_weights, read_digests
 
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+CONFIG = "config.json"
 MODEL_TYPE = "linearized"  # of every student
 APP_FILES = {"app.py", "linearizer/__main__.py"}
-REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")  # of an earlier push, if the new one lacks them
+REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")
 
 
-def preview(run: Run, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
-    """Check that a run can be published, and list what would be sent; send nothing.
+def preview(run: Run | None, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
+    """Check that a run's student, or without a run this app, can be published; list what would be sent, send nothing.
 
     Where nobody is signed in, what would be sent is listed all the same.
     """
-    check_student(run)
-    repo = find_target(repo_id, private, token) if is_signed_in(token) else name_repository(repo_id, private)
-    return build_preview(repo, model_files(run, repo.repo_id), list_notes(run, repo), is_signed_in(token))
+    if run is not None:
+        check_student(run)
+    signed_in, kind = is_signed_in(token), "space" if run is None else "model"
+    repo = find_target(repo_id, private, token, kind) if signed_in else name_repository(repo_id, private, kind)
+    files = files_to_send(run, repo)
+    sizes = tuple((name, size_of(content)) for name, content in sorted(files.items()))
+    card = files["README.md"]
+    assert isinstance(card, bytes)
+    notes = (*(() if run is None else list_notes(run, repo)), *((unchecked_note(),) * (not signed_in)))
+    total = sum(size for _, size in sizes)
+    return Preview(repo.repo_id, repo.private, card.decode(), sizes, total, notes, signed_in)
 
 
-def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
-    """Publish the student of a run. Calling it again after an interruption sends only what is missing."""
+def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
+    """Publish the student of a run, or without a run this app as a Space.
+
+    Calling it again after an interruption sends only what is missing.
+    """
     yield Progress("publish", 0, 1, "checks")
-    check_student(run)
-    repo = find_target(repo_id, private, token)
-    files = model_files(run, repo.repo_id)
-    obsolete = [name for name in repo.files if name.endswith(REPLACED_SUFFIXES) and name not in files]
-    revision = yield from upload(repo, files, "Publish a linearized model", obsolete, token)
-    check_published_config(run, repo, revision, token)
+    if run is not None:
+        check_student(run)
+    repo = find_target(repo_id, private, token, "space" if run is None else "model")
+    files = files_to_send(run, repo)
+    gone = [name for name in repo.files if is_replaced(name, repo) and name not in files]
+    title = "Publish Linearizer as a Space" if run is None else "Publish a linearized model"
+    revision = yield from upload(repo, files, title, gone, token)
+    if run is None:
+        return Published(repo.repo_id, revision, repo.url, repo.url)
     done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", write_snippet(repo.repo_id, revision))
     run.log(EventName.PUBLISHED, **asdict(done), private=repo.private)
     return done
 
 
-def preview_space(repo_id: str, private: bool = True, token: str | None = None) -> Preview:
-    """Check that this app can be published, and list what would be sent; send nothing."""
-    named = repo_id, private
-    repo = find_target(*named, token, "space") if is_signed_in(token) else name_repository(*named, "space")
-    return build_preview(repo, space.list_space_files(repo.repo_id), (), is_signed_in(token))
+def files_to_send(run: Run | None, repo: Repository) -> dict[str, Content]:
+    """List the files of a student, or of the app."""
+    return space.list_space_files(repo.repo_id) if run is None else model_files(run, repo.repo_id)
 
 
-def publish_space(repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
-    """Publish this app as a Space."""
-    yield Progress("publish", 0, 1, "checks")
-    repo = find_target(repo_id, private, token, "space")
-    files = space.list_space_files(repo.repo_id)
-    obsolete = [name for name in repo.files if name.startswith("linearizer/") and name not in files]
-    revision = yield from upload(repo, files, "Publish Linearizer as a Space", obsolete, token)
-    return Published(repo.repo_id, revision, repo.url, repo.url)
+def is_replaced(name: str, repo: Repository) -> bool:
+    """Whether a file belongs to an earlier push, so that it goes where the new push lacks it."""
+    return name.startswith("linearizer/") if repo.kind == "space" else name.endswith(REPLACED_SUFFIXES)
 
 
 def check_target(repo_id: str, token: str | None = None) -> str:
-    """Check before a student is made that it can be published there, privately, and give the repository's full name."""
+    """Check before a student is made that it can be published privately; return the repository's full name."""
     return find_target(repo_id, True, token).repo_id
 
 
@@ -105,7 +109,7 @@ def find_target(repo_id: str, private: bool, token: str | None, kind: str = "mod
 
 
 def holds_student(repo: Repository, token: str | None) -> bool:
-    """Tell whether a repository holds an earlier student."""
+    """Whether a repository holds an earlier student."""
     if CONFIG not in repo.files or repo.head is None:
         return False
     try:
@@ -122,17 +126,7 @@ def model_files(run: Run, repo_id: str) -> dict[str, Content]:
         name = path.relative_to(run.checkpoint)
         if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
             files[name.as_posix()] = path
-    if TOKENIZER_CONFIG in files:
-        files[TOKENIZER_CONFIG] = portable_settings(run)
-    return {**files, **files_on_hub(run), **card_files(run, repo_id)}
-
-
-def portable_settings(run: Run) -> Content:
-    """Leave out of a tokenizer's settings where it was read from, which earlier versions wrote there."""
-    settings = run.checkpoint / TOKENIZER_CONFIG
-    content = run.parse_file(f"{run.checkpoint.name}/{TOKENIZER_CONFIG}", parse_object)
-    kept = {name: value for name, value in content.items() if name not in OF_THIS_MACHINE}
-    return settings if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+    return {**files, **files_on_hub(run), "README.md": write_card(run, repo_id).encode()}
 
 
 def files_on_hub(run: Run) -> dict[str, HubFile]:
@@ -145,15 +139,6 @@ def files_on_hub(run: Run) -> dict[str, HubFile]:
         for name, original in teacher_files(run.checkpoint).items()
         if name in digests
     }
-
-
-def build_preview(repo: Repository, files: Mapping[str, Content], notes: tuple[str, ...], signed_in: bool) -> Preview:
-    """Describe the files that would be sent."""
-    sizes = tuple((name, size_of(content)) for name, content in sorted(files.items()))
-    card = files["README.md"]
-    assert isinstance(card, bytes)
-    notes = notes if signed_in else (*notes, unchecked_note())
-    return Preview(repo.repo_id, repo.private, card.decode(), sizes, sum(size for _, size in sizes), notes, signed_in)
 
 
 def list_warnings(run: Run) -> tuple[str, ...]:
@@ -179,12 +164,3 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     if teacher.repo_id is None and teacher.name != "demo":  # which comes with every Linearizer
         notes.append(f"{teacher.name} is a local folder, so nobody else can make this again")
     return tuple(notes)
-
-
-def check_published_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
-    """Load the published config as users will, and compare it with the run's."""
-    from linearizer.student.modeling_linearized import LinearizedConfig
-
-    published = LinearizedConfig.from_pretrained(fetch_file(repo, CONFIG, revision, token).parent)
-    if published.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():
-        raise FaultError(f"{repo.repo_id!r} at {revision} has another config than the run: publish again")

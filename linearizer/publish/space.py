@@ -81,7 +81,7 @@ def remove_missing_pictures(readme: str, files: Mapping[str, Content]) -> str:
 
 
 def is_hidden(name: Path) -> bool:
-    """Tell whether a file belongs to a working copy and not to the project."""
+    """Whether a file belongs to a working copy and not to the project."""
     return any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
 
 

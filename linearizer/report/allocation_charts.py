@@ -147,7 +147,7 @@ def draw_frontier(
 
 
 def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:
-    """Say what a head keeps by kind, in tokens of cache; a whole cache grows, and is of no size."""
+    """Count what a head keeps by kind, in tokens of cache; a whole cache grows, and has no size."""
     if head.softmax:
         return {WHOLE: 1.0}
     far = MEMORIES if head.memory else FEATURES if head.features else SLOTS
@@ -156,7 +156,7 @@ def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:
 
 
 def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, float]]:
-    """Say what each head keeps, in one list."""
+    """Count what each head keeps, in one list."""
     pairs = head_bytes.pair_with_layers(allocation.heads, layers)
     return [held_parts(head, layer, allocation.sinks) for head, layer in pairs]
 
@@ -192,11 +192,7 @@ def stack_bars(kind: str, held: Sequence[dict[str, float]], names: Sequence[str]
     """Describe the bars of what every head keeps of a kind; a cache that grows reaches the top."""
     colour, pattern = KINDS[kind]
     shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
-    return {
-        "type": "bar",
-        "y": [top if kind == WHOLE and WHOLE in parts else parts.get(kind, 0.0) for parts in held],
-        "name": kind,
-        "marker": {"color": colour, "line": {"width": 0}, "pattern": shape},
-        "customdata": names,
-        "hovertemplate": "%{customdata}<extra></extra>",
-    }
+    marker = {"color": colour, "line": {"width": 0}, "pattern": shape}
+    heights = [top if kind == WHOLE and WHOLE in parts else parts.get(kind, 0.0) for parts in held]
+    hover = {"customdata": names, "hovertemplate": "%{customdata}<extra></extra>"}
+    return {"type": "bar", "y": heights, "name": kind, "marker": marker, **hover}

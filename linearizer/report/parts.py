@@ -1,16 +1,203 @@
-"""How each part of an evaluation is shown: its title, its question, its tables and its charts."""
+"""How each part of an evaluation is shown: its title, its question, its tables and its charts.
+
+Numbers and markers of a chart say what its colours say.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from linearizer.report import evaluation_charts as charts
+from linearizer.amounts import size
+from linearizer.report import chart_style as style
 from linearizer.report import tables
-from linearizer.report.evaluation_charts import Chart
-from linearizer.report.tables import Table, describe_environment, write_tables
-from linearizer.run.results import Part
+from linearizer.report.chart_style import new_figure, subject_line
+from linearizer.report.tables import Table, describe_environment, mark_beyond, write_tables
+from linearizer.run import results
+from linearizer.run.results import Interval, Part, Score
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+DrawPart = Callable[[Part[Any]], "Figure | None"]  # None: the result holds nothing to draw
+MAX_NUMBERED_CELLS = 16  # cells side by side up to which numbers can be read in them
+LOSS_AXIS = {"title": "loss, nats per token"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure of a part, with its title and a sentence that says what it shows."""
+
+    title: str
+    text: str
+    draw: DrawPart
+
+
+def chart(title: str, text: str) -> Callable[[DrawPart], Chart]:
+    """Make a chart of a function that draws it."""
+    return partial(Chart, title, text)
+
+
+def interval_bars(means: Sequence[float], intervals: Sequence[Interval]) -> dict[str, object]:
+    """Describe error bars that span intervals."""
+    above = [high - mean for mean, (_, high) in zip(means, intervals, strict=True)]
+    below = [mean - low for mean, (low, _) in zip(means, intervals, strict=True)]
+    return {"type": "data", "array": above, "arrayminus": below, "width": 4, "thickness": 1.5}
+
+
+@chart("Loss", "Next-token loss, lower is better; the bars are 95% intervals.")
+def loss_chart(part: Part[results.Language]) -> Figure:
+    subjects = part.result.subjects
+    x, y = {**LOSS_AXIS, "showgrid": True, "gridcolor": style.FAINT}, {"range": [len(subjects) - 0.5, -0.75]}
+    figure = new_figure(90 + 34 * len(subjects), x, y, showlegend=False)
+    for subject in subjects:
+        low, high = subject.loss.interval
+        look = subject_line(subject.name, f"%{{x:.3f}} nats, 95%: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
+        number = {"text": [f"{subject.loss.mean:.3f}"], "textposition": "top center"}
+        bars = interval_bars([subject.loss.mean], [subject.loss.interval])
+        figure.add_scatter(x=[subject.loss.mean], y=[look["name"]], error_x=bars, **number, **look)
+    return figure
+
+
+@chart("Loss by position", "The loss of a student that forgets grows with the position; the bars are 95% intervals.")
+def position_chart(part: Part[results.Language]) -> Figure:
+    language, read = part.result, part.read
+    assert read is not None, "the part reads texts"
+    x = {"title": "position in the text, tokens", "type": "category"}
+    reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
+    room = 0.08 * (max(reached) - min(reached))
+    y = {**LOSS_AXIS, "range": [min(reached) - room, max(reached) + room]}  # groups would begin at zero
+    figure = new_figure(320, x, y, scattermode="group", scattergap=0.7)
+    names = [f"{begin}–{end}" for begin, end in pairwise((*language.edges, read.length - 1))]
+    for subject in language.subjects:
+        bars = interval_bars(subject.by_position, subject.position_intervals)
+        look = subject_line(subject.name, "%{y:.3f} nats at %{x}")
+        figure.add_scatter(x=names, y=subject.by_position, error_y=bars, **look)
+    return figure
+
+
+@chart("Recall", "Loss on a passage that is repeated after a number of tokens.")
+def recall_chart(part: Part[results.Recall]) -> Figure:
+    recall = part.result
+    figure = new_figure(300, {"title": "tokens since the passage came first", **style.COUNTS_AXIS}, LOSS_AXIS)
+    for subject in recall.subjects:
+        look = subject_line(subject.name, "%{y:.3f} nats after %{x} tokens")
+        figure.add_scatter(x=recall.gaps, y=subject.second, **look)
+    first = recall.subjects[0]
+    level = sum(first.first) / len(first.first)
+    look = {"name": f"the first time, {first.name}", "hovertemplate": f"{level:.3f} nats<extra>the first time</extra>"}
+    ends, line = [recall.gaps[0], recall.gaps[-1]], {"color": style.GREY, "width": 1, "dash": "longdash"}
+    return figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
+
+
+@chart("Pairs hidden in text", "Share of a hidden value recalled by its key; * lies beyond the teacher's positions.")
+def needle_chart(part: Part[results.Needle]) -> Figure:
+    needle = part.result
+    tables = {subject.name: list(zip(*subject.correct, strict=True)) for subject in needle.subjects}  # [depth][length]
+    down = -(-len(tables) // 2)
+    colours = {"colorscale": [list(stop) for stop in style.MAP_COLOURS], "cmin": 0, "cmax": 1, "showscale": False}
+    spacing = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down}
+    figure = style.new_grid(60 + 230 * down, list(tables), min(2, len(tables)), colours, **spacing)
+    lengths, depths = mark_beyond(needle.lengths, needle.extrapolated), [f"{depth:.0%}" for depth in needle.depths]
+    axes = {"x": lengths, "y": depths, "texttemplate": "%{text}"}
+    add_maps(figure, tables, ".0%", "–", "%{text} recalled<br>depth %{y} of %{x} tokens", axes)
+    figure.update_xaxes(type="category").update_xaxes(title="length, tokens", row=down)
+    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    return figure.update_yaxes(title="depth, share of the text", col=1)
+
+
+def add_maps(
+    figure: Figure,
+    tables: Mapping[str, Sequence[Sequence[float | None]]],
+    form: str,
+    missing: str,
+    hover: str,
+    how: Mapping[str, object],
+) -> None:
+    """Add a map for every table, two in a row, with its numbers as text."""
+    for place, (name, table) in enumerate(tables.items()):
+        figure.add_heatmap(
+            z=[list(row) for row in table],
+            text=[[missing if value is None else f"{value:{form}}" for value in row] for row in table],
+            hovertemplate=f"{hover}<extra>{name}</extra>",
+            row=place // 2 + 1,
+            col=place % 2 + 1,
+            coloraxis="coloraxis",
+            **how,
+            **style.MAP_CELLS,
+        )
+
+
+@chart("Where they leave the teacher", "Tokens before the first that is not the teacher's; a marker for each text.")
+def difference_chart(part: Part[results.Generation]) -> Figure | None:
+    compared = [(subject, subject.diverged) for subject in part.result.subjects if subject.diverged is not None]
+    if not compared:
+        return None
+    longest = part.result.new_tokens
+    x = {"title": "tokens before the first difference", "range": [-0.02 * longest, 1.03 * longest]}
+    figure = new_figure(80 + 34 * len(compared), x, {"autorange": "reversed"}, showlegend=False)
+    for subject, diverged in compared:
+        name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
+        line = subject_line(subject.name, "after %{x} tokens") | {"mode": "markers", "name": name}
+        figure.add_scatter(x=diverged, y=[name] * len(diverged), **line)
+    return figure
+
+
+@chart("Error of every head", "Share of attention that is misplaced.")
+def error_chart(part: Part[results.Approximation]) -> Figure:
+    named = {subject.name: subject.rows for subject in part.result.subjects}
+    shown = [named[name] for name in ("untrained", "student") if name in named]
+    titles = ["before training", "after training"] if len(shown) > 1 else [""]
+    layers, heads = len(shown[0]), max((len(row) for row in shown[0]), default=1)
+    tables = [[[*row, *[None] * (heads - len(row))] for row in table] for table in shown]
+    scale = [[1 - at, colour] for at, colour in reversed(style.MAP_COLOURS)]  # light cells are small errors
+    colours = {"colorscale": scale, "cmin": 0, "showscale": False}
+    height = max(240, min(26 * layers + 110, 760))
+    figure = style.new_grid(height, titles, len(shown), colours, horizontal_spacing=0.05)
+    readable = heads * len(shown) <= MAX_NUMBERED_CELLS and layers <= 48
+    hover, how = "layer %{y}, KV head %{x}<br>%{z:.3f} misplaced", {"texttemplate": "%{text}" if readable else ""}
+    add_maps(figure, dict(zip(titles, tables, strict=True)), ".2f", "", hover, how)
+    figure.update_layout(plot_bgcolor=style.MAP_GROUND).update_xaxes(title="KV head", dtick=max(1, heads // 8))
+    figure.update_yaxes(dtick=max(1, layers // 24), autorange="reversed", showgrid=False)
+    return figure.update_yaxes(title="layer", col=1)
+
+
+def draw_paces(part: Part[results.Speed], of: str, hover: str, y: style.Options) -> Figure:
+    """Draw a number of every subject over the lengths of text at which it is known."""
+    figure = new_figure(300, {"title": "length of the text, tokens", **style.COUNTS_AXIS}, y)
+    for subject in part.result.subjects:
+        points = {pace.length: value for pace in subject.paces if (value := getattr(pace, of)) is not None}
+        texts = [size(value) for value in points.values()]
+        line = subject_line(subject.name, f"{hover} at %{{x}} tokens")
+        figure.add_scatter(x=[*points], y=[*points.values()], customdata=texts, **line)
+    return figure
+
+
+draw_rates = partial(draw_paces, hover="%{y:.3g} tokens/s", y={"title": "tokens per second", **style.LOG_AXIS})
+draw_bytes = partial(draw_paces, hover="%{customdata}", y={"title": "state or cache, bytes", **style.COUNTS_AXIS})
+writing_chart = Chart("Writing", "Tokens written per second, one text at a time.", partial(draw_rates, of="write_rate"))
+reading_chart = Chart("Reading", "Tokens read per second of a prompt.", partial(draw_rates, of="read_rate"))
+memory_chart = Chart("Memory", "Bytes of state or cache, by its shape.", partial(draw_bytes, of="predicted_bytes"))
+
+
+@chart("Scores", "The score in every task, with standard errors.")
+def score_chart(part: Part[results.Tasks]) -> Figure:
+    y = {"title": "score, as the task defines it", "rangemode": "tozero"}
+    figure = new_figure(340, y=y, scattermode="group", scattergap=0.5)
+    for subject in part.result.subjects:
+        first: dict[str, Score] = {}
+        for score in subject.scores:
+            if score.task not in first or score.metric == "acc":
+                first[score.task] = score
+        names = [f"{score.task}, {score.metric}" for score in first.values()]
+        values = [score.value for score in first.values()]
+        errors = {"type": "data", "array": [score.error or 0.0 for score in first.values()], "color": style.GREY}
+        look = subject_line(subject.name, "%{x}: %{y:.3f}") | {"mode": "markers"}
+        figure.add_scatter(x=names, y=values, error_y=errors, **look)
+    return figure
 
 
 @dataclass(frozen=True)
@@ -28,33 +215,31 @@ PART_VIEWS = {
         "Language",
         "How well is the next token predicted?",
         tables.language_tables,
-        (charts.loss_chart, charts.position_chart),
+        (loss_chart, position_chart),
     ),
-    "recall": PartView("Recall", "How far back is a passage remembered?", tables.recall_tables, (charts.recall_chart,)),
+    "recall": PartView("Recall", "How far back is a passage remembered?", tables.recall_tables, (recall_chart,)),
     "needle": PartView(
         "Hidden pairs",
         "Is the value of a key recalled, wherever it stood?",
         tables.needle_tables,
-        (charts.needle_chart,),
+        (needle_chart,),
     ),
     "generation": PartView(
-        "Writing", "Does the student write as its teacher does?", tables.generation_tables, (charts.difference_chart,)
+        "Writing", "Does the student write as its teacher does?", tables.generation_tables, (difference_chart,)
     ),
     "approximation": PartView(
         "Approximation",
         "How far is the attention of every head from its teacher's?",
         tables.approximation_tables,
-        (charts.error_chart,),
+        (error_chart,),
     ),
     "speed": PartView(
         "Speed and memory",
         "How fast is the student, and how much memory does it need, on this machine?",
         tables.speed_tables,
-        (charts.writing_chart, charts.reading_chart, charts.memory_chart),
+        (writing_chart, reading_chart, memory_chart),
     ),
-    "tasks": PartView(
-        "Tasks", "How does the student score on public tasks?", tables.tasks_tables, (charts.score_chart,)
-    ),
+    "tasks": PartView("Tasks", "How does the student score on public tasks?", tables.tasks_tables, (score_chart,)),
 }
 
 

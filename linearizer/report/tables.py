@@ -60,12 +60,12 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     language, read = part.result, part.read
     assert read is not None, "the part reads texts"
     # lengths: a quarter of the run's texts, these, and two of them joined
-    own = language.lengths[min(1, len(language.lengths) - 1)] if language.lengths else None
-    judged = {subject.name: subject for subject in own.subjects} if own else {}
-    length = own.length if own else read.length
+    judged = language.lengths[min(1, len(language.lengths) - 1)] if language.lengths else None
+    named = {subject.name: subject for subject in judged.subjects} if judged else {}
+    length = judged.length if judged else read.length
     rows: Rows = [(f"over {length:,} tokens", "state", "loss", "95%", "KL", "same top token")]
     for subject in language.subjects:
-        at = judged.get(subject.name, subject)
+        at = named.get(subject.name, subject)
         low, high = at.loss.interval
         near = with_half_width(at.kl, ".4f"), with_half_width(at.agreement, ".1%")
         rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
@@ -148,20 +148,18 @@ def approximation_tables(part: Part[results.Approximation]) -> list[Table]:
 
 def speed_tables(part: Part[results.Speed]) -> list[Table]:
     speed = part.result
-    head = ("", "reads tokens/s", "writes", "peak", "state", "predicted", "operations", "batch", "reads", "writes")
-    rows: Rows = [head]
+    rows: Rows = [
+        ("", "reads tokens/s", "writes", "peak", "state", "predicted", "operations", "batch", "reads", "writes")
+    ]
     beyond = dict(zip(speed.lengths, speed.beyond, strict=True))
     for subject in speed.subjects:
-        many = {pace.length: pace for pace in subject.batched}
+        batched = {pace.length: (pace.batch, *format_rates(pace)) for pace in subject.batched}
         for pace in subject.paces:
             mark = "*" * (pace.extrapolated is not None) + "+" * beyond[pace.length]
-            sizes = (
-                "–" if it is None else size(it) for it in (pace.peak_bytes, pace.state_bytes, pace.predicted_bytes)
-            )
-            more = many.get(pace.length)
-            others = (more.batch, *format_rates(more)) if more else ("", "", "")
+            counts = pace.peak_bytes, pace.state_bytes, pace.predicted_bytes
+            sizes = ("–" if count is None else size(count) for count in counts)
             single = *format_rates(pace), *sizes, f"{pace.predicted_operations:.2g}"
-            rows.append((f"{subject.name}, {pace.length}{mark}", *single, *others))
+            rows.append((f"{subject.name}, {pace.length}{mark}", *single, *batched.get(pace.length, ("", "", ""))))
     marks = {pace.extrapolated for subject in speed.subjects for pace in subject.paces if pace.extrapolated}
     star = (f"* not measured, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
     plus = ("+ longer than the teacher's positions",) * any(speed.beyond)

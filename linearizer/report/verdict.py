@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge_run(run: Run) -> Verdict | None:
-    """Give the verdict on the student of a run; None until it is judged."""
+    """Return the verdict on the student of a run; None until it is judged."""
     parts: Mapping[str, Part] = run.results
     if (allocation := run.allocation) is None or (part := parts.get("language")) is None or not part.result.lengths:
         return None
@@ -45,22 +45,18 @@ def judge_run(run: Run) -> Verdict | None:
 
 
 def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
-    """Give the verdict on a student: compare its predictions with the predictions of a window of the same bytes."""
+    """Compare the predictions of a student with the predictions of a window of the same bytes."""
     kind, words, decisive = weigh(results)
     student, window = of_subject(decisive, "student"), of_subject(decisive, "window")
     sentences = [words, describe_lengths(results), f"{state.in_words}."]
     sentences += [ADVICE] * (kind == "bad")
     sentences += ["The teacher was not there to compare with."] * (student.kl is None)
-    return Verdict(
-        kind,
-        " ".join(sentences),
-        None if student.agreement is None else student.agreement.mean,
-        None if window.agreement is None else window.agreement.mean,
-        decisive in find(results, "worse"),
-        None if student.kl is None else student.kl.mean,
-        decisive.length,
-        tuple(result.length for result in results),
+    agreement, window_agreement, kl = (
+        None if each is None else each.mean for each in (student.agreement, window.agreement, student.kl)
     )
+    lengths = tuple(result.length for result in results)
+    worse = decisive in find(results, "worse")
+    return Verdict(kind, " ".join(sentences), agreement, window_agreement, worse, kl, decisive.length, lengths)
 
 
 def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
@@ -87,7 +83,7 @@ def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
 
 
 def find(results: Sequence[LengthResult], name: str) -> list[LengthResult]:
-    """Find the lengths at which the comparison with the window comes out so, where it shows something.
+    """Find the lengths at which the comparison with the window has one outcome, where it shows something.
 
     Texts that strain the teacher show nothing; on texts that the state holds whole, a student can only be worse.
     """
@@ -96,7 +92,7 @@ def find(results: Sequence[LengthResult], name: str) -> list[LengthResult]:
 
 
 def describe_pair(result: LengthResult, where: str = "") -> tuple[str, str]:
-    """Say how near student and window are to the teacher on texts of one length; without a teacher, their losses."""
+    """Describe how near student and window are to the teacher at one length; without a teacher, their losses."""
     student, window = of_subject(result, "student"), of_subject(result, "window")
     if student.kl is None or student.agreement is None or window.kl is None or window.agreement is None:
         return f"{where}loss {student.loss.mean:.3f} nats per token", f"the window {window.loss.mean:.3f}"
@@ -107,14 +103,14 @@ def describe_pair(result: LengthResult, where: str = "") -> tuple[str, str]:
 
 
 def describe_lengths(results: Sequence[LengthResult]) -> str:
-    """Say at which lengths a student was judged, which of them are no test, and that longer texts were not judged."""
+    """Name the lengths at which a student was judged, which of them are no test, and that longer texts were not."""
     reasons = no_test(results)[all(map(fits_whole, results)) :]
     but = f" ({'; '.join(reasons)})" if reasons else ""
     return f"Judged on {texts_of(results)}{but}; longer than {results[-1].length:,} tokens: not judged."
 
 
 def no_test(results: Sequence[LengthResult]) -> list[str]:
-    """Say of texts why they show nothing of what a student forgets."""
+    """Explain why texts show nothing of what a student forgets."""
     reasons = []
     if whole := [result for result in results if fits_whole(result)]:
         nearly = "" if all(result.window >= result.length for result in whole) else "nearly "
@@ -125,7 +121,7 @@ def no_test(results: Sequence[LengthResult]) -> list[str]:
 
 
 def comparison(result: LengthResult) -> str:
-    """Say whether the paired interval shows a student to be better or worse than the window at one length."""
+    """Compare student and window at one length by the interval of their paired difference."""
     if result.difference is None:
         return "no difference shown"
     low, high = result.difference.interval
@@ -134,7 +130,7 @@ def comparison(result: LengthResult) -> str:
 
 
 def fits_whole(result: LengthResult) -> bool:
-    """Tell whether texts are so short that a window of the same bytes holds them nearly whole."""
+    """Whether texts are so short that a window of the same bytes holds them nearly whole."""
     return result.window >= WHOLE_SHARE * result.length
 
 

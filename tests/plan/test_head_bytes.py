@@ -9,7 +9,7 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.publish import card
-from linearizer.publish.card_metadata import CitedTeacher
+from linearizer.publish.card import CitedTeacher
 from linearizer.student.slots_torch import block_leaves
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)

@@ -1,22 +1,17 @@
 """The card says what is there, and nothing that others wrote becomes markup, metadata or a path of this machine."""
 
 from dataclasses import asdict
-from io import BytesIO
 
 import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from PIL import Image
 
 from linearizer.cli.main import parser
 from linearizer.cli.options import plan_changes
 from linearizer.plan.allocation import Allocation
-from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.plan import Plan
 from linearizer.publish.card import escape_markdown, write_card, write_snippet
-from linearizer.report.allocation_charts import EXACT, FEATURES, KINDS, SLOTS, WHOLE
-from linearizer.report.allocation_picture import CELL, EMPTY, GAP, HEIGHT, LEFT, TOP, draw_picture
-from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb
+from tests.support.cards import HEADS, HOSTILE, made
 from tests.support.evaluation_results import MADE, STORED
 
 
@@ -155,21 +150,3 @@ def test_the_command_asks_for_the_plan(plan):
 
 def test_escaped_text_has_no_line_breaks_and_no_markup():
     assert escape_markdown("a\n# b\u202e <i> [c](d) `e`") == r"a # b &lt;i&gt; \[c\](d) \`e\`"
-
-
-def test_the_picture_has_a_cell_for_every_head(tmp_path):
-    image = Image.open(BytesIO(draw_picture(Allocation("gain", 4, HEADS), LAYERS)))
-    places = {(layer, head): (LEFT + CELL * head, TOP + HEIGHT * layer) for layer in range(3) for head in range(2)}
-    cells = {key: colours(image, (x, y, x + CELL - GAP, y + HEIGHT - GAP)) for key, (x, y) in places.items()}
-    exact, features, slots, whole = (rgb(KINDS[name][0]) for name in (EXACT, FEATURES, SLOTS, WHOLE))
-    assert {exact, features, rgb(EMPTY)} <= cells[0, 0] and whole in cells[0, 1]
-    assert rgb(EMPTY) not in cells[1, 0] | cells[1, 1]  # the teacher bounds this layer itself
-    assert {exact, slots} <= cells[2, 0] and features not in cells[2, 0]
-    assert {exact, features} <= cells[2, 1]  # its sinks are exact
-
-
-@pytest.mark.parametrize("heads", [(), (Head(),), (Head(softmax=True),) * 32])
-def test_any_allocation_can_be_drawn(heads):
-    layer = Layer(32, max(1, len(heads)), 16, 16, native_window=None if heads else 8)
-    image = Image.open(BytesIO(draw_picture(Allocation("fix", 0, (heads,) * 2), (layer,) * 2)))
-    assert image.format == "PNG" and image.width >= 640

@@ -21,7 +21,6 @@ from linearizer.pipeline import linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.publish import push
-from linearizer.run.weight_digests import write_digests
 from linearizer.workers import control
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
@@ -64,7 +63,7 @@ def test_weights_and_card_come_in_one_commit_of_a_private_repository(hub, run):
     repo = hub.repos["models", "me/student"]
     assert repo.private and list(repo.commits)[1:] == [done.revision]
     sent = files_of(hub)
-    assert {"README.md", "allocation.png", "config.json", WEIGHTS, "modeling_linearized.py"} <= set(sent)
+    assert {"README.md", "config.json", WEIGHTS, "modeling_linearized.py"} <= set(sent)
     assert sent[WEIGHTS] == (run.checkpoint / WEIGHTS).read_bytes()
     assert done.url.endswith(f"/me/student/tree/{done.revision}") and done.revision in done.snippet
     assert run.events()[-1]["event"] == "published"
@@ -74,17 +73,6 @@ def test_no_published_file_tells_where_it_was_made(hub, run):
     publish(run)
     for name, content in files_of(hub).items():
         assert str(run.folder.parent).encode() not in content and str(Path.home()).encode() not in content, name
-
-
-def test_a_tokenizer_is_published_without_where_it_was_read(hub, run, tmp_path):
-    """Also where an earlier version wrote the checkpoint."""
-    older = copy_run(run.folder, tmp_path / "older")
-    path = older.checkpoint / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps({**settings, "is_local": True, "local_files_only": False}))
-    write_digests(older)
-    publish(older)
-    assert json.loads(files_of(hub)[path.name]) == settings
 
 
 def test_a_run_of_a_folder_goes_on_from_anywhere_and_tells_nobody_where_that_is(hub, tmp_path, monkeypatch):
@@ -118,7 +106,6 @@ def test_the_card_is_valid_and_beside_the_local_checkpoint_too(hub, run, tmp_pat
     assert results["loss"] == round(run.evaluation_parts["language"]["subjects"][1]["loss"]["mean"], 4)
     assert "AutoModelForCausalLM" in card.text and '"me/student"' in card.text
     assert ModelCard.load(run.checkpoint / "README.md").data.to_dict()["license"] == "apache-2.0"
-    assert (run.checkpoint / "allocation.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path):

@@ -44,7 +44,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def publish(name="me/app", **how):
-    return finish(push.publish_space(name, token=ME, **how))
+    return finish(push.publish(None, name, token=ME, **how))
 
 
 def test_what_was_sent_works_where_only_that_is(hub, checkout, tmp_path):
@@ -93,10 +93,10 @@ def test_its_requirements_are_the_projects_without_what_a_space_has(checkout):
 
 def test_publishing_again_removes_what_is_gone(hub, checkout):
     publish()
-    (checkout / "linearizer" / "report" / "allocation_picture.py").unlink()
+    (checkout / "linearizer" / "report" / "verdict.py").unlink()
     publish()
     repo = hub.repos["spaces", "me/app"]
-    assert "linearizer/report/allocation_picture.py" not in repo.commits[repo.branches["main"]]
+    assert "linearizer/report/verdict.py" not in repo.commits[repo.branches["main"]]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_where_a_file_is_missing_it_says_what_to_do(hub, checkout, monkeypatch, 
     assert main(["push", "--space", "me/app"]) == 2
     assert "app.py' is missing, which a Space needs: install the package again" in capsys.readouterr().err
     with pytest.raises(RequestError, match="is missing, which a Space needs"):
-        push.preview_space("me/app", token=ME)
+        push.preview(None, "me/app", token=ME)
     assert not [line for line in hub.requests if line.startswith("POST")]
 
 

@@ -12,7 +12,7 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.plan.state_size import StateSize
-from linearizer.report import allocation_charts, chart_style, evaluation_charts, training_charts
+from linearizer.report import allocation_charts, chart_style, parts, training_charts
 from linearizer.run.prices import Prices
 from tests.support.evaluation_results import TYPED
 
@@ -59,8 +59,8 @@ def everything():
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_training_losses(STEPS),
         "error": training_charts.draw_errors(STEPS),
-        "positions": evaluation_charts.position_chart.draw(TYPED["language"]),
-        "recall": evaluation_charts.recall_chart.draw(TYPED["recall"]),
+        "positions": parts.position_chart.draw(TYPED["language"]),
+        "recall": parts.recall_chart.draw(TYPED["recall"]),
         "memory": training_charts.draw_state_size(StateSize(TOKEN, 10**6)),
     }
 
@@ -184,7 +184,7 @@ def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
 
 
 def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = evaluation_charts.recall_chart.draw(TYPED["recall"]).data[:3]
+    lines = parts.recall_chart.draw(TYPED["recall"]).data[:3]
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
     assert [line.y[0] for line in lines] == [2.5] * 3
 
@@ -201,7 +201,7 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
     language = TYPED["language"].result
     subjects = (*language.subjects, replace(language.subjects[2], name="no features"))
     part = replace(TYPED["language"], result=replace(language, subjects=subjects))
-    assert evaluation_charts.position_chart.draw(part).data[-1].name == "no features"
+    assert parts.position_chart.draw(part).data[-1].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():

@@ -40,11 +40,3 @@ def made(folder, plan=None, losses=LOSSES, **inspection):
     if losses:
         run.write_evaluation(parts=judged(run.plan.text, **losses))
     return run
-
-
-def colours(image, box):
-    return {colour for _, colour in image.crop(box).getcolors(maxcolors=10**6)}
-
-
-def rgb(colour):
-    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
