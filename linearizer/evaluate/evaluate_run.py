@@ -80,7 +80,7 @@ def check_request(setup: Setup, request: Request) -> None:
 def measure_whole_part(
     run: Run, steps: Steps[Measured], details: Mapping[str, object], step: str | None
 ) -> Steps[Measured]:
-    """Let a request to stop end a part at once: a part is stored whole or not at all."""
+    """End a part at once when a stop is requested: a part is stored whole or not at all."""
     with closing(steps):
         while True:
             try:

@@ -51,7 +51,7 @@ def write(subject: Subject, prompts: Tensor, count: int, seed: int | None) -> Te
 def judge_texts(
     name: str, sampled: bool, prompts: Tensor, texts: Tensor, teacher: Subject | None, expected: Tensor | None
 ) -> Written:
-    """Look at what was written."""
+    """Measure the texts that one subject wrote."""
     loss = likeliest = None
     if teacher is not None:
         logits = read_logits(teacher, torch.cat([prompts, texts], 1), None, keep=texts.shape[1] + 1)[:, :-1]
@@ -74,6 +74,6 @@ def count_alike_tokens(text: Tensor, expected: Tensor) -> int:
 
 
 def variety(text: Sequence[int], size: int) -> float:
-    """Share of the runs of so many tokens that are different."""
+    """Share of the runs of `size` tokens that are different."""
     runs = [tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)]
     return len(set(runs)) / len(runs) if runs else 1.0

@@ -53,7 +53,7 @@ def measure_approximation(
 
 
 def layer_students(subject: Subject) -> dict[int, LayerStudent]:
-    """Give the student of each layer of a subject."""
+    """Return the student of each layer of a subject."""
     with subject.at_work() as model:
         students = {layer_number(module): getattr(module, "student", None) for module in attention_modules(model)}
     return {index: student for index, student in students.items() if student is not None}
@@ -73,7 +73,7 @@ def mean_of(table: Sequence[Sequence[float | None]]) -> float:
 
 @torch.inference_mode()
 def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:  # (2, kv heads)
-    """Give the errors of rows and outputs of one layer on one text: (1, heads, tokens, dim); rows of memories: NaN."""
+    """Return errors of rows and outputs of one layer on one text (1, heads, tokens, dim); rows of memories: NaN."""
 
     def both(value: Tensor) -> tuple[Tensor, Tensor]:  # (kv heads, group, tokens, columns)
         exact = scaled_dot_product_attention(q, k, value, is_causal=True, scale=scale, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""A control: the whole cache in few bits, what is tried first where a cache is too large. It grows with the text.
+"""A control: the whole cache in few bits, the usual remedy for a large cache. It grows with the text.
 
 Keys are rounded per channel, in groups of tokens; values per token; both after a rotation, with a scale and an offset
 of 16 bits each (after KIVI, 2402.02750, and QuaRot, 2404.00456). The newest tokens are exact: at least RECENT, and more
@@ -37,7 +37,7 @@ class ReadTokens:
 
 
 class CacheInFewBits(nn.Module):
-    """Takes the place of a layer's student; what it attends to is rounded anew in each pass."""
+    """Takes the place of a layer's student; what it attends to is rounded in each pass."""
 
     def __init__(self, bits: int, group: int = GROUP) -> None:
         super().__init__()

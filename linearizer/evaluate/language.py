@@ -26,7 +26,7 @@ FEWEST = 8  # documents; where there are fewer, texts are drawn instead
 BINS = 10  # of the probability of the likeliest token
 FIRST_EDGE = 64
 STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it has learned to
-NORMAL = 1.96  # 95% of a normal distribution lie between - and + so many deviations
+NORMAL = 1.96  # 95% of a normal distribution lie within this number of deviations
 NO_CONTROLS: Mapping[int, Subject] = {}
 
 
@@ -109,8 +109,9 @@ def compare_at(
         late = slice(shorter - 1, None)
         beyond = over.estimate_apart(control_scores.loss - named["teacher"][1].loss, late)
         strained = beyond is not None and beyond.interval[1] < -STRAIN
-    difference = over.estimate_apart(apart)
-    return LengthResult(length, unit, over.count, window.exact_tokens, tuple(rows), difference, strained)
+    difference, allocation = over.estimate_apart(apart), window.allocation
+    assert allocation is not None, "a window has no teacher's cache"
+    return LengthResult(length, unit, over.count, allocation.exact_tokens, tuple(rows), difference, strained)
 
 
 def begin_of_scores(scores: Scores, length: int) -> Scores:
@@ -229,5 +230,5 @@ class Resampled:
 
 
 def student_t(freedoms: int) -> float:
-    """Compute within 2% between what numbers, - and +, 95% of Student's t lie, by powers of 1 / freedoms."""
+    """Approximate within 2% the 97.5% quantile of Student's t, by powers of 1 / freedoms."""
     return NORMAL + sum(share / freedoms**power for power, share in enumerate((2.37, 2.82, 2.56, 3.0), 1))

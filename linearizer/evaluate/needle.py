@@ -1,6 +1,6 @@
 """How far back a student still recalls a pair, key → value, that is hidden in a text: by depth and by length.
 
-Keys and values are tokens of the text itself, drawn anew: the model knows them, whatever its tokenizer, and nothing but
+Keys and values are tokens drawn from the text itself: the model knows them, whatever its tokenizer, and nothing but
 the pair predicts their order. A text ends in the key of one of its pairs; the value should follow.
 """
 

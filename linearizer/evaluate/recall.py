@@ -49,7 +49,7 @@ class RepeatReader:
         self.losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in subjects]
 
     def read(self, subjects: Sequence[Subject], ids: Tensor) -> Pieces:
-        """Let all read some texts to their own ends, and keep how well they predicted the passages meanwhile."""
+        """Let all subjects read texts to their ends, and store how well they predict the passages meanwhile."""
         begun = ids[:, : self.length]
         repeated = torch.stack([repeated_passages(begun, self.passage, gap) for gap in self.gaps], 1)
         ends = torch.cat([begun[:, None], repeated], 1)[..., -self.passage :]  # the text's own is the first
@@ -76,7 +76,7 @@ class RepeatReader:
             yield before + begin, logits
 
     def first_losses(self, losses: Tensor) -> Tensor:
-        """Give the mean loss on every passage where it first stands, from the losses before a text's end."""
+        """Return the mean loss on every passage where it first stands, from the losses before a text's end."""
         begins = [losses.shape[1] - self.passage - gap for gap in self.gaps]
         passages = [losses[:, begin : begin + self.passage - 1] for begin in begins]
         return torch.stack([passage.double().mean(-1).cpu() for passage in passages], 1)

@@ -46,11 +46,6 @@ class Subject:
             with exchange_students(self.model, self.heads):
                 yield self.model
 
-    @property
-    def exact_tokens(self) -> int:
-        """The tokens that a plain window keeps."""
-        return 0 if self.allocation is None else self.allocation.exact_tokens
-
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
         """Count the bytes of cache or state once `length` tokens have been read."""
         return cache_bytes(layers, length) if self.allocation is None else self.allocation.state_bytes(layers, length)

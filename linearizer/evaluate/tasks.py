@@ -58,9 +58,9 @@ def measure_tasks(
 
 
 def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
-    """Give lm_eval's manager of tasks, and load the named tasks once: missing data is then known before measuring."""
+    """Return lm_eval's manager of tasks; load the named tasks once, so that missing data is known before measuring."""
     if folder is not None and not folder.is_dir():
-        raise RequestError(f"--task-folder {str(folder)!r} is no folder: name one that holds tasks as YAML files")
+        raise RequestError(f"--task-folder {str(folder)!r} is not a folder: name one that holds tasks as YAML files")
     try:
         from lm_eval.tasks import TaskManager, get_task_dict
     except ImportError as error:
@@ -107,7 +107,7 @@ def collect_scores(name: str, results: Mapping[str, Any], names: Sequence[str]) 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep the harness from printing: what matters is raised, or among the results."""
+    """Suppress the output of the harness: errors are raised, and results are returned."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

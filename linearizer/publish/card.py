@@ -241,7 +241,7 @@ def describe_repetition(training: Trained) -> str:
 
 
 def list_limits(allocation: Allocation, training: Trained, examined: bool) -> str:
-    """List the limits of the student, beside those of all students."""
+    """List the limits of this student; those of all students stand in the template."""
     heads = [head for row in allocation.heads for head in row]
     limits = [f"The training was ended at {training.done:,} of {training.asked:,} steps."] * training.early
     limits += ["The features were not trained."] * (not training.done and any(head.features for head in heads))

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 from linearizer.amounts import size
-from linearizer.errors import RequestError
+from linearizer.errors import FaultError, RequestError
 from linearizer.hub.repository import (
     Preview,
     Published,
@@ -68,6 +68,7 @@ def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str |
     revision = yield from upload(repo, files, title, gone, token)
     if run is None:
         return Published(repo.repo_id, revision, repo.url, repo.url)
+    check_published_config(run, repo, revision, token)
     done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", write_snippet(repo.repo_id, revision))
     run.log(EventName.PUBLISHED, **asdict(done), private=repo.private)
     return done
@@ -164,3 +165,12 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     if teacher.repo_id is None and teacher.name != "demo":  # which comes with every Linearizer
         notes.append(f"{teacher.name} is a local folder, so nobody else can make this again")
     return tuple(notes)
+
+
+def check_published_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
+    """Load the published config as users will, and compare it with the run's."""
+    from linearizer.student.modeling_linearized import LinearizedConfig
+
+    published = LinearizedConfig.from_pretrained(fetch_file(repo, CONFIG, revision, token).parent)
+    if published.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():
+        raise FaultError(f"{repo.repo_id!r} at {revision} has another config than the run: publish again")

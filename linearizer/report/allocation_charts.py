@@ -162,7 +162,7 @@ def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str,
 
 
 def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None) -> Figure:
-    """Draw what every KV head holds, in tokens of cache, beside Fix; axes have room for any budget."""
+    """Draw what every KV head holds, in tokens of cache, compared with Fix; axes have room for any budget."""
     places = [(i, j, head) for i, row in enumerate(allocation.heads) for j, head in enumerate(row)]
     names = [f"layer {i}, KV head {j}: {head.in_brief}" for i, j, head in places]
     held = all_parts(allocation, layers)

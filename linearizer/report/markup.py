@@ -33,7 +33,7 @@ def message_box(text: str, kind: str = "note") -> str:
 
 
 def announcement(text: str) -> str:
-    """Give a piece the text that the page's one live region announces when the piece is new."""
+    """Return the attribute by which the page's live region announces a new piece."""
     return f' data-heard="{escape(without_folders(text))}"'
 
 

@@ -1,4 +1,4 @@
-"""What prices predict of a student's kl, beside what was measured of whole students: a price is of one head alone."""
+"""The kl that prices predict of a student, corrected by the kl of whole students: a price is of one head alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Correction:
 
     @property
     def factor(self) -> float:
-        """By how much a prediction of this run is to be multiplied."""
+        """The factor that corrects the predictions of this run."""
         return self.measured / self.predicted
 
     @property
@@ -50,7 +50,7 @@ def find_correction(run: Run) -> Correction | None:
 
 
 def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
-    """Say what kl prices predict of an allocation by a plan, times what this run measured; nothing without prices."""
+    """Describe the kl that prices predict of an allocation, scaled by what this run measured; "" without prices."""
     if plan.rules.decided_by != "prices":
         return ""
     try:
@@ -67,7 +67,7 @@ def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
 
 
 def kl_sentences(run: Run) -> list[str]:
-    """Say what was predicted and what was measured of a run's student, and which allocation was kept and why."""
+    """Describe the predicted and the measured kl of a run's student, and which allocation was kept and why."""
     correction, candidates = find_correction(run), run.candidates
     predicted = [] if correction is None else [f"{correction.in_words}."]
     return predicted + ([] if candidates is None else [candidates.in_words])

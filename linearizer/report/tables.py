@@ -40,7 +40,7 @@ def describe_heads(allocation: Allocation) -> str:
 
 
 def describe_environment(part: Part) -> tuple[str, ...]:
-    """Say with what a part was measured, and whether there was a teacher."""
+    """Name the software and device of a measurement, and why there was no teacher."""
     made = part.made_with
     versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
     text = f"{made.dtype} on {made.device}; {versions}"
@@ -48,7 +48,7 @@ def describe_environment(part: Part) -> tuple[str, ...]:
 
 
 def describe_texts(part: Part) -> str:
-    """Say what texts a part was measured on, and whether they are longer than the teacher's positions."""
+    """Describe the texts of a part, and whether they are longer than the teacher's positions."""
     read = part.read
     assert read is not None, "the part reads texts"
     beyond = "; longer than the teacher's positions: extrapolated" * read.beyond
@@ -167,7 +167,7 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
 
 
 def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
-    """Say from which length on the student is better, by its shape and as measured."""
+    """Name the lengths from which on the student is better."""
     if breakeven is None:
         return ()
     return (

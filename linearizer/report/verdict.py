@@ -24,7 +24,7 @@ WINDOW = "a plain window of the same bytes"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worth of a student beside a plain window of the same bytes."""
+    """The comparison of a student with a plain window of the same bytes."""
 
     kind: Kind
     sentence: str
