@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from linearizer import pipeline
 from linearizer.checks import with_absolute_paths
 from linearizer.cli.main import main
-from linearizer.errors import FolderError
 from linearizer.evaluate import evaluate_run
 from linearizer.evaluate.language import read_scores
 from linearizer.evaluate.setup import assembled
@@ -77,79 +76,30 @@ def examined(run):
     return [event["part"] for event in run.events() if event["event"] == "examined"]
 
 
-def asked_texts(run):
-    return {part: result["asked"]["texts"] for part, result in run.evaluation_parts.items()}
-
-
 @pytest.fixture
 def begun(tmp_path):
     """A run that has only begun."""
     return Run.create(tmp_path / "run", Plan("demo", budget=64))
 
 
-def test_parts_and_with_what_they_were_made_stand_in_one_file(begun):
-    assert begun.evaluation_parts == {} == begun.evaluation_file["made_with"]
-    begun.write_evaluation(made_with={"seed": 0})
-    begun.write_evaluation(parts={"needle": {"lengths": [64]}})
-    assert begun.evaluation_file == {"parts": {"needle": {"lengths": [64]}}, "made_with": {"seed": 0}}
-
-
-def test_a_file_that_was_cut_off_is_named(begun):
-    begun.write("evaluation.json", '[{"name": "tea')
-    with pytest.raises(FolderError, match="evaluation.json' cannot be read"):
-        assert begun.evaluation_parts
-
-
-def test_all_are_measured_and_it_is_said_with_what(run, said):
-    code, out, err = said("evaluate", run.folder, "--parts", "language,recall", "--texts", "3", "--json")
+def test_all_are_measured_and_named_with_what_they_were_measured_with(run, said):
+    command = ("evaluate", run.folder, "--parts", "language,recall", "--texts", "3")
+    code, out, err = said(*command, "--json")
     assert code == 0, err
     assert json.loads(out) == run.evaluation_parts
     language = run.evaluation_parts["language"]
-    assert [subject["name"] for subject in language["subjects"]] == [
-        "teacher",
-        "student",
-        "window",
-        "untrained",
-        *RIVALS,
-    ]
+    names = [subject["name"] for subject in language["subjects"]]
+    assert names == ["teacher", "student", "window", "untrained", *RIVALS]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
     made = language["asked"]["made_with"]
     assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
     assert {"text", "learnt", "judged", "seed", "versions", "device"} <= run.evaluation_file["made_with"].keys()
-
-
-def test_the_tables_name_all_that_are_compared(run, said):
-    out = said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")[1]
-    for word in ("teacher", "student", "window", "untrained", "calibration", "seed 0", "torch", "95%"):
-        assert word in out
+    out = said(*command)[1]  # stored for the same request
+    assert examined(run) == ["language", "recall"] and run.evaluation_parts["language"] == language
+    assert all(word in out for word in (*names, "calibration", "seed 0", "torch", "95%"))
+    said(*command, "--again")
+    assert examined(run)[2:] == ["language", "recall"] and run.evaluation_parts["language"] == language
     assert run.done and jobs.status(run).state == "done"
-
-
-def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypatch):
-    said("evaluate", run.folder, "--parts", "language", "--texts", "2")
-    before = run.evaluation_parts["language"]
-    with monkeypatch.context() as patch:
-        unasked = (lambda *_: pytest.fail(), evaluate_run.ON_TEXT)
-        patch.setitem(evaluate_run.PART_MEASURES, "language", unasked)
-        said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
-    assert list(run.evaluation_parts) == ["language", "recall"]
-    said("evaluate", run.folder, "--parts", "language", "--texts", "2", "--again")
-    assert run.evaluation_parts["language"] == before
-    said("evaluate", run.folder, "--parts", "language", "--texts", "3")
-    assert run.evaluation_parts["language"] != before
-
-
-def test_an_interrupted_evaluation_keeps_what_was_finished(run):
-    steps = pipeline.evaluate(run, evaluate_run.Request(("language", "recall"), texts=2))
-    while next(steps).step != "recall":
-        pass
-    steps.close()
-    assert asked_texts(run) == {"language": 2, "recall": 8}
-    events = [event["event"] for event in run.events()]
-    finish(pipeline.evaluate(run, evaluate_run.Request(("language", "recall"), texts=2)))
-    new = run.events()[len(events) :]
-    assert [event["part"] for event in new if event["event"] == "examined"] == ["recall"]
-    assert {event["job"] for event in new} == {"evaluate"} and jobs.state_of(run) == "done"
 
 
 def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
@@ -260,7 +210,7 @@ def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, said):
         (["--parts", "needle", "--lengths", "100"], "4 pairs do not fit into a text of 100 tokens"),
         (["--lengths", "160,200"], "has learned 192 positions; ask for at most 192"),
         (["--parts", "tasks"], "no task was named: add --tasks"),
-        (["--tasks", "colours", "--task-folder", "absent"], "'absent' is no folder"),
+        (["--tasks", "colours", "--task-folder", "absent"], "'absent' is not a folder"),
         (["--tasks", "colours", "--limit", "0"], "limit 0 is not allowed: it should be greater than or equal to 1"),
         (["--seconds", "0"], "seconds 0.0 is not allowed: it should be greater than 0"),
         (["--length", "193"], "has learned 192 positions; ask for at most 192"),

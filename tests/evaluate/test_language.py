@@ -11,13 +11,12 @@ from linearizer.evaluate.language import (
     Resampled,
     calibration_error,
     compare_at,
-    doubling_edges,
     measure_language,
     owners_of,
     read_scores,
     student_t,
 )
-from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_recall
+from linearizer.evaluate.recall import RepeatReader, measure_recall
 from linearizer.evaluate.subjects import Subject, read_together
 from linearizer.method.checkpoint import make_layer_students
 from linearizer.plan.allocation import window_control
@@ -131,8 +130,8 @@ def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
     given = (held, ids, torch.zeros_like(ids), layers, 0, read_together, (10, 40), {10: own})
     result = finish(measure_language(*given))
     assert len(result.subjects) == 3 and [each.window for each in result.lengths] == [
-        own.exact_tokens,
-        held[2].exact_tokens,
+        own.allocation.exact_tokens,
+        held[2].allocation.exact_tokens,
     ]
     short = measured(([held[0], held[1], own], layers), ids[:, :10]).subjects[2]
     assert result.lengths[0].subjects[2].kl.mean == pytest.approx(short.kl.mean, abs=1e-5)
@@ -179,24 +178,6 @@ def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
             assert torch.allclose(earlier, later, atol=1e-4)
 
 
-def test_a_student_and_the_teacher_that_it_holds_are_read_in_pieces_as_in_one(subjects, monkeypatch):
-    student, ids = subjects[0][1].model, tokens(2, 40)
-    held = [Subject("teacher", student.base, softmax=True), subjects[0][1]]
-    whole = measured((held, subjects[1]), ids).subjects[1]
-    monkeypatch.setattr(logits, "MAX_LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
-    pieces = measured((held, subjects[1]), ids).subjects[1]
-    assert [pieces.loss.mean, pieces.kl.mean] == pytest.approx([whole.loss.mean, whole.kl.mean], abs=1e-5)
-
-
-def test_other_heads_attend_only_while_they_are_asked(subjects):
-    student, window = subjects[0][1:]
-    ids = tokens(1, 40)
-    own = logits_of(student.model, ids)
-    with window.at_work() as model:
-        assert not torch.allclose(logits_of(model, ids), own)
-    assert torch.equal(logits_of(student.model, ids), own)
-
-
 @pytest.mark.parametrize("bits", [8, 16])
 def test_a_window_control_takes_no_more_bytes_than_the_student_in_as_many_bits(subjects, bits):
     layers = subjects[1]
@@ -241,12 +222,6 @@ def test_calibration_compares_what_was_said_with_what_came():
     honest = (torch.rand(100_000, generator=generator, dtype=torch.float64) < probability).double()
     assert calibration_error(probability, honest) < 0.005
     assert calibration_error(torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64)) == 1
-
-
-def test_ranges_and_gaps_double_as_far_as_there_is_room():
-    assert doubling_edges(63) == (0,) and doubling_edges(257) == (0, 64, 128, 256)
-    assert doubling_gaps(512, 32) == (32, 64, 128, 256, 448)
-    assert doubling_gaps(64, 32) == (0,)
 
 
 def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects, monkeypatch):

@@ -26,12 +26,6 @@ def test_texts_keep_their_length_and_hold_what_is_asked_for(depth):
     assert torch.equal(hide_pairs(text(1, 400)[:, :400] * 0 + 7, depth, 1).ids, torch.full((1, 400), 7))
 
 
-def test_pairs_are_drawn_by_the_seed():
-    windows = text(1, MIN_NEEDLE_TOKENS)
-    assert torch.equal(hide_pairs(windows, 0.5, 3).ids, hide_pairs(windows, 0.5, 3).ids)
-    assert not torch.equal(hide_pairs(windows, 0.5, 3).ids, hide_pairs(windows, 0.5, 4).ids)
-
-
 def test_one_that_looks_up_finds_everything():
     (grid,) = finish(measure_needle([looking_up()], text(1, 400), [200, 400], 4096)).subjects
     assert grid.correct == ((1.0,) * len(DEPTHS),) * 2

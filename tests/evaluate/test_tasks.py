@@ -96,11 +96,6 @@ def test_a_task_that_does_not_exist_is_refused_with_near_names():
         find_tasks(["#"], FOLDER)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path):
-    with pytest.raises(RequestError, match="is no folder: name one that holds tasks as YAML"):
-        find_tasks(["colours"], tmp_path / "absent")
-
-
 def test_data_that_cannot_be_had_is_told_before_anything_is_measured(tmp_path):
     (tmp_path / "far.yaml").write_text((FOLDER / "colours.yaml").read_text().replace("tests/support/tasks/", "absent/"))
     with pytest.raises(RequestError, match="the data of colours cannot be loaded .*--task-folder"):

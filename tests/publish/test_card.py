@@ -6,8 +6,6 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from linearizer.cli.main import parser
-from linearizer.cli.options import plan_changes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.plan import Plan
 from linearizer.publish.card import escape_markdown, write_card, write_snippet
@@ -124,28 +122,6 @@ def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
     text = write_card(made(tmp_path / "run", terms=terms))
     result = ModelCard(text).data.license_link
     assert (result is None) == (link is None) and (link is None or result.endswith(link)) and said in text
-
-
-def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
-    assert "The teacher is gated" in write_card(made(tmp_path / "run", gated=True))
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan.of(model="demo", budget=64),
-        Plan.of("lolcats", model="demo", budget=64, sinks=2, lora=0),
-        Plan.of(model="demo", features=32, steps=9),
-        Plan.of("features", model="demo", budget=64),
-        Plan.of("paper", model="a b's; rm -rf", features=32, window=1, text="file:a b", seed=7, feature_map="prf"),
-        Plan("org/x", budget=9, strategy="gain", may_grow=True, target_length=99, device="cpu", dtype="float32"),
-    ],
-)
-def test_the_command_asks_for_the_plan(plan):
-    import shlex
-
-    options = parser().parse_args(shlex.split(plan.command())[1:])
-    assert Plan.of(**plan_changes(options)) == plan
 
 
 def test_escaped_text_has_no_line_breaks_and_no_markup():

@@ -59,8 +59,6 @@ def everything():
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_training_losses(STEPS),
         "error": training_charts.draw_errors(STEPS),
-        "positions": parts.position_chart.draw(TYPED["language"]),
-        "recall": parts.recall_chart.draw(TYPED["recall"]),
         "memory": training_charts.draw_state_size(StateSize(TOKEN, 10**6)),
     }
 
@@ -84,22 +82,10 @@ def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
     assert tuple(partly.z[2]) == (None, None)
 
 
-def test_every_number_is_written_on_the_map_unless_cells_are_too_small():
-    for heads, written in ((12, True), (17, False)):
-        profile = profile_of([tuple(1.3**n for n in range(heads))] * 3)
-        layers = (Layer(heads, heads, 32, 32),) * 3
-        (cells,) = allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(profile), layers).data
-        assert all(map(all, cells.text)) and (cells.texttemplate == "%{text}") == written
-
-
 def test_lines_of_layers_differ_by_more_than_colour():
     for figure in (allocation_charts.draw_freedom_curves(PROFILE), training_charts.draw_training_losses(STEPS)):
         first, second = figure.data
         assert first.line.dash != second.line.dash and first.line.color != second.line.color
-
-
-def test_a_map_of_nothing_yet_can_be_drawn():
-    assert tuple(allocation_charts.draw_freedom_map({}, LAYERS).data[0].z[0]) == (None, None)
 
 
 def test_curves_are_the_means_of_layers():
@@ -130,14 +116,6 @@ def test_bars_say_in_words_and_by_pattern_what_each_head_became():
     assert len(set(patterns)) == 3
 
 
-def test_slots_are_told_from_features():
-    held = Allocation("gain", 4, ((Head(8, slots=16), Head(8)), (), (Head(8, 16), Head(8, slots=6))))
-    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(held, LAYERS).data}
-    assert bars["slots"].y[0] * head_bytes.token_bytes(LAYERS[0]) == 16 * head_bytes.slot_bytes(LAYERS[0])
-    assert [height > 0 for height in bars["slots"].y] == [True, False, False, True]
-    assert bars["slots"].customdata[0] == "layer 0, KV head 0: 8 + 16 slots"
-
-
 def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
     for budget, window in ((40, 32), (20, 8), (1, 8)):  # beside 4 sinks
         option = allocation_charts.priced_alike(PRICES, LAYERS, budget)
@@ -147,26 +125,10 @@ def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
     assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
 
 
-def test_the_curves_name_their_layers_and_the_dashed_line():
-    figure = allocation_charts.draw_freedom_curves(PROFILE)
-    (line,) = figure.layout.shapes
-    assert line.showlegend and line.name.startswith("λ of the map") and all(each.showlegend for each in figure.data)
-
-
-def test_loss_charts_have_whole_steps():
-    few, many = (training_charts.draw_errors(STEPS[:count]).layout.xaxis for count in (3, 1000))
-    assert few.dtick == 1 and few.tickformat == many.tickformat == ",d"
-
-
 def test_every_axis_says_its_unit():
     for name, figure in everything().items():
         for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
             assert axis.title.text, name
-
-
-def test_hover_labels_can_be_read():
-    label = everything()["recall"].layout.hoverlabel
-    assert contrast(label.bgcolor, label.font.color) >= 4.5
 
 
 def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
@@ -174,19 +136,6 @@ def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
     assert len(line.x) <= chart_style.MAX_POINTS
     assert line.x[-1] == 1000
     assert line.y[-1] == pytest.approx(0.001)
-
-
-def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
-    events = [*STEPS[:5], {"event": "distill", "done": 6, "layers": {"0": 0.1}}]
-    lines = training_charts.draw_training_losses(events).data
-    assert [line.name for line in lines] == ["layer 0", "layer 2"]
-    assert lines[1].y[-1] is None
-
-
-def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = parts.recall_chart.draw(TYPED["recall"]).data[:3]
-    assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
-    assert [line.y[0] for line in lines] == [2.5] * 3
 
 
 def test_no_two_models_of_an_evaluation_look_alike():
@@ -216,7 +165,3 @@ def test_numbers_can_be_read_on_every_colour_of_a_map():
     for colour in sample_colorscale(scale, [place / 20 for place in range(21)], colortype="tuple"):
         hexadecimal = "#" + "".join(f"{round(255 * part):02x}" for part in colour)
         assert contrast(hexadecimal, chart_style.MAP_INK) >= 4.5
-
-
-def test_a_head_is_named_by_what_it_holds():
-    assert Head(4, 6, memory="gdn").in_brief == "4 + 6 rows of gdn"

@@ -52,14 +52,6 @@ def test_subjects_differ_by_marker_not_only_by_colour(part, title):
     assert len(set(first)) == len(first) == (3 if part == "speed" else len(NAMES))
 
 
-def test_losses_carry_the_interval_that_was_found():
-    student = traces("language", "Loss")["student"]
-    assert student["x"] == [3.5] and student["text"] == ["3.500"]
-    assert student["error_x"]["array"] == pytest.approx([0.2]) and student["error_x"]["arrayminus"] == pytest.approx(
-        [0.1]
-    )
-
-
 def test_positions_and_gaps_are_those_that_were_measured():
     assert traces("language", "Loss by position")["student"]["x"] == ["0–64", "64–127"]
     error = traces("language", "Loss by position")["student"]["error_y"]

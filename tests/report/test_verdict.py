@@ -88,11 +88,6 @@ def test_texts_that_the_teacher_itself_reads_badly_are_no_test():
     assert verdict(at(1024, BETTER, strained=True)).kind == "note"
 
 
-def test_what_grows_is_said_to_grow():
-    said = verdict(at(512, BETTER), state=GROWS).sentence
-    assert "440 kB + 594 B a token: 2.87 MB after 4k, 19.9 MB after 32k, 78.3 MB after 128k tokens." in said
-
-
 def test_without_a_teacher_losses_are_compared():
     alone = tuple(replace(each, kl=None, agreement=None) for each in at(512, BETTER).subjects)
     result = verdict(at(512, BETTER, subjects=alone))
