@@ -8,9 +8,8 @@ Far keys enter a row only as sums, so a feature keeps two things about all keys 
 To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Everything that is
 exponentiated is at most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 
-This is linear in time and memory. Kernels read texts with features (kernel_text_features.py), and tokens where there is
-a window alone (kernel_token_windows.py). `linear_attention` is what callers use (kernel_dispatch.py); it takes every
-other memory, too (softmax_parts.py).
+This is linear in time and memory. Kernels read texts with features (kernel_text_features.py). Callers use
+`linear_attention` (kernel_dispatch.py), which takes every other memory, too (softmax_parts.py).
 
 Shapes: q (batch, heads, group, tokens, key_dim), already multiplied by the scale of the scores; k, v (batch, heads,
 tokens, dim). Heads are KV heads, a group is the query heads that share one. real (batch, tokens) is false at padding,

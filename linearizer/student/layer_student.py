@@ -4,8 +4,9 @@ Every KV head is one of four kinds: an exact window, a window and features, a wi
 merged into, or softmax over all tokens. Heads that hold the same are a group and are computed together.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,24 +14,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap
-from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention, slot_attention
+from .kernel_dispatch import linear_attention
 from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import read_in_c
-from .kernel_token_table import TokenGroup
 from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import MatrixRule, ScaledRule
-from .packed_state import (
-    FewBits,
-    Turns,
-    attend_in_few_bits,
-    first_columns,
-    first_tokens,
-    pack_state,
-    unpack_state,
-)
+from .packed_state import Turns, first_columns, first_tokens, pack_state, round_tokens, unpack_state
 from .rounding import FEWER, can_turn, round_vectors
 from .slots_merging import Merger, Merging
-from .slots_torch import read_text, read_together
+from .slots_torch import Reading, read_text, read_together
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .token_buffer import WindowGroup, attend_token_in_buffer
 from .update_rules import UPDATE_RULES
@@ -48,34 +40,43 @@ def generator_at(seed: int, *place: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class FeatureGroup(nn.Module):
-    """KV heads of one layer that hold the same; heads are their indices in the layer."""
+class HeadGroup(nn.Module):
+    """KV heads of one layer that hold the same; `heads` are their indices in the layer."""
+
+    def __init__(self, heads: list[int], window: int, sinks: int, bits: int, turns: bool) -> None:
+        super().__init__()
+        self.heads, self.window, self.sinks, self.bits, self.turns = heads, window, sinks, bits, turns
+
+    def merging(self, scale: float) -> Merging | None:
+        return None
+
+    def window_group(self, scale: float, state: Any) -> WindowGroup | None:
+        """Return what reads windows, alone or with slots, for all heads of a layer at once; None: it cannot."""
+        return WindowGroup(self.heads, state, self.merging(scale), self.bits)
+
+
+class FeatureGroup(HeadGroup):
+    """KV heads with a window, and features or a memory where `features` is not 0."""
 
     def __init__(
-        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16,
-        value_dim: int = 0,
+        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int,
+        value_dim: int,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.bits = bits
-        self.heads, self.window, self.sinks = heads, window, sinks
+        turns = can_turn(bits, key_dim, value_dim) and not features  # features are made of keys as they come
+        super().__init__(heads, window, sinks, bits, turns)
         self.features, self.feature_map = features, None  # type: int, FeatureMap | MatrixRule | None
         if features and (rule := UPDATE_RULES.get(feature_map)):
-            self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, rule)
+            self.feature_map = MatrixRule(len(heads), key_dim, value_dim, features, rule)
         elif features:
             self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features)
-        self.turns = (
-            can_turn(bits, key_dim, value_dim or key_dim) and not features
-        )  # they are made of keys as they come
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None
     ) -> tuple[Tensor, ExactState]:
-        memory = self.memory(scale)
-        if state is None:
-            state = self.empty(k, v, self.window, scale)
-        return linear_attention(q * scale, k, v, memory, self.window, real, state), state
+        state = self.empty(k, v, self.window, scale) if state is None else state
+        return linear_attention(q * scale, k, v, self.memory(scale), self.window, real, state), state
 
-    def memory(self, scale: float) -> "ScaledMap | ScaledRule | None":
+    def memory(self, scale: float) -> ScaledMap | ScaledRule | None:
         """Return the far field for queries that carry the whole scale of the scores."""
         if isinstance(self.feature_map, MatrixRule):
             return ScaledRule(self.feature_map, scale**0.5)
@@ -83,58 +84,42 @@ class FeatureGroup(nn.Module):
 
     def empty(self, k: Tensor, v: Tensor, window: int, scale: float) -> ExactState:
         memory = self.memory(scale)
-        if isinstance(memory, ScaledRule):
-            return memory.empty(k, v, window, self.sinks)
-        return FeatureState.empty(k, v, window, self.sinks, self.features)
+        if memory is None:
+            return FeatureState.empty(k, v, window, self.sinks, 0)
+        return memory.empty(k, v, window, self.sinks)
 
-    def window_group(self, scale: float, state: ExactState) -> WindowGroup | None:
-        """Return what one token needs in PyTorch, where a window is all there is."""
-        return WindowGroup(self.heads, state, None, self.bits) if self.feature_map is None else None
-
-    def token_group(self, scale: float, state: ExactState) -> TokenGroup | None:
-        """Return what a kernel for one token needs, where a window is all there is."""
-        return TokenGroup(self.heads, state, self.window) if self.feature_map is None else None
+    def window_group(self, scale: float, state: Any) -> WindowGroup | None:
+        return super().window_group(scale, state) if self.feature_map is None else None
 
 
-class SlotGroup(nn.Module):
-    """KV heads of one layer that merge what leaves their window; heads are their indices in the layer."""
+class SlotGroup(HeadGroup):
+    """KV heads that merge what leaves their window into slots."""
 
     def __init__(
         self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int, bits: int, value_dim: int
     ) -> None:
-        super().__init__()
-        self.bits = bits
-        self.heads, self.window, self.slots, self.block, self.sinks = heads, window, slots, block, sinks
-        self.merger, self.turns = Merger(len(heads), key_dim), can_turn(bits, key_dim, value_dim)
+        super().__init__(heads, window, sinks, bits, can_turn(bits, key_dim, value_dim))
+        self.slots, self.block, self.merger = slots, block, Merger(len(heads), key_dim)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SlotState | None
-    ) -> tuple[Tensor, SlotState]:
-        state = self.empty(k, v) if state is None else state
-        return slot_attention(q * scale, k, v, self.merging(scale), real, state), state
-
-    def empty(self, k: Tensor, v: Tensor) -> SlotState:
-        return SlotState.empty(k, v, self.window, self.sinks, self.slots)
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState | None
+    ) -> tuple[Reading, SlotState]:
+        """Begin to read a text; return the reading, and the state that it brings up to date."""
+        state = SlotState.empty(k, v, self.window, self.sinks, self.slots) if state is None else state
+        return read_text(q, k, v, merging, real, state), state
 
     def merging(self, scale: float) -> Merging:
         metric, gain, mean_query = self.merger()
         root = 1.0 if self.turns else scale**0.5  # turned keys are multiplied by it
         return Merging(metric, gain, mean_query, self.window, self.block, root, self.bits)
 
-    def window_group(self, scale: float, state: SlotState) -> WindowGroup:
-        return WindowGroup(self.heads, state, self.merging(scale), self.bits)
 
-    def token_group(self, scale: float, state: SlotState) -> TokenGroup:
-        return TokenGroup(self.heads, state, self.window, merging=self.merging(scale))
-
-
-class SoftmaxGroup(nn.Module):
-    """Softmax heads: KV heads of one layer that keep their whole cache."""
+class SoftmaxGroup(HeadGroup):
+    """Softmax heads: KV heads that keep their whole cache."""
 
     def __init__(self, heads: list[int], bits: int, sinks: int, key_dim: int, value_dim: int) -> None:
-        super().__init__()
-        self.heads, self.bits, self.turns = heads, bits, can_turn(bits, key_dim, value_dim)
-        self.sinks = sinks if bits < 16 else 0  # that are kept apart
+        kept = sinks if bits < 16 else 0  # apart from the others
+        super().__init__(heads, 0, kept, bits, can_turn(bits, key_dim, value_dim))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
@@ -148,23 +133,13 @@ class SoftmaxGroup(nn.Module):
         if padded or (state is not None and tokens > 1):
             causal = torch.ones(tokens, k.shape[-2], dtype=torch.bool, device=k.device).tril(k.shape[-2] - tokens)
             mask = (causal & real[:, None])[:, None]
+        causal_alone = mask is None and bool(tokens > 1)
         out = scaled_dot_product_attention(
-            q.flatten(1, 2),
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None and bool(tokens > 1),
-            scale=scale,
-            enable_gqa=True,
+            q.flatten(1, 2), k, v, attn_mask=mask, is_causal=causal_alone, scale=scale, enable_gqa=True
         )
         return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real, *first_columns(k, v, real, self.sinks))
 
-    def window_group(self, scale: float, state: SoftmaxState) -> WindowGroup | None:
-        """Return nothing: the whole cache is no window."""
-        return None
-
-    def token_group(self, scale: float, state: SoftmaxState) -> TokenGroup | None:
-        """Return nothing: kernels for one token serve states of fixed size."""
+    def window_group(self, scale: float, state: Any) -> WindowGroup | None:
         return None
 
 
@@ -184,24 +159,22 @@ class LayerStudent(nn.Module):
             if not isinstance(kind, str) and not any(kind[:3]) and not sinks:
                 raise ValueError(f"KV heads {heads} hold nothing: give them a window, features, sinks or softmax")
 
-        def group(kind: tuple[Any, ...] | str, heads: list[int]) -> nn.Module:
+        def group(kind: tuple[Any, ...] | str, heads: list[int]) -> HeadGroup:
             if isinstance(kind, str):
-                return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16), sinks, key_dim, value_dim or key_dim)
+                return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16), sinks, key_dim, value_dim)
             usual: list[Any] = [0, 0, 0, 0, 16, ""]
             window, features, slots, block, bits, memory = [*kind, *usual[len(kind) :]]
             if slots:
-                return SlotGroup(heads, window, slots, block, sinks, key_dim, bits, value_dim or key_dim)
+                return SlotGroup(heads, window, slots, block, sinks, key_dim, bits, value_dim)
             return FeatureGroup(heads, window, features, sinks, key_dim, memory or feature_map, bits, value_dim)
 
+        value_dim = value_dim or key_dim
         self.kv_heads, self.sinks = len(held), sinks
-        self.merges = any(not isinstance(kind, str) and any(kind[2:3]) for kind in kinds)
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
+        self.merges = any(isinstance(each, SlotGroup) for each in self.groups)
         self.kinds_of_bits = sorted({int(each.bits) for each in self.groups})  # type: ignore[arg-type]
-        turned = any(each.turns for each in self.groups)
-        self.turns = Turns(len(held), key_dim, value_dim or key_dim) if turned else None
-        self.exact_values = (
-            False  # values of any size, as they are: only to measure attention's weights, without memory
-        )
+        self.turns = Turns(len(held), key_dim, value_dim) if any(each.turns for each in self.groups) else None
+        self.exact_values = False  # keep values of any size as they are: to measure attention's weights, without memory
         self.in_c: bool | None = None  # whether the kernel in C reads; None: where a trial finds it right
         self.found_right: set[tuple] = set()  # the types and sizes for which a trial did
 
@@ -249,49 +222,63 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`, a list with the state of every group.
 
-        Many groups may read in one call of a kernel; in PyTorch a token of many is a few operations in a buffer, heads
-        with slots read a text together, and the other groups attend one by one.
+        The kernel in C reads for many groups at once. In PyTorch windows and slots of all heads read a token in a few
+        operations, heads with slots read a text together, and the other groups attend one by one.
         """
         query = query.unflatten(1, (self.kv_heads, -1))
         batch, _, each, tokens, _ = query.shape  # what is put out lies as its layer wants it, token by token
         out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
-        inputs = query, key, value, scale, real, out
-        done = attend_token_of_layer(self.groups, memory, *inputs, self.turns)  # type: ignore[arg-type]
+        inputs, groups, done = (
+            (query, key, value, scale, real, out),
+            cast(Sequence[HeadGroup], self.groups),
+            list[int](),
+        )
         if self.reads_in_c(query, key, value):
-            done += read_in_c(self.groups, memory, *inputs, self.turns, self.exact_values)  # type: ignore[arg-type]
-        if len(done) == len(self.groups):
-            return out.flatten(1, 2)
-        done += attend_token_in_buffer(self.groups, memory, *inputs, done, self.turns)  # type: ignore[arg-type]
+            done = read_in_c(groups, memory, *inputs, self.turns, self.exact_values)
+        if len(done) < len(groups):
+            done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns)
         if memory is not None:
-            memory += [None] * (len(self.groups) - len(memory))
-        left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
-        if not left:
-            return out.flatten(1, 2)
-        small = {
-            index: FewBits.of(
-                query, key, value, group.bits, group.heads, self.turns if group.turns else None, scale**0.5,
-                self.exact_values,
-            )
-            for index, group in left
-            if int(group.bits) < 16  # type: ignore[arg-type]
-        }  # fmt: skip
-        parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)
-        for index, group in left:
-            heads = as_slice(group.heads)  # type: ignore[arg-type]
-            if index in parts:
-                part = parts.pop(index)
-            else:
-                state = None if memory is None else memory[index]
-                if few := small.get(index):
-                    part, state = attend_in_few_bits(group, few, scale, real, state, memory is not None, self.sinks)
-                else:
-                    part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
-                if memory is not None:
-                    memory[index] = state
+            memory += [None] * (len(groups) - len(memory))
+        left = {index: group for index, group in enumerate(groups) if index not in done}
+        taken = {index: self.take(group, *inputs[:5], memory and memory[index]) for index, group in left.items()}
+        parts = self.read_with_slots(left, taken, scale, real)
+        for index, group in left.items():
+            part, state = parts.pop(index) if index in parts else group(*taken[index][:3], scale, real, taken[index][3])
+            if memory is not None:
+                memory[index] = state if group.bits == 16 else pack_state(state, group.bits, memory[index])
+            heads = as_slice(group.heads)
             if self.turns is not None and group.turns and not self.exact_values:
                 part = self.turns(self.turns.turn_back, part, heads)
             out[:, heads] = part.to(out.dtype)
         return out.flatten(1, 2)
+
+    def take(
+        self, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Return queries, keys and values as a group attends with them, and its state to compute with."""
+        heads = as_slice(group.heads)
+        q, k, v = q[:, heads], k[:, heads], v[:, heads]
+        if group.bits == 16:
+            return q, k, v, state
+        first = first_tokens(state, q.shape[-2], real, self.sinks, q)
+        if group.turns and self.turns is not None:
+            q, k, turned = self.turns(self.turns.turn, q, k, None if self.exact_values else v, scale**0.5, heads)
+            v = v if turned is None else turned
+        k, v = round_tokens(k, group.bits, first), v if self.exact_values else round_tokens(v, group.bits, first)
+        return q, k, v, state and unpack_state(state, group.bits, k.dtype, v.dtype)
+
+    def read_with_slots(
+        self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None
+    ) -> dict[int, tuple[Tensor, SlotState]]:
+        """Let all groups with slots read a text, so that they merge a block at once; return what each gives."""
+        readings, states = {}, {}
+        for index, group in groups.items():
+            if isinstance(group, SlotGroup):
+                q, k, v, state = taken[index]
+                merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
+                readings[index], states[index] = group.read(q * scale, k, v, merging, real, state)
+        parts = read_together([*readings.values()])
+        return {index: (part, states[index]) for index, part in zip(readings, parts, strict=True)}
 
     def reads_in_c(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Tell whether the kernel in C may read such a text; the first call tries it, beside PyTorch."""
@@ -332,39 +319,3 @@ class LayerStudent(nn.Module):
             return k, v
         enter, back, _, enter_v, back_v, _ = self.turns.matrices(k.dtype)
         return round_vectors(k @ enter, bits) @ back / scale**0.5, round_vectors(v @ enter_v, bits) @ back_v
-
-    def read_with_slots(
-        self, left: list, memory: list | None, query: Tensor, key: Tensor, value: Tensor, small: dict, scale: float,
-        real: Tensor | None,
-    ) -> dict[int, Tensor]:  # fmt: skip
-        """Let all heads with slots that no kernels serve read a text, so that they merge a block at once; return what
-        each group gives."""
-        readings, states = {}, {}
-        parts: dict[int, Tensor] = {}
-        as_token = query.shape[-2] == 1 and real is None
-        for index, group in left:
-            if not isinstance(group, SlotGroup) or as_token:
-                continue
-            heads = as_slice(group.heads)
-            state = None if memory is None else memory[index]
-            if few := small.get(index):
-                q, first = few.query, first_tokens(state, query.shape[-2], real, self.sinks, query)
-                k, v = few.beside_sinks(first)
-            else:
-                q, k, v = query[:, heads], key[:, heads], value[:, heads]
-            if state is not None and few:
-                state = unpack_state(state, group.bits, k.dtype, v.dtype)
-            state = group.empty(k, v) if state is None else state
-            merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
-            inputs = q * scale, k, v, merging
-            if kernel_serves_text_slots(*inputs, state):
-                continue
-            small.pop(index, None)
-            states[index], reading = state, read_text(*inputs, real, state)
-            readings[index] = reading
-        parts |= zip(readings, read_together(list(readings.values())), strict=True)
-        if memory is not None:
-            for index, state in states.items():
-                bits = self.groups[index].bits
-                memory[index] = pack_state(state, bits) if bits < 16 else state
-        return parts

@@ -9,14 +9,14 @@ bytes each. Sinks are never rounded to few bits: most heads lean on their keys, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .rounding import FEWER, pack_vectors, rotate, rotation, round_vectors, unpack_vectors
-from .state import as_slice, is_exact, least_count, remember_sink, remember_token, tensors, working_dtype
+from .state import as_slice, is_exact, least_count, tensors, working_dtype
 
 MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
 KEPT_AS_BYTES = (torch.int8, torch.uint8, torch.int16)
@@ -91,35 +91,10 @@ class Turns(nn.Module):
         return rotate(metric.to(self.key_steps) * self.key_steps[head])
 
 
-@dataclass(frozen=True)
-class FewBits:
-    """Queries, keys and values of some heads of a layer as they take them in few bits."""
-
-    query: Tensor
-    exact: tuple[Tensor, Tensor]  # keys and values
-    rounded: tuple[Tensor, Tensor]
-
-    @staticmethod
-    def of(
-        q: Tensor, k: Tensor, v: Tensor, bits: Any, heads: Any, turns: Turns | None, root: float, exact_values: bool
-    ) -> FewBits:
-        """Round what some heads of a layer take, turned if they turn it."""
-        at = as_slice(heads)
-        q, k, v = q[:, at], k[:, at], v[:, at]
-        if turns is not None:
-            q, k, turned = turns(turns.turn, q, k, None if exact_values else v, root, at)
-            v = v if turned is None else turned
-        return FewBits(q, (k, v), (round_vectors(k, bits), v if exact_values else round_vectors(v, bits)))
-
-    def beside_sinks(self, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Give keys and values as they are attended to: rounded, but for sinks, which `first` (batch, tokens) names."""
-        if first is None:
-            return self.rounded
-        k, v = (
-            rounded if rounded is exact else torch.where(first[:, None, :, None], as_sink(exact), rounded)
-            for exact, rounded in zip(self.exact, self.rounded, strict=True)
-        )
-        return k, v
+def round_tokens(x: Tensor, bits: int, first: Tensor | None) -> Tensor:
+    """Round keys or values as they are attended to: all but sinks, which `first` (batch, tokens) names."""
+    rounded = round_vectors(x, bits)
+    return rounded if first is None else torch.where(first[:, None, :, None], as_sink(x), rounded)
 
 
 def as_sink(x: Tensor) -> Tensor:
@@ -141,45 +116,14 @@ def tokens_read(state: Any) -> Tensor:  # (batch,)
     return state.count if is_exact(state) else state.real.sum(-1)
 
 
-def attend_in_few_bits(
-    group: nn.Module, given: FewBits, scale: float, real: Tensor | None, held: Any, keep: bool, sinks: int
-) -> tuple[Tensor, Any]:
-    """Let heads attend whose state is kept as bytes; give the state, too, where it is to be kept."""
-    q, bits, tokens = given.query, int(group.bits), given.query.shape[-2]  # type: ignore[arg-type]
-    k, v = given.beside_sinks(first_tokens(held, tokens, real, sinks, q))
-    before = None if held is None else unpack_state(held, bits, k.dtype, v.dtype)
-    alone = keep and before is not None and real is None and tokens == 1
-    if alone and is_exact(held):  # before the group counts the token, in place
-        remember_sink(held, k, v, least_count(held.count))
-        remember_token(held, pack_vectors(k, bits), pack_vectors(v, bits))
-    out, after = group(q, k, v, scale, real, None if before is None else replace(before))
-    if not keep:
-        return out, None
-    return out, pack_token(held, before, after, (k, v), bits) if alone else pack_state(after, bits)
-
-
-def pack_state(state: Any, bits: int = 8) -> Any:
-    """Give a state whose keys and values are bytes, but for sinks."""
-    packed = {name: pack_vectors(x, bits) for name, x in tensors(state).items() if name in PACKED}
-    return replace(state, **packed, **pack_sinks(state), **pack_counts(state, bits))
-
-
-def pack_sinks(state: Any) -> dict[str, Tensor]:
-    return {name: x.to(SINK_TYPE) for name, x in tensors(state).items() if name in SINKS}
-
-
-def pack_token(held: Any, before: Any, after: Any, token: tuple[Tensor, Tensor], bits: int) -> Any:
-    """Pack what a token has changed beside window and sinks: `held` is `before`, packed, which became `after`."""
-    changed = {name: x for name, x in tensors(after).items() if name not in KEYS_AND_VALUES}
-    if not is_exact(held):
-        rows = {
-            name: torch.cat([getattr(held, name), pack_vectors(x, bits)], -2)
-            for name, x in zip("kv", token, strict=True)
-        }
-        return replace(held, **changed, **rows, **pack_sinks(after))
-    merged = [name for name in ("slot_k", "slot_v") if getattr(after, name, None) is not getattr(before, name, None)]
-    changed |= pack_counts(after, bits)
-    return replace(held, **changed, **{name: pack_vectors(getattr(after, name), bits) for name in merged})
+def pack_state(state: Any, bits: int = 8, before: Any = None) -> Any:
+    """Return a state whose keys and values are bytes, but for sinks; of a whole cache only what is new is packed."""
+    rows = 0 if before is None or is_exact(state) else before.k.shape[-2]
+    packed = {name: pack_vectors(x[:, :, rows:], bits) for name, x in tensors(state).items() if name in PACKED}
+    if rows:
+        packed = {name: torch.cat([getattr(before, name), x], -2) for name, x in packed.items()}
+    sinks = {name: x.to(SINK_TYPE) for name, x in tensors(state).items() if name in SINKS}
+    return replace(state, **packed, **sinks, **pack_counts(state, bits))
 
 
 def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:

@@ -12,10 +12,8 @@ all tokens before the first multiple of the block that leaves at most `window` e
 slots. A block adds as many slots as it has tokens; then as many as are too many go, each into one that stays. The
 places whose rows see the same slots are a period.
 
-Attention to them is written several times: token by token, the reference; for a text (many periods at once) and for a
-token in PyTorch (slots_torch.py; token_buffer.py for all heads of a layer); and both by kernels (kernel_text_slots.py,
-kernel_token_slots.py). Callers use `slot_attention` for heads that hold the same, and layer_student.py for those of a
-layer; kernel_dispatch.py chooses. Shapes as in features_torch.py.
+Attention to them: token by token, the reference, and for a text, many periods at once (slots_torch.py); for a token of
+all heads of a layer (token_buffer.py); for both in C (kernel_layer_in_c.py). Shapes as in features_torch.py.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from torch import nn
 from .packed_state import round_slots
 from .state import first_rows, made_once
 
-MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
 MOST_IMPORTANT = 20.0  # logarithm beyond which an importance counts no further: costs stay within single precision
 RECENCY = 1  # power of the place of the newer of two slots by which what merging them costs is multiplied

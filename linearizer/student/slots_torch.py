@@ -5,7 +5,7 @@ The rows of a period see the same slots: those that hold until the next block le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,49 +22,22 @@ from .slots_merging import (
     slots_of_rows,
     take_rows,
 )
-from .softmax_parts import attend_seen, exact_part, join_rows, softmax_over, split_rows
+from .softmax_parts import attend_seen, join_rows, split_rows
 from .state import (
     Columns,
     SlotState,
-    first_places,
     first_rows,
     lay_columns,
-    remember_sink,
     remember_sinks,
-    remember_token,
     remember_window,
     take_tokens,
     working_dtype,
 )
 
 Tensor = torch.Tensor
-Attend = Callable[["Piece"], Tensor]
 Reading = Generator["Piece", Tensor, Tensor]
 MAX_PADDING = 2**14  # pairs with empty slots that take as long as merging heads of two sizes one after the other
 PERIODS_AT_ONCE = 16  # periods whose rows attend at once: more take memory, fewer take more operations
-
-
-def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
-    """Attend with one token; the state is changed in place, but for slots when a block is merged."""
-    q, sinks, window, block = q.to(working_dtype(q)), state.sink_k.shape[-2], merging.window, merging.block
-    places = state.count.tolist()  # plain numbers: on a CPU one operation on tensors takes longer than all of this
-    periods = [(place - window) // block + 1 for place in places]
-    if any(block_leaves(place, window, block) for place in places):
-        slots = merge_leaving(state, merging, places)
-        state.slot_k, state.slot_v, state.weight, state.spread = slots.all()
-    remember_sink(state, k, v, min(places))
-    remember_token(state, k, v)
-    merged, place = torch.tensor([max(period, 0) * block for period in periods], device=q.device), state.count
-    state.count = place + 1
-
-    parts, rows = [], q[..., 0, :]
-    if sinks:
-        gone = None if min(periods) * block >= sinks else first_places(sinks, merged - 1)
-        parts.append(exact_part(rows, state.sink_k, state.sink_v, gone))
-    age = (place[:, None] - torch.arange(window, device=q.device)) % window
-    parts.append(exact_part(rows, state.window_k, state.window_v, age <= (place - merged)[:, None]))
-    logits, values = exact_part(rows, state.slot_k, state.slot_v, None)
-    return softmax_over([*parts, (logits + slot_levels(state, merging)[:, :, None], values)])[..., None, :]
 
 
 def block_leaves(place: int, window: int, block: int) -> bool:
@@ -96,33 +69,20 @@ def slot_levels(held: SlotState | Slots, merging: Merging) -> Tensor:
 
 
 def attend_text_with_slots(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    merging: Merging,
-    real: Tensor | None,
-    state: SlotState,
-    attend: Attend | None = None,
+    q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState
 ) -> Tensor:
-    """Attend to the state and to the new tokens, some periods at a time, as `attend` does it."""
-
-    def attend_all(pieces: list[Piece]) -> list[Tensor]:
-        return [(attend or attend_periods)(piece) for piece in pieces]
-
-    return read_together([read_text(q, k, v, merging, real, state)], attend_all)[0]
+    """Attend to the state and to the new tokens."""
+    return read_together([read_text(q, k, v, merging, real, state)])[0]
 
 
-def read_together(
-    readings: Sequence[Reading], attend: Callable[[list[Piece]], list[Tensor]] | None = None
-) -> list[Tensor]:
+def read_together(readings: Sequence[Reading]) -> list[Tensor]:
     """Let heads of several kinds read one text, so that all of them merge a block at once; return what each gives."""
     pieces = {index: next(reading) for index, reading in enumerate(readings)}
     outputs: dict[int, Tensor] = {}
     while pieces:
-        parts = (attend or attend_pieces)(list(pieces.values()))
-        for index, part in zip(list(pieces), parts, strict=True):
+        for index, piece, slots in zip([*pieces], [*pieces.values()], merge_pieces([*pieces.values()]), strict=True):
             try:
-                pieces[index] = readings[index].send(part)
+                pieces[index] = readings[index].send(attend_rows(piece, slots))
             except StopIteration as end:
                 outputs[index] = end.value
                 del pieces[index]
@@ -184,16 +144,6 @@ class Piece:
     columns: Columns
     merging: Merging
     state: SlotState
-
-
-def attend_periods(piece: Piece) -> Tensor:
-    """Merge the blocks of some periods, one after the other, then attend with the rows of all of them."""
-    return attend_pieces([piece])[0]
-
-
-def attend_pieces(pieces: list[Piece]) -> list[Tensor]:
-    """Merge the blocks of all pieces, then attend with each."""
-    return [attend_rows(piece, slots) for piece, slots in zip(pieces, merge_pieces(pieces), strict=True)]
 
 
 def merge_pieces(pieces: list[Piece]) -> list[Slots]:

@@ -45,7 +45,6 @@ class ExactState:
     window_k: Tensor  # (batch, heads, window, dim)
     window_v: Tensor
 
-    token_table = None  # type: object  # what kernels know of it (kernel_token_table.py): beside it, and no part of it
     token_buffer = None  # type: object  # where its tensors may lie (token_buffer.py)
     layer_in_c = None  # type: object  # what a kernel knows of its layer (kernel_layer_in_c.py)
 

@@ -7,7 +7,7 @@ from linearizer.evaluate.head_errors import collect_errors, head_errors, measure
 from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
 from linearizer.student.layer_student import LayerStudent
-from linearizer.student.packed_state import FewBits
+from linearizer.student.packed_state import round_tokens
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 
@@ -56,10 +56,10 @@ def test_the_rows_of_few_bits_are_those_of_the_keys_that_are_kept(bits, length):
     student = LayerStudent([[length, 0, 0, 0, bits], [5, 0, 6, 4, bits]], 2, 8, "prf")
     student.reset(torch.Generator().manual_seed(0))
     rows, outputs = head_errors(student, q, k, v, 0.3)
-    kept = FewBits.of(q.unflatten(1, (2, 2)), k, v, bits, [0, 1], student.turns, 0.3**0.5, exact_values=False)
-    keys, _ = kept.beside_sinks(torch.arange(length)[None] < 2)
+    query, key, _ = student.turns.turn(q.unflatten(1, (2, 2)), k, v, 0.3**0.5)
+    keys = round_tokens(key, bits, torch.arange(length)[None] < 2)
     above = torch.ones(length, length).triu(1).bool()
-    pairs = (q.unflatten(1, (2, 2)), k), (kept.query, keys)
+    pairs = (q.unflatten(1, (2, 2)), k), (query, keys)
     exact, own = ((x[0, 0] @ y[0, 0].mT * 0.3).masked_fill(above, -torch.inf).softmax(-1) for x, y in pairs)
     assert rows[0].item() == pytest.approx((exact - own).abs().sum(-1).mean().item() / 2, rel=1e-3)
     assert rows[0] < rows[1] < 1 and 0 < outputs[0] < outputs[1]

@@ -9,7 +9,7 @@ from linearizer.student import kernel_common, kernel_text_features, kernel_text_
 from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.kernel_dispatch import attend_chunks_by_kernel
 from linearizer.student.state import FeatureState, tensors
-from tests.support.compiling import attention_and_gradients, attention_inputs, draw, slots
+from tests.support.compiling import attention_and_gradients, attention_inputs
 from tests.support.kernels import CLOSE, DEVICE, ON_GPU, make, mutate, relative
 from tests.support.log_features import extreme, far_of, reference
 
@@ -174,8 +174,7 @@ def test_no_batch_and_no_text_is_too_large_for_a_grid(batch, tokens, monkeypatch
     )
     inputs = attention_inputs(batch, 8, 4, tokens, 64, 64, torch.bfloat16, 8, 4)
     attention_and_gradients(inputs, 8)
-    slots(*inputs[:2], inputs[3], inputs[5], 8, draw(8, 64, 64))
-    assert len(grids) == 12 and all(max(grid[1:]) < 2**16 for grid in grids)
+    assert len(grids) == 10 and all(max(grid[1:]) < 2**16 for grid in grids)
 
 
 def test_constants_are_those_of_pytorch():

@@ -12,14 +12,10 @@ from linearizer.student import (
     kernel_dispatch,
     kernel_text_features,
     kernel_text_gradients,
-    kernel_text_slots,
-    kernel_token_slots,
-    kernel_token_windows,
     kernel_trial,
 )
-from linearizer.student.kernel_dispatch import linear_attention, slot_attention
-from linearizer.student.slots_merging import Merging
-from linearizer.student.state import FeatureState, SlotState
+from linearizer.student.kernel_dispatch import linear_attention
+from linearizer.student.state import FeatureState
 from linearizer.train import attention_loss as losses
 from linearizer.train import attention_loss_kernels
 from linearizer.train.attention_loss import attention_loss
@@ -39,7 +35,7 @@ def untried(monkeypatch):
     monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
     monkeypatch.setattr(kernel_text_features, "SEGMENT", 32)
     if not ON_GPU:  # the interpreter is slow: shorter trials
-        for name, size in (("ENDS", (4, 38)), ("WINDOW", 4), ("SLOTS", 4), ("BLOCK", 3)):
+        for name, size in (("ENDS", (4, 38)), ("WINDOW", 4)):
             monkeypatch.setattr(kernel_dispatch, f"TRIAL_{name}", size)
         monkeypatch.setattr(losses, "TRIAL_TOKENS", 34)
 
@@ -48,12 +44,7 @@ def untried(monkeypatch):
 def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
-    for module, name in (
-        (kernel_dispatch, "run_token_windows"),
-        (kernel_dispatch, "run_token_slots"),
-        (kernel_dispatch, "run_slot_merging"),
-        (losses, "loss_kernels"),
-    ):
+    for module, name in ((losses, "loss_kernels"),):
         kept = getattr(module, name)
         count = Counted(kept, name, counted)
         monkeypatch.setattr(module, name, count)
@@ -82,12 +73,10 @@ def inputs(tokens):
     return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), far_of(feature_map.to(DEVICE))
 
 
-def read(tokens=5, attend=linear_attention):
-    q, k, v, features = inputs(tokens)
-    if tokens == 1:
-        features = None
+def read(attend=linear_attention):
+    q, k, v, features = inputs(5)
     with torch.no_grad():
-        return attend(q, k, v, features, 2, None, FeatureState.empty(k, v, 2, 1, 4 if features else 0))
+        return attend(q, k, v, features, 2, None, FeatureState.empty(k, v, 2, 1, 4))
 
 
 def train():
@@ -100,25 +89,9 @@ def compare():
     return attention_loss(*(x.float().to(DEVICE) for x in make_loss(9, heads=1, batch=1)), 2, 1).value
 
 
-def merge(tokens=5, attend=slot_attention):
-    q, k, v, _ = inputs(tokens)
-    merging = Merging(
-        torch.eye(k.shape[-1], device=DEVICE)[None],
-        torch.ones(1, device=DEVICE),
-        torch.zeros(1, k.shape[-1] + 1, device=DEVICE),
-        2,
-        2,
-    )
-    with torch.no_grad():
-        return attend(q, k, v, merging, None, SlotState.empty(k, v, 2, 1, 2))
-
-
 DOORS = {
     "attention": (read, "FeatureAttention"),
     "attention and its gradients": (train, "FeatureAttention"),
-    "single tokens": (lambda: read(1), "run_token_windows"),
-    "slots": (merge, "run_slot_merging"),
-    "single tokens and slots": (lambda: merge(1), "run_token_slots"),
     "losses of attention rows": (compare, "loss_kernels"),
 }
 
@@ -138,9 +111,6 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
-    "single tokens": (kernel_token_windows, "place - WIDTH + 1, 0", "place - WIDTH + 2, 0"),
-    "slots": (kernel_text_slots, "apart * apart * (apart * apart)", "values * values"),
-    "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }
 
@@ -179,16 +149,14 @@ def test_nothing_is_tried_while_it_is_recorded(launches, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of its own
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(tokens, monkeypatch):
+def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(monkeypatch):
     if not ON_GPU:  # the compiler is not to look into the interpreter
         from triton.runtime.interpreter import GridExecutor
 
         monkeypatch.setattr(GridExecutor, "__call__", torch.compiler.disable(GridExecutor.__call__))
-    for call, door in ((read, linear_attention), (merge, slot_attention)):
-        expected = call(tokens)
-        assert torch.equal(call(tokens, torch.compile(door, backend="eager")), expected)
-    assert len(kernel_trial._verdicts) == 2 and all(kernel_trial._verdicts.values())
+    expected = read()
+    assert torch.equal(read(torch.compile(linear_attention, backend="eager")), expected)
+    assert [*kernel_trial._verdicts.values()] == [True]
 
 
 def test_a_trial_that_finds_no_memory_says_nothing_of_the_kernels(launches, monkeypatch):

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
-from linearizer.student.kernel_dispatch import slot_attention
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
-from linearizer.student.slots_torch import reference
+from linearizer.student.slots_torch import attend_text_with_slots, reference
 from linearizer.student.state import SlotState
 from tests.support.log_features import reference as attend_exactly
 from tests.support.models import student_of, tokens
@@ -41,7 +40,7 @@ def attend(q, k, v, slots, edges=(), block=4, real=None):
     state = SlotState.empty(k, v, WINDOW, SINKS, slots)
     ends = [*edges, q.shape[-2]]
     parts = [
-        slot_attention(
+        attend_text_with_slots(
             q[..., a:b, :],
             k[:, :, a:b],
             v[:, :, a:b],
@@ -125,22 +124,12 @@ def test_padding_anywhere_changes_nothing(holes):
     torch.testing.assert_close(padded[..., kept, :], alone)
 
 
-@torch.no_grad()
-def test_a_token_alone_leaves_the_exact_tokens_where_they_are():
-    q, k, v = drawn(length=21)
-    _, state = attend(q[..., :20, :], k[:, :, :20], v[:, :, :20], 6)
-    ring, sinks = state.window_k, state.sink_k
-    slot_attention(q[..., 20:, :], k[:, :, 20:], v[:, :, 20:], merging(), None, state)
-    assert state.window_k is ring and state.sink_k is sinks
-    assert torch.equal(ring[:, :, 20 % WINDOW], k[:, :, 20]) and torch.equal(sinks, k[:, :, :SINKS])
-
-
 def test_the_root_multiplies_the_keys_that_are_measured():
     q, k, v = drawn()
     states, twice = [], torch.cat([2 * merging().mean_query[:, :-1], merging().mean_query[:, -1:]], -1)
     for own in (merging(), replace(merging(), metric=2 * merging().metric, mean_query=twice, root=0.5)):
         states.append(SlotState.empty(k, v, WINDOW, SINKS, 5))
-        slot_attention(q, k, v, own, None, states[-1])
+        attend_text_with_slots(q, k, v, own, None, states[-1])
     assert states[0].spread.max() > 0
     torch.testing.assert_close(states[1].spread, states[0].spread)
 

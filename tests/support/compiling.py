@@ -28,13 +28,7 @@ from linearizer.student import (
     kernel_common,
     kernel_text_features,
     kernel_text_gradients,
-    kernel_text_slots,
-    kernel_token_slots,
-    kernel_token_windows,
 )
-from linearizer.student.kernel_token_table import TokenGroup, get_table
-from linearizer.student.slots_merging import Merging
-from linearizer.student.state import FeatureState, SlotState
 from linearizer.train import attention_loss_kernels
 
 for name in [name for name in sys.modules if name.startswith("linearizer.")]:
@@ -68,25 +62,12 @@ def draw(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def everything(dim, features, dtype, whole, window=64, sinks=4):
-    """Call all that launches: attention and its gradients, steps of windows and slots, both losses.
-
-    A step with slots is made with all numbers of bits if `whole`, and else with those that take most.
-    """
+def everything(dim, features, dtype, window=64, sinks=4):
+    """Call all that launches: attention and its gradients, both losses."""
     inputs = attention_inputs(1, 8, 4, 2048, dim, features, dtype, window, sinks)
-    (q, k, _, sink, _, count, _, u, w, level, mean), heads = inputs, 8
-    ring, token = (draw(1, heads, size, dim, dtype=dtype) for size in (window, 1))
+    q, k, *_, u, w, level, mean = inputs
     attention_and_gradients(inputs, window)
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
-    first = (q[..., :1, :], token, token, q[..., :1, :])
-    for bits in (16, 8):
-        near = kept_in(bits, (sink, sink), (ring, ring))
-        held = TokenGroup([*range(heads)], FeatureState(count, *near, level, mean), window)
-        kernel_token_windows.run_token_windows(*first, get_table([held]), held.state, dim**-0.5)
-    metric = draw(heads, dim, dim).float()
-    slots(q, k, sink, count, window, metric)
-    for bits in (16, 8) if whole else (8,):
-        slot_step(q[..., :1, :], token, count, (sink, ring), window, metric, bits)
     for squared in (False, True):
         attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
 
@@ -110,45 +91,6 @@ def attention_and_gradients(inputs, window):
 
     Context.window = window
     kernel_text_gradients.FeatureAttention.backward(Context, inputs[0], *inputs[-2:])
-
-
-def slots(q, k, sink, count, window, metric, periods=64, size=64, block=16):
-    """Merge blocks into slots, and attend with them."""
-    (batch, heads, _, _, dim), work = q.shape, torch.float32
-    index, merges = draw(batch, periods, block, dtype=torch.int64), draw(batch, periods, dtype=torch.int64)
-    own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
-    result = kernel_text_slots.run_slot_merging(k, k, metric, metric, index, index, [own, own, number, number], 8)
-    asks = q[..., : periods * block, :]
-    kernel_text_slots.run_text_slots(
-        asks, k, k, sink, sink, result, metric[:, 0, 0], index, merges, count, count, window
-    )
-
-
-def kept_in(bits, sinks, others):
-    """Sinks, and what else a state holds of keys and values, as heads of the given bits keep them."""
-    if bits == 16:
-        return [*sinks, *others]
-    return [x.to(torch.bfloat16) for x in sinks] + [
-        draw(*x.shape[:-1], x.shape[-1] + 1, dtype=torch.int8) for x in others
-    ]
-
-
-def slot_step(q, k, count, near, window, metric, bits, size=64):
-    """Attend to slots with one token, and merge a block."""
-    heads, dim = metric.shape[:2]
-    slot, number = draw(1, heads, size, dim, dtype=q.dtype), draw(1, heads, size).float()
-    sink, ring = near
-    kept = kept_in(bits, (sink, sink), (ring, ring, slot, slot))
-    held = TokenGroup(
-        [*range(heads)],
-        SlotState(count, *kept, number, number),
-        window,
-        merging=Merging(metric, metric, metric, window, 16),
-    )
-    merged = held.sizes()[1] + held.sizes()[2]
-    kernel_token_slots.run_token_slots(
-        q, k, k, q, get_table([held]), held.state, merged, torch.float32, dim**-0.25, dim**-0.5
-    )
 
 
 def plain_of(value):
@@ -232,9 +174,7 @@ def report(chip, size, record):
     dim, features, *wide = size.split("x")
     dim, features, dtype = int(dim), int(features), torch.float32 if wide == ["fp32"] else torch.bfloat16
     chip, seen = divmod(chip, 10), {}
-    for kernel, arguments, options in launches(
-        chip, lambda: everything(dim, features, dtype, whole=(chip, dim) == ((9, 0), 128))
-    ):
+    for kernel, arguments, options in launches(chip, lambda: everything(dim, features, dtype)):
         plain = {name: plain_of(value) for name, value in arguments.items()}
         seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
     size = {"dim": dim, "features": features, "dtype": str(dtype)}
