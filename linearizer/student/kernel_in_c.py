@@ -51,13 +51,22 @@ static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7}
 
 static long padded(long size, long by) { return (size + by - 1) / by * by; }
 
-static REAL as_bf16(REAL x) {
+static uint32_t bits_of(REAL x) {
     float y = (float)x;
     uint32_t bits;
     memcpy(&bits, &y, 4);
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
+    return bits;
+}
+
+static REAL of_bits(uint32_t bits) {
+    float y;
     memcpy(&y, &bits, 4);
     return y;
+}
+
+static REAL as_bf16(REAL x) {
+    uint32_t bits = bits_of(x);
+    return of_bits((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
 }
 
 #define ROUND(x) (sizeof(REAL) == 4 ? (REAL)rintf((float)(x)) : (REAL)rint(x))
@@ -101,10 +110,7 @@ static inline REAL exponential(REAL x) {
     float sum = 1.9875691500e-4f;
     sum = sum * r + 1.3981999507e-3f, sum = sum * r + 8.3334519073e-3f, sum = sum * r + 4.1665795894e-2f;
     sum = sum * r + 1.6666665459e-1f, sum = sum * r + 5.0000001201e-1f, sum = sum * r * r + r + 1;
-    int32_t bits = ((int32_t)whole + 127) << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return x < -87 ? 0 : sum * power;
+    return x < -87 ? 0 : sum * (float)of_bits(((int32_t)whole + 127) << 23);
 }
 
 /* Sums of products of ROWS rows, whose numbers lie `step` apart, with some columns of a matrix, in the order of rows of

@@ -32,23 +32,22 @@ typedef struct {
 
 static REAL limit_of(long bits) { return ((1 << bits) - 1) / (REAL)2; }
 
+/* The scale of a vector: in 8 bits a power of two, the least with which its largest number fits. */
+static REAL scale_of(const REAL *x, long dim, long bits) {
+    float top = 0;
+    if (bits < 8) return best_scale(x, dim, limit_of(bits));
+    for (long d = 0; d < dim; d++) top = fabsf((float)x[d]) > top ? fabsf((float)x[d]) : top;
+    return fminf(fmaxf((float)of_bits((bits_of(top) + 0x1FFFF) & 0x7F800000u) * 0x1p-6f, 0x1p-24f), 0x1p121f);
+}
+
 static void round_vector(REAL *x, long dim, long bits, long kept_bf16) {
-    if (kept_bf16)
-        for (long d = 0; d < dim; d++) x[d] = as_bf16(x[d]);
+    for (long d = 0; d < dim && kept_bf16; d++) x[d] = as_bf16(x[d]);
     if (bits == 16) return;
-    if (bits == 8) {
-        float top = 0, scale;
-        for (long d = 0; d < dim; d++) top = fabsf((float)x[d]) > top ? fabsf((float)x[d]) : top;
-        uint32_t number;
-        memcpy(&number, &top, 4);
-        number = (number + 0x1FFFF) & 0x7F800000u;
-        memcpy(&scale, &number, 4);
-        scale = fminf(fmaxf(scale * 0x1p-6f, 0x1p-24f), 0x1p121f);
-        for (long d = 0; d < dim; d++) x[d] = ROUND(x[d] / (REAL)scale) * (REAL)scale;
-        return;
-    }
-    REAL limit = limit_of(bits), scale = best_scale(x, dim, limit);
-    for (long d = 0; d < dim; d++) x[d] = code_of(x[d], scale, limit) * scale;
+    REAL scale = scale_of(x, dim, bits), limit = limit_of(bits);
+    if (bits == 8)
+        for (long d = 0; d < dim; d++) x[d] = ROUND(x[d] / scale) * scale;
+    else
+        for (long d = 0; d < dim; d++) x[d] = code_of(x[d], scale, limit) * scale;
 }
 
 /* How the keys or the values of one head are taken, and kept in rows of a state; and what is exact of them. */
@@ -66,9 +65,7 @@ static void read_row(const Side *s, const char *row, REAL *x) {
         for (long d = 0; d < s->dim; d++) x[d] = ((const int8_t *)row)[d] * scale;
     } else {
         const uint8_t *bytes = (const uint8_t *)row;
-        uint32_t number = (uint32_t)(bytes[s->width - 2] | bytes[s->width - 1] << 8) << 16;
-        float scale;
-        memcpy(&scale, &number, 4);
+        REAL scale = of_bits((uint32_t)(bytes[s->width - 2] | bytes[s->width - 1] << 8) << 16);
         REAL limit = limit_of(s->bits);
         long half = s->dim / 2, more = s->bits - 4, part = s->dim * more / 8;  /* bytes of what is above four bits */
         uint8_t whole[s->dim];
@@ -83,58 +80,34 @@ static void read_row(const Side *s, const char *row, REAL *x) {
 static void write_row(const Side *s, const REAL *x, char *row) {
     if (s->bits == 16) {
         memcpy(row, x, s->width);
-    } else if (s->bits == 8) {
-        float top = 0;
-        int32_t number;
-        for (long d = 0; d < s->dim; d++) top = fabsf((float)x[d]) > top ? fabsf((float)x[d]) : top;
-        memcpy(&number, &top, 4);
-        number = (number + 0x1FFFF - (133 << 23)) >> 23;
-        number = number < -24 ? -24 : number > 121 ? 121 : number;
-        REAL by = (REAL)ldexpf(1, -number);
-        for (long d = 0; d < s->dim; d++) row[d] = (int8_t)ROUND(x[d] * by);
-        row[s->dim] = (int8_t)number;
+        return;
+    }
+    REAL scale = scale_of(x, s->dim, s->bits), limit = limit_of(s->bits);
+    if (s->bits == 8) {
+        for (long d = 0; d < s->dim; d++) row[d] = (int8_t)ROUND(x[d] / scale);
+        row[s->dim] = (int8_t)((int32_t)(bits_of(scale) >> 23) - 127);
     } else {
-        uint8_t *bytes = (uint8_t *)row;
-        REAL limit = limit_of(s->bits), scale = best_scale(x, s->dim, limit);
+        uint8_t *bytes = (uint8_t *)row, whole[s->dim];
         long half = s->dim / 2, more = s->bits - 4, part = s->dim * more / 8;
-        uint8_t whole[s->dim];
-        float rounded = (float)scale;
-        uint32_t number;
-        memcpy(&number, &rounded, 4);
         memset(bytes, 0, s->width);
         for (long d = 0; d < s->dim; d++) whole[d] = (uint8_t)(code_of(x[d], scale, limit) + limit);
         for (long d = 0; d < half; d++) bytes[d] = (whole[d] & 15) | whole[half + d] << 4;
         for (long shift = 0, d = 0; d < s->dim && more; shift += more, d += part)
             for (long p = 0; p < part; p++) bytes[half + p] |= (whole[d + p] >> 4) << shift;
-        bytes[s->width - 2] = number >> 16, bytes[s->width - 1] = number >> 24;
+        bytes[s->width - 2] = bits_of(scale) >> 16, bytes[s->width - 1] = bits_of(scale) >> 24;
     }
 }
 
 /* Sinks are exact, or of 16 bits where the others have fewer. */
 static void read_sink(const Side *s, const char *sinks, long row, REAL *x) {
-    if (s->bits == 16) {
-        memcpy(x, sinks + row * s->width, s->width);
-        return;
-    }
-    for (long d = 0; d < s->dim; d++) {
-        uint32_t number = (uint32_t)((const uint16_t *)sinks)[row * s->dim + d] << 16;
-        float y;
-        memcpy(&y, &number, 4);
-        x[d] = y;
-    }
+    if (s->bits == 16) memcpy(x, sinks + row * s->width, s->width);
+    for (long d = 0; d < s->dim && s->bits < 16; d++)
+        x[d] = of_bits((uint32_t)((const uint16_t *)sinks)[row * s->dim + d] << 16);
 }
 
 static void write_sink(const Side *s, const REAL *x, char *sinks, long row) {
-    if (s->bits == 16) {
-        memcpy(sinks + row * s->width, x, s->width);
-        return;
-    }
-    for (long d = 0; d < s->dim; d++) {
-        float y = (float)x[d];
-        uint32_t number;
-        memcpy(&number, &y, 4);
-        ((uint16_t *)sinks)[row * s->dim + d] = number >> 16;
-    }
+    if (s->bits == 16) memcpy(sinks + row * s->width, x, s->width);
+    for (long d = 0; d < s->dim && s->bits < 16; d++) ((uint16_t *)sinks)[row * s->dim + d] = bits_of(x[d]) >> 16;
 }
 
 /* Take a free row for the newest slot; v and k are to be written into it. */
@@ -384,10 +357,8 @@ static void read_state(Reader *r, long count) {
         REAL weight, spread;
         long at = r->own * slots->most + i;
         if (slots->bits < 8) {
-            uint32_t number = (uint32_t)((uint16_t *)r->of[SPREAD])[at] << 16;
-            float read;
-            memcpy(&read, &number, 4);
-            weight = ((int16_t *)r->of[WEIGHT])[at], spread = read;
+            weight = ((int16_t *)r->of[WEIGHT])[at];
+            spread = of_bits((uint32_t)((uint16_t *)r->of[SPREAD])[at] << 16);
         } else {
             weight = ((REAL *)r->of[WEIGHT])[at], spread = ((REAL *)r->of[SPREAD])[at];
         }
@@ -421,10 +392,7 @@ static void write_state(Reader *r, long from, long to, int merged) {
         REAL weight = i < slots->count ? slots->weight[slots->order[i]] : 0;
         REAL spread = i < slots->count ? slots->spread[slots->order[i]] : 0;
         if (slots->bits < 8) {
-            float given = (float)spread;
-            uint32_t number;
-            memcpy(&number, &given, 4);
-            ((int16_t *)r->of[WEIGHT])[at] = (int16_t)weight, ((uint16_t *)r->of[SPREAD])[at] = number >> 16;
+            ((int16_t *)r->of[WEIGHT])[at] = (int16_t)weight, ((uint16_t *)r->of[SPREAD])[at] = bits_of(spread) >> 16;
         } else {
             ((REAL *)r->of[WEIGHT])[at] = weight, ((REAL *)r->of[SPREAD])[at] = spread;
         }

@@ -35,23 +35,28 @@ def can_turn(bits: int, *dims: int) -> bool:
 
 
 def round_vectors(x: Tensor, bits: int = 8) -> Tensor:
-    """Round vectors (…, dim) to what so many bits can hold."""
-    if bits == 8 and x.numel() and not x.requires_grad:
-        work = x.to(working_dtype(x))
-        scale = scale_of(work)
-        return (work / scale).round_().mul_(scale).to(x.dtype)
-    return numbers_of(x, *codes_of(x.detach(), bits), bits)
-
-
-def numbers_of(x: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Give the numbers that x became; gradients pass as if nothing were rounded."""
-    numbers = (codes * (power(scale) if bits == 8 else scale)).to(x.dtype)
-    return numbers + (x - x.detach()) if x.requires_grad else numbers
+    """Round vectors (…, dim) to a number of bits; gradients pass as if nothing were rounded."""
+    codes, scale = codes_of(x.detach(), bits)
+    rounded = codes.mul_(scale).to(x.dtype)
+    return rounded + (x - x.detach()) if x.requires_grad else rounded
 
 
 def pack_vectors(x: Tensor, bits: int = 8) -> Tensor:
-    """Write vectors (…, dim) as bytes: their whole numbers, then the scale."""
-    return pack_codes(*codes_of(x.detach(), bits), bits)
+    """Write vectors (…, dim) as bytes: the low four bits of two numbers in each, the others, then the scale.
+
+    In 8 bits each number has its byte, and the exponent of the scale another.
+    """
+    codes, scale = codes_of(x.detach(), bits)
+    if bits == 8:
+        exponent = scale.view(torch.int32).bitwise_right_shift(whole(23, x)).sub_(whole(127, x))
+        return torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8)
+    numbers = (codes + limit_of(bits)).to(torch.uint8)
+    first, second = (numbers & 15).chunk(2, -1)
+    bytes = [first | second << 4]
+    if bits > 4:
+        place = places_in_byte(bits, codes.device)
+        bytes.append(((numbers >> 4).unflatten(-1, (len(place), -1)) << place).sum(-2, dtype=torch.uint8))
+    return torch.cat([*bytes, scale.to(torch.bfloat16).view(torch.uint8)], -1)
 
 
 def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
@@ -60,33 +65,22 @@ def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
 
 
 def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Give the numbers of few digits of vectors, and the scale of each or its exponent: (…, dim), (…, 1)."""
+    """Return the numbers of few digits of vectors, and the scale of each: (…, dim), (…, 1)."""
     work = x.to(working_dtype(x))
-    if not work.numel():
-        return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if bits == 8 else work.dtype)
     if bits != 8:
         return codes_by_error(work, limit_of(bits))
-    exponent = exponents_of(work)
-    return (work * power_of(whole(127, x) - exponent)).round_(), exponent
-
-
-def exponents_of(x: Tensor) -> Tensor:
-    """Give the exponent of the scale of each vector in 8 bits: (…, 1)."""
-    return largest_bits(x, 133).bitwise_right_shift_(whole(23, x)).clamp_(LOWEST, HIGHEST)
+    scale = scale_of(work)
+    return (work / scale).round_(), scale
 
 
 def scale_of(x: Tensor) -> Tensor:
-    """Give the scale of each vector in 8 bits: (…, 1)."""
-    scale = largest_bits(x).bitwise_and_(whole(0x7F800000, x)).view(torch.float32)
-    return scale.mul_(number(2.0**-6, torch.float32, x.device)).clamp_(2.0**LOWEST, 2.0**HIGHEST)
+    """Return the scale of each vector in 8 bits, of the bits of its largest number as fp32: (…, 1).
 
-
-def largest_bits(x: Tensor, less: int = 0) -> Tensor:
-    """Give each vector's largest number as the bits of an fp32 number, which has its exponent in those from 23 on.
-
-    What is above 127/128 of a power of two takes the next; exponents are so much `less`.
+    What is above 127/128 of a power of two takes the next.
     """
-    return x.abs().amax(-1, keepdim=True).float().view(torch.int32) + whole(0x1FFFF - (less << 23), x)
+    largest = x.abs().amax(-1, keepdim=True).float().view(torch.int32) + whole(0x1FFFF, x)
+    scale = largest.bitwise_and_(whole(0x7F800000, x)).view(torch.float32)
+    return scale.mul_(number(2.0**-6, torch.float32, x.device)).clamp_(2.0**LOWEST, 2.0**HIGHEST)
 
 
 def whole(value: int, like: Tensor) -> Any:
@@ -122,52 +116,29 @@ def places_in_byte(bits: int, device: torch.device) -> Tensor:
         return torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=device)[:, None]
 
 
-def pack_codes(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Write numbers and scales as bytes: the low four bits of two numbers in each, the others, then the scale."""
-    if bits == 8:
-        return torch.cat([codes, scale.to(codes.dtype)], -1).to(torch.int8)
-    whole = (codes + limit_of(bits)).to(torch.uint8)
-    first, second = (whole & 15).chunk(2, -1)
-    bytes = [first | second << 4]
-    if bits > 4:
-        place = places_in_byte(bits, codes.device)
-        bytes.append(((whole >> 4).unflatten(-1, (len(place), -1)) << place).sum(-2, dtype=torch.uint8))
-    return torch.cat([*bytes, scale.to(torch.bfloat16).view(torch.uint8)], -1)
-
-
 def codes_in(x: Tensor, bits: int) -> Tensor:
-    """Read the numbers (…, dim) of what `pack_codes` wrote."""
+    """Read the numbers (…, dim) of what `pack_vectors` wrote."""
     if bits == 8:
         return x[..., :-1]
     half = (x.shape[-1] - SCALE_BYTES) * 4 // bits
     low, high = x[..., :half], x[..., half:-SCALE_BYTES]
-    whole = torch.cat([low & 15, low >> 4], -1)
+    numbers = torch.cat([low & 15, low >> 4], -1)
     if bits > 4:
         parts = high[..., None, :] >> places_in_byte(bits, x.device) & 2 ** (bits - 4) - 1
-        whole |= parts.flatten(-2) << 4
-    return whole.float().sub_(limit_of(bits))
+        numbers |= parts.flatten(-2) << 4
+    return numbers.float().sub_(limit_of(bits))
 
 
 def scales_in(x: Tensor, bits: int) -> Tensor:
     """Read the scales (…, 1), as fp32."""
     if bits == 8:
-        return power(x[..., -1:])
+        return (x[..., -1:].to(torch.int32) + whole(127, x)).bitwise_left_shift_(whole(23, x)).view(torch.float32)
     return view_scales(x).float()
 
 
 def view_scales(x: Tensor) -> Tensor:
     """View the last bytes of rows as scales: a copy of them, as numbers of two bytes have to begin at an even one."""
     return x[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-
-
-def power(exponent: Tensor) -> Tensor:
-    """2 to a whole number, exactly."""
-    return power_of(exponent.to(torch.int32) + whole(127, exponent))
-
-
-def power_of(biased: Tensor) -> Tensor:
-    """2 to whole numbers that are 127 less, exactly: written over as the exponents of fp32 numbers."""
-    return biased.bitwise_left_shift_(whole(23, biased)).view(torch.float32)
 
 
 def rotate(x: Tensor) -> Tensor:

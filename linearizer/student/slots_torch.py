@@ -290,27 +290,3 @@ def take_periods(x: Tensor, index: Tensor) -> Tensor:
     batch, heads, tokens, dim = x.shape
     at = first_rows(batch * heads, tokens, x.device).view(batch, 1, heads, 1) + index[:, :, None]
     return x.reshape(-1, dim).index_select(0, at.flatten()).view(-1, heads, index.shape[-1], dim)
-
-
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, merging: Merging, slots: int, sinks: int, real: Tensor | None = None
-) -> Tensor:
-    """Attend text by text and token by token: the plainest form, against which the others are tested."""
-    out = v.new_zeros(*q.shape[:-1], v.shape[-1])
-    for text in range(len(q)):
-        tokens = torch.arange(q.shape[-2]) if real is None else real[text].nonzero()[:, 0]
-        kept = SlotState.empty(k[:1], v[:1], 0, 0, slots)
-        held = slots_of_state(kept)
-        for place, token in enumerate(tokens.tolist()):
-            merged = max(0, (place - merging.window) // merging.block + 1) * merging.block
-            if merged and place == merged - merging.block + merging.window:  # a block leaves the window
-                leaving = torch.arange(merged - merging.block, merged)
-                block_k, block_v = (x[text : text + 1, :, tokens[leaving]] for x in (k, v))
-                held = merge_block(held, block_k, block_v, (leaving >= sinks)[None], merging)
-            exact = torch.cat([tokens[: min(sinks, merged)], tokens[merged : place + 1]])
-            level = held.weight[0].log() + merging.gain[:, None] * held.spread[0]  # -∞ where a slot is empty
-            keys, values = (torch.cat([x[text, :, exact], y[0]], 1) for x, y in ((k, held.k), (v, held.v)))
-            logits = q[text, :, :, token] @ keys.mT  # (heads, group, exact tokens and slots)
-            logits[..., len(exact) :] += level[:, None]
-            out[text, :, :, token] = logits.softmax(-1) @ values
-    return out

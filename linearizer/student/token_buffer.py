@@ -124,7 +124,7 @@ class TokenBuffer:
         for index, group in enumerate(self.groups):
             if any(merges(group, place) for place in before):
                 self.merge(index, k.dtype if self.turns is None else self.level.dtype)
-                self.see_merged(index, before)
+                self.see(index, before)
         self.attend_rows(q, k, v, scale, out)
         self.count, self.places = self.count + 1, [place + 1 for place in before]
         for group in self.groups:
@@ -198,21 +198,6 @@ class TokenBuffer:
         if group.merging is not None:
             levels = self.levels_of_slots(index)
             own[..., group.sinks + group.rows - levels.shape[-1] :][..., : levels.shape[-1]] = levels.clamp_min(EMPTY)
-
-    def see_merged(self, index: int, places: list[int]) -> None:
-        """Set the levels of a group whose block has merged before a token at these places."""
-        group, place = self.groups[index], places[0]
-        state, merging, sinks = group.state, group.merging, group.sinks
-        assert merging is not None
-        if len({*places}) > 1 or merged_before(group, place) - merging.block < sinks:
-            self.see(index, places)
-            return
-        own, first = self.level_of(index), (place - group.window) % group.window
-        last = first + merging.block
-        own[..., sinks + first : sinks + min(last, group.window)] = EMPTY
-        own[..., sinks : sinks + max(0, last - group.window)] = EMPTY
-        slots = slice(sinks + group.rows - state.weight.shape[-1], sinks + group.rows)
-        own[..., slots] = self.levels_of_slots(index).clamp_min_(EMPTY)
 
     def levels_of_slots(self, index: int) -> Tensor:
         """Give the levels of a group's slots: (batch, heads, slots)."""

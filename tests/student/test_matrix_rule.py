@@ -10,8 +10,7 @@ import torch
 
 from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.kernel_dispatch import linear_attention
-from linearizer.student.matrix_rule import MatrixRule, ScaledRule
-from linearizer.student.matrix_torch import read_and_write, running_moments
+from linearizer.student.matrix_rule import MatrixRule, ScaledRule, read_and_write, running_moments
 from linearizer.student.state import ExactState, FeatureState, tensors
 from linearizer.student.update_rules import UPDATE_RULES, UpdateRule
 

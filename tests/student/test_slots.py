@@ -10,7 +10,7 @@ from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
-from linearizer.student.slots_torch import attend_text_with_slots, reference
+from linearizer.student.slots_torch import attend_text_with_slots
 from linearizer.student.state import SlotState
 from tests.support.log_features import reference as attend_exactly
 from tests.support.models import student_of, tokens
@@ -51,6 +51,28 @@ def attend(q, k, v, slots, edges=(), block=4, real=None):
         for a, b in zip([0, *ends], ends, strict=False)
     ]
     return torch.cat(parts, -2), state
+
+
+def reference(q, k, v, merging, slots, sinks, real=None):
+    """Attend text by text and token by token: the plainest form, against which the others are tested."""
+    out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+    for text in range(len(q)):
+        tokens = torch.arange(q.shape[-2]) if real is None else real[text].nonzero()[:, 0]
+        empty = SlotState.empty(k[:1], v[:1], 0, 0, slots)
+        held = Slots(empty.slot_k, empty.slot_v, empty.weight, empty.spread)
+        for place, token in enumerate(tokens.tolist()):
+            merged = max(0, (place - merging.window) // merging.block + 1) * merging.block
+            if merged and place == merged - merging.block + merging.window:  # a block leaves the window
+                leaving = torch.arange(merged - merging.block, merged)
+                block_k, block_v = (x[text : text + 1, :, tokens[leaving]] for x in (k, v))
+                held = merge_block(held, block_k, block_v, (leaving >= sinks)[None], merging)
+            exact = torch.cat([tokens[: min(sinks, merged)], tokens[merged : place + 1]])
+            level = held.weight[0].log() + merging.gain[:, None] * held.spread[0]  # -∞ where a slot is empty
+            keys, values = (torch.cat([x[text, :, exact], y[0]], 1) for x, y in ((k, held.k), (v, held.v)))
+            logits = q[text, :, :, token] @ keys.mT  # (heads, group, exact tokens and slots)
+            logits[..., len(exact) :] += level[:, None]
+            out[text, :, :, token] = logits.softmax(-1) @ values
+    return out
 
 
 def slots_of(count=12, seed=0):
