@@ -43,13 +43,13 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def device_of(module: nn.Module, usual: torch.device) -> torch.device:
-    """Tell where an attention module computes: where its weights lie, or the usual device if they come to it."""
+    """Return where an attention module computes: where its weights lie, or the usual device if they are moved."""
     own = [x.device for name, x in module.named_parameters() if not name.startswith("student.")]
     return next((device for device in own if device.type != "meta"), usual)
 
 
 def hands_over(module: nn.Module) -> bool:
-    """Tell whether a module's code uses the attention interface, whatever its class claims."""
+    """Whether a module's code uses the attention interface, whatever its class claims."""
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
@@ -63,7 +63,7 @@ def linearized(
     query: torch.Tensor,  # (batch, query heads, tokens, head_dim)
     key: torch.Tensor,  # (batch, kv heads, tokens, head_dim)
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # (batch, 1, 1, tokens), true where a token is no padding
+    attention_mask: torch.Tensor | None,  # (batch, 1, 1, tokens), false at padding
     scaling: float | None = None,
     linear_state: list | None = None,
     **kwargs: object,
@@ -84,7 +84,7 @@ def padding_only(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Tell which of the new tokens are no padding; a student knows the rest, so no tokens × tokens mask is built."""
+    """Return which of the new tokens are not padding; a student knows the rest, so no tokens × tokens mask is built."""
     if local_size is not None:
         given = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size}
         return sdpa_mask(q_length=q_length, **given, **kwargs)
@@ -97,9 +97,9 @@ def padding_only(
 
 
 def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
-    """Let the decoder of a model give its layers the cache of students, whoever calls it."""
+    """Let the decoder of a model pass the cache of students to its layers, whoever calls it."""
     decoder: Any = base.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):  # modernbert-decoder gives its head
+    if not isinstance(decoder, PreTrainedModel):  # modernbert-decoder returns its head
         decoder = base.base_model
     decoder.linearized = tuple(linearized)
     names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
@@ -107,7 +107,7 @@ def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
 
 
 def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Give a decoder that keeps a cache an empty one of ours; refuse what it does not serve (a forward pre-hook)."""
+    """Pass an empty cache of ours to a decoder that keeps one; refuse what it does not serve (a forward pre-hook)."""
     if decoder.config._attn_implementation != IMPLEMENTATION:
         return None  # it attends as the teacher that it was
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -144,12 +144,12 @@ def leave_out_weights(kwargs: dict, config: PreTrainedConfig) -> None:
 
 
 def restarts(positions: torch.Tensor) -> bool:
-    """Tell whether positions (texts, tokens) do not count on: several texts are packed into a row."""
+    """Whether positions (texts, tokens) do not count on: several texts are packed into a row."""
     return bool((positions.diff(dim=-1) != 1).any())
 
 
 def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Give an attention module the state that is its own (a forward pre-hook); each kind has its name for the cache."""
+    """Pass its own state to an attention module (a forward pre-hook); each kind has its name for the cache."""
     for given in [*args, *kwargs.values()]:
         if isinstance(given, Cache):  # perhaps of another copy of this code
             kwargs["linear_state"] = given.layers[int(module.layer_idx)].memory  # type: ignore[arg-type]

@@ -62,12 +62,12 @@ class LinearizedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def bytes(self) -> int:
-        """What is remembered, without counters."""
+        """Count the bytes of what is remembered, without counters."""
         held = [tensor for state in self.memory for tensor in tensors(state).values()]
         return sum(x.numel() * x.element_size() for x in held if x.is_floating_point() or x.dtype in KEPT_AS_BYTES)
 
     def copied(self, change: Change) -> "LinearizedLayer":
-        """Give another layer, whose tensors are what `change` makes of these."""
+        """Return a copy whose tensors are what `change` makes of these."""
         other = LinearizedLayer()
         other.tokens_read, other.device = self.tokens_read, self.device
         for state in self.memory:
@@ -110,7 +110,7 @@ class LinearizedCache(Cache):
     def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
         super().__init__(layers=layers)
         self.layers = layers
-        self.model = model  # a copy of a cache is no copy of its model
+        self.model = model  # which a copy of the cache shares
         self.turns: list[LinearizedCache] = []
 
     def save(self, path: str) -> None:
@@ -152,7 +152,7 @@ class LinearizedCache(Cache):
         self.layers = self.turns.pop().layers
 
     def copied(self, change: Change) -> "LinearizedCache":
-        """Return another cache, whose tensors are what `change` makes of these, without turns to take back."""
+        """Return a copy whose tensors are what `change` makes of these, without turns to take back."""
         return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
 
 
@@ -163,12 +163,12 @@ def take_cache(given: dict) -> Cache | None:
 
 
 def keeps_state(layer: object) -> bool:
-    """Tell whether a cache layer is a LinearizedLayer, of this copy of the code or of another checkpoint's."""
+    """Whether a cache layer is a LinearizedLayer, of this copy of the code or of another checkpoint's."""
     return getattr(layer, "state_format", None) == FORMAT
 
 
 def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
-    """Give another layer, whose tensors are what `change` makes of those of this layer."""
+    """Return a copy of a layer whose tensors are what `change` makes of its own."""
     if keeps_state(layer):
         return layer.copied(change)
     other = copy.copy(layer)

@@ -71,7 +71,7 @@ class PositiveFeatures(FeatureMap):
 
 
 class Hedgehog(FeatureMap):
-    """u = log softmax(±Wq) + gain: the gain sets the far field's scale beside exact tokens."""
+    """u = log softmax(±Wq) + gain: the gain sets the far field's scale relative to exact tokens."""
 
     def __init__(self, heads: int, dim: int, features: int) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 Row i attends to a key j ≤ i in one of two ways:
   exactly, with the logit q_i·k_j, if j is a sink (one of the first `sinks` tokens) or i - j < window;
-  through features otherwise, with the logit log Σ_m exp(u_im + w_jm), where a feature map gives u and w.
+  through features otherwise, with the logit log Σ_m exp(u_im + w_jm), where a feature map computes u and w.
 Far keys enter a row only as sums, so a feature keeps two things about all keys that have left the window:
   level_m = log Σ_j exp(w_jm)    and    mean_m = Σ_j exp(w_jm - level_m) v_j.
 To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Everything that is
@@ -62,7 +62,7 @@ from .state import (
 
 CHUNK = 128
 BLOCKS_AT_ONCE = 32  # of rows with windows: more take memory
-BLOCK = 32  # rows of windows beside a memory: each is compared with all columns of the block
+BLOCK = 32  # rows of windows next to a memory: each is compared with all columns of the block
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Columns, Any, Any, int], Tensor]
@@ -136,13 +136,13 @@ class Block(NamedTuple):
 
 
 def split_windows(q: Tensor, columns: Columns, state: ExactState, size: int) -> Iterator[Block]:
-    """Give rows in blocks of `size`, many blocks at once; the last rows are given again until a block is full.
+    """Yield rows in blocks of `size`, many blocks at once; the last rows are repeated until a block is full.
 
     The row of token t has its own column `window` to the right of it.
     """
     tokens, window, device = q.shape[-2], columns.window, q.device
     row, near = torch.arange(size, device=device), torch.arange(size + window - 1, device=device)
-    outside = torch.maximum(row[:, None] - near, near - row[:, None] - window + 1)  # by so many columns
+    outside = torch.maximum(row[:, None] - near, near - row[:, None] - window + 1)  # a number of columns
     sinks = torch.arange(state.sink_k.shape[-2], device=device)
     for begins in torch.arange(0, tokens, size, device=device).split(BLOCKS_AT_ONCE):
         count, rows = len(begins), begins[:, None] + row
@@ -205,7 +205,7 @@ class ScaledMap:
         return FeatureState.empty(k, v, window, sinks, self.feature_map.features)
 
     def chunk(self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor) -> Reading:
-        """Read and merge keys; the bound is HEADROOM below what a row's features could give with the largest keys.
+        """Read and merge keys; the bound is HEADROOM below what a row's features could reach with the largest keys.
 
         The stabilisers look at all keys of the chunk, also at those that come after the row.
         """

@@ -80,7 +80,7 @@ def load_rows(pointer, rows, stop):
 def scores(
     q, q_ptr, k_ptr, rows, columns, T, COLUMNS, width: tl.constexpr, padded_width: tl.constexpr, C: tl.constexpr
 ):
-    """q·k of rows, held in q, with columns; if it is too wide, DS dimensions at a time, and q read anew."""
+    """q·k of rows, held in q, with columns; if it is too wide, DS dimensions at a time, and q is read again."""
     if C.DS == padded_width:
         k = load_tile(k_ptr, columns, tl.arange(0, padded_width), COLUMNS, width)
         return tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION)

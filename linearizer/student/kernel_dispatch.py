@@ -37,7 +37,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Any, window: int, rea
 
 
 def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureState) -> bool:
-    """Tell whether kernels may attend with a text to features, with gradients if they are taken."""
+    """Whether kernels may attend with a text to features, with gradients if they are taken."""
     if FeatureAttention is None or not kernels_accept(q, k, v):
         return False
     sizes, gradients = sizes_of(q, v, state), torch.is_grad_enabled()

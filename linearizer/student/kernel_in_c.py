@@ -114,7 +114,7 @@ static inline REAL exponential(REAL x) {
 }
 
 /* Sums of products of ROWS rows, whose numbers lie `step` apart, with some columns of a matrix, in the order of rows of
-   that: the same bits for a row, whichever are beside it. */
+   that: the same bits for a row, whichever others there are. */
 static inline __attribute__((always_inline)) void multiply_columns(
     const REAL *const *a, long step, long inner, const REAL *b, long width, int count, REAL *out, long out_width,
     int more) {
@@ -139,7 +139,7 @@ static void multiply(const REAL *const *a, long step, long inner, const REAL *b,
 
 
 def may_run_in_c(*tensors: Tensor) -> bool:
-    """Tell whether kernels in C may compute with tensors: they give no gradients."""
+    """Whether kernels in C may compute with tensors: they compute no gradients."""
     if is_traced() or os.environ.get("LINEARIZER_KERNELS") == "0":
         return False
     gradients = torch.is_grad_enabled()
@@ -187,7 +187,7 @@ def find_compiler() -> str | None:
 
 
 def cpu_flags() -> str:
-    """Say what instructions the processor has, where the system says so: a folder may be shared by machines."""
+    """Return the instructions of the processor, where the system lists them: machines may share a folder."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((line for line in lines if line.startswith(("flags", "Features"))), "")

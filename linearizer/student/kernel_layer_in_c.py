@@ -265,7 +265,7 @@ class LayerInC:
         groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, turns: Turns | None,
         exact_values: bool,
     ) -> LayerInC | None:  # fmt: skip
-        """Prepare for the groups that are served, and give them states of their own; None: PyTorch serves all."""
+        """Prepare for the groups that are served, with states of their own; None: PyTorch serves all."""
         work, served, count = working_dtype(k), {}, torch.zeros(len(k), dtype=torch.long, device="cpu")
         fills = not any(x.shape[-1] * work.itemsize % WIDEST for x in (k, v))
         if (kernel := load_kernel("read_heads", SOURCE, work, wide=fills)) is None:
@@ -314,7 +314,7 @@ class LayerInC:
         )
 
     def holds(self, memory: list, k: Tensor) -> bool:
-        """Tell whether the states still lie at the addresses: all that changes one replaces its count, too."""
+        """Whether the states still lie at the addresses: all that changes one replaces its count, too."""
         if self.count is None or len(self.count) != len(k) or self.work != working_dtype(k):
             return False
         states = ((memory[index], window) for index, window in self.windows.items())
@@ -355,7 +355,7 @@ class LayerInC:
 
 
 def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: torch.dtype) -> dict[str, tuple]:
-    """Give the shape and the type of what a group keeps."""
+    """Return the shape and the type of each tensor that a group keeps."""
     shape, bits = (len(k), len(group.heads)), group.bits
     rows, kept = {"sink": group.sinks, "window": group.window}, {}
     if merging is None:
@@ -373,7 +373,7 @@ def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: t
 
 
 def own_state(state: ExactState | None, layout: dict[str, tuple], count: Tensor) -> Any:
-    """Give a state that nothing else shares; before the first token one of anything, which the kernel writes over."""
+    """Return a state that nothing else shares; before the first token an uninitialised one, which the kernel fills."""
     if state is None:
         kept = {name: torch.empty(shape, dtype=kind, device="cpu") for name, (shape, kind) in layout.items()}
         return (SlotState if "weight" in layout else FeatureState)(count=count, **kept)

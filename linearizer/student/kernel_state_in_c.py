@@ -24,7 +24,7 @@ typedef struct {
     REAL *cost, *seen;                          /* (room, room), (room, key + value) */
     REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
     REAL *metric;                               /* (key_dim, key), turned */
-    REAL *importance, *query;                   /* query: the mean query, and what it gives the mean key */
+    REAL *importance, *query;                   /* query: the mean query, and its product with the mean key */
     REAL *place, *least;                        /* place in the order, infinite in a free row; least cost before it */
     char *changed, *gone, *lost;                /* lost: what was nearest to it */
     long *order, *nearest, *chosen, *partner, *free;
@@ -335,7 +335,7 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
     return used;
 }
 
-/* Read what a state holds after so many tokens; before the first, write what nothing is. */
+/* Read what a state holds after `count` tokens; before the first, write zeros. */
 static void read_state(Reader *r, long count) {
     for (int v = 0; v < 2; v++) {
         Side *s = v ? &r->value : &r->key;

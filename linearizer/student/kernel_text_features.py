@@ -59,7 +59,7 @@ def sum_segments(rows, sums, sizes, C: tl.constexpr):
     """level_m = log Σ e^x_m and mean_m = Σ e^(x_m - level_m) v over a segment and a group; grid (head, slab, segment).
 
     Forward, x are the keys' log-features. Backward (ROWS), x are the queries' minus the rows' log-sum-exp, v is the
-    gradient of the output, and the mean of delta is taken besides.
+    gradient of the output, and the mean of delta is taken, too.
     """
     x_ptr, v_ptr, lse_ptr, delta_ptr = rows
     level_ptr, mean_ptr, delta_mean_ptr, ceiling_ptr = sums
@@ -165,7 +165,7 @@ class Problem:
         }
 
     def constants(self, **more: object) -> Constants:
-        """What kernels are compiled for, and what one of them needs besides."""
+        """Return what kernels are compiled for, and what one of them needs in addition."""
         return Constants(**{**self.letters, **more})
 
     @property
@@ -279,7 +279,7 @@ def run_text_features(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, first: Tensor, empty: Tensor, u: Tensor | None,
     w: Tensor | None, level: Tensor, mean: Tensor, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Return outputs, log-sum-exps, the last level and mean, and what the gradients need besides."""
+    """Return outputs, log-sum-exps, the last level and mean, and what the gradients need."""
     features = 0 if u is None else u.shape[-1]
     problem = Problem(q, v, sink_k.shape[-2], features, window)
     kept: list[Tensor] = []

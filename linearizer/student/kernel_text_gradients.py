@@ -72,7 +72,7 @@ def row_factor(bound, lse):
 
 @triton.jit
 def any_lost(bound, lse, rows, T):
-    """Tell whether a row has lost so much to its stabilisers that its features must be taken one by one."""
+    """Whether a row lost so much to its stabilisers that its features must be taken one by one."""
     return tl.max(tl.where((rows < T) & (bound - HEADROOM - lse > -LOST), 1, 0)) > 0
 
 
@@ -263,7 +263,7 @@ def window_key_gradients(text, results, sizes, C: tl.constexpr):
 
 @triton.jit
 def window_query_gradients(text, dq_ptr, sizes, C: tl.constexpr):
-    """What the window gives to the gradients of queries; grid (batch · heads · group, block of rows)."""
+    """Gradients of queries that come through the window; grid (batch · heads · group, block of rows)."""
     q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr = text
     T, WINDOW, H, G = sizes
     t0, row = tl.program_id(1) * C.BT, tl.program_id(0).to(tl.int64)

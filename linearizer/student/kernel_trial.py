@@ -1,4 +1,4 @@
-"""Kernels are used only after a trial: a small problem, solved beside PyTorch.
+"""Kernels are used only after a trial: a small problem that PyTorch solves, too.
 
 Tests cannot know the chip, the driver and the compiler of every user. So before a family of kernels is used in some
 sizes on a device for the first time, it runs there on a small problem: it may err at most twice as much as PyTorch does
@@ -27,12 +27,12 @@ DTYPES = (torch.bfloat16, torch.float32)
 Tensor = torch.Tensor
 Compute = Callable[[bool, torch.dtype], Sequence[Tensor]]  # (by kernels?, the dtype to compute in)
 
-_verdicts: dict[tuple, bool] = {}  # by family and device, and by dtype and sizes besides
+_verdicts: dict[tuple, bool] = {}  # by family and device, and also by dtype and sizes
 _lock = threading.RLock()
 
 
 def kernels_accept(x: Tensor, *others: Tensor) -> bool:
-    """Tell whether kernels accept such inputs: on a GPU, bf16 or fp32, all alike."""
+    """Whether kernels accept the inputs: on a GPU, bf16 or fp32, all alike."""
     if x.device.type not in DEVICES or x.dtype not in DTYPES:
         return False
     if os.environ.get("LINEARIZER_KERNELS") == "0":
@@ -41,7 +41,7 @@ def kernels_accept(x: Tensor, *others: Tensor) -> bool:
 
 
 def passes_trial(family: str, x: Tensor, sizes: tuple, compute: Compute) -> bool:
-    """Tell whether a family of kernels is right for inputs like x on its device; the first call tries it."""
+    """Whether a family of kernels is right for inputs like x on its device; the first call tries it."""
     here, case = (family, x.device), (family, x.device, x.dtype, sizes)
     if here not in _verdicts and case not in _verdicts:
         if is_recorded(x):  # a graph would hold the trial: attend once before capturing, as CUDA asks for anyway
@@ -52,7 +52,7 @@ def passes_trial(family: str, x: Tensor, sizes: tuple, compute: Compute) -> bool
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Tell whether this call is being captured or compiled, to be repeated later."""
+    """Whether this call is being captured or compiled, to be repeated later."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -75,7 +75,7 @@ def run_trial(here: tuple, case: tuple, x: Tensor, compute: Compute) -> None:
 
 
 def find_fault(compute: Compute, x: Tensor) -> str | None:
-    """Return what is wrong with kernels, or None; compute(by_kernels, dtype) gives their results and PyTorch's."""
+    """Return what is wrong with kernels, or None; compute(by_kernels, dtype) returns their results and PyTorch's."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             results = [compute(*way) for way in ((True, x.dtype), (False, x.dtype), (False, torch.float64))]
@@ -87,7 +87,7 @@ def find_fault(compute: Compute, x: Tensor) -> str | None:
     floor = max(1e-5, 2 * torch.finfo(x.dtype).eps)  # PyTorch's sums round nothing to bf16; products of kernels do
     for mine, other, true in zip(*results, strict=True):
         own, plain = relative_error(mine, true), relative_error(other, true)
-        if not own <= 2 * plain + floor:  # nor if it is no number
+        if not own <= 2 * plain + floor:  # nor if it is not a number
             return f"they err by {own:.1e} of a result where PyTorch errs by {plain:.1e}"
     return None
 

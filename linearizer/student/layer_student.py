@@ -157,7 +157,7 @@ class LayerStudent(nn.Module):
             kinds.setdefault(kind if isinstance(kind, str) else tuple(kind), []).append(head)
         for kind, heads in kinds.items():
             if not isinstance(kind, str) and not any(kind[:3]) and not sinks:
-                raise ValueError(f"KV heads {heads} hold nothing: give them a window, features, sinks or softmax")
+                raise ValueError(f"KV heads {heads} hold nothing: set a window, features, sinks or softmax")
 
         def group(kind: tuple[Any, ...] | str, heads: list[int]) -> HeadGroup:
             if isinstance(kind, str):
@@ -214,7 +214,7 @@ class LayerStudent(nn.Module):
 
     @torch.compiler.disable
     def attend_uncompiled(self, *inputs: Any) -> Tensor:
-        """Attend as ever within a compiled model: texts and slots ask for numbers, each a break in a graph."""
+        """Attend uncompiled within a compiled model: texts and slots look at numbers, each a break in a graph."""
         return self.attend(*inputs)
 
     def attend(
@@ -281,7 +281,7 @@ class LayerStudent(nn.Module):
         return {index: (part, states[index]) for index, part in zip(readings, parts, strict=True)}
 
     def reads_in_c(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Tell whether the kernel in C may read such a text; the first call tries it, beside PyTorch."""
+        """Whether the kernel in C may read such a text; the first call compares it with PyTorch."""
         if not may_run_in_c(q, k, v) or kernels_accept(q, k, v):
             return False
         if self.in_c is not None:
@@ -314,7 +314,7 @@ class LayerStudent(nn.Module):
         return True
 
     def stable(self, bits: int, scale: float, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Give keys and values that no error of a sum lets heads of so many bits round otherwise: rounded ones."""
+        """Return rounded keys and values, which heads of these bits round alike in spite of errors of sums."""
         if self.turns is None:
             return k, v
         enter, back, _, enter_v, back_v, _ = self.turns.matrices(k.dtype)

@@ -97,7 +97,7 @@ class MatrixRule(nn.Module):
                 weight[:, -1] = 1.0
 
     def begin_bias(self, kind: str, size: int) -> Tensor:
-        """Give the gates that a half-life, and half of the found erased, call for."""
+        """Return the biases of gates for a half-life, and for half of what is found being erased."""
         if kind == "decay" and self.rule.decay == "key":
             return torch.zeros(size)  # as its authors have it: half-lives of some 16 tokens
         slowness = 1.0 if self.rule.decay == "complement" else SLOWNESS
@@ -164,7 +164,7 @@ class MatrixRule(nn.Module):
         return (mean[:, :, None] if self.rule.has_moments else 0.0) + scale * out, mass
 
     def written(self, root: float, k: Tensor, v: Tensor, there: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Give what each step writes: keys, erasures, values and log decays, (batch, heads, memories, steps, …)."""
+        """Return what each step writes: keys, erasures, values and log decays, (batch, heads, memories, steps, …)."""
         rule = self.rule
         shifted = k * root - self.key_shift[:, None].to(k.dtype)
         products = torch.einsum("bhtd,hspd->bhtsp", shifted, self.key_map.to(k.dtype))
@@ -190,7 +190,7 @@ class MatrixRule(nn.Module):
         return keys[:, :, None], None if erase is None else erase.flatten(2, 3)[:, :, None], write, steps[:, :, None]
 
     def gate_values(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Give the gates of every token: (batch, heads, tokens, gates of a kind)."""
+        """Return the gates of every token: (batch, heads, tokens, gates of a kind)."""
         if self.gate_bias is None:
             return {kind: v[..., :0] for kind in self.gates}
         values = self.gate_bias[:, None].to(k.dtype)
@@ -204,7 +204,7 @@ class MatrixRule(nn.Module):
         return dict(zip(self.gates, values.split(list(self.gates.values()), -1), strict=True))
 
     def log_decay(self, gates: Tensor, keys: Tensor) -> Tensor:
-        """Give the log decays of every token: (batch, heads, tokens, 1 or rows)."""
+        """Return the log decays of every token: (batch, heads, tokens, 1 or rows)."""
         if not self.rule.decay:
             return keys.new_zeros(*keys.shape[:3], 1)
         if self.rule.decay in ("key", "complement"):
@@ -314,7 +314,7 @@ def convolved(x: Tensor, kept: Tensor, weight: Tensor, comes: Tensor) -> tuple[T
 def running_moments(
     state: MatrixState, k: Tensor, v: Tensor, there: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Take keys and values into their means, and keys into their variances; give all three as each row sees them."""
+    """Take keys and values into their means, and keys into their variances; return all three as each row sees them."""
     number = count.clamp_min(1)
     away = (k - state.key_mean[:, :, None]) * there
     moved = away.cumsum(-2) / number

@@ -139,16 +139,16 @@ class LinearizedConfig(PreTrainedConfig):
 
 
 def belongs_to(base: PreTrainedConfig | None, name: str) -> bool:
-    """Tell whether an attribute of a LinearizedConfig is one of its teacher's config."""
+    """Whether an attribute of a LinearizedConfig is one of its teacher's config."""
     ours = name.startswith("_") or name in OWN or hasattr(PreTrainedConfig, name)
     try:
         return base is not None and not ours and hasattr(base, name)
-    except RuntimeError:  # transformers refuses to give one number for all layers where they differ
+    except RuntimeError:  # transformers has no number for all layers where they differ
         return False
 
 
 class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
-    """`base` is the teacher's model. It is no child: its children are this model's own, so that every weight has the
+    """`base` is the teacher's model. It is not a child: its children are this model's own, so that every weight has the
     name that it has in the teacher, and what looks for `model` or `lm_head` finds it."""
 
     config_class = LinearizedConfig
@@ -163,7 +163,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
         if config.feature_map not in (known := [*FEATURE_MAPS, *UPDATE_RULES]):
-            raise ValueError(f"feature_map={config.feature_map!r} is none of {', '.join(known)}")
+            raise ValueError(f"feature_map={config.feature_map!r} is not one of {', '.join(known)}")
         if base is None:
             how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # that asked for
             base = AutoModelForCausalLM.from_config(config.base, **how)
@@ -280,7 +280,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def warn_beyond_positions(self, new: torch.Tensor | None, cache: Cache | None) -> None:
-        """Say that a text has become longer than what the teacher was made for: a state has room for any length."""
+        """Warn that a text has become longer than what the teacher was made for: a state has room for any length."""
         most = getattr(self.config, "max_position_embeddings", None)
         if most and new is not None and new.shape[1] + (cache.get_seq_length() if cache is not None else 0) > most:
             logger.warning_once(BEYOND.format(most))

@@ -67,11 +67,11 @@ class Turns(nn.Module):
         return query, key, rotate(v.to(working_dtype(v)) - self.value_middle[heads].to(working_dtype(v))[:, None])
 
     def turn_back(self, out: Tensor, heads: Any) -> Tensor:
-        """Give what some heads put out, (batch, heads, group, tokens, dim), of the values as they came."""
+        """Turn outputs of some heads, (batch, heads, group, tokens, dim), back to the values as they came."""
         return rotate(out) + self.value_middle[heads].to(out.dtype)[:, None, None]
 
     def matrices(self, dtype: torch.dtype) -> list[Tensor]:
-        """Give what turns keys and what turns them back, (heads, dim, dim), and their middle; then of values."""
+        """Return what turns keys and what turns them back, (heads, dim, dim), and their middle; then of values."""
         steps = self.key_steps.to(dtype)
         of_keys, of_values = (
             rotation(middle.shape[-1], dtype, middle.device) for middle in (self.key_middle, self.value_middle)
@@ -87,7 +87,7 @@ class Turns(nn.Module):
         ]
 
     def turn_metric(self, metric: Tensor, head: int) -> Tensor:
-        """Give a metric of keys that are multiplied by `root` for keys as a head keeps them."""
+        """Turn a metric of keys that are multiplied by `root` into that of keys as a head keeps them."""
         return rotate(metric.to(self.key_steps) * self.key_steps[head])
 
 
@@ -103,7 +103,7 @@ def as_sink(x: Tensor) -> Tensor:
 
 
 def first_tokens(state: Any, tokens: int, real: Tensor | None, sinks: int, like: Tensor) -> Tensor | None:
-    """Tell which of the new tokens are sinks: (batch, tokens); None: there are none."""
+    """Return which of the new tokens are sinks: (batch, tokens); None: there are none."""
     count = None if state is None else tokens_read(state)
     if not sinks or (count is not None and least_count(count) >= sinks):
         return None
@@ -127,7 +127,7 @@ def pack_state(state: Any, bits: int = 8, before: Any = None) -> Any:
 
 
 def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
-    """Give a state whose keys and values can be computed with."""
+    """Return a state whose keys and values can be computed with."""
     dtypes, named = {"k": key_dtype, "v": value_dtype}, tensors(state)
     vectors = {name: unpack_vectors(x, dtypes[name[-1]], bits) for name, x in named.items() if name in PACKED}
     vectors |= {name: x.to(dtypes[name[-1]]) for name, x in named.items() if name in SINKS}
@@ -135,7 +135,7 @@ def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: tor
 
 
 def put_sinks_back(state: Any) -> Any:
-    """Give a state in whose window, or whole cache, sinks are exact again."""
+    """Return a state in whose window, or whole cache, sinks are exact again."""
     sinks = state.sink_k.shape[-2]
     names = {"window_k": "sink_k", "window_v": "sink_v"} if is_exact(state) else {"k": "sink_k", "v": "sink_v"}
     rows = getattr(state, next(iter(names))).shape[-2]
@@ -196,14 +196,14 @@ def round_alike(
 
 
 def pack_counts(state: Any, bits: int) -> dict[str, Tensor]:
-    """Give what slots count in two bytes each, where they have few bits: rounded before, nothing changes."""
+    """Return the counts of slots in two bytes each, where they have few bits: they were rounded before."""
     if bits not in FEWER or not hasattr(state, "weight"):
         return {}
     return {"weight": state.weight.to(torch.int16), "spread": state.spread.to(torch.bfloat16).view(torch.int16)}
 
 
 def unpack_counts(state: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read what `pack_counts` gave."""
+    """Read what `pack_counts` wrote."""
     if getattr(state, "weight", None) is None or state.weight.dtype != torch.int16:
         return {}
     return {"weight": state.weight.to(dtype), "spread": state.spread.view(torch.bfloat16).to(dtype)}

@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 def can_turn(bits: int, *dims: int) -> bool:
-    """Tell whether vectors are turned before they are rounded: where their numbers fill bytes of bits."""
+    """Whether vectors are turned before they are rounded: where their numbers fill bytes of bits."""
     return bits < 16 and not any(dim % 8 for dim in dims)
 
 
@@ -65,7 +65,7 @@ def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
 
 
 def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of few digits of vectors, and the scale of each: (…, dim), (…, 1)."""
+    """Return the codes of vectors, numbers of few digits, and the scale of each: (…, dim), (…, 1)."""
     work = x.to(working_dtype(x))
     if bits != 8:
         return codes_by_error(work, limit_of(bits))
@@ -88,7 +88,7 @@ def whole(value: int, like: Tensor) -> Any:
 
 
 def codes_by_error(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Give numbers half way between whole ones, none beyond a limit, and the scale that was best of those tried."""
+    """Return codes half way between whole numbers, none beyond a limit, and the best of the scales tried."""
     top = x.abs().amax(-1, keepdim=True)[..., None] / limit
     tried = (top * shares_tried(x.dtype, x.device)).to(torch.bfloat16).to(x.dtype)
     tried = torch.nn.functional.threshold(tried, TINIEST, 0.0)
@@ -99,7 +99,7 @@ def codes_by_error(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def limit_of(bits: int) -> float:
-    """Give the largest number of 4 to 6 bits."""
+    """Return the largest code of 4 to 6 bits."""
     return (2**bits - 1) / 2
 
 
@@ -111,7 +111,7 @@ def shares_tried(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @made_once
 def places_in_byte(bits: int, device: torch.device) -> Tensor:
-    """Say by how much each part of a byte is shifted that holds what numbers have beyond their four lowest bits."""
+    """Return the shift of each part of a byte that holds what codes have beyond their four lowest bits."""
     with torch.inference_mode(False):
         return torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=device)[:, None]
 
@@ -149,7 +149,7 @@ def rotate(x: Tensor) -> Tensor:
 
 @made_once
 def rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Hadamard's matrix, or several along the diagonal where the size is no power of two; its own inverse."""
+    """Hadamard's matrix, or several along the diagonal where the size is not a power of two; its own inverse."""
     size = dim & -dim
     with torch.inference_mode(False):  # so that a later training may use it, too
         matrix = torch.ones(1, 1, dtype=dtype, device=device)

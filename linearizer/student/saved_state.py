@@ -18,7 +18,7 @@ from .state import tensors
 
 FORMAT = "linearized state 2"  # of a layer in memory, too: one copy of this code takes another's
 WITH_TURNS = "linearized state 3"
-WEIGHTS = "weights"  # the tensor of a file that is no part of the state
+WEIGHTS = "weights"  # the tensor of a file that is not part of the state
 SAMPLED = 16  # numbers of each weight that tell a model from others
 ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ in two dtypes, bf16 and fp16 among them
 VOLATILE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "architectures", "id2label", "label2id"}
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> None:
     """Write the state that a cache of the model holds; an older file stays until the new one is complete.
 
-    States before its turns lie beside it, the oldest first, under names that begin with their number.
+    States before its turns lie next to it, the oldest first, under names that begin with their number.
     """
     if not cache.get_seq_length():
         raise ValueError("there is no state to save: the model has read nothing with this cache")
@@ -113,7 +113,7 @@ def fill(cache: Any, held: dict[str, Tensor], tokens: int, texts: int, path: str
 
 
 def places(cache: Any) -> dict[str, tuple[Any, str]]:
-    """Say of every tensor of a cache, of which one that has read nothing has none, where it is: object and name."""
+    """Return the object and the name of every tensor of a cache; one that has read nothing has none."""
     places_by_name: dict[str, tuple[Any, str]] = {}
     for index, layer in enumerate(cache.layers):
         if not layer.is_initialized:
@@ -127,7 +127,7 @@ def places(cache: Any) -> dict[str, tuple[Any, str]]:
 
 
 def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) -> list[int]:
-    """Give the shape of a tensor that is `own` after one token of one text."""
+    """Return the shape of a tensor that is `own` after one token of one text."""
     shape = [texts, *own.shape[1:]]
     if attribute in ("k", "v", "real", "keys", "values"):  # all tokens, or those that a native window holds
         window = getattr(holder, "sliding_window", None)
@@ -136,7 +136,7 @@ def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) 
 
 
 def identify(model: Any) -> dict[str, str]:
-    """Tell a model from others: its teacher, its revision, its dtype, and a hash of its config."""
+    """Describe a model: its teacher, its revision, its dtype, and a hash of its config."""
     config = model.config
     base = {name: value for name, value in config.to_dict()["base"].items() if name not in VOLATILE}
     described = [base, config.layers, config.sinks, config.feature_map]
@@ -178,7 +178,7 @@ def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], weights: 
 
 
 def alike(weights: Tensor, own: Tensor, same_dtype: bool) -> bool:
-    """Tell whether two samples are of the same weights: as bf16 tells, or as two dtypes round."""
+    """Whether two samples are of the same weights: equal in bf16, or near enough for two dtypes."""
     if not len(weights) or not len(own):
         return True
     if weights.shape != own.shape:

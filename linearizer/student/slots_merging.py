@@ -101,7 +101,7 @@ class Slots:
         return self.k, self.v, self.weight, self.spread
 
     def beside(self, other: Slots) -> Slots:
-        """Give these slots, then the others."""
+        """Return these slots, then the others."""
         return Slots(*(torch.cat(pair, 2) for pair in zip(self.all(), other.all(), strict=True)))
 
 
@@ -169,7 +169,7 @@ def lay_rows(slots: Slots, metric: Tensor) -> Tensor:
 
 
 def slots_of_rows(rows: Tensor, dims: tuple[int, int]) -> Slots:
-    """Give the slots that `lay_rows` laid out."""
+    """Return the slots that `lay_rows` laid out."""
     _, v, k, numbers = rows.split([dims[0], dims[1], dims[0], 6], -1)
     return Slots(k, v, numbers[..., 5], numbers[..., 2])
 
@@ -205,7 +205,7 @@ def drop_empty(rows: Tensor, most: int, left: Tensor) -> Tensor:
 
 
 def last_empty(weight: Tensor, most: int, left: Tensor) -> Tensor:
-    """Tell which empty slots go so that there are `most` fewer slots, `left` (rows,) of which are not empty."""
+    """Return which empty slots go so that there are `most` fewer slots, `left` (rows,) of which are not empty."""
     empty = weight == 0
     return empty & (empty.cumsum(-1) > weight.shape[-1] - most - left[:, None])
 
@@ -254,7 +254,7 @@ def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:
 
 @made_once
 def newer_places(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Give the weight of an error by the place of the newer slot of each pair: (size, size)."""
+    """Return the weight of an error by the place of the newer slot of each pair: (size, size)."""
     place = torch.arange(1, size + 1, dtype=dtype, device=device)
     return torch.maximum(place[:, None], place) ** RECENCY
 

@@ -41,12 +41,12 @@ PERIODS_AT_ONCE = 16  # periods whose rows attend at once: more take memory, few
 
 
 def block_leaves(place: int, window: int, block: int) -> bool:
-    """Tell whether a block is merged before the token at a place attends."""
+    """Whether a block is merged before the token at a place attends."""
     return place >= window and (place - window) % block == 0
 
 
 def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> Slots:
-    """Give the slots of a state after the blocks have merged that leave before the tokens at these places attend."""
+    """Return the slots of a state after blocks have merged that leave before the tokens at these places attend."""
     window, block, device = merging.window, merging.block, state.weight.device
     held, sinks = slots_of_state(state), state.sink_k.shape[-2]
     if len({*places}) == 1 and block <= window:  # a stretch of the ring, which may go on at its begin
@@ -165,7 +165,7 @@ def merge_pieces(pieces: list[Piece]) -> list[Slots]:
 
 
 def slots_of_state(state: SlotState) -> Slots:
-    """Give what a state holds in slots."""
+    """Return the slots of a state."""
     return Slots(state.slot_k, state.slot_v, state.weight, state.spread)
 
 

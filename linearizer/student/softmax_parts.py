@@ -51,7 +51,7 @@ class Reading:
         return self.total.clamp_min(torch.finfo(self.total.dtype).tiny).log() + self.bound
 
     def rows(self, start: int, stop: int) -> Reading:
-        """Give what some of the rows see."""
+        """Return the readings of some of the rows."""
         return self.changed(lambda x: x[..., start:stop, :])
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Reading:
@@ -60,7 +60,7 @@ class Reading:
 
     @staticmethod
     def joined(parts: list[Reading]) -> Reading:
-        """Give the readings of rows that follow each other as a reading."""
+        """Join the readings of rows that follow each other."""
         bound, total, sums = ([getattr(part, name) for part in parts] for name in ("bound", "total", "sum"))
         return Reading(torch.cat(bound, -2), torch.cat(total, -2), torch.cat(sums, -2))
 
@@ -68,7 +68,7 @@ class Reading:
 class Memory(Protocol):
     """A far field of heads that hold alike: what it makes of the tokens that leave their windows.
 
-    `comes` (batch, rows) is false where a column is no token, or a sink: it leaves the state bit for bit. `place`
+    `comes` (batch, rows) is false where a column is not a token, or is a sink: it leaves the state bit for bit. `place`
     (batch, rows) is that of the row's query. A chunk is the same as its tokens, one after the other.
     """
 

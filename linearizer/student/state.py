@@ -1,4 +1,4 @@
-"""The states of heads, and how new tokens are laid beside them.
+"""The states of heads, and how new tokens are laid next to them.
 
 real (batch, tokens) is false at padding, which may stand anywhere; None means that every token is real. A token's place
 is its rank among the real ones.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 EMPTY = -1e30  # the logit of what is not seen, the level of what has seen nothing: finite, so that differences are
-ABSENT = 2 * EMPTY  # the log-feature of a key that is not there, or does not touch it: vanishes beside an empty level
+ABSENT = 2 * EMPTY  # the log-feature of a key that is not there, or does not touch it: vanishes next to an empty level
 HEADROOM = 60.0  # fp32 spans e^±87: shifting by 60 leaves 147 below a stabiliser that a row may not have reached
 
 Tensor = torch.Tensor
@@ -25,7 +25,7 @@ made_once = functools.lru_cache(maxsize=512)  # keeps what a function makes of s
 
 
 def number(value: float, dtype: torch.dtype, device: torch.device) -> Any:
-    """Give a number as a tensor: of a plain one an operation makes a tensor at each call. A graph takes it as it is."""
+    """Return a number as a tensor, which an operation makes of a plain one at each call; as it is in a graph."""
     return value if is_traced() else keep_number(value, dtype, device)
 
 
@@ -123,7 +123,7 @@ class MatrixState(ExactState):
 
 
 def is_exact(state: object) -> bool:
-    """Tell whether a state is an ExactState, of this copy of the code or of another checkpoint's."""
+    """Whether a state is an ExactState, of this copy of the code or of another checkpoint's."""
     return hasattr(state, "window_k")
 
 
@@ -159,7 +159,7 @@ class Columns:
         return self.first[:, None] + torch.arange(start, stop, device=self.k.device)
 
     def filled(self, start: int, stop: int) -> Tensor:
-        """Tell which of these columns hold a token: (batch, columns)."""
+        """Return which of these columns hold a token: (batch, columns)."""
         return torch.arange(start, stop, device=self.k.device) >= self.empty[:, None]
 
 
@@ -193,7 +193,7 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 @made_once
 def first_rows(count: int, size: int, device: torch.device) -> Tensor:
-    """Number the first of `size` rows of each of so many."""
+    """Return the number of the first row of each of `count` blocks of `size` rows."""
     with torch.inference_mode(False):  # so that a later training may use it, too
         return torch.arange(count, device=device) * size
 
@@ -229,7 +229,7 @@ def own_tensors(state: ExactState, names: tuple[str, ...]) -> None:
 
 
 def must_be_copied(x: Tensor) -> bool:
-    """Tell whether x must not be written over: gradients may need it, a graph changes no state that it is given, or x
+    """Whether x must not be written over: gradients may need it, a graph changes no state that it is given, or x
     was made in inference mode, which ended."""
     if torch.is_grad_enabled() or is_traced():
         return True
@@ -237,7 +237,7 @@ def must_be_copied(x: Tensor) -> bool:
 
 
 def first_places(size: int, last: Tensor) -> Tensor:
-    """Tell which of the places 0 … size - 1 are at most a text's `last` (batch,): (batch, size)."""
+    """Return which of the places 0 … size - 1 are at most a text's `last` (batch,): (batch, size)."""
     return torch.arange(size, device=last.device) <= last[:, None]
 
 
@@ -247,7 +247,7 @@ def least_count(count: Tensor) -> int:
 
 
 def is_traced() -> bool:
-    """Tell whether a graph is being compiled: each number that Python looks at breaks one in two."""
+    """Whether a graph is being compiled: each number that Python looks at breaks one in two."""
     return torch.compiler.is_compiling()
 
 

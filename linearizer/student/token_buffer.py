@@ -108,7 +108,7 @@ class TokenBuffer:
         return made
 
     def holds(self, memory: list) -> bool:
-        """Tell whether the states are still views of this buffer, which may be written: all that changes one replaces
+        """Whether the states are still views of this buffer, which may be written: all that changes one replaces
         its count, too."""
         if must_be_copied(self.level):
             return False
@@ -157,7 +157,7 @@ class TokenBuffer:
             buffer.view(-1, buffer.shape[-1]).index_copy_(0, own, x.flatten(0, -2))
 
     def joined(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Give keys and values as the buffers have them: together, or apart where they differ in size."""
+        """Return keys and values as the buffers have them: together, or apart where they differ in size."""
         return [torch.stack([k, v])] if len(self.buffers) == 1 else [k[None], v[None]]
 
     def look(self, q: Tensor) -> Tensor:
@@ -200,13 +200,13 @@ class TokenBuffer:
             own[..., group.sinks + group.rows - levels.shape[-1] :][..., : levels.shape[-1]] = levels.clamp_min(EMPTY)
 
     def levels_of_slots(self, index: int) -> Tensor:
-        """Give the levels of a group's slots: (batch, heads, slots)."""
+        """Return the levels of a group's slots: (batch, heads, slots)."""
         group = self.groups[index]
         assert group.merging is not None
         return slot_levels(replace(group.state, **unpack_counts(group.state, self.level.dtype)), group.merging)
 
     def level_of(self, index: int) -> Tensor:
-        """Give the levels of a group's heads: (batch, heads, rows)."""
+        """Return the levels of a group's heads: (batch, heads, rows)."""
         return self.level[:, self.spots[index]]
 
     def merge(self, index: int, dtype: torch.dtype) -> None:
@@ -227,7 +227,7 @@ class TokenBuffer:
 
 
 def order_heads(groups: list[list[int]]) -> tuple[list[int], list[Any]]:
-    """Order the heads of groups as in their layer, where those of each group are evenly spaced then; say where each
+    """Order the heads of groups as in their layer, where those of each group are evenly spaced then; return where each
     group's heads lie, as a slice, which selects without a copy."""
     order = sorted(sum(groups, []))
     spots = [as_slice([order.index(head) for head in heads]) for heads in groups]

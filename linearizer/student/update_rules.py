@@ -32,7 +32,7 @@ class UpdateRule:
     erase: str = ""  # "": nothing; scalar or channel: what the key finds; removal: a step of its own before writing
     mass: str = "gauss"
     read: str = ""  # norm: of unit norm; mala
-    memories: int = 1  # routed to, beside one that every token shares
+    memories: int = 1  # routed to, in addition to one that every token shares
     taps: int = 1  # of causal convolutions over keys and over queries
     share: float = -2.0  # the logarithm of the far share before training, where the mass is a share
     begins_like: str = ""  # the rule that it is until it is trained, because its own gates then stand still
@@ -61,7 +61,7 @@ class UpdateRule:
         return value_dim + int(self.mass == "sum" or self.read == "mala")
 
     def numbers(self, rows: int, key_dim: int, value_dim: int, group: int) -> int:
-        """Count the fp32 numbers of one KV head, which a group of so many query heads reads."""
+        """Count the fp32 numbers of one KV head, which a group of `group` query heads reads."""
         kept = self.has_moments * (2 * key_dim + value_dim) + (self.taps - 1) * (1 + group) * key_dim
         return self.matrices * rows * self.columns(value_dim) + kept
 
@@ -201,6 +201,6 @@ UPDATE_RULES: Mapping[str, UpdateRule] = {
 
 
 def beginning(name: str) -> str:
-    """Say which other rule the rule of a name is until it is trained; nothing where it is like no other."""
+    """Name the rule that equals this one until it is trained; empty where there is none."""
     like = UPDATE_RULES[name].begins_like if name in UPDATE_RULES else ""
     return f"until it is trained the same as {like}" if like else ""
