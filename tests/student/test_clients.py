@@ -64,12 +64,6 @@ def test_its_config_reads_and_writes_what_its_teachers_config_knows(tmp_path):
     assert copy.deepcopy(config).to_dict() == config.to_dict()
 
 
-def test_a_resized_vocabulary_has_a_loss():
-    student, ids = student_of("llama"), tokens(1, 9)
-    student.resize_token_embeddings(160)
-    assert student(ids, labels=ids).loss.isfinite() and student.config.vocab_size == student.base.vocab_size == 160
-
-
 def test_a_checkpoint_does_not_tell_where_its_teacher_lay(tiny_llama, tmp_path):
     from linearizer.method.checkpoint import put_student_into
     from tests.support.models import allocation_of, layers_of
@@ -90,7 +84,7 @@ def test_hidden_states_asked_for_at_loading_are_given(tmp_path):
 
 
 def test_what_students_do_not_serve_is_refused_at_once():
-    student, ids = student_of("llama"), tokens(1, 9)
+    student = student_of("llama")
     begin = time.monotonic()
     for ask in (student.generate_batch, student.init_continuous_batching):
         with pytest.raises(ValueError, match="call generate with a padded batch"):
@@ -99,11 +93,6 @@ def test_what_students_do_not_serve_is_refused_at_once():
         with student.continuous_batching_context_manager():
             pass
     assert time.monotonic() - begin < 5  # it took 40 s to answer nothing
-    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    for part in (student, student.base_model):
-        for use_cache in (True, False):
-            with pytest.raises(ValueError, match="give each text a row of its own"):
-                part(ids, position_ids=packed, use_cache=use_cache)
 
 
 @torch.no_grad()

@@ -8,52 +8,19 @@ import torch
 from linearizer.student import kernel_in_c, layer_student
 from linearizer.student.kernel_in_c import load_kernel
 from linearizer.student.kernel_layer_in_c import SOURCE
-from linearizer.student.layer_student import LayerStudent, SlotGroup
 from linearizer.student.state import tensors
 from tests.support.kernels import needs_compiler
+from tests.support.layers import SCALE, assert_same_states, layer, read, text
 
 HELD = [[8, 0, 6, 4], [9, 0], [12, 0, 10, 4], [5, 0, 7, 4, 8], [9, 0, 0, 0, 8], [6, 0, 3, 2, 6], [40, 0, 9, 16, 5],
         [9, 0, 0, 0, 4], [0, 0, 0, 0, 16]]  # fmt: skip
 EXACT = [kind for kind in HELD if len(kind) < 5 or kind[4] >= 8]  # whose sizes may be any
-LENGTH, SINKS, GROUP, SCALE = 60, 2, 2, 0.4
-NAME = "layer_in_c"
-
-
-def layer(held=HELD, dim=8, value_dim=8, dtype=torch.float64):
-    student = LayerStudent(held, SINKS, dim, "prf", value_dim).to(dtype).eval()
-    student.reset(torch.Generator().manual_seed(0))
-    for group in student.groups:
-        if isinstance(group, SlotGroup):
-            group.merger.mean_query.normal_(generator=torch.Generator().manual_seed(0))
-    return student
-
-
-def text(held=HELD, dim=8, value_dim=8, dtype=torch.float64, batch=2):
-    generator, heads = torch.Generator().manual_seed(1), len(held)
-    shapes = (GROUP * heads, LENGTH, dim), (heads, LENGTH, dim), (heads, LENGTH, value_dim)
-    drawn = (torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [x.to(dtype) for x in drawn]
-
-
-@torch.no_grad()
-def read(student, given, edges=(LENGTH,), real=None, memory=None):
-    """Read in calls that end at these edges; give what is put out, and the states."""
-    memory, out = [] if memory is None else memory, []
-    for begin, end in zip((0, *edges), edges, strict=False):
-        some = None if real is None else real[:, begin:end]
-        out.append(student(*(x[:, :, begin:end] for x in given), SCALE, some, memory))
-    return torch.cat(out, -2), memory
+LENGTH = 60
 
 
 def in_c(memory):
     """Tell whether the kernel read."""
-    return any(getattr(state, NAME, None) is not None for state in memory)
-
-
-def assert_same_states(states, other, **tolerance):
-    for mine, theirs in zip(states, other, strict=True):
-        for name, x in tensors(mine).items():
-            torch.testing.assert_close(x, tensors(theirs)[name], msg=name, **tolerance)
+    return any(getattr(state, "layer_in_c", None) is not None for state in memory)
 
 
 @needs_compiler
@@ -61,7 +28,7 @@ def assert_same_states(states, other, **tolerance):
 @pytest.mark.parametrize("edges", [(LENGTH,), (1, 10, *range(11, 30), LENGTH), (3, 4, 40, 41, LENGTH)], ids=str)
 @pytest.mark.parametrize("held, dim, value_dim", [(HELD, 8, 8), (HELD, 8, 16), (HELD, 24, 8), (EXACT, 5, 3)])
 def test_it_reads_as_pytorch_does(held, dim, value_dim, edges, padded, monkeypatch):
-    student, given = layer(held, dim, value_dim), text(held, dim, value_dim)
+    student, given = layer(held, dim, value_dim), text(len(held), LENGTH, dim, value_dim)
     real = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7 if padded else None
     found, memory = read(student, given, edges, real)
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
@@ -74,8 +41,8 @@ def test_it_reads_as_pytorch_does(held, dim, value_dim, edges, padded, monkeypat
 
 @needs_compiler
 def test_it_goes_on_where_pytorch_ended_and_the_other_way_round(monkeypatch):
-    student, given = layer(), text()
-    expected, _ = read(student, given)
+    student, given = layer(HELD), text(9, LENGTH)
+    expected, _ = read(student, given, (LENGTH,))
     for first, then in (("0", "1"), ("1", "0")):
         monkeypatch.setenv("LINEARIZER_KERNELS", first)
         begun, memory = read(student, given, (20, 21, 22))
@@ -88,19 +55,20 @@ def test_it_goes_on_where_pytorch_ended_and_the_other_way_round(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_neither_the_cut_of_a_text_nor_other_texts_change_a_bit(dtype):
-    student, given = layer(dtype=dtype), text(dtype=dtype)
-    whole, memory = read(student, given)
+    student, given = layer(HELD, dtype=dtype), text(9, LENGTH, dtype=dtype)
+    whole, memory = read(student, given, (LENGTH,))
     for edges in ((7, 20, LENGTH), range(1, LENGTH + 1)):
         cut, other = read(student, given, edges)
         assert torch.equal(cut, whole)
         assert_same_states(other, memory, rtol=0, atol=0)
-    alone, _ = read(student, [x[1:] for x in given])
+    alone, _ = read(student, [x[1:] for x in given], (LENGTH,))
     assert torch.equal(alone, whole[1:])
 
 
 @needs_compiler
 def test_the_number_of_threads_changes_no_bit():
-    student, given, threads, found = layer(dtype=torch.float32), text(dtype=torch.float32), torch.get_num_threads(), []
+    student, given = layer(HELD, dtype=torch.float32), text(9, LENGTH, dtype=torch.float32)
+    threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
@@ -114,7 +82,7 @@ def test_the_number_of_threads_changes_no_bit():
 
 @needs_compiler
 def test_it_reads_in_bf16_nearly_as_pytorch_does(monkeypatch):
-    student, given = layer(dtype=torch.bfloat16), text(dtype=torch.bfloat16)
+    student, given = layer(HELD, dtype=torch.bfloat16), text(9, LENGTH, dtype=torch.bfloat16)
     found, memory = read(student, given, (20, 21, LENGTH))
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     expected, other = read(student, given, (20, 21, LENGTH))
@@ -129,7 +97,7 @@ def test_it_reads_in_bf16_nearly_as_pytorch_does(monkeypatch):
 @needs_compiler
 @torch.no_grad()
 def test_values_may_stay_exact(monkeypatch):
-    student, given = layer(value_dim=40), text(value_dim=40)
+    student, given = layer(HELD, value_dim=40), text(9, LENGTH, value_dim=40)
     student.exact_values = True
     found = student(*given, SCALE, None, None)
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
@@ -138,7 +106,7 @@ def test_values_may_stay_exact(monkeypatch):
 
 @needs_compiler
 def test_a_copied_state_leaves_the_first_alone():
-    student, given = layer(), text()
+    student, given = layer(HELD), text(9, LENGTH)
     _, memory = read(student, given, (20,))
     copied, rest = copy.deepcopy(memory), [x[:, :, 20:] for x in given]
     edges = (1, 2, LENGTH - 20)
@@ -148,21 +116,21 @@ def test_a_copied_state_leaves_the_first_alone():
 
 @needs_compiler
 def test_it_gives_no_gradients_and_may_be_kept_off(monkeypatch):
-    student, given = layer(), text()
-    assert in_c(read(student, given)[1])
+    student, given = layer(HELD), text(9, LENGTH)
+    assert in_c(read(student, given, (LENGTH,))[1])
     q, k, v = given
     memory = []
     student(q, k.clone().requires_grad_(), v, SCALE, None, memory)
     assert not in_c(memory)
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
-    assert not in_c(read(student, given)[1])
+    assert not in_c(read(student, given, (LENGTH,))[1])
 
 
 @needs_compiler
 def test_pytorch_reads_where_the_kernel_errs(monkeypatch):
     monkeypatch.setattr(layer_student, "passes_trial", lambda family, x, sizes, compute: wrong(compute))
-    student, given = layer(), text()
-    assert not in_c(read(student, given)[1])
+    student, given = layer(HELD), text(9, LENGTH)
+    assert not in_c(read(student, given, (LENGTH,))[1])
 
 
 def wrong(compute):
@@ -172,18 +140,35 @@ def wrong(compute):
     return False
 
 
+@pytest.fixture
+def uncompiled():
+    """Forget which kernels there are, before and after."""
+    load_kernel.cache_clear()
+    yield
+    load_kernel.cache_clear()
+
+
+@needs_compiler
+def test_a_kernel_is_compiled_once(uncompiled, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_kernel("read_heads", SOURCE, torch.float32) is not None
+    load_kernel.cache_clear()
+    monkeypatch.setattr(kernel_in_c, "COMPILERS", ())
+    assert load_kernel("read_heads", SOURCE, torch.float32) is not None
+
+
 def test_without_a_compiler_pytorch_does_the_work(uncompiled, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_in_c, "COMPILERS", ("no-such-compiler",))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_in_c.tempfile, "gettempdir", lambda: str(tmp_path))
     assert load_kernel("read_heads", SOURCE, torch.float32) is None
-    assert not in_c(read(layer(), text(), (10, 11, 12))[1])
+    assert not in_c(read(layer(HELD), text(9, LENGTH), (10, 11, 12))[1])
 
 
 @needs_compiler
 @torch.no_grad()
 def test_a_state_of_other_texts_is_refused():
-    student, given = layer(), text()
+    student, given = layer(HELD), text(9, LENGTH)
     _, memory = read(student, given, (20,))
     with pytest.raises(RuntimeError):
         student(*(x[:1, :, 20:22] for x in given), SCALE, None, memory)

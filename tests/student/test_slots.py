@@ -126,14 +126,6 @@ def test_however_a_text_is_cut_into_calls_the_answer_is_the_same(edges, block):
     torch.testing.assert_close(other.slot_v, state.slot_v)
 
 
-def test_token_by_token_is_the_whole_text():
-    q, k, v = drawn()
-    whole, state = attend(q, k, v, 6)
-    cut, other = attend(q, k, v, 6, range(1, 50))
-    torch.testing.assert_close(cut, whole)
-    torch.testing.assert_close(other.sink_k, state.sink_k)
-
-
 @settings(max_examples=20)
 @given(holes=st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True))
 def test_padding_anywhere_changes_nothing(holes):
@@ -169,25 +161,6 @@ def test_merging_keeps_the_sums_and_counts_the_spread():
         return (slots.weight * (slots.spread + (slots.k @ metric.mT).square().sum(-1))).sum(-1)
 
     torch.testing.assert_close(second_moment(result), second_moment(given))
-
-
-def test_the_pair_that_is_merged_is_the_cheapest():
-    given = slots_of(5)
-    result = merge_slots(given, 4, unrounded())
-    for head in range(2):
-        costs = {
-            (i, j): (given.k[0, head, i] - given.k[0, head, j]).square().sum()
-            * (given.v[0, head, i] - given.v[0, head, j]).norm().sqrt()
-            * (i + 1) ** 0.25
-            * max(asked(given.k[0, head, n]) for n in (i, j)).mul(0.25).exp()
-            for i in range(5)
-            for j in range(i)
-        }
-        i, j = min(costs, key=costs.get)
-        mean = (given.k[0, head, i] + given.k[0, head, j]) / 2
-        merged = result.weight[0, head] == 2
-        assert merged.sum() == 1
-        torch.testing.assert_close(result.k[0, head][merged][0], mean)
 
 
 def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():

@@ -1,6 +1,7 @@
 """A student is right on every architecture: cached or not, padded or not, in every way of generating."""
 
 import functools
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -113,19 +114,6 @@ def test_generating_with_the_state_is_generating_without(family, way):
 
 
 @torch.no_grad()
-def test_left_padding_a_batch_generates_what_each_text_generates_alone():
-    student, short, long = student_of("llama"), tokens(1, 7), tokens(1, 12, seed=1)
-    ids = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], 1), long])
-    mask = (torch.arange(12) >= torch.tensor([[5], [0]])).long()
-    together = student.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    for row, alone in zip(together, (short, long), strict=True):
-        text = student.generate(
-            alone, attention_mask=torch.ones_like(alone), max_new_tokens=8, do_sample=False, eos_token_id=None
-        )
-        assert torch.equal(row[12:], text[0, alone.shape[1] :])
-
-
-@torch.no_grad()
 def test_a_conversation_continues_from_its_cache():
     student, first, second = student_of("llama"), tokens(1, 9), tokens(1, 6, seed=1)
     cache = student.empty_cache()
@@ -148,8 +136,10 @@ def test_what_a_fixed_state_cannot_do_is_refused_with_a_sentence():
         student.empty_cache().crop(-1)
     with pytest.raises(ValueError, match="ssist"):
         student.generate(ids, attention_mask=mask, max_new_tokens=2, assistant_model=teacher_of("llama"))
-    with pytest.raises(ValueError, match="give each text a row of its own"):
-        student(ids, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    for part, use_cache in itertools.product((student, student.base_model), (True, False)):
+        with pytest.raises(ValueError, match="give each text a row of its own"):
+            part(ids, position_ids=packed, use_cache=use_cache)
     with pytest.raises(ValueError, match="cannot be exchanged"):
         student.set_attn_implementation("sdpa")
 

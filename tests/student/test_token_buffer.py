@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from linearizer.student import slots_torch
-from linearizer.student.layer_student import LayerStudent
-from linearizer.student.state import change_tensors, tensors
+from linearizer.student.state import change_tensors
+from tests.support.layers import GROUP, SCALE, assert_same_states, layer, read, text
 
 HELD = [[8, 0, 6, 4], [12, 0, 10, 4], [9, 0], [5, 0, 7, 4], "softmax", [9, 0], [6, 0, 3, 2], [4, 5]]
 SMALL = [kind if isinstance(kind, str) else [*kind, *[0] * (4 - len(kind)), 8] for kind in HELD]
@@ -16,7 +16,7 @@ MIXED = [  # along axes, beside heads of 8 bits and of 16
     [8, 0, 6, 4, 4], [12, 0, 10, 4, 5], [9, 0, 0, 0, 6], [5, 0, 7, 4, 8], "softmax 4", [9, 0], [6, 0, 3, 2, 4],
     [9, 0, 0, 0, 5],
 ]  # fmt: skip
-GROUP, SINKS, SCALE, LENGTH = 2, 2, 0.5, 40
+LENGTH = 40
 
 
 @pytest.fixture(autouse=True)
@@ -25,41 +25,10 @@ def in_pytorch(monkeypatch):
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
 
 
-def layer(held=HELD, dim=4, value_dim=0):
-    student = LayerStudent(held, SINKS, dim, "prf", value_dim).double().eval()
-    student.reset(torch.Generator().manual_seed(0))
-    return student
-
-
-def text(value_dim=4, heads=8, length=LENGTH, dim=4):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (heads * GROUP, length, dim), (heads, length, dim), (heads, length, value_dim)
-    return [torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-@torch.no_grad()
-def read(student, given, edges, change=None, real=None):
-    """Read in calls that end at these edges; memory is changed before the last five."""
-    memory, out, start = [], [], 0
-    for index, end in enumerate(edges):
-        if change and index >= len(edges) - 5:
-            memory = change(memory)
-        piece = None if real is None or real[:, start:end].all() else real[:, start:end]
-        out.append(student(*(x[:, :, start:end] for x in given), SCALE, piece, memory))
-        start = end
-    return torch.cat(out, -2), memory
-
-
-def assert_same_states(states, other):
-    for mine, theirs in zip(states, other, strict=True):
-        for name, x in tensors(mine).items():
-            torch.testing.assert_close(x, tensors(theirs)[name], msg=name)
-
-
 @pytest.mark.parametrize("held, dim, value_dim", [(HELD, 4, 4), (HELD, 4, 3), (SMALL, 4, 4), (SMALL, 4, 3),
                                                   (MIXED, 8, 8), (MIXED, 8, 16)])  # fmt: skip
 def test_token_by_token_is_the_whole_text(held, dim, value_dim):
-    student, given = layer(held, dim, value_dim), text(value_dim=value_dim, dim=dim)
+    student, given = layer(held, dim, value_dim), text(8, LENGTH, dim, value_dim)
     whole, memory = read(student, given, [LENGTH])
     for edges in (range(1, LENGTH + 1), [10, *range(11, 30), LENGTH]):
         cut, other = read(student, given, edges)
@@ -69,10 +38,10 @@ def test_token_by_token_is_the_whole_text(held, dim, value_dim):
 
 @pytest.mark.parametrize("held", [HELD, SMALL], ids=["16 bits", "8 bits"])
 def test_heads_together_are_heads_alone(held):
-    together, given = layer(held), text()
+    together, given = layer(held, 4, 4), text(8, LENGTH, 4, 4)  # of sizes that no head turns
     whole, _ = read(together, given, [20, *range(21, LENGTH + 1)])
     for head, kind in enumerate(held):
-        alone = layer([kind])
+        alone = layer([kind], 4, 4)
         own = next((group, group.heads.index(head)) for group in together.groups if head in group.heads)
         for mine, theirs in zip(alone.parameters(), own[0].parameters(), strict=True):
             mine.data.copy_(theirs.data[own[1] : own[1] + 1])
@@ -83,7 +52,7 @@ def test_heads_together_are_heads_alone(held):
 
 
 def test_heads_that_merge_apart_give_what_they_give_together(monkeypatch):
-    student, given = layer(), text()
+    student, given = layer(HELD), text(8, LENGTH)
     whole, memory = read(student, given, [20, LENGTH])
     monkeypatch.setattr(slots_torch, "MAX_PADDING", -1)
     apart, other = read(student, given, [20, LENGTH])
@@ -100,15 +69,15 @@ def reordered(memory):
 @pytest.mark.parametrize("change", [reordered, copy.deepcopy], ids=["reordered", "copied"])
 @pytest.mark.parametrize("held", [HELD, SMALL], ids=["16 bits", "8 bits"])
 def test_states_that_were_exchanged_go_on(held, change):
-    student, given = layer(held), text()
+    student, given = layer(held), text(8, LENGTH)
     whole, memory = read(student, given, [LENGTH])
-    cut, other = read(student, given, [20, *range(21, LENGTH + 1)], change)
+    cut, other = read(student, given, [20, *range(21, LENGTH + 1)], change=change)
     torch.testing.assert_close(cut, whole)
     assert_same_states(other, memory)
 
 
 def test_a_copy_and_its_original_go_their_own_ways():
-    student, given = layer(), text()
+    student, given = layer(HELD), text(8, LENGTH)
     _, memory = read(student, given, [20, 21, 22])
     before, own = copy.deepcopy(memory), [x[:, :, 22:23] for x in given]
     with torch.no_grad():
@@ -122,7 +91,7 @@ def test_a_copy_and_its_original_go_their_own_ways():
 
 
 def test_texts_of_several_lengths_go_on_together():
-    student, given = layer(), text()
+    student, given = layer(HELD), text(8, LENGTH)
     real = torch.ones(2, LENGTH, dtype=torch.bool)
     real[1, [0, 3, 7]] = False
     out, _ = read(student, given, [16, *range(17, LENGTH + 1)], real=real)
@@ -133,7 +102,7 @@ def test_texts_of_several_lengths_go_on_together():
 
 
 def test_the_states_of_windows_and_slots_lie_in_one_buffer():
-    student, given = layer(), text()
+    student, given = layer(HELD), text(8, LENGTH)
     _, memory = read(student, given, [20, 21, 22, 23])
     places = {state.window_k.untyped_storage().data_ptr() for state in memory if hasattr(state, "window_k")}
     assert len(places) == 2, "one for windows and slots, one for the head with features"

@@ -82,37 +82,26 @@ def test_the_trainer_trains_and_saves_it(gradient_checkpointing, checkpoint, tok
         assert torch.equal(again(ids).logits, student.eval()(ids).logits)
 
 
-def test_trl_trains_it_on_answers_and_conversations(checkpoint, tokenizer, tmp_path):
+PAIR = {"prompt": QUESTION, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": "It sorts."}]}
+TRL = {  # trainer -> data, arguments, settings
+    "SFT": ({"messages": QUESTION + ANSWER}, {}, {"max_length": 32}),
+    "DPO": (PAIR, {}, {"max_length": 32}),
+    "GRPO": (
+        {"prompt": "What does len do?"},
+        {"reward_funcs": lambda completions, **_: [float(index) for index, _ in enumerate(completions)]},
+        {"num_generations": 2, "max_completion_length": 6},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TRL)
+def test_trl_trains_it_on_conversations_on_preferences_and_by_rewards(kind, checkpoint, tokenizer, tmp_path):
     trl = pytest.importorskip("trl")
     student, before = loaded(checkpoint)
-    data = Dataset.from_list([{"messages": QUESTION + ANSWER}] * 4)
-    arguments = trl.SFTConfig(**settings(tmp_path), max_length=32, bf16=False)
-    assert_trained(trl.SFTTrainer(student, arguments, train_dataset=data, processing_class=tokenizer), before)
-
-
-def test_trl_trains_it_on_preferences(checkpoint, tokenizer, tmp_path):
-    trl = pytest.importorskip("trl")
-    student, before = loaded(checkpoint)
-    pair = {"prompt": QUESTION, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": "It sorts."}]}
-    arguments = trl.DPOConfig(**settings(tmp_path), max_length=32, bf16=False)
-    trainer = trl.DPOTrainer(
-        student, args=arguments, train_dataset=Dataset.from_list([pair] * 4), processing_class=tokenizer
-    )
-    assert_trained(trainer, before)
-
-
-def test_trl_trains_it_by_rewards(checkpoint, tokenizer, tmp_path):
-    trl = pytest.importorskip("trl")
-    student, before = loaded(checkpoint)
-    arguments = trl.GRPOConfig(**settings(tmp_path), num_generations=2, max_completion_length=6, bf16=False)
-    trainer = trl.GRPOTrainer(
-        student,
-        reward_funcs=lambda completions, **_: [float(index) for index, _ in enumerate(completions)],
-        args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": "What does len do?"}] * 4),
-        processing_class=tokenizer,
-    )
-    assert_trained(trainer, before)
+    data, given, more = TRL[kind]
+    arguments = getattr(trl, f"{kind}Config")(**settings(tmp_path), **more, bf16=False)
+    given = {"args": arguments, "train_dataset": Dataset.from_list([data] * 4), "processing_class": tokenizer, **given}
+    assert_trained(getattr(trl, f"{kind}Trainer")(student, **given), before)
 
 
 def test_peft_trains_saves_and_loads_an_adapter(checkpoint, tmp_path):

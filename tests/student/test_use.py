@@ -81,8 +81,9 @@ def test_a_vocabulary_that_grew_is_saved_and_loaded(tmp_path):
     student.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, student(ids).logits)
-    assert loaded(ids).logits.shape[-1] == 160
+        out = loaded(ids, labels=ids)
+        assert torch.equal(out.logits, student(ids).logits) and out.loss.isfinite()
+    assert out.logits.shape[-1] == student.config.vocab_size == student.base.vocab_size == 160
 
 
 @pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
