@@ -62,8 +62,6 @@ def make_layer_student(
     return student.to(device).eval()
 
 
-
-
 @contextmanager
 def fixed_answer(block: nn.Module, answer: Any) -> Iterator[None]:
     """Let a module return a fixed answer without computing."""

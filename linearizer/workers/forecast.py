@@ -226,4 +226,4 @@ def describe_kernels(device: torch.device) -> str:
         return "none: they need a GPU"
     if FeatureAttention is None:
         return "none: Triton is not installed"
-    return "Triton's for heads of 8 and 16 bits, each tried on first use; PyTorch for those of fewer bits"
+    return "Triton's for texts with features, each tried on first use; PyTorch for slots and single tokens"
