@@ -12,7 +12,7 @@ import torch
 
 from .features_torch import CHUNK, ScaledMap, attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
-from .state import ABSENT, Columns, ExactState, FeatureState, working_dtype
+from .state import ABSENT, Columns, FeatureState, working_dtype
 
 try:
     from .kernel_text_gradients import FeatureAttention
@@ -40,7 +40,8 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
     """Whether kernels may attend with a text to features, with gradients if they are taken."""
     if FeatureAttention is None or not kernels_accept(q, k, v):
         return False
-    sizes, gradients = sizes_of(q, v, state), torch.is_grad_enabled()
+    sizes = TrialSizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], state.level.shape[-1])
+    gradients = torch.is_grad_enabled()
 
     def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = TrialText.of(q, sizes, TRIAL_ENDS[-1], dtype)
@@ -74,8 +75,3 @@ def attend_chunks_by_kernel(
     inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *kept)]
     out, state.level, state.mean = FeatureAttention.apply(columns.window, *inputs)
     return out
-
-
-def sizes_of(q: Tensor, v: Tensor, state: ExactState) -> TrialSizes:
-    features = state.level.shape[-1] if hasattr(state, "level") else 0
-    return TrialSizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], features)

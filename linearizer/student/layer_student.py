@@ -22,7 +22,7 @@ from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import Turns, first_columns, first_tokens, pack_state, round_tokens, unpack_state
 from .rounding import FEWER, can_turn, round_vectors
 from .slots_merging import Merger, Merging
-from .slots_torch import Reading, read_text, read_together
+from .slots_torch import SlotSteps, read_text, read_together
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .token_buffer import WindowGroup, attend_token_in_buffer
 from .update_rules import UPDATE_RULES
@@ -103,7 +103,7 @@ class SlotGroup(HeadGroup):
 
     def read(
         self, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState | None
-    ) -> tuple[Reading, SlotState]:
+    ) -> tuple[SlotSteps, SlotState]:
         """Begin to read a text; return the reading, and the state that it brings up to date."""
         state = SlotState.empty(k, v, self.window, self.sinks, self.slots) if state is None else state
         return read_text(q, k, v, merging, real, state), state
@@ -228,11 +228,8 @@ class LayerStudent(nn.Module):
         query = query.unflatten(1, (self.kv_heads, -1))
         batch, _, each, tokens, _ = query.shape  # what is put out lies as its layer wants it, token by token
         out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
-        inputs, groups, done = (
-            (query, key, value, scale, real, out),
-            cast(Sequence[HeadGroup], self.groups),
-            list[int](),
-        )
+        inputs, groups = (query, key, value, scale, real, out), cast(Sequence[HeadGroup], self.groups)
+        done: list[int] = []
         if self.reads_in_c(query, key, value):
             done = read_in_c(groups, memory, *inputs, self.turns, self.exact_values)
         if len(done) < len(groups):
@@ -243,7 +240,8 @@ class LayerStudent(nn.Module):
         taken = {index: self.take(group, *inputs[:5], memory and memory[index]) for index, group in left.items()}
         parts = self.read_with_slots(left, taken, scale, real)
         for index, group in left.items():
-            part, state = parts.pop(index) if index in parts else group(*taken[index][:3], scale, real, taken[index][3])
+            q, k, v, state = taken.pop(index)
+            part, state = parts.pop(index) if index in parts else group(q, k, v, scale, real, state)
             if memory is not None:
                 memory[index] = state if group.bits == 16 else pack_state(state, group.bits, memory[index])
             heads = as_slice(group.heads)
@@ -297,18 +295,16 @@ class LayerStudent(nn.Module):
             if bits in FEWER:  # an error of a sum may change what a spread, of two bytes there, is rounded to
                 trial.groups[0].merger.gain.zero_()
             trial.groups[0].merger.mean_query.fill_(TRIAL_QUERY)
-            asks = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
-            kept = trial.stable(
-                bits, TRIAL_SCALE, *(torch.randn(1, heads, tokens, x, generator=generator) for x in dims)
-            )
-            text, memory = [x.to(q.dtype).to(dtype) for x in (asks, *kept)], []  # type: ignore[var-annotated]
+            queries = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
+            drawn = (torch.randn(1, heads, tokens, dim, generator=generator) for dim in dims)
+            inputs = queries, *trial.stable(bits, TRIAL_SCALE, *drawn)
+            text, memory = [x.to(q.dtype).to(dtype) for x in inputs], []  # type: ignore[var-annotated]
             trial.to(dtype)
             edges = zip((0, *TRIAL_ENDS), TRIAL_ENDS, strict=False)
             return [trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, memory) for begin, end in edges]
 
-        if not all(
-            passes_trial("heads in C", q, (*sizes, bits), partial(compute, bits)) for bits in self.kinds_of_bits
-        ):
+        trials = (("heads in C", q, (*sizes, bits), partial(compute, bits)) for bits in self.kinds_of_bits)
+        if not all(passes_trial(*trial) for trial in trials):
             return False
         self.found_right.add((q.dtype, *sizes))
         return True

@@ -19,7 +19,6 @@ import torch
 
 from .state import made_once, number, working_dtype
 
-MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
 FEWER = (4, 5, 6)  # bits of a number whose four lowest lie two numbers to a byte, the others in bytes after them
 SCALE_BYTES = 2  # after the numbers of such a vector

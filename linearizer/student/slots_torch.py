@@ -35,7 +35,7 @@ from .state import (
 )
 
 Tensor = torch.Tensor
-Reading = Generator["Piece", Tensor, Tensor]
+SlotSteps = Generator["MergeRequest", Tensor, Tensor]
 MAX_PADDING = 2**14  # pairs with empty slots that take as long as merging heads of two sizes one after the other
 PERIODS_AT_ONCE = 16  # periods whose rows attend at once: more take memory, fewer take more operations
 
@@ -48,48 +48,42 @@ def block_leaves(place: int, window: int, block: int) -> bool:
 def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> Slots:
     """Return the slots of a state after blocks have merged that leave before the tokens at these places attend."""
     window, block, device = merging.window, merging.block, state.weight.device
-    held, sinks = slots_of_state(state), state.sink_k.shape[-2]
+    before, sinks = slots_of_state(state), state.sink_k.shape[-2]
     if len({*places}) == 1 and block <= window:  # a stretch of the ring, which may go on at its begin
         first, begin = places[0] - window, (places[0] - window) % window
         k, v = (x[:, :, begin : begin + block] for x in (state.window_k, state.window_v))
-        if (more := begin + block - window) > 0:
-            k, v = torch.cat([k, state.window_k[:, :, :more]], 2), torch.cat([v, state.window_v[:, :, :more]], 2)
+        if (wrapped := begin + block - window) > 0:
+            k, v = torch.cat([k, state.window_k[:, :, :wrapped]], 2), torch.cat([v, state.window_v[:, :, :wrapped]], 2)
         comes = torch.tensor([first + place >= sinks for place in range(block)], device=device)
-        return merge_block(held, k, v, comes.expand(len(places), -1), merging)
+        return merge_block(before, k, v, comes.expand(len(places), -1), merging)
     comes = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]
     place = torch.tensor([place - window for place in places], device=device)[:, None]
     place = place + torch.arange(block, device=device)
     k, v = (take_tokens(x, place % window) for x in (state.window_k, state.window_v))
-    return merge_block(held, k, v, comes & (place >= sinks), merging)
+    return merge_block(before, k, v, comes & (place >= sinks), merging)
 
 
-def slot_levels(held: SlotState | Slots, merging: Merging) -> Tensor:
+def slot_levels(slots: SlotState | Slots, merging: Merging) -> Tensor:
     """What the weight and the spread of slots add to their logits, -∞ if they are empty: (batch, heads, slots)."""
-    return torch.addcmul(held.weight.log(), merging.gain.to(held.weight.dtype)[:, None], held.spread)
+    return torch.addcmul(slots.weight.log(), merging.gain.to(slots.weight.dtype)[:, None], slots.spread)
 
 
-def attend_text_with_slots(
-    q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState
-) -> Tensor:
-    """Attend to the state and to the new tokens."""
-    return read_together([read_text(q, k, v, merging, real, state)])[0]
-
-
-def read_together(readings: Sequence[Reading]) -> list[Tensor]:
+def read_together(readings: Sequence[SlotSteps]) -> list[Tensor]:
     """Let heads of several kinds read one text, so that all of them merge a block at once; return what each gives."""
-    pieces = {index: next(reading) for index, reading in enumerate(readings)}
+    requests = {index: next(reading) for index, reading in enumerate(readings)}
     outputs: dict[int, Tensor] = {}
-    while pieces:
-        for index, piece, slots in zip([*pieces], [*pieces.values()], merge_pieces([*pieces.values()]), strict=True):
+    while requests:
+        slots = merge_requests([*requests.values()])
+        for (index, request), merged in zip([*requests.items()], slots, strict=True):
             try:
-                pieces[index] = readings[index].send(attend_rows(piece, slots))
+                requests[index] = readings[index].send(attend_rows(request, merged))
             except StopIteration as end:
                 outputs[index] = end.value
-                del pieces[index]
+                del requests[index]
     return [outputs[index] for index in range(len(readings))]
 
 
-def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Reading:
+def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> SlotSteps:
     """Read a text: yield some periods at a time, be sent what their rows see, return what all tokens see."""
     tokens, window, block, order = q.shape[-2], merging.window, merging.block, None
     if real is not None:
@@ -106,10 +100,11 @@ def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | 
     place = begin[..., None] + torch.arange(rows, device=q.device)
     merges = (period >= 1) & (start >= first[:, None]) & (start < end[:, None])
     parts = []
-    for some in torch.arange(periods, device=q.device).split(PERIODS_AT_ONCE):
-        leaving = LeavingBlocks.of(columns, period[:, some], merges[:, some], block, state.sink_k.shape[-2])
-        asks = take_tokens(q, (place[:, some].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
-        parts.append((yield Piece(asks, place[:, some], period[:, some] * block, leaving, columns, merging, state)))
+    for chunk in torch.arange(periods, device=q.device).split(PERIODS_AT_ONCE):
+        leaving = LeavingBlocks.of(columns, period[:, chunk], merges[:, chunk], block, state.sink_k.shape[-2])
+        queries = take_tokens(q, (place[:, chunk].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
+        request = MergeRequest(queries, place[:, chunk], period[:, chunk] * block, leaving, columns, merging, state)
+        parts.append((yield request))
     state.count = end
     remember_window(state, columns, tokens)
     if tokens == 1:
@@ -134,7 +129,7 @@ class LeavingBlocks:
 
 
 @dataclass
-class Piece:
+class MergeRequest:
     """Some periods of a text, and the rows that attend in them."""
 
     q: Tensor  # (batch, heads, group, periods · rows, dim)
@@ -146,22 +141,22 @@ class Piece:
     state: SlotState
 
 
-def merge_pieces(pieces: list[Piece]) -> list[Slots]:
-    """Merge the blocks of all pieces, those that merge alike together; update the states."""
+def merge_requests(requests: list[MergeRequest]) -> list[Slots]:
+    """Merge the blocks of all requests, those that merge alike together; update the states."""
     slots: dict[int, Slots] = {}
     alike: dict[tuple, list[list[int]]] = {}
-    rows = [piece.state.weight.shape[2] + piece.merging.block for piece in pieces]
-    for index in sorted(range(len(pieces)), key=lambda index: -rows[index]):
-        piece = pieces[index]
-        groups = alike.setdefault((piece.merging.block, piece.state.slot_k.dtype), [])
-        heads = piece.state.weight.shape[:2].numel()
+    rows = [request.state.weight.shape[2] + request.merging.block for request in requests]
+    for index in sorted(range(len(requests)), key=lambda index: -rows[index]):
+        request = requests[index]
+        groups = alike.setdefault((request.merging.block, request.state.slot_k.dtype), [])
+        heads = request.state.weight.shape[:2].numel()
         if not groups or heads * (max(rows[other] for other in groups[-1]) ** 2 - rows[index] ** 2) > MAX_PADDING:
             groups.append([])
         groups[-1].append(index)
-        groups[-1].sort(key=lambda index: pieces[index].merging.bits)  # heads that are rounded alike lie together
+        groups[-1].sort(key=lambda index: requests[index].merging.bits)  # heads that are rounded alike lie together
     for indices in (indices for groups in alike.values() for indices in groups):
-        slots.update(zip(indices, merge_blocks([pieces[index] for index in indices]), strict=True))
-    return [slots[index] for index in range(len(pieces))]
+        slots.update(zip(indices, merge_blocks([requests[index] for index in indices]), strict=True))
+    return [slots[index] for index in range(len(requests))]
 
 
 def slots_of_state(state: SlotState) -> Slots:
@@ -169,20 +164,22 @@ def slots_of_state(state: SlotState) -> Slots:
     return Slots(state.slot_k, state.slot_v, state.weight, state.spread)
 
 
-def merge_blocks(pieces: list[Piece]) -> list[Slots]:
+def merge_blocks(requests: list[MergeRequest]) -> list[Slots]:
     """Merge the blocks that leave the windows as some periods begin; update the states.
 
-    Return the slots of each period and piece: a batch in which every text's periods follow one another. The heads of
-    all pieces lie side by side, with empty slots before those of a head that has fewer than another.
+    Return the slots of each period and request: a batch in which every text's periods follow one another. The heads of
+    all requests lie side by side, with empty slots before those of a head that has fewer than another.
     """
-    sizes, states = [piece.state.weight.shape[1:] for piece in pieces], [piece.state for piece in pieces]
-    room, periods = max(count for _, count in sizes), max(piece.merged.shape[1] for piece in pieces)
+    sizes, states = [request.state.weight.shape[1:] for request in requests], [request.state for request in requests]
+    room, periods = max(count for _, count in sizes), max(request.merged.shape[1] for request in requests)
     dims = (states[0].slot_k.shape[-1], states[0].slot_v.shape[-1])
-    metric = torch.cat([piece.merging.rows for piece in pieces])
-    bits = tuple(piece.merging.bits for piece, (heads, _) in zip(pieces, sizes, strict=True) for _ in range(heads))
+    metric = torch.cat([request.merging.rows for request in requests])
+    bits = tuple(
+        request.merging.bits for request, (heads, _) in zip(requests, sizes, strict=True) for _ in range(heads)
+    )
     rounding = Rounding(metric, states[0].slot_k.dtype, bits)
-    now = torch.cat([pad(rows_of_state(piece), 2, room, at_end=False) for piece in pieces], 1)
-    new = torch.cat([pad(rows_of_blocks(piece), 2, periods) for piece in pieces], 1)
+    now = torch.cat([pad(rows_of_state(request), 2, room, at_end=False) for request in requests], 1)
+    new = torch.cat([pad(rows_of_blocks(request), 2, periods) for request in requests], 1)
     counts = torch.tensor([count for heads, count in sizes for _ in range(heads)], device=now.device)
     plan, after = plan_merging(now[..., -1] > 0, new[..., -1] > 0, counts), []
     for block, step in zip(new.movedim(2, 0), plan, strict=True):
@@ -196,34 +193,34 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
         after.append(now)
     each = torch.stack(after, 1)  # (batch, periods, heads, room, numbers)
     slots, begin = [], 0
-    for piece, state, (heads, count) in zip(pieces, states, sizes, strict=True):
-        own = slots_of_rows(each[:, : piece.merged.shape[1], begin : begin + heads, room - count :], dims)
-        last = Slots(*(x[:, -1] for x in own.all()))
+    for request, state, (heads, count) in zip(requests, states, sizes, strict=True):
+        of_request = slots_of_rows(each[:, : request.merged.shape[1], begin : begin + heads, room - count :], dims)
+        last = Slots(*(x[:, -1] for x in of_request.all()))
         if not bool(last.weight.all()):
             last = keep_slots(last, count)
         state.slot_k, state.slot_v = last.k.to(state.slot_k.dtype), last.v.to(state.slot_v.dtype)
         state.weight, state.spread, begin = last.weight, last.spread, begin + heads
-        slots.append(Slots(*(x.flatten(0, 1) for x in own.all())))
+        slots.append(Slots(*(x.flatten(0, 1) for x in of_request.all())))
     return slots
 
 
-def rows_of_state(piece: Piece) -> Tensor:
+def rows_of_state(request: MergeRequest) -> Tensor:
     """Lay out the slots of a state, those that are empty before the others: (batch, heads, slots, numbers)."""
-    state, work = piece.state, piece.state.weight.dtype
+    state, work = request.state, request.state.weight.dtype
     slots = Slots(state.slot_k.to(work), state.slot_v.to(work), state.weight, state.spread)
-    rows, full, size = lay_rows(slots, piece.merging.rows), (state.weight > 0).sum(-1), state.weight.shape[-1]
+    rows, full, size = lay_rows(slots, request.merging.rows), (state.weight > 0).sum(-1), state.weight.shape[-1]
     if bool((full == size).all()):
         return rows
     index = (full[..., None] + torch.arange(size, device=full.device)) % size
     return take_rows(rows.flatten(0, 1), index.flatten(0, 1)).unflatten(0, full.shape)
 
 
-def rows_of_blocks(piece: Piece) -> Tensor:
+def rows_of_blocks(request: MergeRequest) -> Tensor:
     """Lay out the tokens of leaving blocks: (batch, heads, periods, block, numbers)."""
-    leaving, columns, work = piece.leaving, piece.columns, piece.state.weight.dtype
+    leaving, columns, work = request.leaving, request.columns, request.state.weight.dtype
     k, v = (take_tokens(x, leaving.index.flatten(1)).to(work) for x in (columns.k, columns.v))
     weight = leaving.present.flatten(1).to(work)[:, None].expand(-1, k.shape[1], -1)
-    rows = lay_rows(Slots(k, v, weight, torch.zeros_like(weight)), piece.merging.rows)
+    rows = lay_rows(Slots(k, v, weight, torch.zeros_like(weight)), request.merging.rows)
     return rows.unflatten(2, leaving.index.shape[1:])
 
 
@@ -257,14 +254,14 @@ def pad(x: Tensor, dim: int, size: int, at_end: bool = True) -> Tensor:
     return torch.cat([x, zeros] if at_end else [zeros, x], dim)
 
 
-def attend_rows(piece: Piece, held: Slots) -> Tensor:
+def attend_rows(request: MergeRequest, held: Slots) -> Tensor:
     """Attend with the rows of some periods, each to the slots of its own.
 
     Rows whose places are not in this call see something, too, and are dropped.
     """
-    place, columns, state = piece.place, piece.columns, piece.state
-    periods, merged = place.shape[1], piece.merged.clamp_min(0)
-    q = split_rows(piece.q.to(working_dtype(piece.q)), periods)
+    place, columns, state = request.place, request.columns, request.state
+    periods, merged = place.shape[1], request.merged.clamp_min(0)
+    q = split_rows(request.q.to(working_dtype(request.q)), periods)
     near = torch.arange(columns.window, device=place.device)
     index = (near + (merged - columns.first[:, None])[..., None]).clamp_(0, columns.k.shape[-2] - 1)
     sinks = torch.arange(state.sink_k.shape[-2], device=place.device).expand(*place.shape, -1)
@@ -279,7 +276,7 @@ def attend_rows(piece: Piece, held: Slots) -> Tensor:
             lay(columns.k, state.sink_k, held.k),
             lay(columns.v, state.sink_v, held.v),
             late.flatten(0, 1),
-            slot_levels(held, piece.merging),
+            slot_levels(held, request.merging),
         ),
         periods,
     )

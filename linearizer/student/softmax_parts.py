@@ -91,11 +91,6 @@ def multiply_by_head(x: Tensor, y: Tensor) -> Tensor:
     return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
 
 
-def mask_logits(logits: Tensor, seen: Tensor) -> Tensor:
-    """Logits (batch, heads, group, …) where a mask (batch, …) is true, and EMPTY elsewhere."""
-    return logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]  # many times faster than filling
-
-
 def exp_without_underflow(x: Tensor) -> Tensor:
     """e^x, and 0 for what would nearly underflow: a CPU takes a hundred times as long for what does.
 
@@ -110,7 +105,9 @@ def exp_without_underflow(x: Tensor) -> Tensor:
 def exact_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logits and values of exact tokens for q (batch, heads, rows, dim); all are seen, or `seen` (batch, tokens)."""
     logits = q @ k.to(q.dtype).mT
-    return logits if seen is None else mask_logits(logits, seen), v.to(q.dtype)
+    if seen is not None:  # many times faster than filling
+        logits = logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]
+    return logits, v.to(q.dtype)
 
 
 def softmax_over(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

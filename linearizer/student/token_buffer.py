@@ -66,10 +66,10 @@ class TokenBuffer:
     turns: Turns | None  # of the layer, where these heads turn what they take
 
     @classmethod
-    def of(cls, some: dict[int, WindowGroup], k: Tensor, turns: Turns | None, kinds: int) -> TokenBuffer:
+    def of(cls, served: dict[int, WindowGroup], k: Tensor, turns: Turns | None, kinds: int) -> TokenBuffer:
         """Lay the states of some groups, by their indices, into a buffer, for tokens of a layer with keys like k."""
         all_heads, dtype = k.shape[1], working_dtype(k)
-        groups = list(some.values())
+        groups = list(served.values())
         first = groups[0].state
         names_of = [[name for name in ("window", "slot") if hasattr(group.state, f"{name}_k")] for group in groups]
         order, spots = order_heads([group.heads for group in groups])
@@ -80,32 +80,32 @@ class TokenBuffer:
         buffers = [first.window_k.new_zeros(parts, *shape, rows, width) for parts, width in pairs]
         level = torch.full((*shape, groups[0].sinks + rows), EMPTY, dtype=dtype, device=device)
         sinks = tuple(torch.cat([getattr(group.state, name) for group in groups], 1) for name in ("sink_k", "sink_v"))
-        if order != (given := sum((group.heads for group in groups), [])):
-            at = torch.tensor([given.index(head) for head in order], device=device)
+        if order != (unordered := sum((group.heads for group in groups), [])):
+            at = torch.tensor([unordered.index(head) for head in order], device=device)
             sinks = tuple(x.index_select(1, at) for x in sinks)
         views: list[dict[str, Tensor]] = []
         for group, names, heads in zip(groups, names_of, spots, strict=True):
-            row, own = 0, {}
+            row, group_views = 0, {}
             for name in names:
                 size = getattr(group.state, f"{name}_k").shape[-2]
                 for kind, buffer in (("k", buffers[0][0]), ("v", buffers[-1][-1])):
-                    held = getattr(group.state, f"{name}_{kind}")
-                    own[f"{name}_{kind}"] = view = buffer[:, heads, row : row + size]
-                    view.copy_(held)
+                    tensor = getattr(group.state, f"{name}_{kind}")
+                    group_views[f"{name}_{kind}"] = view = buffer[:, heads, row : row + size]
+                    view.copy_(tensor)
                     setattr(group.state, f"{name}_{kind}", view)
                 row += size
             group.state.count = first.count
-            views.append(own)
+            views.append(group_views)
         parts = len(buffers[0])
         ring = (torch.arange(parts * shape[0] * shape[1], device=device) * rows).view(parts, *shape)
         sizes = {head: group.window for group in groups for head in group.heads}
         windows = torch.tensor([sizes[head] for head in order], device=device)
         chosen = None if order == list(range(all_heads)) else torch.tensor(order, device=device)
         kept = first.count, first.count.tolist(), ring, windows, groups[0].bits, kinds, turns
-        made = cls(groups, list(some), spots, order, chosen, buffers, sinks, level, views, *kept)  # type: ignore[arg-type]
+        result = cls(groups, list(served), spots, order, chosen, buffers, sinks, level, views, *kept)  # type: ignore[arg-type]
         for index in range(len(groups)):
-            made.see(index, [place - 1 for place in made.places])
-        return made
+            result.see(index, [place - 1 for place in result.places])
+        return result
 
     def holds(self, memory: list) -> bool:
         """Whether the states are still views of this buffer, which may be written: all that changes one replaces
@@ -149,12 +149,12 @@ class TokenBuffer:
         else:
             out[..., 0, :].index_copy_(1, self.chosen, part.to(out.dtype))
 
-    def remember(self, own: Tensor, k: Tensor, v: Tensor) -> None:
+    def remember(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Write a token into the rings, at these rows."""
         for buffer, x in zip(self.buffers, self.joined(k, v), strict=True):
             if self.bits < 16:
                 x = pack_vectors(x, self.bits)
-            buffer.view(-1, buffer.shape[-1]).index_copy_(0, own, x.flatten(0, -2))
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, at, x.flatten(0, -2))
 
     def joined(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Return keys and values as the buffers have them: together, or apart where they differ in size."""
@@ -193,11 +193,11 @@ class TokenBuffer:
         first = torch.maximum(merged, torch.tensor(group.sinks, device=device))  # sinks are seen where they are kept
         seen = [first_places(group.sinks, place), age <= (place - first)[:, None]]
         levels = torch.where(torch.cat(seen, -1), 0.0, EMPTY).to(self.level.dtype)[:, None]
-        own = self.level_of(index)
-        own[..., : levels.shape[-1]] = levels
+        level = self.level_of(index)
+        level[..., : levels.shape[-1]] = levels
         if group.merging is not None:
             levels = self.levels_of_slots(index)
-            own[..., group.sinks + group.rows - levels.shape[-1] :][..., : levels.shape[-1]] = levels.clamp_min(EMPTY)
+            level[..., group.sinks + group.rows - levels.shape[-1] :][..., : levels.shape[-1]] = levels.clamp_min(EMPTY)
 
     def levels_of_slots(self, index: int) -> Tensor:
         """Return the levels of a group's slots: (batch, heads, slots)."""
@@ -222,8 +222,8 @@ class TokenBuffer:
         slots = merge_leaving(before, group.merging, self.places)
         counts = pack_counts(slots, bits)
         state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
-        for own, new in zip(kept, self.joined(slots.k, slots.v), strict=True):
-            own[..., window:, :] = pack_vectors(new, bits) if bits < 16 else new
+        for rows, new in zip(kept, self.joined(slots.k, slots.v), strict=True):
+            rows[..., window:, :] = pack_vectors(new, bits) if bits < 16 else new
 
 
 def order_heads(groups: list[list[int]]) -> tuple[list[int], list[Any]]:
@@ -280,14 +280,14 @@ def make_buffers(
     """Lay the states of windows and slots into buffers, one for each number of bits, once all sinks are there."""
     kinds: dict[int, dict[int, WindowGroup]] = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
-        held = None if index in done else group.window_group(scale, state)
-        if held is not None and held.window and state.sink_k.device == k.device:
+        found = None if index in done else group.window_group(scale, state)
+        if found is not None and found.window and state.sink_k.device == k.device:
             state.token_buffer = None
-            kinds.setdefault(group.bits, {})[index] = held
+            kinds.setdefault(group.bits, {})[index] = found
     made = []
-    for bits, some in kinds.items():
-        first = next(iter(some.values())).state
+    for bits, same_bits in kinds.items():
+        first = next(iter(same_bits.values())).state
         if min(first.count.tolist()) >= first.sink_k.shape[-2]:
-            first.token_buffer = TokenBuffer.of(some, k, turns if bits < 16 else None, len(kinds))
+            first.token_buffer = TokenBuffer.of(same_bits, k, turns if bits < 16 else None, len(kinds))
             made.append(first.token_buffer)
     return made

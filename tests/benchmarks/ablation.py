@@ -24,7 +24,7 @@ from linearizer.student.features_torch import ScaledMap
 from linearizer.student.layer_student import FeatureGroup, SlotGroup
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.student.slots_merging import Slots
-from linearizer.student.slots_torch import Piece, attend_rows
+from linearizer.student.slots_torch import MergeRequest, attend_rows
 from linearizer.student.softmax_parts import Reading, multiply_by_head
 from linearizer.student.state import EMPTY, FeatureState
 
@@ -132,26 +132,26 @@ class GaussianMass:
             self.off[group] = off.nanmedian(-1).values.nan_to_num()
         return torch.where(some, mass + self.off[group][:, None, None, None], own)
 
-    def of_slots(self, piece: Piece, held: Slots) -> Tensor:
+    def of_slots(self, request: MergeRequest, held: Slots) -> Tensor:
         """Attend with the rows of some periods, as `attend_rows` does."""
-        columns, periods = piece.columns, piece.place.shape[1]
-        if piece.state.count.any():
+        columns, periods = request.columns, request.place.shape[1]
+        if request.state.count.any():
             raise ValueError("the whole text is read at once: what was merged before is known by its slots alone")
         place = columns.place(0, columns.k.shape[-2])[:, None, None]
-        merged = piece.merged[..., None, None].expand(*piece.place.shape, 1)
-        far = (place < merged) & (place >= piece.state.sink_k.shape[-2])
-        keys = columns.k.to(piece.q.dtype).repeat_interleave(periods, 0)
+        merged = request.merged[..., None, None].expand(*request.place.shape, 1)
+        far = (place < merged) & (place >= request.state.sink_k.shape[-2])
+        keys = columns.k.to(request.q.dtype).repeat_interleave(periods, 0)
 
         def attend_seen(q: Tensor, k: Tensor, v: Tensor, late: Tensor, level: Tensor) -> Tensor:
             logits, tokens = multiply_by_head(q, k.to(q.dtype).mT), late.shape[-1]
             near = logits[..., :tokens] + torch.where(late <= 0, 0.0, EMPTY).to(q.dtype)[:, None, None]
             slots = logits[..., tokens:] + level[:, :, None, None].clamp_min(EMPTY)
             own = slots.logsumexp(-1, keepdim=True)
-            moved = self.mass(q, keys.to(q.dtype), far.flatten(0, 1), own, piece.merging.metric.data_ptr()) - own
+            moved = self.mass(q, keys.to(q.dtype), far.flatten(0, 1), own, request.merging.metric.data_ptr()) - own
             return multiply_by_head(torch.cat([near, slots + moved], -1).softmax(-1), v.to(q.dtype))
 
         with exchanged(slots_torch, "attend_seen", attend_seen):
-            return attend_rows(piece, held)
+            return attend_rows(request, held)
 
     def of_features(
         self, reading: Reading, memory: ScaledMap, state: FeatureState, q: Tensor, k: Tensor, comes: Tensor

@@ -9,11 +9,12 @@ from linearizer.method.initialise import initialise_turns
 from linearizer.plan.head_bytes import Head, vector_bytes
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.packed_state import Turns, as_sink, pack_state, round_counts, unpack_state
-from linearizer.student.rounding import MAX_CODE, TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
+from linearizer.student.rounding import TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
 from linearizer.student.state import SlotState
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
+MAX_CODE = 127
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DOUBLE = [family for family, given in FAMILIES.items() if "num_experts_per_tok" not in given]  # no fp64 product
 SMALL = [replace(head, bits=8) for head in MIXED]

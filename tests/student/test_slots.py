@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
-from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
-from linearizer.student.slots_torch import attend_text_with_slots
+from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, merge_block, merge_slots
+from linearizer.student.slots_torch import read_text, read_together
 from linearizer.student.state import SlotState
 from tests.support.log_features import reference as attend_exactly
 from tests.support.models import student_of, tokens
@@ -35,12 +35,16 @@ def merging(heads=3, window=WINDOW, block=4):
     return Merging(*(x.double() for x in merger()), window, block)
 
 
+def attend_text(*inputs):
+    return read_together([read_text(*inputs)])[0]
+
+
 def attend(q, k, v, slots, edges=(), block=4, real=None):
     """Attend in calls that end at these edges."""
     state = SlotState.empty(k, v, WINDOW, SINKS, slots)
     ends = [*edges, q.shape[-2]]
     parts = [
-        attend_text_with_slots(
+        attend_text(
             q[..., a:b, :],
             k[:, :, a:b],
             v[:, :, a:b],
@@ -143,7 +147,7 @@ def test_the_root_multiplies_the_keys_that_are_measured():
     states, twice = [], torch.cat([2 * merging().mean_query[:, :-1], merging().mean_query[:, -1:]], -1)
     for own in (merging(), replace(merging(), metric=2 * merging().metric, mean_query=twice, root=0.5)):
         states.append(SlotState.empty(k, v, WINDOW, SINKS, 5))
-        attend_text_with_slots(q, k, v, own, None, states[-1])
+        attend_text(q, k, v, own, None, states[-1])
     assert states[0].spread.max() > 0
     torch.testing.assert_close(states[1].spread, states[0].spread)
 
@@ -199,14 +203,6 @@ def test_equal_costs_are_decided_by_place_alike_in_every_dtype(dtype):
     result = merge_block(held, k, k, torch.ones(1, 8, dtype=torch.bool), how)
     assert result.weight[0, 0].tolist() == [3, 2, 1, 1, 1]  # 1, 2 and 3 go: 1 and 2 to 0, the first of two, 3 to 4
     assert result.k[0, 0, :, 0].tolist() == [1, 3.5, 5, 6, 7] and result.k.dtype == dtype
-
-
-def test_while_there_is_room_merging_only_keeps():
-    given = slots_of(7)
-    given.weight[..., [1, 4]] = 0
-    kept, merged = keep_slots(given, 5), merge_slots(given, 5, unrounded())
-    assert (kept.weight == 1).all()
-    assert all(torch.equal(getattr(kept, name), getattr(merged, name)) for name in ("k", "v", "weight", "spread"))
 
 
 def test_tokens_that_are_alike_are_merged_for_nothing():
