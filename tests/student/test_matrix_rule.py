@@ -285,23 +285,6 @@ def test_memories_that_every_token_is_routed_to_are_one():
     assert (outputs(routed) - outputs(alone)).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("name", ["kda", "lawcat", "mom"])
-def test_every_query_head_of_a_group_reads_as_if_it_were_alone(name):
-    q, k, v = texts(13, group=3)
-    with torch.no_grad():
-        whole, _ = read(q, k, v, memory_of(name))
-        for head in range(3):
-            alone, _ = read(q[:, :, head : head + 1], k, v, memory_of(name))
-            assert (alone[:, :, 0] - whole[:, :, head]).abs().max() < 1e-9
-
-
-def test_convolutions_that_learned_nothing_change_nothing():
-    plain, other = aligned(UPDATE_RULES["gdn"], replace(UPDATE_RULES["gdn"], taps=3))
-    for weight in (other.rule.tap_weight, other.rule.query_tap_weight):
-        weight.data.zero_()[:, -1] = 1.0
-    assert (outputs(plain) - outputs(other)).abs().max() < 1e-9
-
-
 @pytest.mark.parametrize("name", ["gdn", "liger"])
 def test_a_mass_of_nothing_leaves_the_window_student(name):
     memory = memory_of(name)
@@ -314,16 +297,6 @@ def test_a_mass_of_nothing_leaves_the_window_student(name):
 def read_window(q, k, v):
     state = FeatureState.empty(k, v, WINDOW, SINKS, 0)
     return linear_attention(q, k, v, None, WINDOW, None, state), state
-
-
-def test_orthogonal_keys_are_recalled_and_overwritten_exactly():
-    keys = torch.eye(ROWS, dtype=torch.float64)[[0, 1, 2, 1]][None, None, None]
-    values = torch.arange(4 * VALUE_DIM, dtype=torch.float64).view(1, 1, 1, 4, VALUE_DIM)
-    nothing, still = torch.zeros(1, 1, 1, ROWS, VALUE_DIM, dtype=torch.float64), torch.zeros_like(keys[..., :1])
-    for erase, found in ((keys, values[0, 0, 0, 3]), (None, values[0, 0, 0, 1] + values[0, 0, 0, 3])):
-        out, _ = read_and_write(keys[:, :, :, None], keys, erase, values, still, nothing, 1, 3)
-        torch.testing.assert_close(out[0, 0, 0, 0, 3], found)
-        torch.testing.assert_close(out[0, 0, 0, 0, 2], values[0, 0, 0, 2])
 
 
 def test_strong_decays_are_finite_forward_and_backward():

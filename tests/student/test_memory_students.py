@@ -63,20 +63,6 @@ def test_training_by_layer_lowers_the_loss_of_every_rule(pair):
     assert sum(trained.end.values()) < sum(trained.start.values()) and not trained.events
 
 
-def test_a_stopped_training_goes_on_to_the_same_bits(tmp_path):
-    settings = TrainingSettings(loss="output", steps=6, batch=2, save_every=2)
-    whole, stopped = student_with("gdn", "kda"), student_with("gdn", "kda")
-    finish(distill(whole, tokens(6, 24), settings))
-    steps = distill(stopped, tokens(6, 24), settings, folder=tmp_path)
-    for _ in range(3):
-        next(steps)
-    steps.close()
-    resumed = student_with("gdn", "kda")
-    finish(distill(resumed, tokens(6, 24), settings, folder=tmp_path, resume=True))
-    own, other = whole.state_dict(), resumed.state_dict()
-    assert [name for name in own if not torch.equal(own[name], other[name])] == []
-
-
 @pytest.mark.parametrize("name", UPDATE_RULES)
 @torch.no_grad()
 def test_a_rule_begins_with_the_scores_of_its_teacher(name):

@@ -86,6 +86,9 @@ def test_turns_are_taken_back_one_by_one(student):
     assert torch.equal(go_on(student, ids, cache), expected)
     with pytest.raises(ValueError, match="no turn to take back"):
         cache.take_back_turn()
+    for _ in range(20):
+        cache.begin_turn()
+    assert len(cache.turns) == 8 and not cache.fork().turns
 
 
 @torch.no_grad()
@@ -120,16 +123,6 @@ def test_turns_that_were_saved_are_taken_back_in_the_same_bits(student, tmp_path
     loaded.take_back_turn()
     assert loaded.get_seq_length() == 0 and not loaded.turns
     assert torch.equal(go_on(student, ids, loaded, 0), go_on(student, ids, student.empty_cache(), 0))
-
-
-@torch.no_grad()
-def test_turns_are_bounded():
-    student = student_of("llama")
-    ids, cache = read(student)
-    for _ in range(20):
-        cache.begin_turn()
-    assert len(cache.turns) == 8
-    assert not cache.fork().turns
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 
 from linearizer.student import slots_torch
 from linearizer.student.state import change_tensors
-from tests.support.layers import GROUP, SCALE, assert_same_states, layer, read, text
+from tests.support.layers import GROUP, assert_same_states, layer, read, text
 
 HELD = [[8, 0, 6, 4], [12, 0, 10, 4], [9, 0], [5, 0, 7, 4], "softmax", [9, 0], [6, 0, 3, 2], [4, 5]]
 SMALL = [kind if isinstance(kind, str) else [*kind, *[0] * (4 - len(kind)), 8] for kind in HELD]
@@ -76,20 +76,6 @@ def test_states_that_were_exchanged_go_on(held, change):
     assert_same_states(other, memory)
 
 
-def test_a_copy_and_its_original_go_their_own_ways():
-    student, given = layer(HELD), text(8, LENGTH)
-    _, memory = read(student, given, [20, 21, 22])
-    before, own = copy.deepcopy(memory), [x[:, :, 22:23] for x in given]
-    with torch.no_grad():
-        student(*own, SCALE, None, memory)
-        student(*own, SCALE, None, memory)
-    assert all(state.count.tolist() == [22, 22] for state in before if hasattr(state, "count"))
-    with torch.no_grad():
-        after = student(*own, SCALE, None, before)
-    expected, _ = read(student, [torch.cat([x[:, :, :22], y], 2) for x, y in zip(given, own, strict=True)], [23])
-    torch.testing.assert_close(after, expected[:, :, -1:])
-
-
 def test_texts_of_several_lengths_go_on_together():
     student, given = layer(HELD), text(8, LENGTH)
     real = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -99,10 +85,3 @@ def test_texts_of_several_lengths_go_on_together():
         kept = real[row].nonzero()[:, 0]
         alone, _ = read(student, [x[row : row + 1, :, kept] for x in given], [len(kept)])
         torch.testing.assert_close(out[row : row + 1, :, kept], alone)
-
-
-def test_the_states_of_windows_and_slots_lie_in_one_buffer():
-    student, given = layer(HELD), text(8, LENGTH)
-    _, memory = read(student, given, [20, 21, 22, 23])
-    places = {state.window_k.untyped_storage().data_ptr() for state in memory if hasattr(state, "window_k")}
-    assert len(places) == 2, "one for windows and slots, one for the head with features"
