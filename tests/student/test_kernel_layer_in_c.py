@@ -19,7 +19,7 @@ LENGTH = 60
 
 
 def in_c(memory):
-    """Tell whether the kernel read."""
+    """Whether the kernel read."""
     return any(getattr(state, "layer_in_c", None) is not None for state in memory)
 
 

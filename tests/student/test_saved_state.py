@@ -32,7 +32,7 @@ def student(request):
 
 
 def read(student, texts=1, count=READ):
-    """Give a text and the cache that has read its first tokens, some of them one by one."""
+    """Return a text and the cache that has read its first tokens, some of them one by one."""
     ids, cache = tokens(texts, LENGTH), student.empty_cache()
     for start, stop in ((0, count - 2), (count - 2, count - 1), (count - 1, count)):
         student(ids[:, start:stop], past_key_values=cache)
@@ -40,7 +40,7 @@ def read(student, texts=1, count=READ):
 
 
 def go_on(student, ids, cache, start=READ):
-    """Give the logits of the rest of a text: three tokens at once, the others one by one."""
+    """Return the logits of the rest of a text: three tokens at once, the others one by one."""
     edges = [start, start + 3, *range(start + 4, ids.shape[1] + 1)]
     parts = [student(ids[:, a:b], past_key_values=cache).logits for a, b in zip(edges, edges[1:], strict=False)]
     return torch.cat(parts, 1)
