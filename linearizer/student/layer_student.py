@@ -59,9 +59,10 @@ class FeatureGroup(HeadGroup):
     """KV heads with a window, and features or a memory where `features` is not 0."""
 
     def __init__(
-        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int,
-        value_dim: int,
+        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16,
+        value_dim: int = 0,
     ) -> None:  # fmt: skip
+        value_dim = value_dim or key_dim
         turns = can_turn(bits, key_dim, value_dim) and not features  # features are made of keys as they come
         super().__init__(heads, window, sinks, bits, turns)
         self.features, self.feature_map = features, None  # type: int, FeatureMap | MatrixRule | None
