@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linearizer.student import kernel_in_c, layer_student
-from linearizer.student.kernel_in_c import load_kernel
+from linearizer.student.kernel_in_c import COMMON, compiled, load_kernel
 from linearizer.student.kernel_layer_in_c import SOURCE
 from linearizer.student.state import tensors
 from tests.support.kernels import needs_compiler
@@ -26,7 +26,7 @@ def in_c(memory):
 @needs_compiler
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("edges", [(LENGTH,), (1, 10, *range(11, 30), LENGTH), (3, 4, 40, 41, LENGTH)], ids=str)
-@pytest.mark.parametrize("held, dim, value_dim", [(HELD, 8, 8), (HELD, 8, 16), (HELD, 24, 8), (EXACT, 5, 3)])
+@pytest.mark.parametrize("held, dim, value_dim", [(HELD, 8, 8), (HELD, 16, 32), (HELD, 24, 8), (EXACT, 5, 3)])
 def test_it_reads_as_pytorch_does(held, dim, value_dim, edges, padded, monkeypatch):
     student, given = layer(held, dim, value_dim), text(len(held), LENGTH, dim, value_dim)
     real = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7 if padded else None
@@ -172,3 +172,13 @@ def test_a_state_of_other_texts_is_refused():
     _, memory = read(student, given, (20,))
     with pytest.raises(RuntimeError):
         student(*(x[:1, :, 20:22] for x in given), SCALE, None, memory)
+
+
+@needs_compiler
+@pytest.mark.parametrize("writable", ["folder", "library"])
+def test_a_kernel_that_others_may_have_written_is_not_loaded(tmp_path, writable):
+    folder = tmp_path / "linearizer"
+    compiled(folder, "key", COMMON, ["-shared", "-DREAL=float", "-DWIDE=0"])
+    (folder if writable == "folder" else folder / "key.so").chmod(0o777)
+    with pytest.raises(PermissionError, match="other users may write"):
+        compiled(folder, "key", COMMON, [])
