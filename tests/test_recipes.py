@@ -12,7 +12,7 @@ from linearizer import pipeline
 from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
 from linearizer.errors import RequestError, TextError
-from linearizer.method import allocate_run, head_prices_by_gradient
+from linearizer.method import allocate_run, head_prices
 from linearizer.method.decide import allocate_by_gates
 from linearizer.method.gates import learn_gates
 from linearizer.method.head_prices import options_to_price
@@ -95,7 +95,7 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
 
 @pytest.mark.parametrize("prices", ["estimated", "measured"])
 def test_pricing_that_is_stopped_goes_on_to_the_same_prices(prices, tmp_path, monkeypatch):
-    monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)  # text by text
+    monkeypatch.setattr(head_prices, "MAX_GRADIENTS", 1)  # text by text
     monkeypatch.setattr(allocate_run, "options_to_price", lambda *offered: options_to_price(*offered)[::4])
     options = {**SMALL, "length": 32, "texts": 4, "prices": prices}
     run = pipeline.begin(tmp_path / "run", Plan.of("best", **options, strategy="gain-features", sinks=0))

@@ -16,10 +16,10 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_interface import attending
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
-from linearizer.student.kernel_dispatch import linear_attention, slot_attention
+from linearizer.student.kernel_dispatch import linear_attention
 from linearizer.student.layer_student import FeatureGroup, LayerStudent
 from linearizer.student.slots_merging import GAIN, Merging
-from linearizer.student.slots_torch import attend_text_with_slots
+from linearizer.student.slots_torch import read_text, read_together
 from linearizer.student.state import FeatureState, SlotState, tensors
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.losses import hidden_states
@@ -170,12 +170,11 @@ def slots_row(tokens, heads, group, dim):
     query, scale = torch.zeros(heads, dim + 1, device=DEVICE), dim**-0.5
     merging = Merging(metric * dim**-0.25, gain, query, WINDOW, BLOCK)
 
-    def read(attend):
-        attend(q * scale, k, v, merging, None, SlotState.empty(k, v, WINDOW, 4, SLOTS))
+    def read():
+        read_together([read_text(q * scale, k, v, merging, None, SlotState.empty(k, v, WINDOW, 4, SLOTS))])
 
-    row = {"op": "slots", "tokens": tokens, "slots": SLOTS, "ours": attempt(lambda: lambda: read(slot_attention))}
-    rivals = {"slots in pytorch": lambda: lambda: read(attend_text_with_slots)} | softmax_rivals(q, k, v, scale)
-    return row | {"rivals": {name: attempt(make) for name, make in rivals.items()}}
+    rivals = {name: attempt(make) for name, make in softmax_rivals(q, k, v, scale).items()}
+    return {"op": "slots", "tokens": tokens, "slots": SLOTS, "ours": attempt(lambda: read), "rivals": rivals}
 
 
 @torch.no_grad()

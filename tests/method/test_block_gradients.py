@@ -5,7 +5,7 @@ import torch
 
 from linearizer.method.block_gradients import at_once, by_blocks, recording
 from linearizer.method.blockwise_pass import chain_of
-from linearizer.method.head_prices_by_gradient import recording_of
+from linearizer.method.head_prices import recording_of
 from linearizer.teacher.layers import blocks_of
 from tests.support.models import layers_of, teacher_of, tokens
 

@@ -156,3 +156,8 @@ def test_without_a_network_a_search_finds_local_folders_and_the_demo_at_once(roo
     with pytest.raises(ModelNotAvailable, match="the Hub cannot be searched"):
         actions.search_models(find_visitor(), "org")
     assert time.monotonic() - begun < 10  # a client that repeats its requests waits 20 seconds for each
+
+
+def test_a_sentence_does_not_tell_where_runs_are_kept(space):
+    home = find_visitor(secret=ANN).home
+    assert markup.without_folders(f"'{home}/r123' is done") == "'r123' is done"

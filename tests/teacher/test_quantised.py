@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from linearizer.method.head_prices_by_gradient import estimate_prices
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -16,6 +15,7 @@ from linearizer.cli.text import describe_inspection
 from linearizer.errors import RequestError, UnsupportedModel
 from linearizer.hub.models import find_model
 from linearizer.method.checkpoint import save
+from linearizer.method.head_prices import estimate_prices
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish

@@ -6,15 +6,15 @@ import accelerate.hooks
 import pytest
 import torch
 from accelerate.utils import OffloadedWeightsLoader
-from linearizer.method.head_prices_by_gradient import estimate_prices
 from safetensors.torch import load_file, save_file
 
 from linearizer import ask, pipeline, read
 from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.hub.models import find_model
-from linearizer.method import checkpoint, head_prices_by_gradient
+from linearizer.method import checkpoint, head_prices
 from linearizer.method.blockwise_pass import chain_of
 from linearizer.method.checkpoint import load_student
+from linearizer.method.head_prices import estimate_prices
 from linearizer.method.measure_run import measure_profile
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
@@ -156,7 +156,7 @@ def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, rea
 
 @pytest.mark.parametrize("gradients", [1, 2**40])
 def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pair, reads, gradients, monkeypatch):
-    monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", gradients)  # one text at a time, or all
+    monkeypatch.setattr(head_prices, "MAX_GRADIENTS", gradients)  # one text at a time, or all
     given = (tokens(6, 24), layers_of(pair[0]), (Head(window=8), Head(window=16)), 2, lambda student, index: None)
     chain_of(pair[1], given[0])  # known from the profile
     reads.clear()
