@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -10,7 +11,7 @@ from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
-from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.json_products import JsonProduct, parse_object
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.profile import Gauge, Normalise, Per
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
@@ -28,6 +29,7 @@ MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
 ALLOCATION = "what heads hold"  # options by which an allocation is decided again from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE = "the recipe's"
+GONE = ("exchanges", "prices")  # options of older plans
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 FITTED = "squares"  # the loss in closed form
@@ -159,6 +161,15 @@ class Plan(JsonProduct):
         if unknown := sorted(given.keys() - options_of(Plan).keys()):
             raise RequestError(f"{', '.join(unknown)} is unknown: there are {', '.join(sorted(options_of(Plan)))}")
         return Plan(**{"recipe": recipe, **choices_of(recipe), **given})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan, also of a version that had more options."""
+        try:
+            plain = {name: value for name, value in parse_object(text).items() if name not in GONE}
+        except ValueError:
+            return super().from_json(text)  # which says what is wrong
+        return super().from_json(json.dumps(plain))
 
     def changed(self, **given: Any) -> Plan:
         """Change some options; another recipe than the plan's brings its own choices for all that recipes decide."""

@@ -103,8 +103,6 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, said):
     assert milestones(run) == steps
     (tried,) = (event for event in run.events() if event["event"] == "tried")
     assert min(tried["sinks"], key=tried["sinks"].get) == str(tried["kept"]) == str(run.allocation.sinks)
-    (priced,) = (event for event in run.events() if event["event"] == "priced")
-    assert priced["estimated"] and priced["measured"] <= 32
     code, out, _ = said("allocate", folder, "--budget", "200")
     assert code == 0 and "softmax" not in out and "8 bits a number" in out and "whatever the length" in out
     code, out, _ = said("allocate", folder, "--budget", "200", "--may-grow")

@@ -209,7 +209,7 @@ def test_too_little_text_says_how_much_is_needed():
 
 @pytest.mark.parametrize("tokens", [2, 4])
 def test_windows_of_sinks_alone_are_said_to_be_too_short_however_many(tokens):
-    with pytest.raises(TextError, match=f"texts of {tokens} tokens leave none .* beside 4 sinks: ask for a --length"):
+    with pytest.raises(TextError, match=f"texts of {tokens} tokens leave none .* after 4 sinks: ask for a --length"):
         measured(teacher_of("llama"), texts(200, tokens), ProfileSettings(samples=64, rows=8, sinks=4))
 
 

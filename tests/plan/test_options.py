@@ -140,3 +140,11 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
         assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
         assert f"{row.budget} tokens {row.kl:.3g}" in text
     assert measured.keys() <= RECIPES.keys()
+
+
+def test_a_plan_of_an_older_version_is_read_without_the_options_that_are_gone():
+    plan = Plan("demo", budget=64)
+    older = json.dumps({**json.loads(plan.to_json()), "prices": "measured", "exchanges": 12})
+    assert Plan.from_json(older) == plan
+    with pytest.raises(RequestError, match="magic is unknown: leave it out"):
+        Plan.from_json(older.replace("exchanges", "magic"))
