@@ -36,7 +36,7 @@ def test_the_example_is_what_todays_code_writes(quick_run):
     for name in ("begun.json", "evaluation.json", "profile.json"):
         stored, written = (json.loads(unseal(run.read(name))).keys() for run in (example, fresh))
         assert stored == written, REMAKE
-    assert {"id", *DECIDED} == json.loads(unseal(example.read("begun.json"))).keys(), REMAKE
+    assert {"id", "settled", *DECIDED} == json.loads(unseal(example.read("begun.json"))).keys(), REMAKE
 
 
 def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
