@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from linearizer import pipeline
 from linearizer.errors import BudgetError, RequestError
@@ -45,15 +44,11 @@ from linearizer.plan.recipes import RECIPES
 from linearizer.progress import finish
 from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
-from linearizer.student.attention_interface import attention_modules
 from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher import load as teacher_module
-from linearizer.teacher.layers import layer_number
 from linearizer.train import train_run
-from linearizer.train.trainer import Trainer
 from tests.benchmarks.ablation import (
     READOUTS,
-    exchanged,
     with_gaussian_mass,
     with_readout,
     without_far,
@@ -126,7 +121,7 @@ def measure(arguments, row, budget, seed):
             measuring = time.perf_counter() - begun
             held = held_out(plan, teacher)
             begun = time.perf_counter()
-            student, allocation = made(arguments.work, run, teacher, row)
+            student, allocation = made(run, teacher, row)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             original = own_teacher(plan, teacher, student, allocation)
             lengths = (length, *(times * length for times in LONGER if row.startswith("cache")))
@@ -194,9 +189,8 @@ def prepared(work, plan, row):
     elif plan.rules.decided_by == "prices" and "uniform" not in row:
         texts = allocate_run.texts_to_price_on(run, teacher, None)
         sinks = finish(allocate_run.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
-        result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
         bits = "-".join(map(str, (plan.kept_bits, *plan.fewer_bits)))
-        prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{result}.json"
+        prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{plan.budget}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
@@ -214,39 +208,7 @@ def begun(folder, plan):
         return pipeline.begin(folder, plan)
 
 
-@contextmanager
-def kept_readings(work) -> Iterator[None]:
-    """While this lasts, keep what the teacher's layers attend with: all memories are trained on the same texts."""
-    read, folder = Trainer.read, work / "readings"
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def read_or_repeat(trainer, ids, observe):
-        kept = folder / f"{digest({'ids': ids}, Path(trainer.base.name_or_path).name)}.safetensors"
-        if kept.exists():
-            tensors = load_file(kept)
-            for module in attention_modules(trainer.base):
-                query, key, value, scale = (tensors[f"{layer_number(module)}.{part}"] for part in "qkvs")
-                observe(module, query, key, value, scale.item(), {})
-            return
-        tensors = {}
-
-        def keep(module, query, key, value, scale, others):
-            given = query, key, value, torch.tensor(scale, dtype=torch.float64)
-            tensors.update(
-                {f"{layer_number(module)}.{part}": x.contiguous() for part, x in zip("qkvs", given, strict=True)}
-            )
-            observe(module, query, key, value, scale, others)
-
-        read(trainer, ids, keep)
-        unfinished = kept.with_suffix(".part")
-        save_file(tensors, unfinished)
-        unfinished.replace(kept)
-
-    with exchanged(Trainer, "read", read_or_repeat):
-        yield
-
-
-def made(work, run, teacher, row):
+def made(run, teacher, row):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
     if "uniform" in row:
@@ -259,8 +221,7 @@ def made(work, run, teacher, row):
         allocation = with_slots(allocation, layers)
     student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
-    with kept_readings(work) if plan.memory else nullcontext():
-        finish(train_run.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    finish(train_run.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
