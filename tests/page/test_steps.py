@@ -122,6 +122,7 @@ def test_enter_takes_the_typed_model_unless_an_arrow_key_chose_a_suggestion(loca
             page.wait_for_selector("#to-budget:enabled")
             name_model(model, "")
             shown(page, "#model-card", "No model is named")
+            page.wait_for_selector("#to-budget:disabled")  # the card is drawn before the button
 
 
 def test_the_profile_step_shows_what_the_run_holds(local, browser, done):
