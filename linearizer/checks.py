@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from linearizer.errors import RequestError
 from linearizer.hub.models import Source, cache_folder, download_bytes
 from linearizer.method.decide import check_dials
-from linearizer.method.measure_run import fit_to_text, min_texts, profile_settings
+from linearizer.method.measure_run import fit_to_text, min_texts, needed_tokens
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import FITTED, Plan
 from linearizer.run.disk import run_bytes
@@ -45,32 +45,25 @@ def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
 
 
 def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
-    """Shrink the options that yield to what the text of a plan has, and decide how many samples are drawn."""
-    positions = inspection.max_positions
-    plan = replace(plan, texts=plan.kept_texts, length=plan.length or plan.usual_length)
+    """Shrink the options that yield to what the text of a plan has."""
+    plan = replace(plan, texts=plan.kept_texts, length=plan.kept_length(inspection.max_positions))
     if plan.text != "self":
-        needed = min_texts(plan) * plan.kept_length(positions)
-        tokens = count_tokens(plan.text, load_tokenizer(source, token), needed, token)
-        plan = fit_to_text(plan, tokens, positions, yielding)
-        least, length = min_texts(plan), plan.kept_length(positions)
-        if tokens < least * length:
-            raise too_little_text(plan.text, tokens, least, length)
-    samples = plan.kept_samples
-    if "samples" in yielding:
-        samples = min(samples, plan.most_samples(positions))
-    elif samples // 2 > (drawn := plan.drawn_tokens(positions)):
+        tokens = count_tokens(plan.text, load_tokenizer(source, token), needed_tokens(plan), token)
+        plan = fit_to_text(plan, tokens, yielding)
+        if tokens < needed_tokens(plan):
+            raise too_little_text(plan.text, tokens, min_texts(plan), plan.kept_length(None))
+    if plan.samples // 2 > plan.drawn_tokens:
         raise RequestError(
-            f"{plan.texts} texts of {plan.kept_length(positions)} tokens leave {drawn} tokens to draw from, and "
-            f"{samples} samples of a head need {samples // 2}: ask for fewer samples, or for more or longer texts"
+            f"{plan.texts} texts of {plan.length} tokens leave {plan.drawn_tokens} tokens to draw from, and heads are "
+            f"measured on {plan.samples // 2}: ask for more or longer texts"
         )
-    return replace(plan, samples=samples)
+    return plan
 
 
 def check_plan(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
     """Refuse a plan that no work can serve; whether the layers are a chain takes a while to tell."""
     check_dials(plan, inspection.layers)
     check_source(plan.text)
-    profile_settings(plan)
     settings = training_settings(plan)
     if plan.trains:
         check_peft(max(each.lora for each in settings))

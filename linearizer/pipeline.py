@@ -69,8 +69,8 @@ def begin(
 ) -> Run:
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
-    plan.json holds what is decided here: the revision of the model, the type to compute in, and the numbers of texts,
-    of their tokens and of samples. These three numbers shrink to what the text has where the plan leaves them out, or
+    plan.json holds what is decided here: the revision of the model, the type to compute in, and the numbers of texts
+    and of their tokens. These numbers shrink to what the text has where the plan leaves them out, or
     where `yielding` names them. Where the work is not `here`, `settle` decides what depends on the machine.
     """
     plan = checks.with_absolute_paths(plan)

@@ -99,13 +99,13 @@ def tiny_llama(tmp_path_factory):
 @pytest.fixture(scope="session")
 def quick_run(tmp_path_factory):
     """Return the folder of a finished run of the demo model, which no test may change."""
-    return made_once(tmp_path_factory, "quick-run", "--texts 2 --length 64 --samples 128 --steps 0")
+    return made_once(tmp_path_factory, "quick-run", "--texts 2 --length 64 --steps 0")
 
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
     """Return the folder of a finished run of the demo model that was trained, which no test may change."""
-    return made_once(tmp_path_factory, "trained-run", "--texts 2 --length 128 --samples 64 --steps 2")
+    return made_once(tmp_path_factory, "trained-run", "--texts 2 --length 128 --steps 2")
 
 
 def made_once(tmp_path_factory, name, options):

@@ -31,7 +31,7 @@ from tests.support.hub import Handler
 from tests.support.runs import inspection_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
-QUICK = {**runs.QUICK, "length": 48, "samples": 64}
+QUICK = {**runs.QUICK, "length": 48}
 LONG = Plan("demo", steps=100_000, **QUICK)
 
 
@@ -188,7 +188,7 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
 
 def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub, tmp_path):
     with pytest.raises(FolderError, match=r"GB free, and \d+\.\d+ GB are needed: make room"):
-        begin(plan=Plan("demo", budget=64, text="self", texts=10**12, samples=8 * 10**12))
+        begin(plan=Plan("demo", budget=64, text="self", texts=10**12))
     assert not (tmp_path / "run").exists()
 
 
@@ -272,7 +272,6 @@ def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_p
     plan = Plan("demo", budget=16, text=f"file:{short}", dtype="float32", recipe="swa", strategy="window")
     run = pipeline.begin(tmp_path / "fits", plan)
     assert run.plan.texts == 2 and 32 <= run.plan.length < 512 and run.plan.length % 8 == 0
-    assert run.plan.samples <= run.plan.most_samples()
     assert pipeline.begin(run.folder, plan, resume=True) == run
     finish(linearize(run))
     assert "language" in run.results
@@ -281,11 +280,11 @@ def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_p
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("asked", [{"texts": USUAL_TEXTS}, {"length": USUAL_LENGTH}, {"samples": 1024}])
+@pytest.mark.parametrize("asked", [{"texts": USUAL_TEXTS}, {"length": USUAL_LENGTH}])
 def test_values_that_were_asked_for_are_refused_by_every_door_also_where_they_are_the_usual(tmp_path, said, asked):
     short = tmp_path / "short.txt"
     short.write_text(WORDS * 18)
-    small = {"texts": 2, "length": 64, "samples": 32}
+    small = {"texts": 2, "length": 64}
     plan = Plan("demo", budget=16, text=f"file:{short}", recipe="swa", strategy="window", **{**small, **asked})
     with pytest.raises(RequestError, match="ask for fewer") as refused:
         pipeline.begin(tmp_path / "python", plan)
@@ -295,9 +294,3 @@ def test_values_that_were_asked_for_are_refused_by_every_door_also_where_they_ar
         code, _, sentence = said(*arguments, "--out", tmp_path / door)
         assert (code, sentence) == (2, f"linearizer: {refused.value}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "short.txt"]
-
-
-@pytest.mark.parametrize("given", [{"texts": 2, "length": 256}, {"texts": 1}, {"length": 64}])
-def test_samples_that_nobody_asked_for_never_refuse_texts_that_were(tmp_path, given):
-    run = pipeline.begin(tmp_path / "run", Plan("demo", budget=64, dtype="float32", **given))
-    assert run.plan.samples <= run.plan.most_samples() and {name: getattr(run.plan, name) for name in given} == given

@@ -165,7 +165,7 @@ def describe_profile(profile: Profile) -> str:
         f"degrees of freedom at λ = {settings.reference:g}, from {profile.tokens:,} tokens",
     ]
     if any(head.saturated for layer in profile.layers for head in layer.heads):
-        lines.append(f"* more than a quarter of the {settings.samples} samples: ask for more with --samples")
+        lines.append(f"* more than a quarter of the {settings.samples} samples: ask for more or longer texts")
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.allocation import Allocation, heads_replaced
@@ -38,7 +38,7 @@ def allocate_by_freedoms(
     units = [unit for row in rows for unit in row]
     counts = iter(buy_tiles(units, bytes_for_features(layers, budget, features, window + sinks)))
     heads = tuple(tuple(Head(window, count) for unit in row for count in [next(counts)] * unit.heads) for row in rows)
-    return Allocation(strategy, sinks, clip(heads, layers) if strategy == "dof-clip" else heads)
+    return Allocation(strategy, sinks, heads)
 
 
 def check_room(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> None:
@@ -71,8 +71,6 @@ def layer_units(profile: Profile, index: int, layer: Layer, strategy: str) -> li
     fix            the same for every head; the remaining tiles go to the heads with the most degrees of freedom
     common-lambda  N(λ*) for every KV head, one λ* for the whole model, the smallest that the budget allows
     dof            a layer in proportion to N(λ) of its neediest head (algorithm 1 of the paper)
-    dof-clip       then cut to the head size; the bytes that this frees are not spent again
-    dof-mean       a layer in proportion to the mean of N(λ) over its heads
     """
     if layer.native_window is not None:
         return []
@@ -82,8 +80,7 @@ def layer_units(profile: Profile, index: int, layer: Layer, strategy: str) -> li
     if strategy in ("fix", "common-lambda"):
         return [Unit(1, tile, math.exp if strategy == "fix" else curve.at, curve.at(level)) for curve in curves]
     queries = [Curve.through(freedoms, ridges) for freedoms in measured.query_freedoms]
-    needs = [curve.at(level) for curve in queries or curves]
-    need = math.fsum(needs) / len(needs) if strategy == "dof-mean" else max(needs)
+    need = max(curve.at(level) for curve in queries or curves)
     return [Unit(len(curves), len(curves) * tile, lambda level: need * math.exp(level), need)]
 
 
@@ -124,12 +121,3 @@ def buy_tiles(units: Sequence[Unit], budget_bytes: int) -> list[int]:
             break  # a smaller unit further on must wait too, or a larger budget could take its tile away again
         tiles[index], left = next_tiles[index], left - more
     return [count * TILE for count in tiles]
-
-
-def clip(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer]) -> tuple[tuple[Head, ...], ...]:
-    """Leave no head more features than its size, in whole tiles."""
-    limits = [max(TILE, layer.key_dim // TILE * TILE) for layer in layers]
-    return tuple(
-        tuple(replace(head, features=min(head.features, limit)) for head in row)
-        for row, limit in zip(heads, limits, strict=True)
-    )

@@ -2,7 +2,7 @@
 
 K(x, y) = exp(x·y) overflows float64 from |x|² = 709 on, so K itself is never formed. With K = D K̃ D, D = exp(|x|²/2),
 K̃(x, y) = exp(-|x - y|²/2) in (0, 1], the ridge moves into the logarithm: N(λ) = tr K̃ (K̃ + Λ)⁻¹ with
-log Λᵢ = log λ + log scale - |xᵢ|². Scaled to a unit diagonal, K̃ + Λ becomes A = F K̃ F + R, Fᵢ² = 1/(1 + Λᵢ),
+log Λᵢ = log λ + log tr K - |xᵢ|². Scaled to a unit diagonal, K̃ + Λ becomes A = F K̃ F + R, Fᵢ² = 1/(1 + Λᵢ),
 R = Λ F², and N(λ) = Σ (1 - Rᵢ [A⁻¹]ᵢᵢ).
 
 One factor serves every λ. The eigenvalues β of R^½ A⁻¹ R^½ lie in [0, 1], and at t times the ridge of the factor
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import torch
 
 from linearizer.errors import FaultError
-from linearizer.plan.profile import Normalise
 
 JITTERS = (0.0, 1e-15, 1e-14, 1e-13, 1e-12)  # per point; the first that lets the factor exist is taken
 
@@ -26,25 +25,17 @@ JITTERS = (0.0, 1e-15, 1e-14, 1e-13, 1e-12)  # per point; the first that lets th
 def degrees_of_freedom(
     points: torch.Tensor,  # (points, key_dim), scaled so that K(x, y) = exp(x·y)
     ridges: Sequence[float],
-    normalise: Normalise = "trace",
     reference: float = 2**-8,
 ) -> torch.Tensor:  # (ridges,)
     """Compute N(λ) at every ridge from one factor at the reference ridge."""
     distinct, copies = torch.unique(points.double(), dim=0, return_counts=True)
     # m equal points act like a single one whose kernel row counts m times
     logs = (distinct * distinct).sum(-1) + copies.double().log()
-    log_ridge = math.log(reference) + log_scale(logs, len(points), normalise) - logs
+    log_ridge = math.log(reference) + logs.logsumexp(0) - logs
     shrunk = shrinkage(distinct, log_ridge)
     multiples = torch.tensor([ridge / reference for ridge in ridges], dtype=shrunk.dtype, device=shrunk.device)
     kept = 1 - shrunk
     return (kept / (kept + multiples[:, None] * shrunk)).sum(-1)
-
-
-def log_scale(logs: torch.Tensor, count: int, normalise: Normalise) -> torch.Tensor:
-    """Return the logarithm of the scale that a ridge is a multiple of; `logs` are those of the diagonal of K."""
-    if normalise == "trace":
-        return logs.logsumexp(0)
-    return logs.new_tensor(math.log(count) if normalise == "J" else 0.0)
 
 
 def shrinkage(points: torch.Tensor, log_ridge: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from linearizer.method.recorder import LayerRecord, Recorder, draw_sample
 from linearizer.method.samples import SAMPLES, LayerSamples, Samples
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
-from linearizer.plan.profile import Gauge, HeadProfile, LayerProfile, Profile, ProfileSettings
+from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -164,14 +164,14 @@ def is_multi_head(record: LayerRecord) -> bool:
     return len(record.queries) == len(record.keys)
 
 
-def head_points(queries: torch.Tensor, keys: torch.Tensor, head: int, gauge: Gauge) -> torch.Tensor:
+def head_points(queries: torch.Tensor, keys: torch.Tensor, head: int, gauge: str) -> torch.Tensor:
     """Make the sample of a KV head, (samples, key_dim): queries drawn evenly over its group, then as many keys."""
     slots = torch.arange(keys.shape[1])
     group = queries.unflatten(0, (len(keys), -1))[head]  # (group, samples / 2, key_dim)
     return join_in_gauge(group[slots % len(group), slots], keys[head], gauge)
 
 
-def join_in_gauge(queries: torch.Tensor, keys: torch.Tensor, gauge: Gauge) -> torch.Tensor:
+def join_in_gauge(queries: torch.Tensor, keys: torch.Tensor, gauge: str) -> torch.Tensor:
     """Join queries and keys; subtract the mean of the keys in the centred gauge."""
     keys = keys.double()
     return torch.cat([queries.double(), keys - keys.mean(0) if gauge == "centred" else keys])
@@ -181,7 +181,7 @@ def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: to
     """Compute N(λ) of one sample at every ridge."""
     points = points.to(device if device.type == "cuda" else "cpu")  # other accelerators have no float64
     ridges = (*settings.ridges, settings.reference)
-    *counts, at_reference = degrees_of_freedom(points, ridges, settings.normalise, settings.reference).tolist()
+    *counts, at_reference = degrees_of_freedom(points, ridges, settings.reference).tolist()
     return Freedoms(round_to_six_digits(counts), at_reference > len(points) / 4)
 
 
@@ -204,16 +204,9 @@ def round_to_six_digits(numbers: list[float]) -> tuple[float, ...]:
 
 
 def profile_settings(plan: Plan) -> ProfileSettings:
-    """Take the settings of a plan."""
-    return ProfileSettings(
-        text=plan.text,
-        samples=plan.kept_samples,
-        sinks=plan.kept_sinks,
-        per=plan.per,
-        normalise=plan.normalise,
-        gauge=plan.gauge,
-        seed=plan.seed,
-    )
+    """Return the settings of a plan."""
+    settings = ProfileSettings(plan.text, plan.samples, sinks=plan.kept_sinks, seed=plan.seed)
+    return replace(settings, per="query", gauge="raw") if plan.recipe == "paper" else settings
 
 
 def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
@@ -241,24 +234,24 @@ def join_texts(texts: torch.Tensor, plan: Plan, positions: int | None) -> torch.
     """
     length = 2 * texts.shape[1]
     count = texts.numel() // length
-    enough = count * (length - plan.kept_sinks) >= plan.kept_samples // 2
+    enough = count * (length - plan.kept_sinks) >= plan.samples // 2
     if not count or not enough or length > (positions or length):
         return texts
     return texts.flatten()[: count * length].view(count, length)
 
 
-def fit_to_text(plan: Plan, tokens: int, positions: int | None, yielding: Collection[str]) -> Plan:
+def fit_to_text(plan: Plan, tokens: int, yielding: Collection[str]) -> Plan:
     """Shrink the options that yield, first the number of texts and then their length, to a text of so many tokens."""
+    while "texts" in yielding and needed_tokens(plan) > tokens and plan.kept_texts > FEW_TEXTS:
+        plan = replace(plan, texts=plan.kept_texts - 1)
+    if "length" in yielding and needed_tokens(plan) > tokens:
+        plan = replace(plan, length=max(MIN_LENGTH, tokens // min_texts(plan) // 8 * 8))
+    return plan
 
-    def enough(plan: Plan) -> bool:
-        return min_texts(plan) * plan.kept_length(positions) <= tokens
 
-    fitted = plan
-    while "texts" in yielding and not enough(fitted) and fitted.kept_texts > FEW_TEXTS:
-        fitted = replace(fitted, texts=fitted.kept_texts - 1)
-    if "length" in yielding and not enough(fitted):
-        fitted = replace(fitted, length=max(MIN_LENGTH, tokens // min_texts(fitted) // 8 * 8))
-    return fitted
+def needed_tokens(plan: Plan) -> int:
+    """Count the tokens that the texts of a run need at least."""
+    return min_texts(plan) * plan.kept_length(None)
 
 
 def min_texts(plan: Plan) -> int:

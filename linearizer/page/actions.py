@@ -123,8 +123,7 @@ def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     old = visitor.find_run(run)
     plan_cards.require_profile(old)
     plan = replace(old.plan, budget=budget, features=None)
-    # samples are drawn: a budget with more sinks refuses none of them
-    with new_run(visitor, plan, ["samples"]) as new, writing(new.folder):
+    with new_run(visitor, plan, ()) as new, writing(new.folder):
         for file in filter(old.has_file, MEASURED_FILES):
             shutil.copyfile(old.folder / file, new.folder / file)
     return new.folder.name

@@ -140,7 +140,11 @@ def machine_card(machine: Machine | None, forecast: RunForecast) -> str:
     if machine.fits(forecast):
         room = message_box(f"Fits: it takes {needs}.", "good")
     else:
-        less = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer samples"
+        less = (
+            "shorter texts, a smaller batch"
+            if forecast.memory_bytes > machine.free_memory
+            else "fewer or shorter texts"
+        )
         room = message_box(
             f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
             f"of disk are free. Make room, ask for {less} (under Advanced) or a smaller model, or use another machine.",

@@ -20,7 +20,7 @@ from linearizer.plan.recipes import RECIPES, measured_quality
 from linearizer.student.update_rules import beginning
 
 SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
-TITLES = {"per": "Degrees of freedom per", "lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
+TITLES = {"lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")
 GROUPS = (MEASURING, TRAINING, ALLOCATION, MACHINE)
 OPTIONS = {name: option for name, option in options_of(Plan).items() if name not in IN_SIGHT}

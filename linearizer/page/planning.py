@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from linearizer.workers.forecast import Machine, RunForecast
 
 EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
-    "Try it": ({"texts": 2, "length": 256, "samples": 512}, 1 / 6),
+    "Try it": ({"texts": 2, "length": 256}, 1 / 6),
     "Quick": ({}, 1),
-    "Thorough": ({"texts": 32, "samples": 2048}, 5),
+    "Thorough": ({"texts": 32}, 5),
 }
 
 
@@ -98,8 +98,6 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     given.setdefault("budget", None if "features" in given else budget)
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **given})
-    if "samples" in sizes and "samples" not in given:  # the effort's number yields to texts that are few or short
-        plan = replace(plan, samples=min(sizes["samples"], plan.most_samples()))
     for name in (name for name in YIELDING if name not in given):  # the usual number is left out
         without: dict[str, Any] = {name: None}
         plan = shorter if (shorter := replace(plan, **without)).sizes == plan.sizes else plan

@@ -17,7 +17,7 @@ SUMMED = 4  # bytes of a number in a running state
 SINKS = 4  # tokens at the start of a text that most models lean on
 TILE = 16  # features that a kernel computes at once, and the fewest of a head
 BLOCK = 16  # tokens that leave a window at once, at the least, where slots take them and the window has room
-FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
+FEATURE_MAPS = ("clusters", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
 @dataclass(frozen=True)

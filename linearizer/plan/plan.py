@@ -13,7 +13,6 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
 from linearizer.plan.json_products import JsonProduct, parse_object
 from linearizer.plan.options import check_options, option, options_of
-from linearizer.plan.profile import Gauge, Normalise, Per
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
 from linearizer.student.update_rules import UPDATE_RULES
 
@@ -24,15 +23,16 @@ USUAL_TEXTS, USUAL_LENGTH = 8, 512
 MEASURED_TOKENS = 2**13  # of all texts: the longer they are, the fewer
 FEWEST_TEXTS = 3  # where they are long: one to price heads on, and two to compare students on
 BUDGETS_IN_LENGTH = 16  # tokens of a text for each token of the budget: what fits into a state whole has no price
-MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
+MIN_SAMPLES, MAX_SAMPLES = 32, 1024  # queries and keys of a head, half and half
 MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
 ALLOCATION = "what heads hold"  # options by which an allocation is decided again from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE = "the recipe's"
-GONE = ("exchanges", "prices")  # options of older plans
-YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
-HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
+YIELDING = ("texts", "length")  # options that, where they are left out, shrink to what a text has
 FITTED = "squares"  # the loss in closed form
+LOSSES = ("softmax", "output", FITTED, "direct", "logits", "softmax+direct", "output+direct")
+GONE = ("exchanges", "prices", "samples")  # options of older plans that nothing depends on any more
+HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 
 allocating, measuring, training, machine = (
     partial(option, group=group) for group in (ALLOCATION, MEASURING, TRAINING, MACHINE)
@@ -106,15 +106,6 @@ class Plan(JsonProduct):
         f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}; fewer where the source is short",
         least=1,
     )
-    samples: int | None = measuring(
-        None,
-        "queries and keys of a head that its degrees of freedom are computed from",
-        f"{USUAL_SAMPLES}, fewer where the texts hold fewer tokens",
-        least=1,
-    )
-    per: Per = measuring("kv", "degrees of freedom per KV head, or per query head as in the paper", BY_RECIPE)
-    normalise: Normalise = measuring("trace", "what the Gram matrix is divided by")
-    gauge: Gauge = measuring("centred", "keys as they are, or less their mean", BY_RECIPE)
     steps: int = training(
         0,
         "steps of training; 0: none. Where heads hold no features, what the layers write is fitted to the teacher's on "
@@ -126,9 +117,9 @@ class Plan(JsonProduct):
     minutes: float | None = training(None, "minutes to train, not steps", above=0, most=MAX_MINUTES)
     loss: str | None = training(
         None,
-        "softmax, l2 or output: layer by layer; squares: the maps by which layers write, in closed form; direct or "
-        "logits: end to end; a+b: one after the other",
+        "layer by layer (softmax, output), the maps by which layers write in closed form (squares), end to end",
         f"{BY_RECIPE}; squares where heads hold no features",
+        choices=LOSSES,
     )
     lora: int | None = training(
         None,
@@ -164,12 +155,17 @@ class Plan(JsonProduct):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan, also of a version that had more options."""
+        """Read a plan, also of a version that had more options; refuse what can no longer be asked for."""
         try:
-            plain = {name: value for name, value in parse_object(text).items() if name not in GONE}
+            plain = parse_object(text)
         except ValueError:
             return super().from_json(text)  # which says what is wrong
-        return super().from_json(json.dumps(plain))
+        paper = plain.get("recipe") == "paper"
+        today = {"per": "query" if paper else "kv", "gauge": "raw" if paper else "centred", "normalise": "trace"}
+        for name in filter(plain.__contains__, today):
+            if (value := plain.pop(name)) != today[name]:
+                raise RequestError(f"{name} {value!r} is an option of older versions: begin a run without it")
+        return super().from_json(json.dumps({name: value for name, value in plain.items() if name not in GONE}))
 
     def changed(self, **given: Any) -> Plan:
         """Change some options; another recipe than the plan's brings its own choices for all that recipes decide."""
@@ -220,11 +216,9 @@ class Plan(JsonProduct):
                 f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
                 f"--feature-map {' or '.join(list(UPDATE_RULES)[-3:])}, or another strategy"
             )
-        compares_rows = {"softmax", "l2"} & {*self.kept_loss.split("+")}
-        if self.memory and self.trains and compares_rows:
+        if self.memory and self.trains and "softmax" in self.kept_loss:
             raise RequestError(
-                f"{self.memory} has no rows of attention, which the loss {compares_rows.pop()} compares: ask for "
-                "--loss output"
+                f"{self.memory} has no rows of attention, which the loss softmax compares: ask for --loss output"
             )
 
     @property
@@ -263,23 +257,20 @@ class Plan(JsonProduct):
         length = self.length or self.usual_length
         return min(length, positions or length)
 
-    def drawn_tokens(self, positions: int | None) -> int:
-        """Count the tokens that queries are drawn from, and as many keys; `positions` are the model's."""
-        return self.kept_texts * max(self.kept_length(positions) - self.kept_sinks, 0)
-
-    def most_samples(self, positions: int | None = None) -> int:
-        """Count the samples that the plan's texts have tokens for."""
-        return max(MIN_SAMPLES, 2 * self.drawn_tokens(positions) // 8 * 8)
+    @property
+    def drawn_tokens(self) -> int:
+        """Count the tokens that queries are drawn from, and as many keys."""
+        return self.kept_texts * max(self.kept_length(None) - self.kept_sinks, 0)
 
     @property
-    def kept_samples(self) -> int:
-        """The plan's samples, or as many of the usual number as the texts have tokens for."""
-        return self.samples or min(USUAL_SAMPLES, self.most_samples())
+    def samples(self) -> int:
+        """How many queries and keys of a head its degrees of freedom are computed from, half and half."""
+        return max(MIN_SAMPLES, min(MAX_SAMPLES, 2 * self.drawn_tokens // 8 * 8))
 
     @property
     def sizes(self) -> Mapping[str, int]:
         """The numbers of the options that yield to a text, usual numbers where they are left out."""
-        return {"texts": self.kept_texts, "length": self.kept_length(None), "samples": self.kept_samples}
+        return {"texts": self.kept_texts, "length": self.kept_length(None)}
 
     @property
     def kept_bits(self) -> int:

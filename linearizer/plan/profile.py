@@ -6,16 +6,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal
 
-from linearizer.errors import RequestError
 from linearizer.plan.json_products import JsonProduct, read_json
-from linearizer.plan.options import check_options, option
-
-Normalise = Literal["trace", "J", "none"]  # what a ridge is a multiple of: tr K, the sample's size, one
-Gauge = Literal["raw", "centred"]  # keys as they are, or less their mean, to which a softmax is blind
-Per = Literal["kv", "query"]  # one curve for every KV head; or for every query head too, as the paper has it
 
 
 @dataclass(frozen=True)
@@ -23,23 +17,14 @@ class ProfileSettings:
     """How to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
 
     text: str = ""  # its source
-    samples: int = option(1024, "queries and keys of a head, half and half", least=32)
-    rows: int = option(1024, "queries whose whole attention is read", least=1)
-    sinks: int = option(4, "first tokens of each text that are left out", least=0)
-    per: Per = "kv"
-    normalise: Normalise = "trace"
-    gauge: Gauge = "centred"
+    samples: int = 1024  # queries and keys of a head, half and half: a multiple of 8
+    rows: int = 1024  # queries whose whole attention is read
+    sinks: int = 4  # first tokens of each text that are left out
+    per: Literal["kv", "query"] = "kv"  # one curve for every KV head; or for every query head, too
+    gauge: Literal["raw", "centred"] = "centred"  # keys as they are, or less their mean, to which a softmax is blind
     seed: int = 0
     ridges: tuple[float, ...] = tuple(2.0**-exponent for exponent in range(21))  # falling
     reference: float = 2.0**-8  # the λ of the paper's table of heads
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.samples % 8:
-            raise RequestError(f"samples {self.samples} cannot be shared out: ask for a multiple of 8 from 32 on")
-        falling = bool(self.ridges) and all(high > low for high, low in pairwise(self.ridges))
-        if not falling or not all(0 < ridge < math.inf for ridge in (*self.ridges, self.reference)):
-            raise RequestError(f"ridges must fall and be above 0, not {self.ridges} and {self.reference}")
 
     def at_reference(self, freedoms: Sequence[float]) -> float:
         """Read N off a curve at the reference ridge, which need not be on the grid."""

@@ -55,8 +55,6 @@ STRATEGIES: Mapping[str, Strategy] = {
     "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
     "fix": Strategy("the same number of features for every head", "freedoms", "features"),
     "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),
-    "dof-clip": Strategy("as dof, but at most the head size", "freedoms", "features"),
-    "dof-mean": Strategy("features by the mean degrees of freedom of a layer", "freedoms", "features"),
     "common-lambda": Strategy("features by degrees of freedom at one λ for all heads", "freedoms", "features"),
 }
 
@@ -118,7 +116,7 @@ RECIPES: Mapping[str, Recipe] = {
     "paper": Recipe(
         "the published method",
         "positive random features by the degrees of freedom of a layer, trained by layer",
-        {"strategy": "dof", "feature_map": "prf", "per": "query", "gauge": "raw", "steps": 60, **WITHOUT_WINDOW},
+        {"strategy": "dof", "feature_map": "prf", "steps": 60, **WITHOUT_WINDOW},
         "Nishikawa, Higuchi and Suzuki, Degrees of Freedom for Linear Attention: Distilling Softmax Attention with "
         "Optimal Feature Efficiency, NeurIPS 2025, arXiv:2507.03340",
     ),

@@ -42,7 +42,7 @@ FILES_OF_RUN = {
     "candidates.json", "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
     "hub_job.json",
 }  # fmt: skip
-DECIDED = ("model", "dtype", "texts", "length", "samples")  # choices of a plan that `pipeline.begin` makes definite
+DECIDED = ("model", "dtype", "texts", "length")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done
 EVALUATION = "evaluate"
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
@@ -57,7 +57,6 @@ class Begun(JsonProduct):
     dtype: str
     texts: int | None
     length: int | None
-    samples: int | None
     settled: bool = True  # whether all is decided that depends on the machine that works on the run
 
 
@@ -117,7 +116,7 @@ class Run:
 
     @property
     def begun(self) -> Begun:
-        return self.parse_file("begun.json", Begun.from_json, again=False)
+        return self.parse_file("begun.json", lambda text: read_json(Begun, text, "ignore"), again=False)
 
     def settle(self, plan: Plan) -> None:
         """Write a plan in which all is decided."""

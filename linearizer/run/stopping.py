@@ -63,7 +63,7 @@ def memory_explained() -> Iterator[None]:
         if not isinstance(error, MemoryError) and not is_out_of_memory(error):
             raise
         raise FaultError(
-            "the memory of the device is full: free it, or begin again with a smaller --length, --batch or --samples; "
+            "the memory of the device is full: free it, or begin again with a smaller --length or --batch; "
             "what was finished is kept"
         ) from error
 

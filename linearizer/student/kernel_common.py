@@ -50,7 +50,6 @@ class Constants:
     SEG: Any = None  # tokens of a segment
     ROWS: Any = None  # whether log-features are those of queries
     REVERSE: Any = None  # whether segments are summed from the last one on
-    SQUARED: Any = None  # whether a loss is the squared error
     ACC: Any = None  # type of sums
     PRECISION: Any = None  # of products of fp32 numbers
 

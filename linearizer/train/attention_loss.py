@@ -2,9 +2,8 @@
 
 The teacher's row i is p_ij = softmax over j ≤ i of S_ij = q_i·k_j. The student's row p̂ has the same logits where a key
 is near (one of the first `sinks` tokens, or i - j < window) and log A_ij elsewhere, A_ij = Σ_m exp(u_im + w_jm).
-  softmax  cross-entropy of p against p̂, mean over rows; its least value is the teacher's entropy
-  l2       (e^S - A)² e^{-2 max S}, mean over the pairs j ≤ i; its least value is 0; the maximum is a KV head's
-Gradients are computed with the loss, block by block, so that no more than a block of rows × columns is held.
+The loss is the cross-entropy of p against p̂, mean over rows; its least value is the teacher's entropy. Gradients are
+computed with the loss, block by block, so that no more than a block of rows × columns is held.
 
 Shapes are those of student/features_torch.py: u, q (batch, heads, group, tokens, …); w, k (batch, heads, tokens, …).
 Within a block they are those of one text: (heads, group, rows, …) and (heads, keys, …).
@@ -42,23 +41,21 @@ PAIRS = 2**14  # pairs that are computed feature by feature at once
 LOST = 1.0  # a product below this may have lost terms to underflow: HEADROOM below the row's bound
 MIN_PRODUCT = 1e-13  # a smaller product hardly matters, or is lost: this keeps its logarithm finite
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, bool, bool, float], tuple[Tensor, Pair | None]]
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, bool, float], tuple[Tensor, Pair | None]]
 
 
 class Loss(NamedTuple):
     value: Tensor  # scalar, differentiable in u and w
-    least: Tensor  # the loss of a student whose rows are the teacher's: for softmax `value - least` is a KL divergence
+    least: Tensor  # the loss of a student whose rows are the teacher's: `value - least` is a KL divergence
 
 
-def attention_loss(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, kind: str = "softmax", scale: float = 1.0
-) -> Loss:
+def attention_loss(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, scale: float = 1.0) -> Loss:
     """Compare the student's rows with the teacher's; scores are q·k times the scale."""
-    compute = fused if kernels_serve(u, q, k, kind == "l2") else blocked
-    return Loss(*RowLoss.apply(compute, u, w, q, k, window, sinks, kind == "l2", scale))
+    compute = fused if kernels_serve(u, q, k) else blocked
+    return Loss(*RowLoss.apply(compute, u, w, q, k, window, sinks, scale))
 
 
-def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
+def kernels_serve(u: Tensor, q: Tensor, k: Tensor) -> bool:
     """Whether kernels can be trusted with such tensors."""
     if loss_kernels is None or not kernels_accept(q, k):
         return False
@@ -69,10 +66,10 @@ def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
         text = TrialText.of(q, sizes, TRIAL_TOKENS, dtype)
         work = working_dtype(text.q)
         tensors = text.features.queries(text.q.to(work)), text.features.keys(text.k.to(work)), text.q, text.k
-        total, gradients = (fused if by_kernels else blocked)(*tensors, 16, 4, squared, True)
+        total, gradients = (fused if by_kernels else blocked)(*tensors, 16, 4, True)
         return [total, *(gradients or ())]
 
-    return passes_trial("losses of attention rows", q, (*sizes, squared), compute)
+    return passes_trial("losses of attention rows", q, sizes, compute)
 
 
 class RowLoss(torch.autograd.Function):
@@ -80,12 +77,11 @@ class RowLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Compute, u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool,
+        ctx: Any, compute: Compute, u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int,
         scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        total, gradients = compute(u, w, q, k, window, sinks, squared, any(ctx.needs_input_grad), scale)
-        rows = u[..., 0].numel()
-        count = rows * (u.shape[-2] + 1) / 2 if squared else rows
+        total, gradients = compute(u, w, q, k, window, sinks, any(ctx.needs_input_grad), scale)
+        count = u[..., 0].numel()
         if gradients is not None:
             ctx.save_for_backward(gradients[0].div_(count).to(u.dtype), gradients[1].div_(count).to(w.dtype))
         loss, least = (total / count).unbind()
@@ -96,43 +92,38 @@ class RowLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple:
         u, w = ctx.saved_tensors
-        return None, u * scale, w * scale, None, None, None, None, None, None
+        return None, u * scale, w * scale, None, None, None, None, None
 
 
 def fused(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, differentiate: bool,
-    scale: float = 1.0,
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, differentiate: bool, scale: float = 1.0,
 ) -> tuple[Tensor, Pair | None]:  # fmt: skip
     """Compute loss and least, summed, and gradients: by kernels; in PyTorch the heads that lost pairs to underflow."""
-    loss, least, lost, *gradients = loss_kernels.losses(u.float(), w.float(), q, k, window, sinks, squared, scale)
+    loss, least, lost, *gradients = loss_kernels.losses(u.float(), w.float(), q, k, window, sinks, scale)
     total = torch.stack([loss.sum((2, 3)), least.sum((2, 3))])
     for b, h in (lost.amax((2, 3)) > MAX_LOST_MASS).nonzero().tolist():
         here = slice(b, b + 1), slice(h, h + 1)
-        total[:, b, h], exact = blocked(
-            u[here], w[here], q[here], k[here], window, sinks, squared, differentiate, scale
-        )
+        total[:, b, h], exact = blocked(u[here], w[here], q[here], k[here], window, sinks, differentiate, scale)
         if exact is not None:
             gradients[0][here], gradients[1][here] = exact
     return total.sum((1, 2)), (gradients[0], gradients[1]) if differentiate else None
 
 
 def blocked(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, differentiate: bool,
-    scale: float = 1.0,
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, differentiate: bool, scale: float = 1.0,
 ) -> tuple[Tensor, Pair | None]:  # fmt: skip
     """Compute the same in PyTorch, in blocks of some heads of one text and some of its rows."""
     work, group, tokens = working_dtype(u), *u.shape[2:4]
     u, w, q, k = u.to(work), w.to(work), q.to(work) * scale, k.to(work)
     by_row, by_key, total = torch.zeros_like(u), torch.zeros_like(w), u.new_zeros(2)
-    largest, size = largest_scores(q, k) if squared else None, rows_at_once(group, tokens)
+    size = max(16, min(ROWS, BLOCK // (group * tokens), tokens))
     heads = max(1, BLOCK // (group * size * tokens))
     for b, h, start in product(range(u.shape[0]), range(0, u.shape[1], heads), range(0, tokens, size)):
         some, rows, stop = slice(h, h + heads), slice(start, start + size), min(start + size, tokens)
         here, far = (b, some, slice(None), rows), (b, some, slice(sinks, max(sinks, stop - window)))
-        shift = None if largest is None else largest[some, None, None, None]
         with torch.set_grad_enabled(differentiate):
             leaves = tuple(x.detach().requires_grad_(differentiate) for x in (u[here], w[far]))
-            sums = block_loss(leaves[0], leaves[1], q[here], k[b, some, :stop], window, sinks, shift)
+            sums = block_loss(leaves[0], leaves[1], q[here], k[b, some, :stop], window, sinks)
             if differentiate:
                 of_rows, of_keys = torch.autograd.grad(sums[0], leaves)
                 by_row[here] = of_rows
@@ -141,18 +132,12 @@ def blocked(
     return total, (by_row, by_key) if differentiate else None
 
 
-def block_loss(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, shift: Tensor | None
-) -> Tensor:  # (2,)
+def block_loss(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int) -> Tensor:  # (2,)
     """Compute loss and least of the last rows that k reaches to; w belongs to keys that are far for some of them."""
     column, far = torch.arange(k.shape[1], device=k.device), slice(sinks, sinks + w.shape[1])
     row = column[-q.shape[2] :, None]
     scores = multiply(q, k).masked_fill(column > row, EMPTY)
     is_near, (products, bound) = column[far] > row - window, products_of_features(u, w)
-    if shift is not None:
-        error = exp_without_underflow(scores[..., far] - shift) - products * (bound - shift).exp()
-        square = error.masked_fill(is_near, 0).square().sum()
-        return torch.stack([square, torch.zeros_like(square)])
     teacher, near = scores.log_softmax(-1), (scores[..., : far.start], scores[..., far.stop :])
     log_a = torch.where(is_near, scores[..., far], products.clamp_min(MIN_PRODUCT).log() + bound)
     lost = (products < LOST) & ~is_near
@@ -187,22 +172,6 @@ def log_a_of_pairs(u: Tensor, w: Tensor, h: Tensor, g: Tensor, i: Tensor, j: Ten
     return (u[h, g, i] + w[h, j]).logsumexp(-1)
 
 
-def rows_at_once(group: int, tokens: int) -> int:
-    return max(16, min(ROWS, BLOCK // (group * tokens), tokens))
-
-
 def multiply(rows: Tensor, columns: Tensor) -> Tensor:
     """Multiply rows (heads, group, rows, dim) and columns (heads, columns, dim): (heads, group, rows, columns)."""
     return (rows.flatten(1, 2) @ columns.mT).unflatten(1, rows.shape[1:3])
-
-
-def largest_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Compute max S over the pairs j ≤ i of a KV head in all texts: (heads,)."""
-    largest = q.new_full((q.shape[1],), EMPTY)
-    for b in range(q.shape[0]):
-        for start in range(0, q.shape[-2], ROWS):
-            rows = q[b, :, :, start : start + ROWS]
-            scores = multiply(rows, k[b, :, : start + rows.shape[2]])
-            later = torch.ones(rows.shape[2], scores.shape[-1], dtype=torch.bool, device=q.device).triu(start + 1)
-            largest = torch.maximum(largest, scores.masked_fill_(later, EMPTY).amax((1, 2, 3)))
-    return largest

@@ -1,12 +1,11 @@
 """The losses of attention_loss.py as Triton kernels: no tensor of the size tokens × tokens leaves a tile.
 
   stabilise   features e^(u + ceiling - bound) and e^(w - ceiling + HEADROOM), once
-  statistics  of the teacher's rows log-sum-exp, entropy and largest score, of the student's log-sum-exp
-  by_row      KL divergence (or squared error), and the gradient of u
+  statistics  of the teacher's rows log-sum-exp and entropy, of the student's log-sum-exp
+  by_row      KL divergence, and the gradient of u
   by_column   the gradient of w, a group's rows summed in one program, in order
-With p = e^(S - shift) and P = query · key, so that A = P e^(bound - HEADROOM), the weight of a far pair is
-  softmax  (p̂ - p) / P = factor - p / P   with shift the teacher's log-sum-exp and factor = e^(bound - HEADROOM - lse)
-  l2       -2 (p - P factor) factor       with shift the largest score and factor = e^(bound - HEADROOM - shift)
+With p = e^(S - shift), shift the teacher's log-sum-exp, and P = query · key, so that A = P e^(bound - HEADROOM), the
+weight of a far pair is (p̂ - p) / P = factor - p / P with factor = e^(bound - HEADROOM - the student's log-sum-exp),
 which is subtracted before it is rounded, and ∂/∂u = query ∘ (weight · key), ∂/∂w = key ∘ (weightᵀ · query).
 """
 
@@ -78,7 +77,7 @@ def statistics(text, features, results, sizes, scale, C: tl.constexpr):
     """Compute them for one query head; sums (…, TILES, M) holds the sum of all keys before a tile of BN columns."""
     q_ptr, k_ptr = text
     query_ptr, key_ptr, sums_ptr, bound_ptr = features
-    lse_ptr, entropy_ptr, largest_ptr, student_ptr = results
+    lse_ptr, entropy_ptr, student_ptr = results
     T, G, WINDOW, SINKS, TILES = sizes
     t0, row = tl.program_id(0) * C.BT, tl.program_id(1).to(tl.int64)
     head = row // G
@@ -123,7 +122,6 @@ def statistics(text, features, results, sizes, scale, C: tl.constexpr):
     inside = ot < T
     tl.store(lse_ptr + row * T + ot, lse, mask=inside)
     tl.store(entropy_ptr + row * T + ot, lse - moment / total, mask=inside)
-    tl.store(largest_ptr + row * T + ot, top, mask=inside)
     tl.store(student_ptr + row * T + ot, student, mask=inside)
 
 
@@ -131,10 +129,7 @@ def statistics(text, features, results, sizes, scale, C: tl.constexpr):
 def weigh(s, product, shift, factor, far, C: tl.constexpr):
     """Compute p and the weights of the far pairs of a tile."""
     p = tl.where(far, tl.exp(tl.minimum(s - shift, 0.0)), 0.0)
-    if C.SQUARED:
-        weight = -2.0 * (p - product * factor) * factor
-    else:
-        weight = factor - p / tl.maximum(product, tl.exp(3.0 * LOST))
+    weight = factor - p / tl.maximum(product, tl.exp(3.0 * LOST))
     return p, tl.where(far, weight, 0.0)
 
 
@@ -165,13 +160,9 @@ def by_row(text, features, row_numbers, results, sizes, scale, C: tl.constexpr):
         product = products(query_ptr, key_ptr, ot, oj, T, C)
         far = (oj[None, :] <= ot[:, None] - WINDOW) & (oj >= SINKS)[None, :] & (ot < T)[:, None]
         p, weight = weigh(s, product, shift[:, None], factor[:, None], far, C)
-        if C.SQUARED:
-            error = tl.where(far, p - product * factor[:, None], 0.0)
-            loss += tl.sum(error * error, 1)
-        else:
-            log_a = tl.log(tl.maximum(product, tl.exp(3.0 * LOST))) + bound[:, None]
-            loss += tl.sum(p * (s - log_a), 1)
-            lost += tl.sum(tl.where(product < tl.exp(1.0 * LOST), p, 0.0), 1)
+        log_a = tl.log(tl.maximum(product, tl.exp(3.0 * LOST))) + bound[:, None]
+        loss += tl.sum(p * (s - log_a), 1)
+        lost += tl.sum(tl.where(product < tl.exp(1.0 * LOST), p, 0.0), 1)
         key = load_tile(key_ptr, oj, om, T, C.M)
         acc = tl.dot(weight.to(key.dtype), key, acc=acc, out_dtype=C.ACC, input_precision=C.PRECISION)
     query = load_tile(query_ptr, ot, om, T, C.M)
@@ -222,7 +213,7 @@ def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
 
 @on_device_of_first
 def losses(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute loss, entropy and lost mass of rows (batch, heads, group, tokens), and gradients of the summed loss."""
     batch, heads, group, tokens, features = u.shape
@@ -232,8 +223,8 @@ def losses(
     far = w[:, :, sinks : max(sinks, tokens - window)]
     ceiling = far.amax(2).contiguous() if far.shape[2] else w.new_zeros(batch, heads, features)
     query, key = torch.empty_like(u, dtype=q.dtype), torch.empty_like(w, dtype=q.dtype)
-    bound, lse, entropy, largest, student, loss, lost = (
-        torch.empty(u.shape[:-1], dtype=kept, device=u.device) for _ in range(7)
+    bound, lse, entropy, student, loss, lost = (
+        torch.empty(u.shape[:-1], dtype=kept, device=u.device) for _ in range(6)
     )
     letters = {
         "D": q.shape[-1],
@@ -243,7 +234,7 @@ def losses(
         **sizes,
         **precision(q),
     }
-    constants = Constants(**letters, SQUARED=squared)
+    constants = Constants(**letters)
     blocks = triton.cdiv(tokens, sizes["BT"])
     of_queries, of_keys = (Constants(**letters, ROWS=rows) for rows in (True, False))
     stabilise[blocks, pairs * group](u, ceiling, query, bound, tokens, group, 0, of_queries, **launch)
@@ -252,22 +243,19 @@ def losses(
     statistics[blocks, pairs * group](
         (q, k),
         (query, key, sums, bound),
-        (lse, entropy, largest, student),
+        (lse, entropy, student),
         (tokens, group, window, sinks, sums.shape[2]),
         scale,
         constants,
         **launch,
     )
-    shift = largest.amax((0, 2, 3))[:, None, None].expand_as(lse).contiguous() if squared else lse
-    factor = (bound - (shift if squared else student)).clamp_max_(80.0).exp_()
+    factor = (bound - student).clamp_max_(80.0).exp_()
     du, dw = torch.empty_like(u), torch.empty_like(w)
     slabs, lengths = triton.cdiv(features, sizes["MG"]), (tokens, group, window, sinks)
     by_row[blocks, slabs, pairs * group](
-        (q, k), (query, key), (shift, factor, bound), (loss, lost, du), lengths, scale, constants, **launch
+        (q, k), (query, key), (lse, factor, bound), (loss, lost, du), lengths, scale, constants, **launch
     )
-    by_column[blocks, slabs, pairs]((q, k), (query, key), (shift, factor), dw, lengths, scale, constants, **launch)
-    if squared:
-        return loss, torch.zeros_like(loss), torch.zeros_like(loss), du, dw
+    by_column[blocks, slabs, pairs]((q, k), (query, key), (lse, factor), dw, lengths, scale, constants, **launch)
     lost = lost + ((student < bound + LOST.value) & (bound > EMPTY.value)).to(kept)
     return entropy + student - lse + loss, entropy, lost, du, dw
 

@@ -118,27 +118,9 @@ def generator_for(settings: TrainingSettings, number: int) -> torch.Generator:
 
 
 def training_settings(plan: Plan) -> list[TrainingSettings]:
-    """Make the settings of each phase of a plan: one phase for each loss; the first phases take the odd steps."""
+    """Make the settings of each phase of a plan: one phase for each loss; the first phase takes the odd step."""
     losses = plan.kept_loss.split("+")
     each, odd = divmod(plan.steps, len(losses))
-    if plan.steps and not each:
-        raise RequestError(
-            f"steps {plan.steps} are too few for the losses {plan.kept_loss}, one after the other: give at least "
-            f"{len(losses)}, or 0 to train nothing"
-        )
-    first_adapted = next(
-        (number for number, loss in enumerate(losses) if plan.kept_lora and loss in END_TO_END), len(losses)
-    )
-    if any(loss != "direct" for loss in losses[first_adapted + 1 :]):
-        raise RequestError(
-            f"the losses {plan.kept_loss} hold the student against its teacher once adapters have changed the weights "
-            "that both share: let nothing but direct follow the first end to end, or leave out lora"
-        )
-    if FITTED in losses and (losses[-1] != FITTED or {*losses[:-1]} - {*LAYERWISE}):
-        raise RequestError(
-            f"of the losses {plan.kept_loss}, {FITTED} changes the weights that others hold the student against, and "
-            f"needs them as they were: let it be the last, and let nothing but {', '.join(LAYERWISE)} come before it"
-        )
     return [
         TrainingSettings(
             loss=loss,

@@ -116,7 +116,7 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     if plan.rules.decided_by == "prices":
         pricing = plan.texts_priced * pricing_seconds(plan, length, teacher, student)
     training = training_seconds(plan, layers, teacher, student, length / products)
-    spectra = heads * plan.kept_samples**3 / speeds.spectra
+    spectra = heads * plan.samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
     return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
 
@@ -178,7 +178,7 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
         width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
         graph = plan.batch * length * (NUMBER * GRAPH_WIDTHS * width * len(inspection.layers) + 2 * token)
         weights *= 2
-    sample = 6 * 8 * plan.kept_samples**2
+    sample = 6 * 8 * plan.samples**2
     work = max(sample, judging, pricing, rows, graph)
     return PROCESS_BYTES + WEIGHTS * weights + work + resume_bytes(plan, inspection)
 

@@ -19,7 +19,7 @@ from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.quiet import quiet
 
-SMALL = {"model": "demo", "budget": 32, "texts": 2, "length": 128, "samples": 128, "dtype": "float32", "device": "cpu"}
+SMALL = {"model": "demo", "budget": 32, "texts": 2, "length": 128, "dtype": "float32", "device": "cpu"}
 RUNS = {
     "best": {},
     "windows": {},

@@ -53,7 +53,7 @@ class Paper:
         self.arguments, self.trained = arguments, {}
         with tempfile.TemporaryDirectory() as folder:
             name = tiny_gpt2(folder) if arguments.model == "tiny" else arguments.model
-            options = {name: getattr(arguments, name) for name in ("samples", "seed", "device", "dtype")}
+            options = {name: getattr(arguments, name) for name in ("seed", "device", "dtype")}
             plan = Plan.of("paper", model=name, features=64, **options)
             self.teacher = load_teacher_of(plan)
         self.layers = self.teacher.inspection.layers
@@ -65,7 +65,7 @@ class Paper:
         texts = self.read_texts()
         self.judged = texts[-min(arguments.judged, len(texts) - arguments.batch) :]
         self.learnt, begin = texts[: len(texts) - len(self.judged)], time.perf_counter()
-        settings = replace(profile_settings(plan), reference=ridge)
+        settings = replace(profile_settings(plan), reference=ridge, samples=arguments.samples)
         measuring = measure_profile(self.teacher.model, texts[: arguments.texts], self.layers, settings)
         self.profile = finish(measuring).profile
         self.seconds = time.perf_counter() - begin
@@ -127,7 +127,7 @@ class Paper:
 
 def allocate_as_paper(profile, layers, features, strategy):
     """Round features to whole numbers as the paper does, not to tiles: they may exceed their mean a little."""
-    rows = [layer_units(profile, index, layer, strategy) for index, layer in enumerate(layers)]
+    rows = [layer_units(profile, index, layer, strategy.removesuffix("-clip")) for index, layer in enumerate(layers)]
     shares = [unit.features_at(0.0) for row in rows for unit in row]
     mean = math.fsum(shares) / len(shares)
     heads = []

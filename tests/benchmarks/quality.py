@@ -110,7 +110,7 @@ def measure(arguments, row, budget, seed):
     recipe, changes = ROWS[row]
     trains = {"steps": STEPS} if RECIPES[recipe].choices.get("steps") else {}
     length, texts = arguments.length, max(LEAST_TEXTS, USUAL_TEXTS * LENGTH // arguments.length)
-    given = {"length": length, "target_length": length, "texts": texts, "samples": 1024, "text": arguments.text}
+    given = {"length": length, "target_length": length, "texts": texts, "text": arguments.text}
     given |= {**trains, **changes}
     record = {"row": row, "budget": budget, "seed": seed}
     try:

@@ -49,9 +49,7 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "performer": ("performer", {}),
     "dijiang": ("dijiang", {}),
     "paper, fix": ("paper", {"strategy": "fix"}),
-    "paper, clip": ("paper", {"strategy": "dof-clip"}),
     "features, fix": ("features", {"strategy": "fix", **SINKS}),
-    "paper, l2": ("paper", {"loss": "l2"}),
     "paper, direct": ("paper", {"loss": "direct"}),
 }
 for name in UPDATE_RULES:  # beside the same window in every head: as they begin, and trained

@@ -76,7 +76,7 @@ SHAPES = {  # name -> config, whether it is run whole
     ),
 }  # fmt: skip
 RESULTS = Path(__file__).parent / "results" / "sizes-cpu.md"
-PLAN = {"samples": 256, "sinks": 2, "budget": 64}
+PLAN = {"sinks": 2, "budget": 64}
 OPTIONS = ("strategy", "steps", "dtype", "device", "texts", "length")
 HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "peak disk", "forecast")
 PEAK, OWN = "VmHWM", "RssAnon"  # of a process: its largest memory, and its memory without mapped files
@@ -198,8 +198,7 @@ def run_here(arguments):
 def plan_of(arguments, model):
     recipe = {"recipe": "features"} if arguments.strategy == "gain-features" else {}
     options = {option: getattr(arguments, option) for option in OPTIONS}
-    samples = min(PLAN["samples"], 2 * arguments.texts * (arguments.length - PLAN["sinks"]))
-    return Plan.of(**{**recipe, **PLAN, **options, "samples": samples}, model=model)
+    return Plan.of(**{**recipe, **PLAN, **options}, model=model)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tests.support.gguf_models import llama_of, write_gguf
 from tests.support.models import student_of, tokens
 
 SMALL = "--model demo --lengths 64 128 --texts 4 --needles 1 --ruler 1 --task-lengths 128".split()
-RUN = "--run texts=2 length=64 samples=64".split()
+RUN = "--run texts=2 length=64".split()
 
 
 def judged(folder, *arguments):

@@ -67,7 +67,7 @@ def test_the_memory_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_mu
 
 def print_memory(folder):
     """Run all steps on a folder's model; print what this process took and what was forecast."""
-    options = dict(recipe="features", strategy="common-lambda", steps=2, texts=2, length=64, samples=128, budget=32)
+    options = dict(recipe="features", strategy="common-lambda", steps=2, texts=2, length=64, budget=32)
     run = pipeline.begin(Path(folder) / "run", Plan.of(model=f"{folder}/model", device="cpu", **options))
     finish(pipeline.linearize(run))
     forecast = forecast_run(run.plan, run.inspection, SPEEDS, 0).memory_bytes

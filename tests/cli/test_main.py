@@ -21,7 +21,7 @@ from linearizer.progress import Progress
 from linearizer.run.folder import Run
 from tests.support.runs import weights_of
 
-SMALL = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32"]
+SMALL = ["--texts", "2", "--length", "64", "--dtype", "float32"]
 QUICK = ["--recipe", "features", *SMALL, "--steps", "2"]
 
 
@@ -198,7 +198,7 @@ def test_the_library_does_what_the_command_does(done, tmp_path):
 
     run = linearizer.begin(
         tmp_path / "run",
-        Plan.of("features", model="demo", budget=64, texts=2, length=64, samples=128, steps=2, dtype="float32"),
+        Plan.of("features", model="demo", budget=64, texts=2, length=64, steps=2, dtype="float32"),
     )
     allocation = finish(linearize(run))
     assert allocation == linearizer.Run.open(done).allocation

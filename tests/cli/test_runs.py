@@ -17,7 +17,7 @@ from linearizer.run.folder import Run
 from linearizer.workers import control
 from tests.support.runs import log_of, process_of, wait_for, wait_for_event, wait_until
 
-QUICK = "--recipe features --budget 64 --texts 2 --length 64 --samples 128 --dtype float32".split()
+QUICK = "--recipe features --budget 64 --texts 2 --length 64 --dtype float32".split()
 LONG = [*QUICK, "--steps", "100000"]
 
 

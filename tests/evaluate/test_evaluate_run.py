@@ -25,7 +25,7 @@ from linearizer.run.folder import Run
 from linearizer.teacher.text import read_texts
 from linearizer.workers import control as jobs
 
-QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32", "--steps", "2"]
+QUICK = ["--texts", "2", "--length", "64", "--dtype", "float32", "--steps", "2"]
 RIVALS = ["cache, 2 bits", "cache, 3 bits", "cache, 4 bits"]
 
 

@@ -25,7 +25,7 @@ from linearizer.workers.forecast import run_memory
 from tests.support.gguf_models import Kind, llama_of, write_gguf
 from tests.support.models import tokens
 
-QUICK = "--budget 16 --length 32 --texts 2 --samples 64 --sinks 2 --dtype float32".split()
+QUICK = "--budget 16 --length 32 --texts 2 --sinks 2 --dtype float32".split()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_it_is_forecast_by_its_weights_as_they_are_held(file):
 def test_weights_that_memory_cannot_hold_once_they_are_expanded_are_refused(file, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "free_bytes", lambda device: file.stat().st_size * 2)
     with pytest.raises(RequestError, match="its quantised weights take .* and are not read block by block"):
-        pipeline.begin(tmp_path / "run", Plan(str(file), texts=2, length=32, samples=64, budget=16))
+        pipeline.begin(tmp_path / "run", Plan(str(file), texts=2, length=32, budget=16))
 
 
 def test_a_run_ends_in_a_student_that_transformers_loads(file, tmp_path, said, judged_briefly):

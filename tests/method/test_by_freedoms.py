@@ -145,12 +145,6 @@ def test_dof_looks_at_query_heads_where_they_were_measured():
     )
 
 
-def test_clip_spends_no_more_than_the_head_size_and_not_what_it_freed():
-    plain = features_of(allocate_by_freedoms(PROFILE, LAYERS, features=64, strategy="dof"))
-    clipped = features_of(allocate_by_freedoms(PROFILE, LAYERS, features=64, strategy="dof-clip"))
-    assert clipped == [min(features, 64) for features in plain] and clipped != plain
-
-
 def test_common_lambda_gives_each_head_its_own_freedoms():
     level = 7.0
     curves = [[need * math.exp(steepness * level) for need, steepness in row] for row in [[(9, 0.2), (12, 0.3)]]]

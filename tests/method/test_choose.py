@@ -16,7 +16,7 @@ from linearizer.publish.card import write_card
 from linearizer.run.prices import Candidate, Candidates, Prices
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
-PLAN = Plan("demo", budget=24, texts=4, length=128, samples=64, bits=8, sinks=2, dtype="float32")
+PLAN = Plan("demo", budget=24, texts=4, length=128, bits=8, sinks=2, dtype="float32")
 
 
 def priced(folder, kl):

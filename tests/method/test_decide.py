@@ -145,6 +145,6 @@ def test_a_memory_that_cannot_be_is_refused(inspection):
         Plan.of("features", model="demo", budget=64, feature_map="gdn")
     with pytest.raises(RequestError, match="needs a memory, and feature map 'mlp' is none"):
         Plan.of("gdn", model="demo", budget=64, feature_map="mlp")
-    for loss in ("softmax", "l2", "softmax+direct"):
+    for loss in ("softmax", "softmax+direct"):
         with pytest.raises(RequestError, match="gdn has no rows of attention, which the loss .* ask for --loss output"):
             Plan.of("gdn", model="demo", budget=64, loss=loss)

@@ -268,9 +268,7 @@ def test_no_input_breaks_an_endpoint(space, api, usual):
     assert "Traceback" not in log.read_text()[before:], log.read_text()[before:][-2000:]
 
 
-@pytest.mark.parametrize(
-    "name", ["model", "budget", "features", "text", "texts", "samples", "seed", "device", "dtype", "x"]
-)
+@pytest.mark.parametrize("name", ["model", "budget", "features", "text", "texts", "seed", "device", "dtype", "x"])
 def test_no_option_of_a_plan_breaks_the_start_of_a_run(space, name):
     url, _, log = space
     before, wire = len(log.read_text()), wire_of(url, "start_run")

@@ -15,7 +15,7 @@ from linearizer.run.folder import Run
 from linearizer.workers import control
 from tests.support.runs import wait_until
 
-PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64, samples=128)
+PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64)
 
 
 @pytest.fixture

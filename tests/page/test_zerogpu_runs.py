@@ -26,7 +26,7 @@ from tests.support.runs import FP32, QUICK, find_process, wait_for, wait_until, 
 HERE = Path(__file__).parents[2]
 ANN = "ann's secret, long enough"
 TRAINED = Plan("demo", steps=6, **QUICK)
-PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, samples=128, **FP32)
+PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, **FP32)
 OPTIONS = {**{name: value for name, value in QUICK.items() if name != "budget"}, "steps": 6}
 
 
@@ -156,7 +156,7 @@ def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(
 
 def test_a_step_that_takes_longer_than_the_device_is_lent_is_a_sentence(tmp_path):
     with lending(tmp_path, 1) as (client, root, _):
-        run = begin(client, root, texts=32, length=1024, samples=4096)
+        run = begin(client, root, texts=32, length=1024)
         result = wait_for(run, "failed")
     assert "takes longer than the 1 seconds for which ZeroGPU was asked: resume the run" in result.error
     wait_until(lambda: not run.is_locked)

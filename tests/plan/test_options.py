@@ -12,10 +12,9 @@ from linearizer.cli.main import parser
 from linearizer.cli.options import plan_changes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.options import check_options, option, options_of
-from linearizer.plan.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
+from linearizer.plan.plan import ALLOCATION, BY_RECIPE, MAX_SAMPLES, Plan
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, measured_quality
 from linearizer.run.evaluation_request import Request
-from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.student.update_rules import UPDATE_RULES
 
 
@@ -87,12 +86,13 @@ def test_the_command_of_a_plan_makes_the_plan():
         assert Plan.of(**{"model": options.model, **plan_changes(options)}) == plan
 
 
-def test_a_default_shrinks_to_what_the_texts_hold_and_only_a_number_that_was_given_is_refused():
+def test_samples_are_as_many_as_the_texts_hold_up_to_a_number():
     usual, few = Plan.of(model="demo", budget=64), Plan.of(model="demo", budget=64, texts=2, length=256)
-    assert usual.kept_samples == USUAL_SAMPLES == 1024
-    assert few.kept_samples == 2 * 2 * (256 - few.kept_sinks) // 8 * 8 < 1024
-    assert Plan.of(model="demo", budget=64, texts=2, length=256, samples=2048).kept_samples == 2048  # refused later
-    assert usual.most_samples(positions=64) == 2 * 8 * (64 - usual.kept_sinks) // 8 * 8
+    assert usual.samples == MAX_SAMPLES == 1024
+    assert few.samples == 2 * 2 * (256 - few.kept_sinks) // 8 * 8 < 1024
+
+
+def test_a_window_beyond_the_budget_is_refused():
     with pytest.raises(BudgetError, match="too small for a window of 999999 and 4 sinks: .* at most 60"):
         Plan.of("features", model="demo", budget=64, window=999999)
 
@@ -122,10 +122,6 @@ def test_what_recipes_decide_is_said_to_be_theirs():
     assert said == CHOSEN - {"window", "sinks"}
 
 
-def test_the_plan_knows_every_feature_map_and_rule():
-    assert set(options_of(Plan)["feature_map"].limits.choices) == {*FEATURE_MAPS, *UPDATE_RULES}
-
-
 def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_the_table(capsys):
     with pytest.raises(SystemExit) as ended:
         parser().parse_args(["run", "--recipe", "list"])
@@ -142,9 +138,15 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
     assert measured.keys() <= RECIPES.keys()
 
 
-def test_a_plan_of_an_older_version_is_read_without_the_options_that_are_gone():
-    plan = Plan("demo", budget=64)
-    older = json.dumps({**json.loads(plan.to_json()), "prices": "measured", "exchanges": 12})
+@pytest.mark.parametrize(("recipe", "per", "gauge"), [("best", "kv", "centred"), ("paper", "query", "raw")])
+def test_a_plan_of_an_older_version_is_read_without_the_options_that_are_gone(recipe, per, gauge):
+    plan = Plan.of(recipe, model="demo", budget=64)
+    gone = {"prices": "measured", "exchanges": 12, "samples": 512, "per": per, "gauge": gauge, "normalise": "trace"}
+    older = json.dumps({**json.loads(plan.to_json()), **gone})
     assert Plan.from_json(older) == plan
+    with pytest.raises(RequestError, match="normalise 'J' is an option of older versions: begin a run without it"):
+        Plan.from_json(older.replace("trace", "J"))
+    with pytest.raises(RequestError, match=f"gauge '{gauge}s' is an option of older versions"):
+        Plan.from_json(older.replace(gauge, f"{gauge}s"))
     with pytest.raises(RequestError, match="magic is unknown: leave it out"):
         Plan.from_json(older.replace("exchanges", "magic"))

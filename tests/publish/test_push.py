@@ -63,7 +63,7 @@ def test_a_run_of_a_folder_goes_on_from_anywhere_and_tells_nobody_where_that_is(
     (home / "words.txt").write_text("These are the words that it is measured on. " * 400)
     away.mkdir()
     monkeypatch.chdir(home)
-    plan = Plan("./teacher", budget=64, strategy="window", text="file:words.txt", texts=2, length=64, samples=128)
+    plan = Plan("./teacher", budget=64, strategy="window", text="file:words.txt", texts=2, length=64)
     begun = pipeline.begin(tmp_path / "run", plan)
     monkeypatch.chdir(away)
     finish(linearize(begun))
@@ -98,7 +98,7 @@ def of_hub(hub, tmp_path):
     hub.add("org/small", DEMO)
     run = pipeline.begin(
         tmp_path / "run",
-        Plan("org/small", budget=64, strategy="common-lambda", texts=2, length=64, samples=128, steps=0),
+        Plan("org/small", budget=64, strategy="common-lambda", texts=2, length=64, steps=0),
     )
     finish(linearize(run))
     hub.requests.clear()

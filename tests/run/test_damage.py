@@ -18,7 +18,7 @@ from linearizer.run.sharing import ALONE
 from linearizer.teacher import load as teacher_module
 from linearizer.train import train_run
 
-ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, dtype="float32")
+ASKED = dict(model="demo", budget=24, texts=2, length=32, sinks=1, dtype="float32")
 
 
 @pytest.fixture(scope="module")

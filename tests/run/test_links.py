@@ -11,7 +11,7 @@ from linearizer.run.files import UNFINISHED, open_in_place, remove, replacing, w
 from linearizer.run.folder import FILES_OF_RUN, Run
 from linearizer.workers.worker import keep_faults
 
-ASKED = dict(budget=64, texts=2, length=64, samples=128, steps=0)
+ASKED = dict(budget=64, texts=2, length=64, steps=0)
 
 
 @pytest.fixture(scope="module")

@@ -68,8 +68,7 @@ def everything(dim, features, dtype, window=64, sinks=4):
     q, k, *_, u, w, level, mean = inputs
     attention_and_gradients(inputs, window)
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
-    for squared in (False, True):
-        attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
+    attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
 
 
 def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, sinks):

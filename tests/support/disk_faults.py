@@ -67,7 +67,7 @@ def disk(folder, failing=None, error=errno.ENOSPC):
         _disks.pop()
 
 
-SMALL = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32", "--recipe", "features"]
+SMALL = ["--texts", "2", "--length", "64", "--dtype", "float32", "--recipe", "features"]
 COMMAND = ["run", "demo", "--budget", "64", *SMALL, "--steps", "2"]
 
 

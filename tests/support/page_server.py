@@ -31,7 +31,6 @@ SMALL = {
     "recipe": "features",
     "texts": 2,
     "length": 128,
-    "samples": 64,
     "steps": 4,
     "dtype": "float32",
 }  # a run of seconds

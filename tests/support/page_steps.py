@@ -36,7 +36,7 @@ def start(page, steps, *way):
     page.get_by_label("Try it").check()
     choose_way(page, *way or ["features"])
     page.get_by_role("button", name="Advanced").click()
-    for option, amount in {"texts": 2, "length": 64, "samples": 64, "steps": steps}.items():
+    for option, amount in {"texts": 2, "length": 64, "steps": steps}.items():
         field(page, option).fill(str(amount))
         field(page, option).press("Tab")
     page.click("#start")

@@ -10,7 +10,7 @@ from linearizer.plan.plan import Plan
 from linearizer.workers import control
 
 FP32 = {"dtype": "float32"}  # the demo model's own is bf16, which most CPUs compute slowly
-QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, samples=128, **FP32)
+QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, **FP32)
 PLAN = Plan("demo", steps=60, **QUICK)  # the state of training is written at 25 and 50
 LONG = Plan("demo", steps=100_000, **QUICK)
 ENDED = ("stopped", "failed", "done", "lost")

@@ -168,7 +168,7 @@ def test_a_student_of_packed_weights_loads_from_its_teachers_files(bits, tmp_pat
     assert torch.equal(loaded(tokens(1, 20)).logits, student(tokens(1, 20)).logits)
 
 
-QUICK = dict(texts=2, length=32, samples=64, sinks=2, dtype="float32", budget=16)
+QUICK = dict(texts=2, length=32, sinks=2, dtype="float32", budget=16)
 
 
 @needs("bitsandbytes")

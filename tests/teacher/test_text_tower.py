@@ -113,7 +113,7 @@ def whole_with_words(folder):
     return model
 
 
-QUICK = dict(texts=2, length=32, samples=64, sinks=2, steps=0, dtype="float32", strategy="window", budget=16)
+QUICK = dict(texts=2, length=32, sinks=2, steps=0, dtype="float32", strategy="window", budget=16)
 
 
 @torch.no_grad()
