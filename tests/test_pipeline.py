@@ -1,6 +1,5 @@
 """Work on a run is stopped within every step, resumed to the same bits, and refused where the disk is too small."""
 
-import shlex
 import sys
 import threading
 import time
@@ -17,14 +16,14 @@ from linearizer.method import allocate_run
 from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.plan.head_bytes import Layer
-from linearizer.plan.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
+from linearizer.plan.plan import USUAL_LENGTH, Plan
 from linearizer.progress import Progress, finish
 from linearizer.run.folder import Trained, read_training
 from linearizer.run.prices import Candidate, Candidates
 from linearizer.run.stopping import LogPace
 from linearizer.run.weight_digests import DIGESTS, read_digests
 from linearizer.teacher.devices import choose_dtype
-from linearizer.train.training_state import NEWEST
+from linearizer.train.trainer import NEWEST
 from linearizer.workers import control
 from tests.support import runs
 from tests.support.hub import Handler
@@ -224,14 +223,6 @@ def test_the_revision_is_pinned_when_a_run_begins_and_the_same_words_resume_it(t
     assert not [line for line in hub.requests if "safetensors" in line]
 
 
-def test_a_run_has_an_id_of_its_own_even_in_a_folder_that_another_had(begin):
-    run = begin()
-    first = run.id
-    assert run.evaluating.id == replace(run).id == first
-    control.delete(run)
-    assert begin().id != first
-
-
 def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):
     demo = find_model("demo").folder
     hub.add("org/moving", demo)
@@ -250,19 +241,6 @@ def test_the_log_of_a_long_step_stays_small():
     assert all(pace.due(Progress("distill", 5, 10_000, "steps", {"events": ("out of memory",)})) for _ in range(3))
 
 
-def test_the_rest_of_a_step_is_guessed_from_its_pace_and_anew_when_it_begins_anew(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pace, left = LogPace(), []
-    for number, done in enumerate([1, 2, 3, 1, 2]):
-        clock[0] = 3.0 * number
-        progress = Progress("price", done, 5, "prices")
-        pace.due(progress)
-        left.append(pace.left(progress))
-    assert left == [{}, {"seconds_left": 9.0}, {"seconds_left": 6.0}, {}, {"seconds_left": 9.0}]
-    assert pace.left(Progress("distill", 3, 5, "steps", {"seconds_left": 1.0})) == {}
-
-
 WORDS = "the state of the student takes as many bytes as its teacher's cache "  # 15 tokens or so
 
 
@@ -278,19 +256,3 @@ def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_p
     with pytest.raises(RequestError, match="give more text, or ask for fewer or shorter texts"):
         pipeline.begin(tmp_path / "asked", replace(plan, length=USUAL_LENGTH))
     assert not (tmp_path / "asked").exists()
-
-
-@pytest.mark.parametrize("asked", [{"texts": USUAL_TEXTS}, {"length": USUAL_LENGTH}])
-def test_values_that_were_asked_for_are_refused_by_every_door_also_where_they_are_the_usual(tmp_path, said, asked):
-    short = tmp_path / "short.txt"
-    short.write_text(WORDS * 18)
-    small = {"texts": 2, "length": 64}
-    plan = Plan("demo", budget=16, text=f"file:{short}", recipe="swa", strategy="window", **{**small, **asked})
-    with pytest.raises(RequestError, match="ask for fewer") as refused:
-        pipeline.begin(tmp_path / "python", plan)
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    words = shlex.split(plan.command())[1:]
-    for door, arguments in (("options", words), ("plan", ["run", "demo", "--plan", tmp_path / "plan.json"])):
-        code, _, sentence = said(*arguments, "--out", tmp_path / door)
-        assert (code, sentence) == (2, f"linearizer: {refused.value}\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "short.txt"]

@@ -13,8 +13,8 @@ from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
 from linearizer.errors import RequestError, TextError
 from linearizer.method import allocate_run, head_prices
+from linearizer.method.allocate_run import learn_gates
 from linearizer.method.decide import allocate_by_gates
-from linearizer.method.gates import learn_gates
 from linearizer.method.head_prices import options_to_price
 from linearizer.method.measure_run import measure_teacher
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes

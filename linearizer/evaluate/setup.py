@@ -18,7 +18,7 @@ import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import checkpoint
-from linearizer.method.samples import SAMPLES
+from linearizer.method.recorder import SAMPLES
 from linearizer.method.substitute import exchange_students
 from linearizer.plan.allocation import Allocation, window_control
 from linearizer.plan.head_bytes import Layer

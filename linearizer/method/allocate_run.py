@@ -1,29 +1,39 @@
-"""Allocates for a run, after measuring the prices of KV heads or learning gates."""
+"""Allocates for a run, after measuring the prices of KV heads or learning gates.
+
+A gate says how much a KV head needs its whole cache instead of a window, as DuoAttention has it: the head attends with
+α softmax + (1 - α) window. The α are trained so that the model's last hidden states stay the same and the mean α is
+small, on texts in which passages are repeated.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.method.by_prices import MIN_KL
+from linearizer.method.choose import measure_students
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
-from linearizer.method.gates import learn_gates
 from linearizer.method.head_prices import Part, estimate_prices, options_to_price, with_repeats
 from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin
-from linearizer.method.whole_student import measure_students
+from linearizer.method.substitute import Begin, replace_student
 from linearizer.plan.allocation import Allocation
-from linearizer.plan.head_bytes import Head
+from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.plan import USUAL_LENGTH
-from linearizer.progress import Steps
+from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
 from linearizer.run.prices import KlOfLayer, Prices
 from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
+from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules
+from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.kept_texts import texts_of_run
 from linearizer.teacher.load import Teacher
 
@@ -31,6 +41,10 @@ GATE_STEPS = 60
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
 MOST_REPEATED = 64  # tokens of a passage that comes again: short ones come again at many distances
 LAYERS = "state/prices"  # a file for each layer that is priced, and for each group of texts, until all are
+GATE_RATE = 0.02
+GATE_SPARSITY = 0.05  # weight of the mean α in the loss
+GATE_BATCH = 2  # texts
+Tensor = torch.Tensor
 
 
 def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers = ALONE) -> Steps[Allocation]:
@@ -133,3 +147,52 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best
+
+
+class Gated(nn.Module):
+    """Takes the place of a layer's student: mixes softmax and window attention by one gate for each KV head."""
+
+    def __init__(self, layer: Layer, window: int, sinks: int) -> None:
+        super().__init__()
+        self.softmax = LayerStudent(["softmax"] * layer.kv_heads, sinks, layer.key_dim, "prf")
+        self.window = LayerStudent([[window, 0]] * layer.kv_heads, sinks, layer.key_dim, "prf")
+        self.alpha = nn.Parameter(torch.ones(layer.kv_heads))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, memory: None) -> Tensor:
+        softmax, window = (student(q, k, v, scale, real, None) for student in (self.softmax, self.window))
+        alpha = self.alpha.to(softmax.dtype).repeat_interleave(q.shape[1] // len(self.alpha))[:, None, None]
+        return window + alpha * (softmax - window)
+
+
+def learn_gates(
+    teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], window: int, sinks: int, steps: int
+) -> Steps[tuple[tuple[float, ...], ...]]:
+    """Train one gate per KV head on texts (texts, tokens), none in native layers; return them as [layer][KV head]."""
+    device = next(teacher.parameters()).device
+    gates = {
+        index: Gated(layer, window, sinks).to(device)
+        for index, layer in enumerate(layers)
+        if layer.native_window is None
+    }
+    modules = attention_modules(teacher)
+    alphas: list[Tensor] = [gate.alpha for gate in gates.values()]
+    optimizer = torch.optim.Adam(alphas, lr=GATE_RATE)
+    for step in range(steps):
+        rows = torch.arange(step * GATE_BATCH, (step + 1) * GATE_BATCH) % len(texts)
+        ids = texts[rows].to(device)
+        with torch.no_grad():
+            expected = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
+        with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
+            for index, gate in gates.items():
+                stack.enter_context(replace_student(modules[index], gate))
+            hidden = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
+        error = (hidden - expected).square().sum() / expected.square().sum()
+        loss = error + GATE_SPARSITY * torch.cat(alphas).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for alpha in alphas:
+                alpha.clamp_(0, 1)
+        yield Progress(EventName.GATES, step + 1, steps, "steps", {"error": error.item()})
+    return tuple(tuple(gates[index].alpha.tolist()) if index in gates else () for index in range(len(layers)))

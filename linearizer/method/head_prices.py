@@ -4,7 +4,7 @@ It is a mean over the places of a text, in which each doubling of the text count
 
 An option is what a head may hold: a window, alone or with slots or features (not trained here), or its whole cache.
 All other heads stay as in the teacher, so prices add up as far as heads do not make up for each other.
-whole_student.py measures whether they do.
+choose.py measures whether they do.
 
 One pass forward and a few back take the place of a pass for every price. If an option changes the output of a head's
 attention by δ, the kl at the model's output is ½ δᵀ F δ to second order, F being the Fisher information: the mean of

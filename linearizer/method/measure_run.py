@@ -14,8 +14,7 @@ from torch import nn
 from linearizer.hub.weight_files import write_tensors
 from linearizer.method.blockwise_pass import Chain, calls_of, chain_of, run_blocks, sweep_forward
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.recorder import LayerRecord, Recorder, draw_sample
-from linearizer.method.samples import SAMPLES, LayerSamples, Samples
+from linearizer.method.recorder import SAMPLES, LayerRecord, LayerSamples, Recorder, Samples, draw_sample
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings

@@ -24,8 +24,7 @@ from linearizer.teacher.logits import check_logits
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingSettings
-from linearizer.train.trainer import TEACHER, Losses, Trainer
-from linearizer.train.training_state import read_state, remove_states, write_state
+from linearizer.train.trainer import TEACHER, Losses, Trainer, read_state, remove_states, write_state
 
 DEFAULTS = TrainingSettings()
 

@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 
 from linearizer.method.initialise import initialise
-from linearizer.method.samples import samples_of
+from linearizer.method.recorder import samples_of
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.json_products import parse_json
 from linearizer.plan.plan import FITTED, Plan

@@ -1,25 +1,34 @@
 """Trains a student step by step: the losses of a batch, their gradients, and an optimiser for every layer.
 
 A layerwise step is one forward pass of the teacher. Each layer's loss is computed and differentiated while the layer
-attends, on its own queries, keys and values, and is freed before the next layer begins.
+attends, on its own queries, keys and values, and is freed before the next layer begins. A layer whose training diverges
+returns to its last good state. The state of a training is a file of tensors and facts with a digest of itself, replaced
+at once; the previous file serves if the newest is damaged.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from linearizer.errors import FaultError
+from linearizer.hub.weight_files import read_tensors, write_tensors
+from linearizer.plan.json_products import parse_json
+from linearizer.run.files import writing
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.student.attention_interface import attending, attention_modules, observing
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured, layer_number, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS
-from linearizer.train.layer_optimizer import LayerOptimizer
 from linearizer.train.lora import without_adapters
 from linearizer.train.losses import (
     AttentionInputs,
@@ -31,10 +40,16 @@ from linearizer.train.losses import (
     logits_loss,
 )
 from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
-from linearizer.train.training_state import TrainingState
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
 TEACHER = "sdpa"
+NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
+COPY_EVERY = 10  # steps between copies of a good state
+HIGH = 10.0  # times the loss at the start: above it a loss counts as high
+NOISE = 1e-3  # a loss below this is noise: it may grow without counting as high
+MAX_HIGH_STEPS = 20  # steps for which a loss may stay high
+MEMORY = 0.9  # of the running mean of the loss
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what Adam keeps of a parameter
 
 
 class Trainer:
@@ -204,3 +219,133 @@ def without_denormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Tensors by name, and everything else as JSON."""
+
+    tensors: Mapping[str, torch.Tensor]
+    facts: Mapping[str, Any]
+    warning: str | None = None  # the damage of a newer state
+
+
+def write_state(folder: Path, state: TrainingState) -> None:
+    """Write a state, and keep the one before it."""
+    with writing(folder):
+        folder.mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
+        if (folder / NEWEST).exists():
+            (folder / NEWEST).replace(folder / PREVIOUS)
+    write_tensors(folder / NEWEST, state.tensors, json.dumps(dict(state.facts)))
+
+
+def read_state(folder: Path) -> TrainingState | None:
+    """Read the newest state that is undamaged; return None if none was ever written."""
+    paths = [folder / name for name in (NEWEST, PREVIOUS) if (folder / name).exists()]
+    damage = []
+    for path in paths:
+        try:
+            tensors, facts = read_tensors(path)
+            parsed = parse_json(facts)
+        except (OSError, SafetensorError, ValueError, KeyError) as error:
+            damage.append(f"{path.name} is damaged ({error})")
+            continue
+        warning = f"{'; '.join(damage)}: going on from {path.name}" if damage else None
+        return TrainingState(tensors, parsed, warning)
+    if not paths:
+        return None
+    raise FaultError(f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: train again without resuming")
+
+
+def remove_states(folder: Path) -> None:
+    """Remove the states of an earlier training."""
+    with writing(folder):
+        for name in (NEWEST, PREVIOUS):
+            (folder / name).unlink(missing_ok=True)
+
+
+@dataclass
+class LayerStatus:
+    """The state of a layer's training, without its tensors."""
+
+    start: float | None = None  # its first loss with whole windows
+    recent: float | None = None  # running mean of the loss with whole windows
+    high: int = 0  # steps for which the loss has been high
+    rate: float = 1.0  # the share of its learning rate that is left after it diverged
+    given_up: str | None = None  # the reason, once it trains no more
+
+
+class LayerOptimizer:
+    """Trains some parameters by Adam, with a learning rate for each."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float]) -> None:
+        self.parameters, self.rates, self.status = dict(parameters), dict(rates), LayerStatus()
+        self.good = self.copy_parameters()
+        self.reset_adam()
+
+    def reset_adam(self) -> None:
+        """Start Adam without moments."""
+        groups = [{"params": [p], "full": self.rates[name]} for name, p in self.parameters.items()]
+        self.adam = torch.optim.Adam(groups, lr=0.0, betas=(0.9, 0.99))
+
+    def copy_parameters(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def return_to_good_state(self) -> None:
+        """Restore the last copy of the parameters."""
+        for name, p in self.parameters.items():
+            p.copy_(self.good[name])
+        self.reset_adam()
+
+    def take_step(self, loss: float, step: int, rate: float, whole_windows: bool) -> str | None:
+        """Update the parameters by their gradients; return a sentence if the training went wrong.
+
+        A loss with smaller windows does not measure progress, and is not compared with others.
+        """
+        status = self.status
+        if not self.is_finite(loss):
+            self.return_to_good_state()
+            status.given_up = "its loss or gradient is not finite"
+            return f"{status.given_up}; it falls back to its last good state and learns no more"
+        if whole_windows:
+            status.start = loss if status.start is None else status.start
+            status.recent = loss if status.recent is None else MEMORY * status.recent + (1 - MEMORY) * loss
+            status.high = status.high + 1 if loss > HIGH * max(status.start, NOISE) else 0
+        if status.high >= MAX_HIGH_STEPS:
+            self.return_to_good_state()
+            status.high, status.rate = 0, status.rate / 2
+            return (
+                f"its loss stays at {loss:.3g}, from {status.start:.3g} at the start; it falls back to its last good "
+                f"state, its learning rate halved to {status.rate:g} of what was asked"
+            )
+        if status.high == 0 and step % COPY_EVERY == 0:
+            self.good = self.copy_parameters()
+        for group in self.adam.param_groups:
+            group["lr"] = group["full"] * rate * status.rate
+        self.adam.step()
+        return None
+
+    def is_finite(self, loss: float) -> bool:
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return math.isfinite(loss) and all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name every tensor that resuming needs."""
+        named: dict[str, torch.Tensor] = {}
+        for name, p in self.parameters.items():
+            named |= {f"{name}/now": p.detach(), f"{name}/good": self.good[name]}
+            named |= {f"{name}/{moment}": value for moment, value in self.adam.state.get(p, {}).items()}
+        return named
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Resume from `tensors` and `facts` of an earlier optimiser."""
+        self.status = LayerStatus(**facts)
+        self.reset_adam()
+        for name, p in self.parameters.items():
+            p.copy_(tensors[f"{name}/now"])
+            self.good[name].copy_(tensors[f"{name}/good"])
+            if f"{name}/{MOMENTS[0]}" in tensors:
+                moments = {moment: tensors[f"{name}/{moment}"].clone() for moment in MOMENTS}
+                self.adam.state[p] = {m: t if m == "step" else t.to(p.device) for m, t in moments.items()}

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from linearizer.method import allocate_run
 from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
+from linearizer.method.choose import logits_of_student
 from linearizer.method.decide import allocate_alike
 from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin
-from linearizer.method.whole_student import logits_of_student
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
 from linearizer.plan.plan import Plan

@@ -65,23 +65,6 @@ def test_the_page_is_refused_a_port_that_is_taken_before_gradio_is_asked(said):
     assert code == 2 and f"127.0.0.1:{port} cannot be bound (Address already in use" in err
 
 
-def test_a_plan_that_is_missing_is_named_once(tmp_path, said):
-    code, _, err = said("run", "demo", "--plan", tmp_path / "none.json")
-    assert code == 2 and f"{str(tmp_path / 'none.json')!r} cannot be read (No such file or directory): name a" in err
-
-
-def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, said):
-    for command in ("allocate", "compare"):
-        code, _, err = said(command, tmp_path)
-        assert code == 2 and "holds no run" in err
-
-
-def test_a_port_that_is_none_is_refused_with_the_ports_that_there_are(said):
-    for port in (-1, 65536):
-        code, _, err = said("app", "--port", port)
-        assert code == 2 and f"--port {port} is not a port: choose a number from 1 to 65535" in err
-
-
 def spoil(folder, of, value):
     """Copy the demo model with one weight changed, whose name ends in `of`; give that name."""
     from linearizer.hub.models import find_model

@@ -176,17 +176,6 @@ def test_a_profile_of_another_model_is_refused():
 KINDS = Allocation("by hand", 4, ((Head(window=8), Head(window=8, features=32)), (), (Head(softmax=True),)))
 
 
-def test_allocation_of_all_kinds_comes_back_from_its_json():
-    assert Allocation.from_json(KINDS.to_json()) == KINDS
-    assert KINDS.features_mean == 16
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"strategy": "x", "sinks": 1, "heads": [[{"size": 1}]]}'])
-def test_damaged_allocation_is_refused_in_a_sentence(text):
-    with pytest.raises(RequestError, match="it is not JSON|is missing|it should be an object|is unknown"):
-        Allocation.from_json(text)
-
-
 @pytest.mark.parametrize("head", [Head(window=-1), Head(features=-1), Head(window=4, softmax=True)])
 def test_heads_that_cannot_be_are_refused(head):
     with pytest.raises(RequestError, match="is not a head"):

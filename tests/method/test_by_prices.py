@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linearizer.errors import BudgetError, RequestError
 from linearizer.method.by_prices import (
     STEEPEST,
     OffersOfHeads,
@@ -159,17 +158,3 @@ def test_a_dear_head_is_left_softmax_where_its_length_can_be_budget_bytes():
     prices = prices_of([[0.5, 0.4, 0.3, 0.4]] + [[1e-4, 1e-5, 1e-6, 1e-4]] * 3)
     kinds = [allocate(prices, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]
     assert kinds == [True, False]
-
-
-def test_a_budget_below_the_least_options_says_what_would_do():
-    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
-    with pytest.raises(BudgetError, match="the least options of all KV heads take 6"):
-        allocate(prices, 5, 4096)
-    assert allocate(prices, 6, 4096)
-
-
-def test_prices_survive_a_round_trip_and_damage_is_said():
-    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
-    assert Prices.from_json(prices.to_json()) == prices
-    with pytest.raises(RequestError, match="sinks is missing"):
-        Prices.from_json("{}")

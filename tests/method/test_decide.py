@@ -70,16 +70,6 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
 
 
-@pytest.mark.parametrize("strategy", ["window", "duo", "gain", "windows", "gain-features", "fix"])
-def test_a_budget_that_nobody_can_mean_is_refused_as_such(strategy, priced, tmp_path, capsys):
-    options = ["--budget", "99999999999999999", "--strategy", strategy, "--may-grow"]
-    said = refusal(capsys, priced(), *options)
-    assert said.startswith("linearizer: budget 99999999999999999 is not allowed: it should be less than or equal to")
-    assert f"equal to {2**40}" in said and said.count("\n") == 1
-    assert main(["run", "demo", "--out", str(tmp_path / "new"), *options]) == 2
-    assert capsys.readouterr().err == said
-
-
 def test_room_for_features_is_asked_for_where_there_will_be_some(inspection):
     plain = checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection)
     assert plain == 0 and checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection, linked=False) > 1e6

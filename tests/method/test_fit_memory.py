@@ -4,7 +4,7 @@ import torch
 
 from linearizer.evaluate.head_errors import head_errors
 from linearizer.method.initialise import initialise_layer
-from linearizer.method.samples import LayerSamples, Samples
+from linearizer.method.recorder import LayerSamples
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher.layers import featured
@@ -49,26 +49,6 @@ def test_no_memory_is_further_from_its_teacher_than_its_window_and_most_are_near
     own, window = (head_errors(student, *inputs_of(samples))[1] for student in (begun(samples), plain))
     assert (own < 1.01 * window).all(), dict(zip(UPDATE_RULES, (own / window).tolist(), strict=True))
     assert (own < 0.99 * window).sum() > len(UPDATE_RULES) / 2
-
-
-def test_without_a_text_a_memory_weighs_next_to_nothing():
-    samples = drawn_samples()
-    fitted, plain = begun(samples), begun(LayerSamples(samples.queries, samples.keys, samples.values))
-    shares = {
-        name: group.feature_map.mass.item()
-        for name, group in zip(UPDATE_RULES, plain.groups, strict=True)
-        if group.feature_map.rule.mass == "share"
-    }
-    assert set(shares.values()) <= {-6.0, -8.0}
-    assert any(not torch.equal(a, b) for a, b in zip(fitted.parameters(), plain.parameters(), strict=True))
-
-
-def test_what_a_memory_begins_with_depends_on_its_samples_alone():
-    samples = drawn_samples()
-    first, again = (begun(samples).state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    kept = Samples.of_tensors(Samples((samples, None)).tensors(), 2)
-    assert kept.layers[1] is None and torch.equal(kept.layers[0].text.values, samples.text.values)
 
 
 @torch.no_grad()

@@ -7,15 +7,13 @@ from linearizer.evaluate.language import read_scores
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import head_prices
-from linearizer.method.checkpoint import put_student_into
+from linearizer.method.choose import logits_of_student
 from linearizer.method.head_prices import estimate_prices, options_to_price, place_weights, with_repeats
-from linearizer.method.whole_student import logits_of_student, measure_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.teacher import load as teacher_module
-from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.logits import kl_of, logits_of
 from linearizer.teacher.text import repeated_passages
 from tests.support.models import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
@@ -34,11 +32,6 @@ def test_each_doubling_of_a_text_counts_alike_whatever_its_length(tokens):
     assert weights.mean() == pytest.approx(1, rel=1e-5) and max(halves) < 1.1 * min(halves)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_the_layers_of_a_model_are_found(family):
-    assert len(blocks_of(teacher_of(family))) == 3
-
-
 def test_windows_and_slots_double_up_to_the_texts():
     assert [head.window for head in options_to_price(64, far="")] == [4, 8, 16, 32, 48]
     sizes = [(8, 8), (8, 16), (8, 32), (8, 48), (16, 16)]
@@ -46,18 +39,6 @@ def test_windows_and_slots_double_up_to_the_texts():
     few = [(4, 2), (4, 4), (4, 8), (8, 8), (8, 16), (8, 32), (16, 16)]
     many = [(16, 32), (16, 48)]  # beside a window of two blocks; the last holds a whole text
     assert sorted((head.window, head.slots) for head in options_to_price(64) if head.slots) == sorted(few + many)
-
-
-@torch.no_grad()
-def test_students_are_measured_in_the_order_in_which_they_come():
-    teacher, windows = teacher_of("llama"), tokens(2, 24)
-    layers = layers_of(teacher)
-    students = [allocation_of(layers, [Head(window=window)], 2) for window in (3, 20, 3)]
-    first, second, third = finish(measure_students(teacher, windows, layers, students, begin))
-    assert first == third > second
-    student = put_student_into(teacher_of("llama"), layers, students[0])
-    own = kl_of(logits_of(teacher, windows), logits_of(student, windows))
-    assert first == pytest.approx(own.mean().item(), rel=1e-3)
 
 
 @torch.no_grad()

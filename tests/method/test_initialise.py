@@ -77,10 +77,6 @@ def test_what_a_head_begins_with_depends_on_no_other_head_and_on_no_order():
         assert torch.equal(group.feature_map.centres[0], whole.feature_map.centres[group.heads[0]])
 
 
-def test_layers_that_the_teacher_bounds_itself_are_left_alone():
-    initialise(student_of("gemma3_text", HELD, feature_map="codebook"), samples_of("gemma3_text"))
-
-
 def test_each_head_begins_from_its_own_keys():
     student, samples = student_of("llama", [Head(window=3), Head(features=16)], feature_map="codebook"), samples_of()
     initialise(student, samples)
@@ -107,9 +103,3 @@ def test_centres_find_the_clusters_that_are_there():
     points = truth.repeat(20, 1) + torch.randn(160, 4, generator=generator) * 0.01
     result = cluster(points, 8, generator)
     assert torch.cdist(truth, result).amin(-1).max() < 0.1
-
-
-def test_more_centres_than_keys_are_all_finite():
-    student = student_of("llama", [Head(features=400)], feature_map="codebook")
-    initialise(student, samples_of())
-    assert all(tensor.isfinite().all() for tensor in student.state_dict().values())

@@ -9,7 +9,6 @@ from torch import nn
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.measure_run import head_points, measure_profile
-from linearizer.method.samples import Samples
 from linearizer.plan.profile import Profile, ProfileSettings
 from linearizer.progress import finish
 from linearizer.student.attention_interface import observing
@@ -80,18 +79,6 @@ def test_masses_and_entropy_equal_those_of_the_whole_attention(family):
                 close(inside, (mass * within).sum(-1).mean())
 
 
-def test_half_precision_measures_what_full_precision_does():
-    teacher = teacher_of("gpt2")
-    for name, parameter in teacher.named_parameters():
-        parameter.copy_(parameter.bfloat16())
-        if name.endswith("bias"):
-            parameter.fill_(1.0)
-    full, half = measured(teacher, texts()).profile, measured(teacher.bfloat16(), texts()).profile
-    for head, same in zip(full.layers[0].heads, half.layers[0].heads, strict=True):
-        close(same.entropy, head.entropy, 0.03)
-        close(same.freedoms[:9], head.freedoms[:9], 0.03)
-
-
 def test_sample_that_holds_everything_is_everything():
     """64 texts' tokens, streamed two texts at a time, against all queries and keys at once."""
     teacher, windows = teacher_of("llama"), texts(4, 18)
@@ -113,13 +100,6 @@ def test_samples_may_keep_the_whole_first_text_in_its_order():
         assert plain.samples.layers[index].text is None
         for kept, vectors in zip((text.queries, text.keys, text.values), expected, strict=True):
             torch.testing.assert_close(kept, vectors[0])
-
-
-def test_sample_of_a_kv_head_is_half_keys_and_half_queries_evenly_of_its_group():
-    queries = torch.arange(4.0)[:, None, None].expand(4, 32, 8)  # each vector tells its head
-    points = head_points(queries, torch.full((2, 32, 8), 9.0), 1, "raw")
-    counts = {value: (points[:, 0] == value).sum().item() for value in (0, 1, 2, 3, 9)}
-    assert counts == {0: 0, 1: 0, 2: 16, 3: 16, 9: 32}
 
 
 def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
@@ -178,13 +158,6 @@ def test_what_is_kept_does_not_grow_with_the_text():
     assert most_held(32) - few <= 28 * 40 * 2 * 8  # two marks for each token
 
 
-def test_samples_come_back_from_their_tensors():
-    samples = measured(teacher_of("gemma3_text"), texts()).samples
-    again = Samples.of_tensors(samples.tensors(), len(samples.layers))
-    assert again.layers[0] is None
-    assert all(torch.equal(again.tensors()[name], kept) for name, kept in samples.tensors().items())
-
-
 def test_model_is_left_as_it_was():
     teacher = teacher_of("llama").train()
     before = teacher.config._attn_implementation
@@ -218,23 +191,3 @@ def test_layers_that_were_not_seen_are_an_error():
     layers = layers_of(teacher)
     with pytest.raises(FaultError, match=r"the attention of layers \[3\] was not seen"):
         finish(measure_profile(teacher, texts(), (*layers, layers[0]), SMALL))
-
-
-@pytest.mark.parametrize("per", ["kv", "query"])
-def test_each_layer_is_told_of_once_as_soon_as_its_heads_are_known(per):
-    model = teacher_of("llama")
-    settings = ProfileSettings(samples=64, rows=8, sinks=2, per=per)
-    freedoms, steps = {}, measure_profile(model, texts(), layers_of(model), settings)
-    while True:
-        try:
-            details = next(steps).details
-        except StopIteration as end:
-            profile = end.value.profile
-            break
-        if "layer" in details:
-            assert details["layer"] not in freedoms
-            freedoms[details["layer"]] = details["freedoms"]
-    assert list(freedoms) == list(range(len(profile.layers)))
-    for index, layer in enumerate(profile.layers):
-        close(freedoms[index], [head.freedoms[8] for head in layer.heads])
-        assert settings.ridges[8] == settings.reference

@@ -8,9 +8,9 @@ import pytest
 from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
-from linearizer.method import allocate_run, samples
+from linearizer.method import allocate_run
 from linearizer.method.measure_run import measure_teacher
-from linearizer.method.samples import SAMPLES
+from linearizer.method.recorder import SAMPLES, samples_of
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -90,7 +90,7 @@ def test_a_changed_bit_of_the_samples_is_seen(run):
     content[-5] ^= 1
     path.write_bytes(content)
     with pytest.raises(FolderError, match="its content is not what was written"):
-        samples.samples_of(run)
+        samples_of(run)
 
 
 def test_a_product_that_was_written_by_hand_needs_no_digest(run):
@@ -123,7 +123,7 @@ def test_what_is_made_anew_is_what_was_lost(run):
         with pytest.raises(
             FolderError, match=r"samples.safetensors' cannot be read \(.*\): remove '.*run/profile.json', "
         ):
-            samples.samples_of(run)
+            samples_of(run)
         (run.folder / "profile.json").unlink()
         finish(measure_teacher(run, teacher_module.load_teacher_of(run.plan)))
         assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before

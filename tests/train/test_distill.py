@@ -15,8 +15,8 @@ from linearizer.progress import finish
 from linearizer.student.attention_interface import attending
 from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.train.distill import distill
-from linearizer.train.layer_optimizer import MAX_HIGH_STEPS
 from linearizer.train.settings import END_TO_END, LAYERWISE, TrainingSettings
+from linearizer.train.trainer import MAX_HIGH_STEPS
 from tests.support.models import WHOLE, teacher_of, tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
 
@@ -57,16 +57,6 @@ def test_adapters_make_up_for_what_slots_and_few_bits_lost():
     assert sum(trained.end.values()) < 0.95 * sum(trained.start.values()) and not trained.events
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_gives_others():
-    students = []
-    for seed in (0, 0, 1):
-        student = a_student()
-        finish(distill(student, TEXT, TrainingSettings(steps=4, seed=seed)))
-        students.append(weights(student))
-    assert_equal_weights(students[0], students[1])
-    assert any(not torch.equal(students[0][name], students[2][name]) for name in students[0])
-
-
 def spoil(student, layer, when):
     """Let the gradient of a layer's first parameter be NaN from a step on."""
     p = next(p for p in student.students()[layer].parameters() if p.requires_grad)
@@ -91,14 +81,6 @@ def test_a_layer_with_nan_falls_back_is_named_and_the_others_go_on():
     for name, tensor in weights(student).items():
         other = begun if ".layers.1." in name else weights(whole)  # the last good state was that of the start
         assert torch.equal(tensor, other[name]), name
-
-
-def test_a_training_with_no_layer_left_says_why():
-    student = a_student()
-    for layer in range(3):
-        spoil(student, layer, layer)
-    with pytest.raises(FaultError, match=r"no layer is left to train at step 3 .*not finite"):
-        finish(distill(student, TEXT, FEW))
 
 
 @pytest.mark.parametrize("loss", ["softmax", "logits"])
@@ -219,19 +201,6 @@ def test_window_dropout_leaves_inference_unchanged():
         finish(distill(student, TEXT, TrainingSettings(loss=loss, steps=4, window_dropout=1.0, rate=0.0)))
     assert [group.window for layer in student.students() for group in layer.groups] == held
     torch.testing.assert_close(student(TEXT).logits, a_student()(TEXT).logits, atol=0, rtol=0)
-
-
-def test_progress_tells_losses_speed_and_what_is_left():
-    events = list(distill(a_student(), TEXT, FEW))
-    last = events[-1]
-    assert (last.step, last.done, last.total, last.unit) == ("distill", 8, 8, "steps")
-    assert sorted(last.details["layers"]) == [0, 1, 2] and 0 <= last.details["attention_error"] < last.details["loss"]
-    assert last.details["tokens_per_second"] > 0 and last.details["seconds_left"] == 0
-
-
-def test_layers_that_the_teacher_bounds_itself_are_left_alone():
-    student = a_student(family="gemma3_text")
-    assert sorted(finish(distill(student, TEXT, FEW)).start) == [1, 2]
 
 
 MEMORY = """

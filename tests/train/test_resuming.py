@@ -13,7 +13,7 @@ from linearizer.errors import FaultError, RequestError
 from linearizer.progress import finish
 from linearizer.train.distill import distill
 from linearizer.train.settings import TrainingSettings
-from linearizer.train.training_state import NEWEST, PREVIOUS
+from linearizer.train.trainer import NEWEST, PREVIOUS
 from tests.support.models import tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
 
@@ -41,21 +41,6 @@ def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, 
     again = a_student()
     assert finish(distill(again, TEXT, settings, folder=tmp_path, resume=True)) == expected
     assert_equal_weights(weights(again), weights(whole))
-
-
-def test_a_training_that_had_enough_keeps_its_step_and_can_go_on(tmp_path):
-    early, stopped, (whole, _), resumed = a_student(), a_student(), unstopped(), a_student()
-    steps = []
-    training = distill(early, TEXT, FEW, folder=tmp_path, enough=lambda step: step == 5)
-    while (progress := next(training, None)) is not None:
-        steps.append(progress.done)
-    assert steps == [1, 2, 3, 4, 5]
-    training = distill(stopped, TEXT, FEW)
-    assert [next(training).done for _ in steps] == steps
-    assert_equal_weights(weights(early), weights(stopped))
-    assert next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True, enough=lambda step: True), None) is None
-    finish(distill(resumed, TEXT, FEW, folder=tmp_path, resume=True))
-    assert_equal_weights(weights(resumed), weights(whole))
 
 
 def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
@@ -149,10 +134,6 @@ def test_resuming_otherwise_is_refused_with_the_difference(tmp_path):
         given = dict(student=a_student(), texts=TEXT, settings=FEW) | change
         with pytest.raises(RequestError, match=re.escape(said)):
             next(distill(**given, folder=tmp_path, resume=True))
-
-
-def test_resuming_where_nothing_is_begins_at_the_start(tmp_path):
-    assert next(distill(a_student(), TEXT, FEW, folder=tmp_path / "new", resume=True)).done == 1
 
 
 def test_beginning_anew_forgets_an_earlier_training(tmp_path):
