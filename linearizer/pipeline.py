@@ -49,7 +49,7 @@ from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.kept_texts import texts_of_run
 from linearizer.teacher.load import Teacher, load_config, load_teacher_of
 from linearizer.teacher.streaming import spreads, streams
-from linearizer.train.train_run import plan_with_steps, train
+from linearizer.train.train_run import train
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
@@ -135,7 +135,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     helpers.begin()  # they load the teacher while this process does
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
-        training_and_judging_texts(run, run.plan, teacher, token)  # reads all that the steps take parts of
+        learnt, judged = training_and_judging_texts(run, teacher, token)  # reads all that the steps take parts of
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token, helpers))
@@ -145,22 +145,19 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     student = begin_student(run, teacher, allocation)
-    with interruptible(run):
-        plan = plan_with_steps(run, teacher, student, token)
-        learnt, judged = training_and_judging_texts(run, plan, teacher, token)
-    yield from train(run, plan, student, allocation, learnt)
-    if plan.changes_weights:  # what is judged is what is saved
+    yield from train(run, student, allocation, learnt)
+    if run.plan.changes_weights:  # what is judged is what is saved
         checkpoint.round_weights(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student
-    if plan.changes_weights:  # the teacher and its window have their own
+    if run.plan.changes_weights:  # the teacher and its window have their own
         unchanged = load_teacher_of(run.plan, token, run.inspection).model
         control = checkpoint.put_student_into(unchanged, layers, allocation)
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
-    kept = teacher.inspection.links and not plan.changes_weights
+    kept = teacher.inspection.links and not run.plan.changes_weights
     files = local_weight_files(teacher.source) if kept else ()
     checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
     write_digests(run, files)
@@ -182,10 +179,9 @@ def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = 
         yield finish(help_pricing(run, teacher, token, int(sinks), share))
 
 
-def training_and_judging_texts(
-    run: Run, plan: Plan, teacher: Teacher, token: str | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def training_and_judging_texts(run: Run, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Take texts to train on, and later texts to judge by, which nothing was trained, measured or priced on."""
+    plan = run.plan
     wanted, least = plan.steps * plan.batch, min_texts(plan)
     texts = texts_of_run(run, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
     judged = min(JUDGING.texts, len(texts) - least + 1)
@@ -213,7 +209,6 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
             run.log(EventName.ALLOCATED, **details)
             if changed:  # another student needs another training, of other length
                 remove(run.folder / "state" / "training")
-                remove(run.folder / "state" / "steps.json")
                 remove(run.folder / CANDIDATES)
             run.write_product("plan.json", plan.to_json())
             run.write_product("allocation.json", allocation.to_json())

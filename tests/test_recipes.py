@@ -33,7 +33,6 @@ from tests.benchmarks.ablation import (
     without_window,
 )
 from tests.support.models import layers_of, student_of, teacher_of, tokens
-from tests.support.runs import weights_of
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
 SMALL = dict(model="demo", budget=40, texts=2, length=64, target_length=64, dtype="float32")
@@ -57,19 +56,20 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
     plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
     run, teacher = Run.create(tmp_path / "run", plan), teacher_module.load_teacher_of(plan)
     judged, measured = (
-        pipeline.training_and_judging_texts(run, plan, teacher, None)[1],
+        pipeline.training_and_judging_texts(run, teacher, None)[1],
         teacher_module.texts_of(plan, teacher, 5, None),
     )
     assert len(judged) and not (judged[:, None] == measured).all(-1).any()
     with pytest.raises(TextError, match="are needed"):
-        pipeline.training_and_judging_texts(run, replace(plan, texts=5 + len(judged)), teacher, None)
+        longer = Run.create(tmp_path / "longer", replace(plan, texts=5 + len(judged)))
+        pipeline.training_and_judging_texts(longer, teacher, None)
 
 
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}, may_grow=True))
     teacher = teacher_module.load_teacher_of(run.plan)
-    judged = pipeline.training_and_judging_texts(run, run.plan, teacher, None)[1]
+    judged = pipeline.training_and_judging_texts(run, teacher, None)[1]
     seen = teacher_module.texts_of(run.plan, teacher, len(allocate_run.texts_to_price_on(run, teacher, None)), None)
     assert len(seen) == 1 and not (judged[:, None] == seen).all(-1).any()
 
@@ -145,34 +145,6 @@ def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
     for recipe, bits in (("paper", 8), ("duo", 8), ("best", 3), ("features", 4)):
         with pytest.raises(RequestError, match="bits"):
             Plan.of(recipe, model="demo", budget=64, bits=bits)
-
-
-def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
-    run = pipeline.begin(tmp_path / "run", Plan.of("features", **SMALL, minutes=0.01))
-    finish(pipeline.linearize(run))
-    (timed,) = [event for event in run.events() if event["event"] == "timed"]
-    (end,) = [event for event in run.events() if event["event"] == "distilled"]
-    assert end["steps"] == timed["steps"] == max(1, int(0.6 / timed["seconds"][0]))
-    other = pipeline.begin(tmp_path / "other", Plan.of("features", **SMALL, steps=timed["steps"]))
-    finish(pipeline.linearize(other))
-    assert weights_of(run.checkpoint) == weights_of(other.checkpoint)
-
-
-def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(tmp_path):
-    plan = Plan.of(**SMALL, strategy="gain-features", minutes=1.0)  # which may buy features
-    run = pipeline.begin(tmp_path / "run", replace(plan, strategy="common-lambda", feature_map="performer"))
-    allocation = finish(pipeline.linearize(run))
-    assert any(head.features for row in allocation.heads for head in row)  # drawn at random, and fixed
-    assert [event["steps"] for event in run.events() if event["event"] == "timed"] == [0]
-    assert not [event for event in run.events() if event["event"] == "distill"] and run.done
-    for endless in (0.0, 1e9, float("inf"), float("nan")):
-        with pytest.raises(
-            RequestError, match="is not allowed: it should be (greater than 0|less than or equal to 525600)"
-        ):
-            replace(plan, minutes=endless)
-    for steps in (0, 10):
-        with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):
-            Plan.of(model="demo", budget=64, minutes=3, steps=steps, lora=0, loss="logits")
 
 
 def test_training_without_features_fits_what_layers_write_or_adapters(tmp_path):

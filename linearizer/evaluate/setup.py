@@ -18,7 +18,8 @@ import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import checkpoint
-from linearizer.method.recorder import SAMPLES
+from linearizer.method.initialise import initialise
+from linearizer.method.recorder import SAMPLES, samples_of
 from linearizer.method.substitute import exchange_students
 from linearizer.plan.allocation import Allocation, window_control
 from linearizer.plan.head_bytes import Layer
@@ -32,7 +33,6 @@ from linearizer.teacher.devices import choose_device, describe_device
 from linearizer.teacher.kept_texts import read_kept_texts
 from linearizer.teacher.load import load_teacher_of
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
-from linearizer.train.train_run import initialise_student
 
 PACKAGES = ("torch", "transformers", "lm_eval")
 
@@ -67,7 +67,7 @@ class Setup:
         """Make the heads of an allocation, initialised and not trained."""
         heads = checkpoint.make_layer_students(self.control, self.layers, allocation, self.run.plan.seed)
         with exchange_students(self.control, heads):
-            initialise_student(self.run, self.control)
+            initialise(self.control, samples_of(self.run), self.run.plan.seed)
         return heads
 
     @property

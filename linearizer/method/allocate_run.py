@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.method.by_prices import MIN_KL
-from linearizer.method.choose import measure_students
+from linearizer.method.choose import kl_by_token
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
 from linearizer.method.head_prices import Part, estimate_prices, options_to_price, with_repeats
 from linearizer.method.initialise import begin_of
@@ -51,14 +51,7 @@ def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers = A
     """Decide what every head holds, after measuring what the plan's strategy decides by."""
     if run.plan.rules.decided_by == "prices" and run.prices is None:
         yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
-    if run.plan.rules.decided_by == "gates":
-        return (yield from allocate_with_gates(run, teacher, token))
-    return decide(run, run.plan, teacher.inspection.layers)
-
-
-def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
-    """Learn gates, unless the run has them already, and leave softmax the heads with the largest gates."""
-    if run.gates is None:
+    if run.plan.rules.decided_by == "gates" and run.gates is None:
         texts, plan = texts_to_price_on(run, teacher, token), run.plan
         window = max(plan.budget or 0, 2 * plan.kept_sinks) - plan.kept_sinks
         steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.kept_sinks, GATE_STEPS)
@@ -143,7 +136,8 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
         return counts[0]
     layers, enough = teacher.inspection.layers, max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))
     students, texts = [allocate_alike(layers, run.plan, count) for count in counts], texts[:, :enough]
-    kl = yield from log_progress(run, measure_students(teacher.model, texts, layers, students, begin_of(run)))
+    steps = kl_by_token(teacher.model, texts, layers, students, begin_of(run), EventName.TRY)
+    kl = [each.mean().item() for each in (yield from log_progress(run, steps))]
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from linearizer.errors import BudgetError, RequestError
+from linearizer.errors import BudgetError
 from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import TILE, Head, Layer, cache_bytes, feature_bytes
 from linearizer.plan.profile import Curve, Profile
@@ -33,7 +33,6 @@ def allocate_by_freedoms(
     The fixed λ of the paper's strategies is the reference of the profile. The amounts are those of a plan.
     """
     check_room(layers, budget, features, window + sinks)
-    check_profile(profile, layers)
     rows = [layer_units(profile, index, layer, strategy) for index, layer in enumerate(layers)]
     units = [unit for row in rows for unit in row]
     counts = iter(buy_tiles(units, bytes_for_features(layers, budget, features, window + sinks)))
@@ -46,13 +45,6 @@ def check_room(layers: Sequence[Layer], budget: int | None, features: int | None
     if not any(map(heads_replaced, layers)):
         raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
     bytes_for_features(layers, budget, features, exact_tokens)
-
-
-def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:
-    """Refuse a profile of another model."""
-    heads = [len(layer.heads) for layer in profile.layers]
-    if heads != [heads_replaced(layer) for layer in layers]:
-        raise RequestError(f"the profile is of another model (KV heads by layer: {heads}): measure this model")
 
 
 @dataclass(frozen=True)

@@ -119,18 +119,6 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
             parameters[name].data = parameters[name].data.to(dtype)
 
 
-def measure_students(
-    teacher: PreTrainedModel,
-    texts: torch.Tensor,
-    layers: Sequence[Layer],
-    allocations: Sequence[Allocation],
-    begin: Begin,
-) -> Steps[list[float]]:
-    """Measure the kl of each allocation's student, in nats per token."""
-    kl = yield from kl_by_token(teacher, texts, layers, allocations, begin, EventName.TRY)
-    return [own.mean().item() for own in kl]
-
-
 @torch.inference_mode()
 def kl_by_token(
     teacher: PreTrainedModel,

@@ -67,7 +67,8 @@ def measure_profile(
     else:
         batches = texts.split(size)
         for batch, ids in enumerate(batches):
-            record_batch(model, ids, batch * size, recorder)
+            with torch.no_grad(), recorder.recording(model, batch * size):
+                run_blocks(model, ids)
             yield Progress(EventName.PROFILE, batch + 1, len(batches), "batches")
     recorder.check()
     profiles = yield from profile_layers(recorder, settings)
@@ -92,17 +93,6 @@ def record_by_blocks(
         calls = [calls_of(model, chain, ids) for ids in batches]
         for done, _ in enumerate(sweep_forward(chain, calls, enter)):
             yield Progress(EventName.PROFILE, done + 1, len(chain.blocks), "layers")
-
-
-def record_batch(model: nn.Module, ids: torch.Tensor, first: int, recorder: Recorder) -> None:
-    """Run a batch of texts, of which the first has this number, through the model, up to its last layer."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), recorder.recording(model, first):
-            run_blocks(model, ids)
-    finally:
-        model.train(training)
 
 
 def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[int, LayerProfile]]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
 
 MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256}
-MAX_OF_PLAN |= {"texts": 32, "length": 4096, "steps": 300, "minutes": 30, "batch": 8, "lora": 64}
+MAX_OF_PLAN |= {"texts": 32, "length": 4096, "steps": 300, "batch": 8, "lora": 64}
 MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4}
 MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
 MAX_PROMPT_CHARACTERS = 4000

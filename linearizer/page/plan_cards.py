@@ -115,7 +115,7 @@ def plan_card(plan: Plan) -> str:
         ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
         *((("reference", RECIPES[plan.recipe].reference),) if RECIPES[plan.recipe].reference else ()),
         ("text", f"{plan.kept_texts} texts of {plan.kept_length(None)} tokens, {plan.text}"),
-        ("training", f"{plan.minutes} minutes" if plan.minutes else f"{plan.steps} steps" if plan.steps else "none"),
+        ("training", f"{plan.steps} steps" if plan.steps else "none"),
         ("seed", str(plan.seed)),
     ]
     command = f"<code>{escape(plan.command())}</code>"

@@ -24,7 +24,7 @@ MEASURED_TOKENS = 2**13  # of all texts: the longer they are, the fewer
 FEWEST_TEXTS = 3  # where they are long: one to price heads on, and two to compare students on
 BUDGETS_IN_LENGTH = 16  # tokens of a text for each token of the budget: what fits into a state whole has no price
 MIN_SAMPLES, MAX_SAMPLES = 32, 1024  # queries and keys of a head, half and half
-MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
+MAX_STEPS = 10**9
 ALLOCATION = "what heads hold"  # options by which an allocation is decided again from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE = "the recipe's"
@@ -114,7 +114,6 @@ class Plan(JsonProduct):
         least=0,
         most=MAX_STEPS,
     )
-    minutes: float | None = training(None, "minutes to train, not steps", above=0, most=MAX_MINUTES)
     loss: str | None = training(
         None,
         "layer by layer (softmax, output), the maps by which layers write in closed form (squares), end to end",
@@ -161,7 +160,8 @@ class Plan(JsonProduct):
         except ValueError:
             return super().from_json(text)  # which says what is wrong
         paper = plain.get("recipe") == "paper"
-        today = {"per": "query" if paper else "kv", "gauge": "raw" if paper else "centred", "normalise": "trace"}
+        today: dict[str, str | None] = {"per": "query" if paper else "kv", "gauge": "raw" if paper else "centred"}
+        today |= {"normalise": "trace", "minutes": None}
         for name in filter(plain.__contains__, today):
             if (value := plain.pop(name)) != today[name]:
                 raise RequestError(f"{name} {value!r} is an option of older versions: begin a run without it")
@@ -186,11 +186,6 @@ class Plan(JsonProduct):
             raise BudgetError(
                 f"a budget of {self.budget} tokens is too small for a window of {self.window} and {self.kept_sinks} "
                 f"sinks: ask for a window of at most {max(self.budget - self.kept_sinks, 0)}, or leave it out"
-            )
-        if self.minutes is not None and not (self.may_hold_features or self.changes_weights):
-            raise RequestError(
-                f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
-                "or ask for another recipe, or for gain-features"
             )
         self.check_memory()
         if self.bits is not None and self.bits not in self.rules.bits:
@@ -302,8 +297,8 @@ class Plan(JsonProduct):
 
     @property
     def trains(self) -> bool:
-        """Whether training is asked for, by steps or by minutes."""
-        return bool(self.steps) or self.minutes is not None
+        """Whether training is asked for."""
+        return bool(self.steps)
 
     @property
     def heals(self) -> bool:

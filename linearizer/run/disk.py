@@ -68,5 +68,5 @@ def training_bytes(plan: Plan, inspection: Inspection) -> int:
         return 0
     widths = sum(layer.query_heads * layer.key_dim for layer in inspection.replaced_layers)
     adapters = plan.kept_lora * NUMBER * 8 * widths  # of q, k, v and o, for hidden states as wide as all queries
-    files = 1 if plan.minutes is None and plan.steps <= SAVE_EVERY else FILES
+    files = 1 if plan.steps <= SAVE_EVERY else FILES
     return KEPT * files * (map_bytes(plan, inspection) + adapters)

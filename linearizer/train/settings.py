@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -40,8 +40,7 @@ class TrainingSettings:
     steps: int = option(150, least=0)
     batch: int = option(2, "texts per step", least=1)
     rate: float = 1.0  # factor of all learning rates
-    rates: Mapping[str, float] = field(default_factory=dict)  # in place of RATES
-    decay: str = option("cosine", "of the rates over the training", choices=("cosine", "linear", "none"))
+    decay: str = option("cosine", "of the rates over the training", choices=("cosine", "none"))
     warmup: int = option(10, "steps until the rates are full", least=0)
     window_dropout: float = option(
         DROPOUT, "chance at the start, falling to 0, that a step trains with smaller windows", least=0, most=1
@@ -53,10 +52,6 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if unknown := sorted(set(self.rates) - set(RATES)):
-            raise RequestError(f"rates are known for {', '.join(RATES)}, not for {', '.join(unknown)}")
-        if not all(math.isfinite(rate) and rate >= 0 for rate in (self.rate, *self.rates.values())):
-            raise RequestError(f"rate {self.rate} and rates {dict(self.rates)} have to be finite, and 0 or more")
         if self.lora and self.loss not in END_TO_END:
             raise RequestError(
                 f"lora={self.lora} changes what layers attend with, which the loss {self.loss!r} takes as given: "
@@ -66,14 +61,14 @@ class TrainingSettings:
     def rate_of(self, parameter: str) -> float:
         """Look up the learning rate of a parameter by its name in the model."""
         kind = "lora" if "lora_" in parameter else parameter.rpartition(".")[2]
-        return self.rate * {**RATES, **self.rates}[kind]
+        return self.rate * RATES[kind]
 
 
 def rate_share(settings: TrainingSettings, step: int) -> float:
     """Compute the share of the learning rates that a step uses."""
     warm = min(1.0, (step + 1) / (settings.warmup + 1))
     done = step / max(1, settings.steps)
-    return warm * {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "none": 1.0}[settings.decay]
+    return warm * (1 if settings.decay == "none" else (1 + math.cos(math.pi * done)) / 2)
 
 
 def window_share(settings: TrainingSettings, step: int) -> float:

@@ -152,8 +152,6 @@ def pricing_seconds(plan: Plan, length: int, teacher: float, student: float) -> 
 
 def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: float, operation: float) -> float:
     """Estimate the seconds of training; `operation`: those of one operation for every token of a text."""
-    if plan.minutes is not None:
-        return 60 * plan.minutes
     step = teacher + (HEALING_PASSES if plan.kept_lora else 1) * (teacher + student)
     if not plan.heals:
         products = sum(layer.query_heads * layer.key_dim * rows_of(plan, layer) for layer in layers)

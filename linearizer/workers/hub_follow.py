@@ -122,7 +122,7 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     }
     unused = ["*/requests/*"]
     if allocated_again(run):  # another student needs another training
-        unused += [f"{place}/state/training/*", f"{place}/state/steps.json"]
+        unused += [f"{place}/state/training/*"]
     obsolete = {path for path in there if any(fnmatch(path, each) for each in unused)}
     if not account.find_files([name]):
         files[name] = code

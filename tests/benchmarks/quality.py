@@ -221,7 +221,7 @@ def made(run, teacher, row):
         allocation = with_slots(allocation, layers)
     student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
-    finish(train_run.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    finish(train_run.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 

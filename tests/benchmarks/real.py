@@ -208,8 +208,8 @@ class Bench:
             run.write_product("allocation.json", allocation.to_json())
             allocation = finish(choose_student(run, teacher, allocation, None))
         student = pipeline.begin_student(run, teacher, allocation)
-        learnt, _ = pipeline.training_and_judging_texts(run, plan, teacher, None)
-        finish(train_run.train(run, plan, student, allocation, learnt))
+        learnt, _ = pipeline.training_and_judging_texts(run, teacher, None)
+        finish(train_run.train(run, student, allocation, learnt))
         return student.eval(), allocation
 
     def measure_once(self, run, teacher, costs):

@@ -35,7 +35,6 @@ OPTIONS = [
     ["--text", "file:~nosuchuser/x"],
     ["--text", "dataset:a/b:c:d:e:f"],
     ["--text", "\udcff"],
-    ["--minutes", "inf"],
     ["--out", ""],
     ["--out", "x" * 5000],
     ["--out", "/".join(["x" * 200] * 30)],

@@ -168,11 +168,6 @@ def test_a_model_with_nothing_to_replace_is_refused():
         allocate_by_freedoms(profile_of([[]]), (NATIVE,), budget=64)
 
 
-def test_a_profile_of_another_model_is_refused():
-    with pytest.raises(RequestError, match="another model"):
-        allocate_by_freedoms(PROFILE, LAYERS[:2], budget=64)
-
-
 KINDS = Allocation("by hand", 4, ((Head(window=8), Head(window=8, features=32)), (), (Head(softmax=True),)))
 
 

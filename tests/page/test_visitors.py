@@ -125,15 +125,6 @@ def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
     assert 5e6 < guesses[0].disk_bytes < 5e6 + result.weight_bytes  # a student's teacher is not written again
 
 
-def test_minutes_that_are_asked_for_are_in_the_forecast():
-    from linearizer.workers.forecast import Speeds, forecast_run
-
-    result, machine = planning.examine_model(find_visitor(), "demo").inspection, Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
-    plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
-    untrained, an_hour = (forecast_run(plan, result, machine, 0) for plan in plans)
-    assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
-
-
 def test_models_of_the_hub_and_local_folders_are_found_and_no_folder_on_a_space(root, tmp_path, hub, monkeypatch):
     hub.add("org/demonstration", {"config.json": b"{}"})
     hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)

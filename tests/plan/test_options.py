@@ -78,9 +78,9 @@ def test_every_option_of_a_plan_is_an_option_of_the_command_line():
 
 def test_the_command_of_a_plan_makes_the_plan():
     for plan in (
-        Plan.of("lolcats", model="demo", budget=64, steps=7, may_grow=False, minutes=None),
+        Plan.of("lolcats", model="demo", budget=64, steps=7, may_grow=False),
         Plan.of(model="a/b", budget=64, may_grow=True, window=8, device="cuda:1"),
-        Plan.of(model="a b", features=32, minutes=2.5),
+        Plan.of(model="a b", features=32, may_grow=True),
     ):
         options = parser().parse_args(shlex.split(plan.command())[1:])
         assert Plan.of(**{"model": options.model, **plan_changes(options)}) == plan
@@ -141,7 +141,15 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
 @pytest.mark.parametrize(("recipe", "per", "gauge"), [("best", "kv", "centred"), ("paper", "query", "raw")])
 def test_a_plan_of_an_older_version_is_read_without_the_options_that_are_gone(recipe, per, gauge):
     plan = Plan.of(recipe, model="demo", budget=64)
-    gone = {"prices": "measured", "exchanges": 12, "samples": 512, "per": per, "gauge": gauge, "normalise": "trace"}
+    gone = {
+        "prices": "measured",
+        "exchanges": 12,
+        "samples": 512,
+        "per": per,
+        "gauge": gauge,
+        "normalise": "trace",
+        "minutes": None,
+    }
     older = json.dumps({**json.loads(plan.to_json()), **gone})
     assert Plan.from_json(older) == plan
     with pytest.raises(RequestError, match="normalise 'J' is an option of older versions: begin a run without it"):

@@ -16,7 +16,6 @@ from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.run.sharing import ALONE
 from linearizer.teacher import load as teacher_module
-from linearizer.train import train_run
 
 ASKED = dict(model="demo", budget=24, texts=2, length=32, sinks=1, dtype="float32")
 
@@ -145,11 +144,3 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
         and "not JSON" in dropped["why"]
         and not run.has_file(allocate_run.LAYERS)
     )
-
-
-def test_a_damaged_number_of_steps_is_named(run):
-    options = dict(model="demo", features=16, minutes=1.0)
-    run.write("plan.json", Plan.of("features", **options).to_json())
-    run.write("state/steps.json", "1e")
-    with pytest.raises(FolderError, match=r"state/steps.json' cannot be read \(.*\): remove it, and `linearizer runs"):
-        train_run.plan_with_steps(run, None, None, None)

@@ -139,8 +139,6 @@ def test_text_shorter_than_a_batch_is_refused():
     [
         (dict(loss="kl"), "'kl' is not allowed: it should be 'softmax'"),
         (dict(batch=0), "batch 0 is not allowed: it should be greater than or equal to 1"),
-        (dict(rates={"speed": 1.0}), "not for speed"),
-        (dict(rate=float("nan")), "have to be finite"),
         (dict(lora=4), "use direct or logits, or lora=0"),
     ],
     ids=str,
