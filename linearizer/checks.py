@@ -85,7 +85,7 @@ def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]
     """Refuse to fit what layers write where a layer is given more than what the layer before it writes."""
     if plan.trains and FITTED in plan.kept_loss.split("+") and not is_chain():
         raise RequestError(
-            f"the layers of {inspection.name!r} are no chain, so what they write cannot be fitted: ask for --loss "
+            f"the layers of {inspection.name!r} are not a chain, so what they write cannot be fitted: ask for --loss "
             "logits, or train nothing (--steps 0)"
         )
 

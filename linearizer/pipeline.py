@@ -53,7 +53,7 @@ from linearizer.train.train_run import train
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
-    """Inspect a model and tell whether it can be linearized, without downloading weights."""
+    """Inspect a model, and whether it can be linearized, without downloading weights."""
     source = find_model(model, token)
     return inspect_model(source, load_config(source, token))
 

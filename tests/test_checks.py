@@ -23,7 +23,7 @@ def test_what_layers_write_is_fitted_where_they_are_a_chain(family):
 
 def test_what_layers_write_is_not_fitted_where_they_read_more_than_the_layer_before_wrote():
     config = AutoConfig.for_model("gemma4_text", num_hidden_layers=4)  # every layer reads the tokens, too
-    with pytest.raises(RequestError, match="'demo' are no chain, .*: ask for --loss logits"):
+    with pytest.raises(RequestError, match="'demo' are not a chain, .*: ask for --loss logits"):
         check_chain(HEALED, inspection_of([]), partial(is_chain, config))
     for plan in (Plan("demo", budget=64), Plan("demo", budget=64, steps=4, loss="logits")):
         check_chain(plan, inspection_of([]), partial(is_chain, config))

@@ -17,10 +17,9 @@ from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import USUAL_LENGTH, Plan
-from linearizer.progress import Progress, finish
+from linearizer.progress import finish
 from linearizer.run.folder import Trained, read_training
 from linearizer.run.prices import Candidate, Candidates
-from linearizer.run.stopping import LogPace
 from linearizer.run.weight_digests import DIGESTS, read_digests
 from linearizer.teacher.devices import choose_dtype
 from linearizer.train.trainer import NEWEST
@@ -231,13 +230,6 @@ def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):
     finish(linearize(run))
     finish(linearize(whole))
     assert student(run) == student(whole)
-
-
-def test_the_log_of_a_long_step_stays_small():
-    pace = LogPace()
-    shown = [done for done in range(1, 10_001) if pace.due(Progress("distill", done, 10_000, "steps"))]
-    assert shown[0] == 1 and shown[-1] == 10_000 and len(shown) < 20
-    assert all(pace.due(Progress("distill", 5, 10_000, "steps", {"events": ("out of memory",)})) for _ in range(3))
 
 
 WORDS = "the state of the student takes as many bytes as its teacher's cache "  # 15 tokens or so

@@ -71,7 +71,7 @@ class ProgressBar:
 
 @contextmanager
 def kept_interrupts() -> Iterator[Callable[[], None]]:
-    """Keep ctrl-C that Python drops, as it does where a destructor was at work; what is given raises it again."""
+    """Keep ctrl-C that Python drops, as it does inside a destructor; the function that this yields raises it again."""
     report, kept = sys.unraisablehook, threading.Event()
 
     def keep(dropped: sys.UnraisableHookArgs) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from linearizer.method.choose import kl_by_token
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
 from linearizer.method.head_prices import Part, estimate_prices, options_to_price, with_repeats
 from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin, replace_student
+from linearizer.method.substitute import Begin, attending_with
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.plan import USUAL_LENGTH
@@ -32,7 +31,6 @@ from linearizer.run.folder import Run
 from linearizer.run.prices import KlOfLayer, Prices
 from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
-from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules
 from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.kept_texts import texts_of_run
 from linearizer.teacher.load import Teacher
@@ -168,7 +166,6 @@ def learn_gates(
         for index, layer in enumerate(layers)
         if layer.native_window is None
     }
-    modules = attention_modules(teacher)
     alphas: list[Tensor] = [gate.alpha for gate in gates.values()]
     optimizer = torch.optim.Adam(alphas, lr=GATE_RATE)
     for step in range(steps):
@@ -176,9 +173,7 @@ def learn_gates(
         ids = texts[rows].to(device)
         with torch.no_grad():
             expected = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
-        with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
-            for index, gate in gates.items():
-                stack.enter_context(replace_student(modules[index], gate))
+        with attending_with(teacher, gates):
             hidden = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
         error = (hidden - expected).square().sum() / expected.square().sum()
         loss = error + GATE_SPARSITY * torch.cat(alphas).mean()

@@ -8,7 +8,7 @@ bits are those of one graph of the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.method.blockwise_pass import Chain, calls_of, hidden_of, hold_weights, sweep_forward
-from linearizer.method.substitute import fixed_answer, replace_student
-from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules
+from linearizer.method.substitute import attending_with, fixed_answer
+from linearizer.student.attention_interface import attention_modules
 from linearizer.teacher.streaming import is_streamed
 
 Tensor = torch.Tensor
@@ -47,16 +47,6 @@ class Recording(nn.Module):
         self.inputs, self.output = (), torch.empty(0)
 
 
-@contextmanager
-def recording(teacher: PreTrainedModel, recordings: Mapping[int, Recording]) -> Iterator[None]:
-    """Let recordings attend in some layers."""
-    modules = attention_modules(teacher)
-    with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
-        for index, each in recordings.items():
-            stack.enter_context(replace_student(modules[index], each))
-        yield
-
-
 def gradients_by_layer(
     teacher: PreTrainedModel,
     recordings: Mapping[int, Recording],
@@ -74,7 +64,7 @@ def gradients_by_layer(
             "fit into memory: use a larger machine, or --strategy window"
         )
     batches = [ids.to(teacher.device) for ids in batches]
-    with recording(teacher, recordings):
+    with attending_with(teacher, recordings):
         if chain is not None:
             yield from by_blocks(teacher, recordings, batches, likelihoods, chain)
         else:

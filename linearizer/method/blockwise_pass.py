@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from linearizer.method.substitute import fixed_answer
+from linearizer.method.substitute import replace_part
 from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.logits import PROBE_TOKENS
 from linearizer.teacher.streaming import is_streamed, offload_hooks
@@ -120,20 +120,16 @@ def run_blocks(model: nn.Module, ids: Tensor) -> None:
 def calls_of(model: nn.Module, chain: Chain, ids: Tensor) -> list[Call]:
     """List what the blocks are given with some texts; the first alone is given true hidden states."""
     calls = Calls(chain.blocks)
+
+    def echo(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return chain.answer(hidden)
+
     with ExitStack() as stack:
         for block in chain.blocks:
-            stack.enter_context(echoing(block, chain))
+            stack.enter_context(replace_part(block, "forward", echo))
         with calls.kept():
             run_blocks(model, ids)
     return calls.given
-
-
-@contextmanager
-def echoing(block: nn.Module, chain: Chain) -> Iterator[None]:
-    """Let a block answer with what it is given."""
-    with fixed_answer(block, None):
-        block.forward = lambda hidden, *args, **kwargs: chain.answer(hidden)
-        yield
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class OffersOfHeads:
         return OffersOfHeads(prices.sinks, offers, tuple(map(len, rows)), budget_bytes)
 
     def allocation(self, levels: Sequence[int]) -> Allocation:
-        """Give every head the offer at its level."""
+        """Make the allocation that these levels stand for."""
         heads = iter(offer.head for offer in self.at(levels))
         rows = tuple(tuple(next(heads) for _ in range(count)) for count in self.heads_per_layer)
         return Allocation("gain", self.sinks, rows)
@@ -68,7 +68,7 @@ class OffersOfHeads:
         return math.fsum(offer.kl for offer in self.at(levels))
 
     def bytes_left(self, levels: Sequence[int]) -> int:
-        """Give the bytes of the budget that are left at these levels."""
+        """Return the bytes of the budget that are left at these levels."""
         return self.budget_bytes - sum(offer.bytes for offer in self.at(levels))
 
     def at(self, levels: Sequence[int]) -> list[Offer]:
@@ -203,5 +203,5 @@ def efficient_offers(offers: Iterable[Offer]) -> list[Offer]:
 
 
 def kl_saved_per_byte(smaller: Offer, larger: Offer) -> float:
-    """Give the nats that each further byte saves."""
+    """Return the nats that each further byte saves."""
     return (smaller.kl - larger.kl) / (larger.bytes - smaller.bytes)

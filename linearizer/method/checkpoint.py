@@ -174,10 +174,15 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
-        raise FolderError(
-            f"{str(run.checkpoint)!r} cannot be loaded ({first_line(error)}): remove it, and "
-            f"`linearizer runs resume {run.folder}` makes it anew"
-        ) from error
+        raise damaged_checkpoint(run, "cannot be loaded", error) from error
+
+
+def damaged_checkpoint(run: Run, fault: str, error: Exception) -> FolderError:
+    """Explain the remedy for a checkpoint that cannot be used."""
+    return FolderError(
+        f"{str(run.checkpoint)!r} {fault} ({first_line(error)}): remove it, and `linearizer runs resume {run.folder}` "
+        "makes it again"
+    )
 
 
 def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
@@ -234,10 +239,7 @@ def load_tokenizer_of(run: Run) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
     except Exception as error:  # each kind reads its files in its own way, with errors of many types
-        raise FolderError(
-            f"{str(run.checkpoint)!r} has no tokenizer that can be loaded ({first_line(error)}): remove it, and "
-            f"`linearizer runs resume {run.folder}` makes it anew"
-        ) from error
+        raise damaged_checkpoint(run, "has no tokenizer that can be loaded", error) from error
 
 
 def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:

@@ -7,7 +7,7 @@ made, on texts that no head was priced on, over a quarter of a text, a text and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.method.decide import allocate_alike
 from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin, make_layer_student, replace_student
+from linearizer.method.substitute import Begin, attending_with, make_layer_student
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
@@ -25,7 +25,7 @@ from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.prices import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import interruptible, log_progress
-from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules, device_of
+from linearizer.student.attention_interface import attention_modules, device_of
 from linearizer.teacher.kept_texts import texts_of_run
 from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import kl_of, logits_of
@@ -141,12 +141,12 @@ def kl_by_token(
 def logits_of_student(
     teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], allocation: Allocation, begin: Begin
 ) -> torch.Tensor:  # (texts, tokens, vocabulary)
-    """Give the logits of one student, whose heads hold what the allocation says."""
-    modules, rows = attention_modules(teacher), zip(layers, allocation.heads, strict=True)
-    with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
-        for index, (module, (layer, heads)) in enumerate(zip(modules, rows, strict=True)):
-            if heads:
-                device = device_of(module, teacher.device)
-                held = make_layer_student(layer, heads, allocation.sinks, begin, index, device)
-                stack.enter_context(replace_student(module, held))
+    """Return the logits of one student, whose heads hold what the allocation says."""
+    devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
+    students = {
+        index: make_layer_student(layer, heads, allocation.sinks, begin, index, devices[index])
+        for index, (layer, heads) in enumerate(zip(layers, allocation.heads, strict=True))
+        if heads
+    }
+    with attending_with(teacher, students):
         return logits_of(teacher, texts)

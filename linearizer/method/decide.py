@@ -61,12 +61,12 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
 
 
 def decidable(run: Run) -> bool:
-    """Tell whether a run has its profile and all else that it decides by."""
+    """Whether a run has its profile and all else that it decides by."""
     return run.has_file("profile.json") and run.has_file(f"{run.plan.rules.product}.json")
 
 
 def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
-    """Give every head the same within the budget: a window, and as many slots or features if the plan has them."""
+    """Let all heads hold the same within the budget: a window, and as many slots or features if the plan has them."""
     far_field = plan.rules.far_field
     if plan.memory:
         return Allocation(plan.strategy, sinks, tuple(allocate_memory(layer, plan, sinks) for layer in layers))
@@ -90,7 +90,7 @@ def fewer_bits(plan: Plan, layers: Sequence[Layer]) -> tuple[int, ...]:
 
 
 def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
-    """Give every head of a layer a window, the plan's or half of the budget, and the rows of a memory for the rest.
+    """Let every head of a layer hold a window, the plan's or half of the budget, and the rows of a memory for the rest.
 
     A window that is not asked for takes what rows cannot use.
     """
@@ -150,7 +150,7 @@ def check_prices(prices: Prices, plan: Plan) -> None:
 
 
 def missing_measurement(run: Run, plan: Plan, what: str) -> RequestError:
-    """Say which measurement of a plan is missing, and whether resuming the run or only a new run measures it."""
+    """Explain which measurement of a plan is missing, and whether resuming the run or only a new run measures it."""
     if what in ("profile", run.plan.rules.product) and not run.checkpoint.exists():
         return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
     return RequestError(

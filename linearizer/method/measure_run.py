@@ -149,7 +149,7 @@ def list_samples(record: LayerRecord, settings: ProfileSettings) -> Sequence[Cal
 
 
 def is_multi_head(record: LayerRecord) -> bool:
-    """Tell whether every query head has keys of its own: then its sample is that of its KV head."""
+    """Whether every query head has keys of its own: then its sample is that of its KV head."""
     return len(record.queries) == len(record.keys)
 
 
@@ -230,7 +230,7 @@ def join_texts(texts: torch.Tensor, plan: Plan, positions: int | None) -> torch.
 
 
 def fit_to_text(plan: Plan, tokens: int, yielding: Collection[str]) -> Plan:
-    """Shrink the options that yield, first the number of texts and then their length, to a text of so many tokens."""
+    """Shrink the options that yield, first the number of texts and then their length, to the tokens of a text."""
     while "texts" in yielding and needed_tokens(plan) > tokens and plan.kept_texts > FEW_TEXTS:
         plan = replace(plan, texts=plan.kept_texts - 1)
     if "length" in yielding and needed_tokens(plan) > tokens:

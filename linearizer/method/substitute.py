@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.student.attention_interface import attention_modules
+from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules
 from linearizer.student.layer_student import LayerStudent
 
 UNTRAINED = "codebook"  # the feature map that heads are priced with: as good as any before training
@@ -19,17 +19,14 @@ Begin = Callable[[LayerStudent, int], None]  # initialises the student of a laye
 
 
 @contextmanager
-def replace_student(module: nn.Module, other: nn.Module) -> Iterator[None]:
-    """Let another module attend in a layer, whether the layer has a student or not."""
-    own = getattr(module, "student", None)
-    module.student = other
+def replace_part(module: nn.Module, name: str, other: Any) -> Iterator[None]:
+    """Put something else in the place of a module's own part or method, for as long as the context lasts."""
+    own = vars(module).get(name, module._modules.get(name))
+    setattr(module, name, other)
     try:
         yield
     finally:
-        if own is None:
-            del module.student
-        else:
-            module.student = own
+        delattr(module, name) if own is None else setattr(module, name, own)
 
 
 @contextmanager
@@ -38,19 +35,23 @@ def exchange_students(model: PreTrainedModel, students: Sequence[nn.Module]) -> 
     modules = [module for module in attention_modules(model) if hasattr(module, "student")]
     with ExitStack() as stack:
         for module, other in zip(modules, students, strict=True):
-            stack.enter_context(replace_student(module, other))
+            stack.enter_context(replace_part(module, "student", other))
         yield
 
 
-class FixedOutput(nn.Module):
-    """Takes the place of a layer's student, and returns a fixed output."""
+@contextmanager
+def attending_with(teacher: PreTrainedModel, students: Mapping[int, nn.Module]) -> Iterator[None]:
+    """Let students attend in the layers of a teacher that have these numbers."""
+    modules = attention_modules(teacher)
+    with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
+        for index, student in students.items():
+            stack.enter_context(replace_part(modules[index], "student", student))
+        yield
 
-    def __init__(self, output: torch.Tensor) -> None:
-        super().__init__()
-        self.output = output
 
-    def forward(self, *inputs: Any) -> torch.Tensor:
-        return self.output
+def fixed_answer(block: nn.Module, answer: Any) -> AbstractContextManager[None]:
+    """Let a module return a fixed answer without computing."""
+    return replace_part(block, "forward", lambda *args, **kwargs: answer)
 
 
 def make_layer_student(
@@ -60,17 +61,3 @@ def make_layer_student(
     student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED, layer.value_dim)
     begin(student, index)
     return student.to(device).eval()
-
-
-@contextmanager
-def fixed_answer(block: nn.Module, answer: Any) -> Iterator[None]:
-    """Let a module return a fixed answer without computing."""
-    own = vars(block).get("forward")  # that streams the weights of the block
-    block.forward = lambda *args, **kwargs: answer
-    try:
-        yield
-    finally:
-        if own is None:
-            del block.forward
-        else:
-            block.forward = own

@@ -109,7 +109,7 @@ def heads_replaced(layer: Layer) -> int:
 
 
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
-    """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
+    """Make the plain windows and sinks, in the student's bits, that together take its bytes at a length."""
     bits, room = allocation.bits, allocation.state_bytes(layers, length)
     counts = [(len(row), layer) for row, layer in zip(allocation.heads, layers, strict=True)]
     of_token, of_sink = (

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.method.blockwise_pass import Call, calls_of, chain_of, hidden_of
-from linearizer.method.substitute import FixedOutput, replace_student
+from linearizer.method.substitute import fixed_answer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.student.attention_interface import attending, attention_modules
@@ -170,7 +170,7 @@ def fit_block(
 
     def again() -> Iterator[tuple[Tensor, Recorded]]:
         for (_, own_hidden), (_, call), output in zip(hidden, calls, attended, strict=True):
-            fixed = nullcontext() if output is None else replace_student(block.attention, FixedOutput(output))
+            fixed = nullcontext() if output is None else fixed_answer(cast(nn.Module, block.attention.student), output)
             with fixed, recorded(block.maps) as own_maps:
                 yield answer_of(block.whole, own_hidden, call), own_maps
 

@@ -61,12 +61,6 @@ def test_json_is_all_there_is_on_standard_output(done, said):
     assert sides["student"]["state_bytes"] <= 64 * 4096
 
 
-def test_allocating_again_leaves_a_finished_run_alone(done, said):
-    before = (done / "allocation.json").read_bytes()
-    said("allocate", done, "--budget", "256", "--strategy", "fix")
-    assert (done / "allocation.json").read_bytes() == before
-
-
 def test_a_profile_is_taken_up_by_the_run_that_follows(tmp_path, said):
     folder = tmp_path / "run"
     assert said("profile", "demo", "--out", folder, *QUICK)[0] == 0

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from linearizer.method.block_gradients import at_once, by_blocks, recording
+from linearizer.method.block_gradients import at_once, by_blocks
 from linearizer.method.blockwise_pass import chain_of
 from linearizer.method.head_prices import recording_of
+from linearizer.method.substitute import attending_with
 from linearizer.teacher.layers import blocks_of
 from tests.support.models import layers_of, teacher_of, tokens
 
@@ -27,7 +28,7 @@ def likelihoods(batch, logits):
 def test_blocks_one_by_one_give_the_bits_of_one_graph(family):
     teacher, batches = teacher_of(family), tokens(3, 20).split(2)
     recordings, chain, whole = recordings_of(teacher), chain_of(teacher, batches[0]), {}
-    with recording(teacher, recordings):
+    with attending_with(teacher, recordings):
         for index, gradient in at_once(teacher, recordings, batches, likelihoods):
             each = recordings[index]
             whole.setdefault(index, []).append((gradient, each.output.detach(), *each.inputs[:3]))

@@ -9,7 +9,6 @@ from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import inspect
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.plan import Plan
-from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.run.prices import Prices
 from linearizer.student.update_rules import UPDATE_RULES
@@ -68,20 +67,6 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     said = "measured without features, which the strategy gain-features needs: start a new run with --strategy gain-"
     assert said in refusal(capsys, run, "--strategy", "gain-features")
     assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
-
-
-def test_room_for_features_is_asked_for_where_there_will_be_some(inspection):
-    plain = checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection)
-    assert plain == 0 and checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection, linked=False) > 1e6
-    adapted = Plan("demo", budget=64, strategy="common-lambda", steps=60, lora=8)
-    assert checkpoint_bytes(adapted, inspection) >= inspection.weight_bytes  # adapters change the weights
-    for recipe, none in {"swa": True, "duo": True, "windows": True, "best": True, "features": False}.items():
-        sizes = {
-            checkpoint_bytes(Plan.of(recipe, model="demo", budget=budget, may_grow=True), inspection)
-            for budget in (64, 2**30)
-        }
-        assert (sizes == {plain}) == none
-    assert checkpoint_bytes(Plan("demo", budget=64, strategy="gain-features"), inspection) > plain
 
 
 @pytest.mark.parametrize(

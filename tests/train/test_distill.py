@@ -170,18 +170,6 @@ def test_merged_adapters_give_what_unmerged_ones_gave(family, monkeypatch):
         assert not torch.allclose(student.base(TEXT, use_cache=False).logits, teacher, atol=1e-3)  # they had an effect
 
 
-def test_adapters_are_fp32_and_the_weights_keep_their_type():
-    student = a_student(dtype="bfloat16").bfloat16()
-    for layer in student.students():
-        layer.float()
-    training = distill(student, TEXT, TrainingSettings(loss="logits", lora=2, steps=2))
-    next(training)
-    adapters = [p for name, p in student.named_parameters() if "lora_" in name]
-    assert adapters and {p.dtype for p in adapters} == {torch.float32}
-    assert list(training)
-    assert student.base.model.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16
-
-
 def test_a_stopped_training_leaves_no_adapters():
     student = a_student()
     before = {name: tensor for name, tensor in weights(student).items() if "feature_map" not in name}
