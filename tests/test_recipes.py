@@ -25,13 +25,7 @@ from linearizer.run.folder import Run
 from linearizer.run.prices import Prices
 from linearizer.teacher import load as teacher_module
 from linearizer.train.settings import training_settings
-from tests.benchmarks.ablation import (
-    READOUTS,
-    GaussianMass,
-    with_readout,
-    without_far,
-    without_window,
-)
+from tests.benchmarks.ablation import READOUTS, GaussianMass, with_readout, without_far, without_window
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")

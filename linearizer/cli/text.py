@@ -160,10 +160,7 @@ def describe_profile(profile: Profile) -> str:
         columns_of_heads = zip((".0%", ".0%", ".2f"), zip(*of_heads, strict=True), strict=True)
         means = (format_mean(values, form) for form, values in columns_of_heads)
         rows.append((index, " ".join(counts), *means))
-    lines = [
-        columns(rows),
-        f"degrees of freedom at λ = {settings.reference:g}, from {profile.tokens:,} tokens",
-    ]
+    lines = [columns(rows), f"degrees of freedom at λ = {settings.reference:g}, from {profile.tokens:,} tokens"]
     if any(head.saturated for layer in profile.layers for head in layer.heads):
         lines.append(f"* more than a quarter of the {settings.samples} samples: ask for more or longer texts")
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.hub.models import fetch, find_model
 from linearizer.hub.weight_files import teacher_files
 from linearizer.plan.allocation import Allocation, check_allocation
-from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.head_bytes import Layer
 from linearizer.plan.json_products import parse_json
 from linearizer.quiet import quiet
 from linearizer.run.files import replacing, writing
@@ -52,10 +52,9 @@ def put_student_into(
     origin: dict[str, str | None] | None = None,
 ) -> LinearizedForCausalLM:
     """Put an untrained student into every layer of a teacher, which changes in place and keeps all its weights."""
-    check_allocation(allocation, layers)
     config = LinearizedConfig(
         base=teacher.config,
-        layers=[layer_config(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)],
+        layers=layer_configs(allocation, layers),
         sinks=allocation.sinks,
         feature_map=feature_map,
         teacher=origin or {},
@@ -67,10 +66,9 @@ def make_layer_students(
     student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation, seed: int = 0
 ) -> tuple[LayerStudent, ...]:
     """Make untrained layer students of another allocation, to swap into a student."""
-    check_allocation(allocation, layers)
-    rows = [layer_config(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)]
     layer_students, first = [], next(student.parameters()).device
-    for index, (row, module) in enumerate(zip(rows, attention_modules(student.base), strict=True)):
+    rows = zip(layer_configs(allocation, layers), attention_modules(student.base), strict=True)
+    for index, (row, module) in enumerate(rows):
         if row is not None:
             sizes = row["key_dim"], student.config.feature_map, row["value_dim"]
             layer = LayerStudent(row["heads"], allocation.sinks, *sizes)
@@ -79,11 +77,15 @@ def make_layer_students(
     return tuple(layer_students)
 
 
-def layer_config(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:
-    """Make the config of a layer, or None for a native layer, which stays as it is."""
-    if layer.native_window is not None:
-        return None
-    return {"heads": [head.held for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
+def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:
+    """Make the config of each layer; None for a native layer, which stays as it is."""
+    check_allocation(allocation, layers)
+    return [
+        {"heads": [head.held for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
+        if layer.native_window is None
+        else None
+        for heads, layer in zip(allocation.heads, layers, strict=True)
+    ]
 
 
 def round_weights(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:

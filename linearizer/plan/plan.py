@@ -95,10 +95,7 @@ class Plan(JsonProduct):
         "builtin", "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]"
     )
     texts: int | None = measuring(
-        None,
-        "how many texts to measure",
-        f"{USUAL_TEXTS}, fewer where texts are long, or the source is short",
-        least=1,
+        None, "how many texts to measure", f"{USUAL_TEXTS}, fewer where texts are long, or the source is short", least=1
     )
     length: int | None = measuring(
         None,

@@ -44,7 +44,6 @@ class EventName(str, Enum):
     DROPPED = "dropped"  # a damaged file is not used
     CHECKED = "checked"  # the student that was allocated, with plain students of the same bytes
     ALLOCATED = "allocated"
-    TIMED = "timed"
     DISTILLED = "distilled"
     EVALUATED = "evaluated"  # the student, when it was made
     EXAMINED = "examined"  # a part of a requested evaluation

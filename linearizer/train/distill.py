@@ -94,11 +94,7 @@ def identity_of(student: LinearizedForCausalLM, texts: torch.Tensor, settings: T
 
 
 def run_steps(
-    trainer: Trainer,
-    events: list[str],
-    new_events: list[str],
-    enough: Callable[[int], bool],
-    save: Callable[[], None],
+    trainer: Trainer, events: list[str], new_events: list[str], enough: Callable[[int], bool], save: Callable[[], None]
 ) -> Steps[None]:
     """Take the remaining steps, and save the state every few steps; add all `new_events` to `events`."""
     settings, first, begun = trainer.settings, trainer.step, time.monotonic()

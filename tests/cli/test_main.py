@@ -83,17 +83,7 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, said):
     assert (
         len(held) > 3 and any(head.slots for head in held) and run.allocation.state_bytes(run.layers, 512) <= 24 * 4096
     )
-    steps = [
-        "queued",
-        "started",
-        "profiled",
-        "tried",
-        "priced",
-        "checked",
-        "allocated",
-        "evaluated",
-        "done",
-    ]
+    steps = ["queued", "started", "profiled", "tried", "priced", "checked", "allocated", "evaluated", "done"]
     assert milestones(run) == steps
     (tried,) = (event for event in run.events() if event["event"] == "tried")
     assert min(tried["sinks"], key=tried["sinks"].get) == str(tried["kept"]) == str(run.allocation.sinks)
@@ -191,8 +181,7 @@ def test_the_library_does_what_the_command_does(done, tmp_path):
     from linearizer import finish, linearize
 
     run = linearizer.begin(
-        tmp_path / "run",
-        Plan.of("features", model="demo", budget=64, texts=2, length=64, steps=2, dtype="float32"),
+        tmp_path / "run", Plan.of("features", model="demo", budget=64, texts=2, length=64, steps=2, dtype="float32")
     )
     allocation = finish(linearize(run))
     assert allocation == linearizer.Run.open(done).allocation

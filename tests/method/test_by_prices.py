@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linearizer.method.by_prices import (
-    STEEPEST,
-    OffersOfHeads,
-    allocate_by_prices,
-    kl_by_bytes,
-)
+from linearizer.method.by_prices import STEEPEST, OffersOfHeads, allocate_by_prices, kl_by_bytes
 from linearizer.method.decide import allocate_alike, sinks_to_try
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.plan.plan import Plan

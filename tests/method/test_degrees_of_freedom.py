@@ -55,12 +55,7 @@ def test_whole_curve_from_one_factor_equals_a_factor_for_every_ridge(norm):
 
 
 @settings(max_examples=40)
-@given(
-    count=st.integers(2, 40),
-    norm=st.floats(0, 44),
-    spread=st.floats(0.01, 3),
-    seed=st.integers(0, 99),
-)
+@given(count=st.integers(2, 40), norm=st.floats(0, 44), spread=st.floats(0.01, 3), seed=st.integers(0, 99))
 def test_freedoms_grow_as_ridges_fall_up_to_the_rank_in_any_order_of_points(count, norm, spread, seed):
     points = vectors(count, norm, spread, duplicates=count // 3, seed=seed)
     result = degrees_of_freedom(points, RIDGES)

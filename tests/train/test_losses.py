@@ -9,14 +9,7 @@ from linearizer.student.features_torch import ScaledMap
 from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.layers import featured, output_projections
 from linearizer.train import losses
-from linearizer.train.losses import (
-    AttentionInputs,
-    LogitHead,
-    direct_loss,
-    hidden_states,
-    layer_loss,
-    logits_loss,
-)
+from linearizer.train.losses import AttentionInputs, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
 from tests.support.families import FAMILIES
 from tests.support.log_features import reference
 from tests.support.models import student_of, teacher_of, tokens
