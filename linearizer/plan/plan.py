@@ -113,7 +113,8 @@ class Plan(JsonProduct):
     )
     loss: str | None = training(
         None,
-        "layer by layer (softmax, output), the maps by which layers write in closed form (squares), end to end",
+        "layer by layer (softmax, output), in closed form for the maps by which layers write (squares), or end to end "
+        "(direct, logits)",
         f"{BY_RECIPE}; squares where heads hold no features",
         choices=LOSSES,
     )
