@@ -103,11 +103,6 @@ def organisations_of(me: Mapping[str, Any]) -> list[str]:
     return [org["name"] for org in me.get("orgs", ()) if org.get("roleInOrg") != "read"]
 
 
-def is_signed_in(token: str | None = None) -> bool:
-    """Whether there is a token to publish with."""
-    return bool(access_token(token))
-
-
 def name_repository(name: str, private: bool, kind: str = "model") -> Repository:
     """Name a repository without asking the Hub, since nobody is signed in."""
     repo_id = name if "/" in name else f"{NOBODY}/{name}"
@@ -154,10 +149,10 @@ def list_files(info: Info) -> dict[str, Any]:
 
 def refuse_other_content(repo: Repository) -> None:
     """Raise the error for a repository that holds something else."""
-    names = ", ".join(sorted(repo.files - INITIAL_FILES)[:3])
+    files = f"{len(repo.files)} files: {', '.join(sorted(repo.files - INITIAL_FILES)[:3])}, …"
     raise PublishError(
-        f"{repo.repo_id!r} exists and holds something else ({len(repo.files)} files: {names}, …): choose another "
-        f"name, or delete it on its settings page; {NOTHING_SENT}"
+        f"{repo.repo_id!r} exists and holds something else ({files}): choose another name, or delete it on its "
+        f"settings page; {NOTHING_SENT}"
     )
 
 

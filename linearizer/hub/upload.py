@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.utils import get_session, hf_raise_for_status
 from huggingface_hub.utils.sha import git_hash
 
@@ -30,89 +30,46 @@ LARGE_BYTES = 10**7  # a file of at least this size is uploaded alone, so that p
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # pauses before a commit that the Hub could not serve is tried again
 MAX_WAIT_SECONDS = 120  # a longer wait that the Hub requests is an error
 HEARTBEAT_SECONDS = 1.0  # between two reports of progress during a request
-COPYING = "src_repo_id" in CommitOperationCopy.__annotations__  # not so in older clients
 
-
-@dataclass(frozen=True)
-class HubFile:
-    """A file that another model of the Hub holds, too, so that the Hub can copy it."""
-
-    path: Path  # here
-    sha256: str
-    repo_id: str
-    revision: str
-    name: str  # there
-
-
-Content = Path | bytes | HubFile
+Content = Path | bytes
 
 
 def upload(
     repo: Repository, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
 ) -> Steps[str]:
-    """Make a repository hold these files as of one commit, check them by their hashes, and return the revision.
-
-    What another model holds is copied by the Hub, and sent only where the Hub cannot copy it.
-    """
-    sending = Upload(HfApi(token=access_token(token)), repo, files, message, obsolete)
+    """Make a repository hold these files as of one commit, check them by their hashes, and return the revision."""
+    sending = Upload(HfApi(token=access_token(token)), repo, message, obsolete)
     with explain_publish_errors(repr(repo.repo_id)):
         check_card(repo, files["README.md"])
         if repo.head is None:
             sdk = "gradio" if repo.kind == "space" else None
             sending.hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
     with explain_publish_errors(repr(repo.repo_id), KEPT), without_bars():
-        start = Progress("publish", 0, len(files), "files")
-        copies = yield from watch(sending.list_copies, start)
-        try:
-            return (yield from sending.send(copies))
-        except Exception as error:
-            if not copies or not is_of_copying(error):
-                raise
-        yield replace(start, details={"because": "the Hub cannot copy the teacher's files, so they are sent"})
-        return (yield from sending.send({}))
+        additions = yield from watch(
+            lambda: [CommitOperationAdd(name, content) for name, content in sorted(files.items())],  # computes hashes
+            Progress("publish", 0, len(files), "files"),
+        )
+        return (yield from sending.send(additions))
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Files that become one commit of a repository."""
+    """One commit of a repository."""
 
     hub: HfApi
     repo: Repository
-    files: Mapping[str, Content]
     message: str
     obsolete: Collection[str]
 
-    def list_copies(self) -> dict[str, HubFile]:
-        """List the files that the Hub holds elsewhere with the same content."""
-        copies: dict[str, HubFile] = {}
-        for name, file in self.files.items():
-            if COPYING and isinstance(file, HubFile):
-                try:
-                    found = list(self.hub.get_paths_info(file.repo_id, [file.name], revision=file.revision))
-                except HUB_ERRORS:
-                    return {}  # the teacher is gone, or this account may not see it
-                if found and is_large_file(found[0], file.sha256):
-                    copies[name] = file
-        return copies
-
-    def send(self, copies: Mapping[str, HubFile]) -> Steps[str]:
-        """Send the files that are not copied, make one commit of both kinds, and check what the Hub then holds."""
-        sent = {name: path_or_bytes(content) for name, content in sorted(self.files.items()) if name not in copies}
-        additions = yield from watch(
-            lambda: [CommitOperationAdd(name, content) for name, content in sent.items()],  # computes hashes
-            Progress("publish", 0, len(sent), "files"),
-        )
-        for addition in additions:
-            file = self.files[addition.path_in_repo]
-            if isinstance(file, HubFile) and addition.upload_info.sha256.hex() != file.sha256:
-                raise ValueError(f"{file.path.name} has changed since the run wrote it")
+    def send(self, additions: list[CommitOperationAdd]) -> Steps[str]:
+        """Send files, commit them, and check what the Hub then holds."""
         total = yield from self.upload_large(additions)
         at = Progress("publish", total, total, "bytes", {"file": "the commit"})
         yield at
-        revision = yield from retry(lambda: self.commit(additions, copies), at)
-        at = Progress("publish", 0, len(self.files), "files checked")
+        revision = yield from retry(lambda: self.commit(additions), at)
+        at = Progress("publish", 0, len(additions), "files checked")
         info = yield from retry(lambda: self.look(revision), at)
-        for path in list_differing(info, additions, copies):
+        for path in list_differing(info, additions):
             raise FaultError(
                 f"{self.repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}"
             )
@@ -135,71 +92,49 @@ class Upload:
         """Ask the Hub what the repository holds."""
         return self.hub.repo_info(self.repo.repo_id, repo_type=self.repo.kind, revision=revision, files_metadata=True)
 
-    def commit(self, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> str:
+    def commit(self, additions: list[CommitOperationAdd]) -> str:
         """Make a commit, unless the repository holds all files already: the answer to an earlier try may be lost."""
         info = self.look()
         deletions = [CommitOperationDelete(path) for path in self.obsolete if path in list_files(info)]
-        if info.sha and not deletions and not list_differing(info, additions, copies):
+        if info.sha and not deletions and not list_differing(info, additions):
             return str(info.sha)
-        copied = [
-            CommitOperationCopy(file.name, name, file.revision, src_repo_id=file.repo_id, src_repo_type="model")
-            for name, file in copies.items()
-        ]
         return self.hub.create_commit(
             self.repo.repo_id,
-            [*additions, *copied, *deletions],
+            [*additions, *deletions],
             commit_message=self.message,
             repo_type=self.repo.kind,
             parent_commit=info.sha,
         ).oid
 
 
-def path_or_bytes(content: Content) -> Path | bytes:
-    """Return what is sent of a file."""
-    return content.path if isinstance(content, HubFile) else content
-
-
-def is_of_copying(error: Exception) -> bool:
-    """Whether the Hub refused to copy: from another region, or what it stores without Xet."""
-    response = getattr(error, "response", None)
-    return "xet hash" in str(error) or "duplicate" in (str(response.url) if response is not None else str(error))
-
-
-def size_of(content: Content) -> int:
-    """Count the bytes of a file."""
-    content = path_or_bytes(content)
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
+def bytes_of(content: Content) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
 
 
 def check_card(repo: Repository, content: Content) -> None:
     """Let the Hub check the metadata of a card before the repository is created; the client does so only later."""
-    content = path_or_bytes(content)
-    text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
     address = f"{constants.ENDPOINT}/api/validate-yaml"  # older clients' RepoCard.validate asks another Hub
-    answer = get_session().post(address, json={"content": text, "repoType": repo.kind}, timeout=HUB_SECONDS)
+    answer = get_session().post(
+        address, json={"content": bytes_of(content).decode(), "repoType": repo.kind}, timeout=HUB_SECONDS
+    )
     if answer.status_code == 400:
         faults = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
         raise ValueError(f"the metadata of its card: {faults}")
     hf_raise_for_status(answer)
 
 
-def list_differing(info: Info, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> list[str]:
+def list_differing(info: Info, additions: list[CommitOperationAdd]) -> list[str]:
     """List the files that a repository lacks or holds with other content."""
     files = list_files(info)
-    return [sent.path_in_repo for sent in additions if not same_content(files.get(sent.path_in_repo), sent)] + [
-        name for name, file in copies.items() if not is_large_file(files.get(name), file.sha256)
-    ]
-
-
-def is_large_file(found: Any, sha256: str) -> bool:
-    """Whether a file of a repository, or None, is kept as a large file with this hash."""
-    return found is not None and found.lfs is not None and bool(found.lfs.sha256 == sha256)
+    return [sent.path_in_repo for sent in additions if not same_content(files.get(sent.path_in_repo), sent)]
 
 
 def same_content(found: Any, sent: CommitOperationAdd) -> bool:
     """Compare a file of a repository, or None, with one of ours by the hash that the Hub keeps of it."""
-    if found is None or found.lfs is not None:
-        return is_large_file(found, sent.upload_info.sha256.hex())
+    if found is None:
+        return False
+    if found.lfs is not None:
+        return bool(found.lfs.sha256 == sent.upload_info.sha256.hex())
     with sent.as_file() as file:
         return bool(found.blob_id == git_hash(file.read()))
 

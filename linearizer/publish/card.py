@@ -27,7 +27,7 @@ from linearizer.plan.plan import Plan
 from linearizer.plan.state_size import ROW_TITLES, StateSize
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
-from linearizer.report.tables import Rows, Table, describe_environment, describe_heads
+from linearizer.report.tables import Table, describe_environment, describe_heads
 from linearizer.report.verdict import judge_run
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, read_training
@@ -82,7 +82,13 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     """Write the card of a run's student."""
     allocation, layers, teacher = run.require_allocation(), run.layers, CitedTeacher.of(run)
     plan = public_plan(run.plan, teacher)
-    parts, training = public_parts(run.results), read_training(run)
+    parts = {  # without the folders of this machine
+        name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
+        for name, part in run.results.items()
+    }
+    training, again = read_training(run), "The same plan makes the same student again:"
+    if training.early:
+        again = f"The training was ended by hand. The same plan, not interrupted, trains all {training.asked:,} steps:"
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
     whole_plan = json.dumps(asdict(plan), indent=1).replace("`", "\\u0060")
@@ -97,7 +103,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
         limits=list_limits(allocation, training, bool(parts.keys() - MEASURED_AT_ONCE)),
         made=describe_production(plan, training),
         chosen=describe_choice(run),
-        again=describe_repetition(training),
+        again=again,
         version=linearizer.__version__,
         command=plan.command(),
         plan=folded("The whole plan", f"```json\n{whole_plan}\n```"),
@@ -169,19 +175,9 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: C
 
 def list_heads(allocation: Allocation) -> str:
     """List what the heads hold, one line per layer."""
-    rows: Rows = [("layer", "KV heads")]
     unchanged = "unchanged: the teacher itself has a window here"
-    for index, heads in enumerate(allocation.heads):
-        rows.append((index, " · ".join(head.in_brief for head in heads) or unchanged))
-    return table_markdown(Table(rows))
-
-
-def public_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Return the parts of an evaluation without the folders of this machine."""
-    return {
-        name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
-        for name, part in parts.items()
-    }
+    held = (" · ".join(head.in_brief for head in heads) or unchanged for heads in allocation.heads)
+    return table_markdown(Table([("layer", "KV heads"), *enumerate(held)]))
 
 
 def write_evaluation(parts: Mapping[str, Part]) -> str:
@@ -231,13 +227,6 @@ def describe_choice(run: Run) -> str:
 def folded(title: str, content: str) -> str:
     """Fold Markdown under a title."""
     return f"<details><summary>{html.escape(title)}</summary>\n\n{content}\n\n</details>"
-
-
-def describe_repetition(training: Trained) -> str:
-    """Describe what running the same plan again makes."""
-    if training.early:
-        return f"The training was ended by hand. The same plan, not interrupted, trains all {training.asked:,} steps:"
-    return "The same plan makes the same student again:"
 
 
 def list_limits(allocation: Allocation, training: Trained, examined: bool) -> str:
@@ -319,21 +308,21 @@ def list_results(plan: Plan, parts: Mapping[str, Part]) -> list[EvalResult]:
 def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]:
     """List the results of the student: the text, the name of the measure, and its value."""
     if (part := parts.get("language")) is not None and part.read is not None:
-        text, student = part.read.text, student_of(part.result.subjects)
+        text, student = part.read.text, find_student(part.result)
         yield text, "loss", student.loss.mean
         for name, estimate in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
             if estimate is not None:
                 yield text, name, estimate.mean
         for result in part.result.lengths[:-1]:
-            if (kl := student_of(result.subjects).kl) is not None:
+            if (kl := find_student(result).kl) is not None:
                 yield text, f"KL to the teacher over the first {result.length} tokens", kl.mean
     if (part := parts.get("recall")) is not None and part.read is not None:
-        for gap, loss in zip(part.result.gaps, student_of(part.result.subjects).second, strict=True):
+        for gap, loss in zip(part.result.gaps, find_student(part.result).second, strict=True):
             yield part.read.text, f"recall after {gap}", loss
 
 
-def student_of(subjects: Sequence[Any]) -> Any:
-    return next(subject for subject in subjects if subject.name == "student")
+def find_student(result: Any) -> Any:
+    return next(subject for subject in result.subjects if subject.name == "student")
 
 
 def is_on_hub(text: str) -> bool:

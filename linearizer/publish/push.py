@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from linearizer.amounts import size
 from linearizer.errors import FaultError, RequestError
+from linearizer.hub.models import access_token
 from linearizer.hub.repository import (
     Preview,
     Published,
     Repository,
     fetch_file,
     find_repository,
-    is_signed_in,
     name_repository,
     refuse_other_content,
     unchecked_note,
 )
-from linearizer.hub.upload import Content, HubFile, size_of, upload
-from linearizer.hub.weight_files import teacher_files
+from linearizer.hub.upload import Content, upload
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import CitedTeacher, write_card, write_snippet
@@ -27,12 +25,12 @@ from linearizer.report.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
-from linearizer.run.weight_digests import check_weights, read_digests
+from linearizer.run.weight_digests import check_weights
 
 CONFIG = "config.json"
 MODEL_TYPE = "linearized"  # of every student
 APP_FILES = {"app.py", "linearizer/__main__.py"}
-REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")
+REPLACED = (".safetensors", ".safetensors.index.json", ".py")
 
 
 def preview(run: Run | None, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
@@ -42,10 +40,13 @@ def preview(run: Run | None, repo_id: str, private: bool = True, token: str | No
     """
     if run is not None:
         check_student(run)
-    signed_in, kind = is_signed_in(token), "space" if run is None else "model"
+    signed_in, kind = bool(access_token(token)), "space" if run is None else "model"
     repo = find_target(repo_id, private, token, kind) if signed_in else name_repository(repo_id, private, kind)
     files = files_to_send(run, repo)
-    sizes = tuple((name, size_of(content)) for name, content in sorted(files.items()))
+    sizes = tuple(
+        (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
+        for name, content in sorted(files.items())
+    )
     card = files["README.md"]
     assert isinstance(card, bytes)
     notes = (*(() if run is None else list_notes(run, repo)), *((unchecked_note(),) * (not signed_in)))
@@ -63,7 +64,8 @@ def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str |
         check_student(run)
     repo = find_target(repo_id, private, token, "space" if run is None else "model")
     files = files_to_send(run, repo)
-    gone = [name for name in repo.files if is_replaced(name, repo) and name not in files]
+    earlier = repo.files - files.keys()
+    gone = [name for name in earlier if (name.startswith("linearizer/") if run is None else name.endswith(REPLACED))]
     title = "Publish Linearizer as a Space" if run is None else "Publish a linearized model"
     revision = yield from upload(repo, files, title, gone, token)
     if run is None:
@@ -75,18 +77,15 @@ def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str |
 
 
 def files_to_send(run: Run | None, repo: Repository) -> dict[str, Content]:
-    """List the files of a student, or of the app."""
-    return space.list_space_files(repo.repo_id) if run is None else model_files(run, repo.repo_id)
-
-
-def is_replaced(name: str, repo: Repository) -> bool:
-    """Whether a file belongs to an earlier push, so that it goes where the new push lacks it."""
-    return name.startswith("linearizer/") if repo.kind == "space" else name.endswith(REPLACED_SUFFIXES)
-
-
-def check_target(repo_id: str, token: str | None = None) -> str:
-    """Check before a student is made that it can be published privately; return the repository's full name."""
-    return find_target(repo_id, True, token).repo_id
+    """List the files of a student: the checkpoint with its card; or those of the app."""
+    if run is None:
+        return space.list_space_files(repo.repo_id)
+    files: dict[str, Content] = {}
+    for path in sorted(run.checkpoint.rglob("*")):  # without hidden files and symbolic links
+        name = path.relative_to(run.checkpoint)
+        if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
+            files[name.as_posix()] = path
+    return {**files, "README.md": write_card(run, repo.repo_id).encode()}
 
 
 def check_student(run: Run) -> None:
@@ -97,7 +96,7 @@ def check_student(run: Run) -> None:
         from linearizer.method.checkpoint import link_missing_weights
 
         link_missing_weights(run)
-    check_weights(run, but=files_on_hub(run))  # these are compared with the Hub's
+    check_weights(run)
 
 
 def find_target(repo_id: str, private: bool, token: str | None, kind: str = "model") -> Repository:
@@ -120,28 +119,6 @@ def holds_student(repo: Repository, token: str | None) -> bool:
     return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
 
 
-def model_files(run: Run, repo_id: str) -> dict[str, Content]:
-    """List the files to publish: the checkpoint with its card, without hidden files and symbolic links."""
-    files: dict[str, Content] = {}
-    for path in sorted(run.checkpoint.rglob("*")):
-        name = path.relative_to(run.checkpoint)
-        if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
-            files[name.as_posix()] = path
-    return {**files, **files_on_hub(run), "README.md": write_card(run, repo_id).encode()}
-
-
-def files_on_hub(run: Run) -> dict[str, HubFile]:
-    """List the weight files of a checkpoint that a teacher on the Hub holds, too."""
-    teacher, digests = CitedTeacher.of(run), read_digests(run)
-    if teacher.repo_id is None or teacher.revision is None:
-        return {}
-    return {
-        name: HubFile(run.checkpoint / name, digests[name], teacher.repo_id, teacher.revision, original)
-        for name, original in teacher_files(run.checkpoint).items()
-        if name in digests
-    }
-
-
 def list_warnings(run: Run) -> tuple[str, ...]:
     """List what speaks against publishing a student: the verdict on it, where that is bad."""
     verdict = judge_run(run)
@@ -154,8 +131,6 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     notes = [*list_warnings(run)]
     if repo.head is not None and not repo.fresh:
         notes.append(f"{repo.repo_id} holds an earlier student: it stays in the history, at revision {repo.head}")
-    if copied := sum(size_of(file) for file in files_on_hub(run).values()):
-        notes.append(f"{size(copied)} of it are files of {teacher.name}, which the Hub copies if it can")
     if not repo.private:
         notes.append("everyone will see it")
     if teacher.gated:

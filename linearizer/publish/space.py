@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import SpaceCardData
@@ -52,7 +50,9 @@ def list_space_files(repo_id: str) -> dict[str, Content]:
     files: dict[str, Content] = {**{name: project / name for name in TOP_FILES}, **package_files()}
     readme, lines = ((project / name).read_text(encoding="utf-8") for name in FITTED_FILES)
     front_matter = SpaceCardData(**FRONT_MATTER, sdk_version=version("gradio")).to_yaml(line_break="\n")
-    fitted = (f"---\n{front_matter}\n---\n{remove_missing_pictures(readme, files)}", fit_requirements(lines))
+    readme = re.sub(r"!\[[^\]]*\]\(([^)]*)\)\n", lambda picture: picture[0] if picture[1] in files else "", readme)
+    kept = {name: line for line in lines.splitlines() if (name := package_name(line)) and name not in PREINSTALLED}
+    fitted = (f"---\n{front_matter}\n---\n{readme}", "\n".join({**kept, "torch": TORCH}.values()) + "\n")
     return {**files, **{name: text.encode() for name, text in zip(FITTED_FILES, fitted, strict=True)}}
 
 
@@ -63,7 +63,8 @@ def package_files() -> dict[str, Content]:
         for path in sorted(place.rglob("*")):
             name = path.relative_to(place)
             inside = place == PACKAGE and name.parts[0] in CARRIED_FOLDERS
-            if path.is_file() and not path.is_symlink() and not inside and not is_hidden(name):
+            hidden = any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
+            if path.is_file() and not path.is_symlink() and not inside and not hidden:
                 files[f"{folder}/{name.as_posix()}"] = path
     return files
 
@@ -73,22 +74,6 @@ def job_requirements(*more: str) -> list[str]:
     lines = (project_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
     kept = [name for name in map(package_name, lines) if name and name not in (*OF_THE_PAGE, "triton")]
     return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *more)]
-
-
-def remove_missing_pictures(readme: str, files: Mapping[str, Content]) -> str:
-    """Leave out the pictures whose files are missing."""
-    return re.sub(r"!\[[^\]]*\]\(([^)]*)\)\n", lambda picture: picture[0] if picture[1] in files else "", readme)
-
-
-def is_hidden(name: Path) -> bool:
-    """Whether a file belongs to a working copy and not to the project."""
-    return any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
-
-
-def fit_requirements(lines: str) -> str:
-    """Fit the requirements of the project to a Space."""
-    kept = {name: line for line in lines.splitlines() if (name := package_name(line)) and name not in PREINSTALLED}
-    return "\n".join({**kept, "torch": TORCH}.values()) + "\n"
 
 
 def package_name(line: str) -> str:

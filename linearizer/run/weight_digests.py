@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from linearizer.plan.json_products import parse_object
 from linearizer.run.folder import Run
 
 DIGESTS = "state/checkpoint.json"  # of a run's folder
-PIECE_BYTES = 1 << 20  # that are read at a time
 KNOWN_FILES = 256  # whose digests a process remembers
 TOKENIZER = (  # the files of one, of any kind
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja"
@@ -31,11 +30,12 @@ def write_digests(run: Run, linked: Sequence[Path] = ()) -> None:
     run.write_product(DIGESTS, json.dumps(digests))
 
 
-def check_weights(run: Run, but: Collection[str] = ()) -> None:
-    """Refuse files that have changed since the run wrote them; `but` names files that are not checked."""
+def check_weights(run: Run) -> None:
+    """Refuse files that have changed since the run wrote them."""
     present = {path.name: path for path in digested_files(run.checkpoint)}
     for name, digest in read_digests(run).items():
-        if name not in but and (name not in present or digest_of(present[name]) != digest):
+        facts = present[name].stat() if name in present else None
+        if facts is None or known_digest(present[name], facts.st_size, facts.st_mtime_ns, facts.st_ino) != digest:
             raise FolderError(
                 f"{str(run.checkpoint / name)!r} is not as the run wrote it: remove the folder checkpoint, and "
                 f"`linearizer runs resume {run.folder}` makes it again"
@@ -58,14 +58,9 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def digest_of(path: Path) -> str:
-    """Hash a file once, as long as it does not change: what was previewed is then published."""
-    facts = path.stat()
-    return known_digest(path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
-
-
 @lru_cache(maxsize=KNOWN_FILES)
 def known_digest(path: Path, size: int, changed: int, node: int) -> str:
+    """Hash a file once, as long as it does not change: what was previewed is then published."""
     return hash_file(path)
 
 
@@ -73,6 +68,6 @@ def hash_file(path: Path) -> str:
     """Hash a file, however large."""
     hashed = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
+        while piece := file.read(1 << 20):
             hashed.update(piece)
     return hashed.hexdigest()

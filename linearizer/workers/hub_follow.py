@@ -20,7 +20,7 @@ from typing import TypeVar
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, status_of
-from linearizer.hub.upload import path_or_bytes
+from linearizer.hub.upload import bytes_of
 from linearizer.publish.space import job_requirements, package_files
 from linearizer.run.events import EventName, append_line, newest_events, parse_line, parse_lines
 from linearizer.run.files import UNFINISHED, remove
@@ -146,8 +146,7 @@ def pack_code(demo: bool) -> bytes:
     with zipfile.ZipFile(packed, "w") as archive:  # stored: the Hub compresses, and knows parts that it has
         for name, content in package_files().items():
             if name.startswith("linearizer/") or (demo and name.startswith("assets/demo-model/")):
-                data = path_or_bytes(content)
-                archive.writestr(zipfile.ZipInfo(name), data if isinstance(data, bytes) else data.read_bytes())
+                archive.writestr(zipfile.ZipInfo(name), bytes_of(content))
     return packed.getvalue()
 
 
@@ -213,17 +212,17 @@ class Follower:
         if not self.run.has_file("plan.json"):  # a run that was deleted by hand costs no more
             self.account.cancel_job(self.id)
             raise FaultError(f"{str(self.run.folder)!r} was deleted while its job was running: the job is cancelled")
-        for name in ("stop", "use"):
-            if name not in self.asked and self.run.has_request(name):
-                with suppress(*TROUBLE):
-                    if name == "stop" and job.stage == "SCHEDULING":
-                        self.cancel_at = 0.0
-                    else:
-                        reason = (self.run.request_reason(name) or "").encode()
-                        self.account.send({request_path(self.run.id, name): reason or b"\n"})
-                        self.cancel_at = time.monotonic() + STOP_SECONDS if name == "stop" else self.cancel_at
-                    self.asked.add(name)
-        if time.monotonic() > self.cancel_at and not job.ended:
+        for name in [name for name in ("stop", "use") if name not in self.asked and self.run.has_request(name)]:
+            with suppress(*TROUBLE):
+                wait = 0.0
+                if name == "use" or job.stage != "SCHEDULING":
+                    reason = self.run.request_reason(name) or "\n"
+                    self.account.send({request_path(self.run.id, name): reason.encode()})
+                    wait = STOP_SECONDS
+                if name == "stop":
+                    self.cancel_at = time.monotonic() + wait
+                self.asked.add(name)
+        if time.monotonic() > self.cancel_at:
             with suppress(*TROUBLE):
                 self.account.cancel_job(self.id)
                 self.cancel_at = time.monotonic() + STOP_SECONDS
@@ -246,8 +245,7 @@ class Follower:
             for line in self.held:
                 append_line(self.run.log_file, line.encode())
         elif "stop" in self.asked or job.stage == "CANCELED":
-            asked = "stop" in self.asked
-            why = self.run.request_reason("stop") if asked else "its job was cancelled on the Hub"
+            why = self.run.request_reason("stop") if "stop" in self.asked else "its job was cancelled on the Hub"
             self.run.log(EventName.STOPPED, **({"error": why} if why else {}))
         else:
             self.run.log(EventName.FAILED, error=self.describe_end(job))

@@ -14,7 +14,7 @@ from linearizer.errors import NotAgreed, RequestError
 from linearizer.hub.jobs_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_job_errors, list_hardware
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
-from linearizer.publish.push import check_target
+from linearizer.publish.push import find_target
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE, HubJob, open_job, read_hub_job
 from linearizer.teacher.streaming import FILLED
@@ -120,7 +120,7 @@ def offer_job(
             f"choose other hardware; {NOTHING_BEGUN}"
         )
     if push is not None:
-        push = check_target(push, account.token)
+        push = find_target(push, True, account.token).repo_id
     minutes = guess_minutes(plan, inspection, hardware) if minutes is None else minutes
     if not 1 <= minutes <= MAX_MINUTES:
         raise RequestError(f"a job of {minutes} minutes is not allowed: ask for 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")

@@ -8,7 +8,7 @@ from markdown_it import MarkdownIt
 
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.plan import Plan
-from linearizer.publish.card import escape_markdown, write_card, write_snippet
+from linearizer.publish.card import write_card, write_snippet
 from tests.support.cards import HEADS, HOSTILE, made
 from tests.support.evaluation_results import MADE, STORED
 
@@ -80,11 +80,6 @@ def test_what_others_wrote_stays_text(tmp_path):
     assert page.count("<h1>") == 1 and page.count("<pre>") == 4
 
 
-def test_a_card_without_results_says_so(tmp_path):
-    text = write_card(made(tmp_path / "run", losses=None))
-    assert "The student was not evaluated." in text and ModelCard(text).data.eval_results is None
-
-
 def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path):
     run = made(tmp_path / "run")
     options = {"text": "file:/home/someone/poems.txt", "length": 64, "texts": 2, "seed": 0}
@@ -96,11 +91,6 @@ def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
     run.write_evaluation(parts=STORED)
     assert "The evaluation is small" not in write_card(run)
-
-
-def test_what_is_not_finite_is_no_result(tmp_path):
-    text = write_card(made(tmp_path / "run", losses={"student": float("nan")}))
-    assert "loss" not in {result.metric_type for result in ModelCard(text).data.eval_results}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +112,3 @@ def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
     text = write_card(made(tmp_path / "run", terms=terms))
     result = ModelCard(text).data.license_link
     assert (result is None) == (link is None) and (link is None or result.endswith(link)) and said in text
-
-
-def test_escaped_text_has_no_line_breaks_and_no_markup():
-    assert escape_markdown("a\n# b\u202e <i> [c](d) `e`") == r"a # b &lt;i&gt; \[c\](d) \`e\`"

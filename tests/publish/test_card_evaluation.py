@@ -1,6 +1,5 @@
 """The card shows the results of an evaluation as tables."""
 
-import pytest
 from markdown_it import MarkdownIt
 
 from linearizer.publish.card import write_card
@@ -49,19 +48,3 @@ def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
     page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
     assert "<script>" not in page and 'href="http://evil"' not in page and "<strong>" not in page
     assert page.count("<h1>") == 1 and "/home/someone" not in text
-
-
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_results_that_are_not_finite_are_on_the_card(tmp_path, loss):
-    run = made(tmp_path / "run")
-    lost = [
-        {**subject, "second": [loss, loss]} if subject["name"] == "student" else subject
-        for subject in STORED["recall"]["subjects"]
-    ]
-    none = [{**subject, "paces": [{**pace, "write_rate": None, "read_rate": None} for pace in subject["paces"]]}
-            for subject in STORED["speed"]["subjects"]]  # fmt: skip
-    run.write_evaluation(
-        parts={"recall": {**STORED["recall"], "subjects": lost}, "speed": {**STORED["speed"], "subjects": none}}
-    )
-    text = write_card(run)
-    assert f"{loss:.3f}" in text and "| student, 1024 | – | – |" in text

@@ -31,16 +31,6 @@ def test_an_upload_that_broke_goes_on_where_it_was(hub, run):
     assert not [line for line in written(hub) if line.startswith("PUT")] and WEIGHTS in files_of(hub)
 
 
-def test_a_publication_that_was_stopped_goes_on_where_it_was(hub, run):
-    steps = push.publish(run, "me/student", token=ME)
-    while next(steps).details.get("file") != "the commit":
-        pass
-    steps.close()
-    hub.requests.clear()
-    publish(run)
-    assert not [line for line in written(hub) if line.startswith("PUT")] and WEIGHTS in files_of(hub)
-
-
 def test_a_long_upload_shows_that_it_goes_on_and_can_be_left(hub, run, monkeypatch):
     monkeypatch.setattr(upload, "HEARTBEAT_SECONDS", 0.01)
     hub.fail_next("PUT /lfs/", "hold")
@@ -135,14 +125,6 @@ def test_what_cannot_be_written_is_said_before_anything_is_sent(hub, run, name, 
     result = refused(run, name, token)
     assert sentence in result and (token is None or "nothing was sent" in result or "choose from" in result)
     assert not written(hub)
-
-
-def test_a_repository_that_was_made_by_hand_and_is_gated_is_filled(hub, run):
-    hub.add("me/student", {"README.md": b"# soon", ".gitattributes": b""}, gated="manual")
-    publish(run, private=False)
-    assert WEIGHTS in files_of(hub) and not hub.repos["models", "me/student"].private
-    sentence = refused(run)
-    assert "exists and is public" in sentence and "nothing was sent" in sentence
 
 
 def test_what_differs_on_the_hub_from_what_was_sent_is_found(hub, run):

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from huggingface_hub import RepoCard, snapshot_download
+from huggingface_hub import snapshot_download
 
 from linearizer.cli.main import main
 from linearizer.errors import PublishError, RequestError
@@ -47,19 +47,6 @@ def publish(name="me/app", **how):
     return finish(push.publish(None, name, token=ME, **how))
 
 
-def test_what_was_sent_works_where_only_that_is(hub, checkout, tmp_path):
-    done = publish()
-    folder = snapshot_download(
-        "me/app", repo_type="space", revision=done.revision, token=ME, local_dir=tmp_path / "space"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-m", "linearizer", "inspect", "demo"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0 and "8 query heads on 4 KV heads" in ran.stdout, ran.stderr
-    assert hub.repos["spaces", "me/app"].private and done.url.endswith("/spaces/me/app")
-
-
 def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
     publish()
     repo = hub.repos["spaces", "me/app"]
@@ -73,15 +60,6 @@ def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
         for name in held
         if "pycache" in name or name.startswith("runs/") or ".env" in name or name.endswith("/link.py")
     ]
-
-
-def test_its_front_matter_asks_for_the_least(checkout):
-    card = RepoCard(space.list_space_files("me/app")["README.md"].decode())
-    matter = card.data.to_dict()
-    assert (matter["sdk"], matter["app_file"], matter["hf_oauth"]) == ("gradio", "app.py", True)
-    assert matter["hf_oauth_scopes"] == ["contribute-repos", "gated-repos", "jobs"]
-    assert matter["sdk_version"].count(".") == 2 and len(matter["short_description"]) <= 60
-    assert card.text.lstrip() == (checkout / "README.md").read_text()
 
 
 def test_its_requirements_are_the_projects_without_what_a_space_has(checkout):

@@ -11,7 +11,7 @@ from linearizer.hub.models import find_model
 from linearizer.method.checkpoint import load_of_run, load_student, save
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.weight_digests import DIGESTS, check_weights, hash_file, read_digests, write_digests
+from linearizer.run.weight_digests import check_weights, hash_file, read_digests, write_digests
 from tests.support.models import student_of, teacher_of
 
 
@@ -45,7 +45,6 @@ def test_a_linked_file_of_the_hubs_cache_is_not_read_for_its_digest(tmp_path):
     found = read_digests(run)
     assert found["teacher-00001-of-00001.safetensors"] == "0" * 64
     assert found["student.safetensors"] == hash_file(run.checkpoint / "student.safetensors")
-    check_weights(run, but=["teacher-00001-of-00001.safetensors"])
     with pytest.raises(FolderError, match="teacher-00001-of-00001.safetensors' is not as the run wrote it"):
         check_weights(run)
 
@@ -77,24 +76,6 @@ def test_a_damaged_tokenizer_is_refused_in_a_sentence(with_tokenizer, name, dama
     load_of_run(run)
 
 
-def test_a_flipped_bit_of_a_tokenizer_is_seen(with_tokenizer):
-    write_digests(with_tokenizer)
-    path = with_tokenizer.checkpoint / "tokenizer.json"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(FolderError, match=r"tokenizer.json' is not as the run wrote it"):
-        check_weights(with_tokenizer)
-
-
 def test_a_checkpoint_does_not_tell_where_its_tokenizer_was_read(with_tokenizer):
     settings = json.loads((with_tokenizer.checkpoint / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] and not settings.keys() & {"is_local", "local_files_only"}
-
-
-@pytest.mark.parametrize("damage", ["null", "3", "[]"])
-def test_digests_that_are_none_are_refused_in_a_sentence(run, damage):
-    run.write_product(DIGESTS, '{"a": 1}')
-    (run.folder / DIGESTS).write_text(damage)
-    with pytest.raises(FolderError, match="checkpoint.json' cannot be read"):
-        load_student(run)

@@ -57,7 +57,6 @@ class FakeHub(JobsOfHub):
         self.organisations = {}  # user -> {organisation: role}
         self.released = threading.Event()  # lets go on what `fail_next(…, "hold")` holds
         self.yaml_errors = []  # that it finds in cards
-        self.xet = True  # whether it can copy large files between repositories
         self.clear_jobs()
         self.spoiled = {}  # path -> what it holds instead of what is committed there
         handler = type("Bound", (Handler,), {"hub": self})
@@ -81,7 +80,6 @@ class FakeHub(JobsOfHub):
         """Forget everything."""
         self.released.clear()
         self.clear_jobs()
-        self.xet = True
         for content in (
             self.repos,
             self.requests,
@@ -231,10 +229,7 @@ class Handler(Writing, Jobs, BaseHTTPRequestHandler):
         files = self.commit_of(repo, revision)[1]
         typed = self.headers.get("Content-Type", "").startswith("application/json")
         paths = json.loads(self.posted)["paths"] if typed else parse_qs(self.posted.decode()).get("paths", [])
-        held = [entry(path, files[path]) for path in paths if path in files]
-        self.reply(
-            [{**file, **({"xetHash": file["lfs"]["oid"]} if "lfs" in file and self.hub.xet else {})} for file in held]
-        )
+        self.reply([entry(path, files[path]) for path in paths if path in files])
 
     def check_gate(self, repo):
         if repo.gated and not self.belongs(repo.owner):

@@ -35,25 +35,9 @@ class Writing:
             repo = self.repo(kind, name)
             self.check_write(repo.owner)
             getattr(self, what)(repo, unquote(revision))
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/lfs-files/duplicate", path):
-            self.duplicate(self.repo("models", found[1]), json.loads(self.posted))
         else:
             return False
         return True
-
-    def duplicate(self, repo, asked):
-        """Let another repository have large files of this one."""
-        self.check_gate(repo)
-        self.check_write(self.repo(KINDS[asked["target"]["type"]], asked["target"]["name"]).owner)
-        failed = []
-        for file in asked["files"]:
-            datas = [files.get(file["filename"], b"") for files in repo.commits.values()]
-            same = [data for data in datas if hashlib.sha256(data).hexdigest() == file["sha256"] == file["xetHash"]]
-            if same:
-                self.hub.objects[file["sha256"]] = same[0]
-            else:
-                failed.append({"sha256": file["sha256"], "error": "not found"})
-        self.reply({"success": [], "failed": failed})
 
     def role(self):
         return "read" if "hf_read_" in self.headers.get("Authorization", "") else "write"
