@@ -30,8 +30,9 @@ from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError, first_line
-from linearizer.serve.sampling import Drawing
+from linearizer.serve.row import Drawing
 
+# A body is bounded: one text of the greatest length fits in any writing, and several in most.
 BYTES_OF_TOKEN = 32  # of a body for each position: what a token takes as a number, or as text in escapes
 OTHER_BYTES = 2**20  # of a body, in addition to one text of the greatest length
 DRAINED_BYTES = 2**28  # of a body that is too large: a client that is still sending hears no refusal
@@ -143,11 +144,9 @@ class CompletionBody(Body):
     def refuse_long_lists(cls, prompt: Any, info: ValidationInfo) -> Any:
         """Refuse more tokens than the model has positions, or too many prompts, before each is checked."""
         if isinstance(prompt, list) and prompt:
-            kind, most = (
-                ("tokens", (info.context or {})["positions"])
-                if isinstance(prompt[0], int)
-                else ("prompts", MAX_PROMPTS)
-            )
+            kind, most = "prompts", MAX_PROMPTS
+            if isinstance(prompt[0], int):
+                kind, most = "tokens", (info.context or {})["positions"]
             if len(prompt) > most:
                 raise ValueError(f"{len(prompt)} {kind} are more than the {most} of one request: send fewer")
         return prompt
@@ -215,18 +214,13 @@ class ChatBody(Body):
 Read = TypeVar("Read", bound=Body)
 
 
-def max_body_bytes(positions: int) -> int:
-    """Bound a body: one text of the greatest length fits in any writing, and several in most."""
-    return OTHER_BYTES + BYTES_OF_TOKEN * positions
-
-
 async def read_body(request: Request, kind: type[Read], positions: int) -> Read:
     """Read the body of a request, within bounds that follow from the positions of the model."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):  # a page of another site may send others unasked
         raise Refusal(400, f"the content type of the body is {media!r}: send JSON, as application/json")
     try:
-        content = await asyncio.wait_for(receive_bytes(request, max_body_bytes(positions)), BODY_SECONDS)
+        content = await asyncio.wait_for(receive_bytes(request, OTHER_BYTES + BYTES_OF_TOKEN * positions), BODY_SECONDS)
     except ClientDisconnect as error:
         raise Refusal(499, "the client has gone") from error  # nobody reads it
     except asyncio.TimeoutError as error:

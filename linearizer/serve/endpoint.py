@@ -167,10 +167,13 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     work = await begin(served, body, deadline)
     if body.stream:
         return Stream(served, work)
-    leaving = asyncio.create_task(wait_for_disconnect(request))
-    leaving.add_done_callback(
-        lambda _: work.received.put_nowait((0, TextDelta(error="the client has gone", status=499)))
-    )
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        work.received.put_nowait((0, TextDelta(error="the client has gone", status=499)))
+
+    leaving = asyncio.create_task(wait_for_disconnect())
     try:
         texts = {index: text async for index, text in work.deltas()}  # each comes in one piece
     except asyncio.CancelledError as error:  # by the server, which has waited long enough
@@ -212,14 +215,11 @@ async def begin(served: Served, body: Body, deadline: float) -> Work:
 
         return send
 
-    def make_rows() -> list[Row]:
-        prompts = body.prompts(served.tokenizer)
-        return [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
-
     try:
-        rows = await run_in_threadpool(make_rows)  # to turn a long text into tokens takes seconds
+        prompts = await run_in_threadpool(body.prompts, served.tokenizer)  # a long text takes seconds
     except RequestError as error:
         raise Refusal(400, str(error)) from error
+    rows = [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
     work = Work(body, rows, received)
     if not served.engine.submit(*rows):
         raise turned_away(served)
@@ -257,12 +257,6 @@ def end(served: Served, work: Work) -> None:
     for row in work.rows:
         if not row.done:
             served.engine.cancel(row)
-
-
-async def wait_for_disconnect(request: Request) -> None:
-    """Wait until the client has gone away."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Stream(StreamingResponse):

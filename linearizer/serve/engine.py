@@ -15,10 +15,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.serve.cache_rows import join_caches, keep_rows, read_on, take_row
-from linearizer.serve.kept_states import KeptStates
-from linearizer.serve.prompts import Prompts
-from linearizer.serve.row import Row, fail_rows
-from linearizer.serve.sampling import choose_tokens
+from linearizer.serve.prompts import KeptStates, Prompts
+from linearizer.serve.row import Row, choose_tokens, fail_rows
 from linearizer.teacher.logits import fresh_cache
 
 MAX_ROWS = 32  # texts in the batch
@@ -99,13 +97,9 @@ class Engine:
 
     def admit(self) -> None:
         """Let as many rows begin as the batch will have room for."""
-        begun: list[Row] = []
         with self.wake:
-            while self.waiting and len(self.rows) + len(self.prompts.rows) + len(begun) < MAX_ROWS:
-                if not (row := self.waiting.popleft()).abandoned:
-                    begun.append(row)
-        for row in begun:
-            self.prompts.add(row)
+            while self.waiting and len(self.rows) + len(self.prompts.rows) < MAX_ROWS:
+                self.prompts.rows.append(self.waiting.popleft())
 
     def join(self, rows: list[Row]) -> None:
         """Let rows whose prompts are read join the batch."""

@@ -63,9 +63,9 @@ def ask(
 
     `keep` writes the state that has read prompt and answer, too, back to the file; they can be taken back.
     """
-    if keep:
-        if path is None:
-            raise RequestError("there is no state to keep the answer in: name its file with --state")
+    if keep and path is None:
+        raise RequestError("there is no state to keep the answer in: name its file with --state")
+    if keep and path is not None:
         check_place(path)
     student, tokenizer = checkpoint.load_of_run(run)
     cache = student.empty_cache() if path is None else load_state(student, path)
@@ -96,16 +96,6 @@ def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: Li
     return Reading(tokens, state_bytes, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache) -> torch.Tensor:  # (1, tokens)
-    """Turn a text into tokens, with a start token only where nothing was read before."""
-    ids: torch.Tensor = tokenizer(
-        text, return_tensors="pt", add_special_tokens=not cache.get_seq_length(), verbose=False
-    )["input_ids"]
-    if not ids.shape[1]:
-        raise TextError("there is nothing to read: the text is empty")
-    return ids.long()
-
-
 def read_text(
     student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache
 ) -> Steps[None]:
@@ -114,6 +104,15 @@ def read_text(
     yield Progress("read", 0, ids.shape[1], "tokens")
     for done in read_tokens(student, ids, cache):
         yield Progress("read", done, ids.shape[1], "tokens")
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache) -> torch.Tensor:  # (1, tokens)
+    """Turn a text into tokens, with a start token only where nothing was read before."""
+    starts = not cache.get_seq_length()
+    ids: torch.Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=starts, verbose=False)["input_ids"]
+    if not ids.shape[1]:
+        raise TextError("there is nothing to read: the text is empty")
+    return ids.long()
 
 
 def write_answer(

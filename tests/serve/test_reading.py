@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from linearizer.serve.bodies import DRAINED_BYTES, ChatBody, CompletionBody, Refusal, max_body_bytes, parse_body
-from linearizer.serve.sampling import Drawing, choose_tokens
+from linearizer.serve.bodies import DRAINED_BYTES, ChatBody, CompletionBody, Refusal, parse_body
+from linearizer.serve.row import Drawing, choose_tokens
 from tests.support.serving import chat, complete
 
 HEADERS = {"content-type": "application/json"}
@@ -54,11 +54,6 @@ def test_a_body_that_is_too_large_is_refused_while_others_are_answered(served, c
     assert len(content) < DRAINED_BYTES
 
 
-def test_a_text_as_long_as_the_model_reads_may_be_sent_in_any_writing():
-    assert len(json.dumps("\U0001f600" * 2 * POSITIONS)) < max_body_bytes(POSITIONS)
-    assert len(json.dumps([99_999] * POSITIONS)) < max_body_bytes(POSITIONS)
-
-
 def test_a_client_that_leaves_while_it_sends_does_no_harm(served, capfd):
     with socket.create_connection((served.base_url.host, served.base_url.port)) as connection:
         head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
@@ -84,12 +79,6 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(served, name):
     for path in ("completions", "chat/completions"):
         answer = served.post(path, content=content, headers=HEADERS)
         assert answer.status_code == 400 and match in answer.json()["error"]["message"]
-
-
-def test_two_halves_of_a_letter_are_a_letter():
-    assert (
-        parse_body(b'{"model": "tiny", "prompt": "\\ud83d\\ude00"}', CompletionBody, POSITIONS).prompt == "\U0001f600"
-    )
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"])
