@@ -6,8 +6,8 @@ student is evaluated, and compared with its teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
     other processes, with a device each, that price some of the heads.
     """
     if not run.done:
-        with logged_work(run, held), closing(helpers):
+        with logged_work(run, held):
             settle(run, token)
             if not run.checkpoint.is_dir():
                 yield from make_student(run, token, helpers)
@@ -132,14 +132,12 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     weights = run.inspection, run.plan.dtype, run.plan.device
     if streams(*weights) or spreads(*weights):  # one disk is not read faster by more processes; no device is free
         helpers = ALONE
-    helpers.begin()  # they load the teacher while this process does
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
         learnt, judged = training_and_judging_texts(run, teacher, token)  # reads all that the steps take parts of
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token, helpers))
-    helpers.close()
     run.write_product("allocation.json", allocation.to_json())
     allocation = yield from choose_student(run, teacher, allocation, token)
     run.write_product("allocation.json", allocation.to_json())
@@ -172,11 +170,9 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
     return checkpoint.put_student_into(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
 
 
-def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Iterator[None]:
-    """Do a share of the pricing that the process of a run hands to its helpers, with one teacher for all of it."""
-    teacher = load_teacher_of(run.plan, token, run.inspection)
-    for sinks in tasks:
-        yield finish(help_pricing(run, teacher, token, int(sinks), share))
+def help_with(run: Run, sinks: int, share: Share, token: str | None = None) -> None:
+    """Do a share of the pricing that the process of a run hands to its helpers."""
+    finish(help_pricing(run, load_teacher_of(run.plan, token, run.inspection), token, sinks, share))
 
 
 def training_and_judging_texts(run: Run, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,7 +72,7 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helper
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
     begin = begin_of(run)
     own = price_share(run, teacher, texts, sinks, begin, Share(0, helpers.count))
-    prices = yield from log_progress(run, helpers.beside(str(sinks), own))
+    prices = yield from log_progress(run, helpers.beside(sinks, own))
     if helpers.count > 1:  # the prices that they kept are there now
         prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
     run.write_product("prices.json", prices.to_json())

@@ -38,20 +38,11 @@ ALL = Share()
 class Helpers:
     """Other processes that price some of the heads: here there are none."""
 
-    @property
-    def count(self) -> int:
-        """The number of processes, with that of the run itself."""
-        return 1
+    count = 1  # processes, with that of the run itself
 
-    def begin(self) -> None:
-        """Let the others load the teacher, before there is a task for them."""
-
-    def beside(self, task: str, steps: Steps[Product]) -> Steps[Product]:
-        """Let the others do their shares of a task while the steps of this process's share are taken."""
+    def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
+        """Let the others price their shares while the steps of this process's share are taken."""
         return (yield from steps)
-
-    def close(self) -> None:
-        """End the others."""
 
 
 ALONE = Helpers()

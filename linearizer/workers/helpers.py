@@ -1,24 +1,23 @@
 """Other processes that price some of the heads of a run, one for each further device.
 
-python -m linearizer.workers.helpers FOLDER is such a process. It loads the teacher at once. Its request and its tasks
-come through standard input, a line each, and it answers each task with a line; the prices are in files of the run. It
-ends when standard input does, so that it dies with the process that started it.
+python -m linearizer.workers.helpers FOLDER is such a process. Its request comes through standard input; the prices are
+in files of the run, and an error is on standard output. It ends when standard input does, so that it dies with the
+process that started it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
-import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Mapping
+from contextlib import redirect_stdout, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from linearizer.errors import FaultError, LinearizerError
 from linearizer.progress import Steps
@@ -30,7 +29,7 @@ from linearizer.workers.control import end_process, start_process
 
 Product = TypeVar("Product")
 PROCESSES = "LINEARIZER_PROCESSES"  # how many price the heads of a run; else one for each GPU
-POLL_SECONDS = 0.1  # between two looks for a request to stop
+POLL_SECONDS = 0.1  # between two looks for their end, and for a request to stop
 
 
 def devices_of(run: Run) -> list[str]:
@@ -69,7 +68,6 @@ class HelperProcesses(Helpers):
 
     def __init__(self, run: Run, token: str | None = None) -> None:
         self.run, self.token = run, token
-        self.started: list[subprocess.Popen[str]] = []
 
     @cached_property
     def devices(self) -> list[str]:
@@ -77,102 +75,73 @@ class HelperProcesses(Helpers):
         return devices_of(self.run)
 
     @property
-    def count(self) -> int:
-        """The number of processes, with that of the run itself."""
+    def count(self) -> int:  # type: ignore[override]
         return len(self.devices)
 
-    def begin(self) -> None:
-        """Start the helpers, unless they are at work."""
-        for number in range(len(self.started) + 1, self.count):
-            request = {"folder": str(self.run.folder), "number": number, "count": self.count, "token": self.token}
-            seen = seen_by(number, self.devices[number])
-            self.started.append(start_process("linearizer.workers.helpers", request, seen, stdout=subprocess.PIPE))
-
-    def beside(self, task: str, steps: Steps[Product]) -> Steps[Product]:
-        """Let the helpers do their shares of a task while the steps of this process's share are taken."""
-        self.begin()
-        for process in self.started:
-            with suppress(BrokenPipeError):  # it is gone, which its output tells
-                process.stdin.write(task + "\n")  # type: ignore[union-attr]
-                process.stdin.flush()  # type: ignore[union-attr]
-        product = yield from self.watched(steps)
-        for number in range(1, self.count):
-            self.wait_for(number)
-        return product
-
-    def watched(self, steps: Steps[Product]) -> Steps[Product]:
-        """Take steps as long as no helper has died."""
-        while True:
-            try:
-                progress = next(steps)
-            except StopIteration as end:
-                return end.value
-            for number, process in enumerate(self.started, 1):
-                if process.poll() is not None:
-                    self.wait_for(number)
-            yield progress
-
-    def wait_for(self, number: int) -> None:
-        """Wait until a helper has done its task."""
-        process, answer = self.started[number - 1], {}
-        assert process.stdout is not None
-        while not select.select([process.stdout], [], [], POLL_SECONDS)[0]:
-            check_stop(self.run)
-        with suppress(ValueError):  # it died within a line, or before
-            answer = json.loads(process.stdout.readline())
-        if "done" in answer:
-            return
-        code = process.wait()
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        if "error" in answer:
-            how = f"cannot go on: {answer['error']}"
-        raise FaultError(
-            f"the process that helps on {self.devices[number]} {how}: "
-            "resume the run, and it goes on from what was saved"
-        )
-
-    def close(self) -> None:
-        """End the helpers; each price that they have measured is saved."""
-        for process in self.started:
-            with suppress(BrokenPipeError), process:
+    def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
+        """Let the helpers price their shares while the steps of this process's share are taken."""
+        helpers = {number: self.start(number, sinks) for number in range(1, self.count)}
+        try:
+            while True:
+                try:
+                    progress = next(steps)
+                except StopIteration as end:
+                    product: Product = end.value
+                    break
+                self.find_ended(helpers)
+                yield progress
+            while not self.find_ended(helpers):
+                check_stop(self.run)
+                time.sleep(POLL_SECONDS)
+            return product
+        finally:  # each price that they have measured is saved
+            for process in helpers.values():
                 process.kill()
-        self.started = []
+                with suppress(BrokenPipeError), process:
+                    pass
+
+    def start(self, number: int, sinks: int) -> subprocess.Popen[str]:
+        request = dict(folder=str(self.run.folder), number=number, count=self.count, sinks=sinks, token=self.token)
+        seen = seen_by(number, self.devices[number])
+        return start_process("linearizer.workers.helpers", request, seen, stdout=subprocess.PIPE)
+
+    def find_ended(self, helpers: Mapping[int, subprocess.Popen[str]]) -> bool:
+        """Whether all helpers have done their shares; raise the error of a helper that could not."""
+        for number, process in helpers.items():
+            if code := process.poll():
+                assert process.stdout is not None
+                how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+                if why := process.stdout.read():
+                    how = f"cannot go on: {why}"
+                raise FaultError(
+                    f"the process that helps on {self.devices[number]} {how}: resume the run, and it goes on from "
+                    "what was saved"
+                )
+        return all(process.returncode == 0 for process in helpers.values())
 
 
 def main() -> int:
-    """Help with a run until there are no more tasks."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # the output of libraries is not an answer
-
-    def answer(**content: Any) -> None:
-        answers.write(json.dumps(content) + "\n")
-        answers.flush()
-
-    return help_until_end(answer, **json.loads(sys.stdin.readline()))
-
-
-def help_until_end(answer: Callable[..., None], folder: str, number: int, count: int, token: str | None) -> int:
-    """Do a share of each task, and return an exit code."""
-    tasks: queue.Queue[str | None] = queue.Queue()
-    threading.Thread(target=listen, args=(tasks,), daemon=True).start()
+    """Price a share of a run's heads."""
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=end_with_run, daemon=True).start()
     from linearizer.pipeline import help_with
     from linearizer.quiet import quiet
 
+    run, share = Run(Path(request["folder"])), Share(request["number"], request["count"])
     try:
-        with quiet(), memory_explained():
-            for _ in help_with(Run(Path(folder)), iter(tasks.get, None), Share(number, count), token):
-                answer(done=True)
+        with redirect_stdout(sys.stderr), quiet(), memory_explained():
+            help_with(run, request["sinks"], share, request["token"])
     except LinearizerError as error:
-        answer(error=str(error))
+        sys.stdout.write(str(error))
+        sys.stdout.flush()
         return error.exit_code
     return 0
 
 
-def listen(tasks: queue.Queue[str | None]) -> None:
-    """Take tasks in; when there are no more, end at once whatever is at work: the run has ended, or was killed."""
-    for line in sys.stdin:
-        tasks.put(line.strip())
-    os._exit(0)
+def end_with_run() -> None:
+    """End at once when the process of the run has ended, or was killed."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -34,16 +34,10 @@ class InTurn:
     def __init__(self, run):
         self.run = run
 
-    def begin(self):
-        pass
-
-    def beside(self, task, steps):
+    def beside(self, sinks, steps):
         for number in range(1, self.count):
-            list(pipeline.help_with(self.run, [task], Share(number, self.count)))
+            pipeline.help_with(self.run, sinks, Share(number, self.count))
         return (yield from steps)
-
-    def close(self):
-        pass
 
 
 def products(run):
@@ -85,13 +79,8 @@ def test_a_helper_that_cannot_work_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv(helpers.PROCESSES, "2")
     run = pipeline.begin(tmp_path / "run", PLAN)
     (run.folder / "inspection.json").rename(tmp_path / "inspection.json")
-    processes = HelperProcesses(run)
-    processes.begin()
-    try:
-        with pytest.raises(FaultError, match="the process that helps on cpu cannot go on: .*inspection.json"):
-            finish(processes.beside("2", processes.watched(iter(()))))
-    finally:
-        processes.close()
+    with pytest.raises(FaultError, match="the process that helps on cpu cannot go on: .*inspection.json"):
+        finish(HelperProcesses(run).beside(2, iter(())))
     assert not helpers_of(run)
 
 
