@@ -122,9 +122,9 @@ class Setup:
         first = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
-        kept = read_kept_texts(self.run) if length == self.usual_length else None
-        if kept is not None and len(kept.texts) >= skipped + count:
-            return kept.texts[skipped : skipped + count]
+        kept, _ = read_kept_texts(self.run)
+        if length == self.usual_length and len(kept) >= skipped + count:
+            return kept[skipped : skipped + count]
         stream = pack_texts(read_for_length(source, self.usual_length), self.tokenizer, length)
         windows = list(islice(stream, skipped, skipped + count))
         if not windows:

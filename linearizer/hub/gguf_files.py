@@ -27,7 +27,7 @@ from linearizer.hub.weight_files import GGUF, Weights, damaged_weights
 from linearizer.quiet import quiet
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY = 8, 9
@@ -125,6 +125,13 @@ class Reader:
                 self.value(of, nested + 1)
         return None
 
+    def tensor(self) -> Tensor:
+        name, dimensions = self.text(), self.number("<I")
+        if dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"{name} has {dimensions} dimensions")
+        shape = tuple(self.number("<Q") for _ in range(dimensions))
+        return Tensor(name, shape, self.number("<I"), self.number("<Q"))
+
 
 def parse_head(data: bytes) -> Head:
     """Read the head of a file; raise TooShort where the bytes end within it, and ValueError for other content."""
@@ -139,19 +146,11 @@ def parse_head(data: bytes) -> Head:
     for _ in range(count):
         key = reader.text()
         metadata[key] = reader.value(reader.number("<I"))
-    entries = [read_tensor(reader) for _ in range(tensors)]
+    entries = [reader.tensor() for _ in range(tensors)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or not entries:
         raise ValueError("it holds no tensors" if not entries else f"it has an alignment of {alignment}")
     return Head(metadata, tuple(entries), -(-reader.place // alignment) * alignment)
-
-
-def read_tensor(reader: Reader) -> Tensor:
-    name, dimensions = reader.text(), reader.number("<I")
-    if dimensions > MAX_DIMENSIONS:
-        raise ValueError(f"{name} has {dimensions} dimensions")
-    shape = tuple(reader.number("<Q") for _ in range(dimensions))
-    return Tensor(name, shape, reader.number("<I"), reader.number("<Q"))
 
 
 def kind_name(kind: int) -> str:
@@ -168,18 +167,13 @@ def tensor_bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape) // block * size
 
 
-def check_installed(name: str) -> None:
-    """Refuse a file that nothing here reads."""
+def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head, bytes]:
+    """Read and check the head of a file of `size` bytes; `read` returns the given number of its first bytes."""
     if find_spec("gguf") is None:
         raise ModelNotAvailable(
             f"{name!r} is a GGUF file, and the package that reads these is not installed: `pip install gguf`, or "
             f"{MADE_FROM}"
         )
-
-
-def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head, bytes]:
-    """Read and check the head of a file of `size` bytes; `read` returns the given number of its first bytes."""
-    check_installed(name)
     wanted = FIRST_BYTES
     while True:
         data = read(min(wanted, size))
@@ -206,19 +200,15 @@ def check_head(name: str, head: Head) -> None:
     """Refuse what transformers would read as another model than the one in the file."""
     parts = head.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        raise UnsupportedModel(
-            f"{name!r} is one of {parts} parts of a model, which transformers does not join: name a file that holds "
-            f"all of it, or {MADE_FROM}"
-        )
+        part = f"{name!r} is one of {parts} parts of a model, which transformers does not join"
+        raise UnsupportedModel(f"{part}: name a file that holds all of it, or {MADE_FROM}")
     kind = str(head.metadata.get("general.architecture"))
     scaling = head.metadata.get(f"{kind}.rope.scaling.type", "none")
     factor = head.metadata.get(f"{kind}.rope.scaling.factor", 1)
     scaled = any(tensor.name.startswith("rope_") for tensor in head.tensors)
     if (scaling != "none" and factor != 1) or scaled:
-        raise UnsupportedModel(
-            f"{name!r} has scaled rotary positions, which transformers leaves out when it reads a GGUF file: "
-            f"{MADE_FROM}"
-        )
+        scaled_positions = "scaled rotary positions, which transformers leaves out when it reads a GGUF file"
+        raise UnsupportedModel(f"{name!r} has {scaled_positions}: {MADE_FROM}")
 
 
 def weigh_head(file: str, head: Head, size: int) -> Weights:
@@ -283,13 +273,6 @@ def config_of_file(path: Path, size: int, changed: int) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-
-
-def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a head."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
 
 
 def read_gguf(path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -95,23 +95,17 @@ def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
 
 
 def read_hardware(machine: Any) -> Hardware:
-    """Take the hardware out of the Hub's answer."""
-    gpu, disk = machine.accelerator, getattr(machine, "ephemeral_storage", "")
-    hardware = partial(Hardware, machine.name, machine.pretty_name, machine.ram, disk)
-    if gpu is None:
-        return hardware("", usd_per_hour(machine))
-    described = f"{gpu.quantity} {gpu.model} with {gpu.vram}"
-    return hardware(described, usd_per_hour(machine), int(gpu.quantity), gpu.vram)
-
-
-def usd_per_hour(machine: Any) -> float:
-    """Return the price of a machine; an unknown unit may mean any price, so nobody can agree to it."""
+    """Take the hardware out of the Hub's answer; an unknown unit may mean any price, so nobody can agree to it."""
     if machine.unit_label not in HOURS:
         raise RequestError(
             f"the Hub gives the price of {machine.name!r} for each {machine.unit_label!r}, which is not one of "
             f"{', '.join(HOURS)}: look for a newer Linearizer; {NOTHING_BEGUN}"
         )
-    return machine.unit_cost_usd * HOURS[machine.unit_label]
+    price, disk = machine.unit_cost_usd * HOURS[machine.unit_label], getattr(machine, "ephemeral_storage", "")
+    hardware = partial(Hardware, machine.name, machine.pretty_name, machine.ram, disk)
+    if (gpu := machine.accelerator) is None:
+        return hardware("", price)
+    return hardware(f"{gpu.quantity} {gpu.model} with {gpu.vram}", price, int(gpu.quantity), gpu.vram)
 
 
 def parse_bytes(text: str) -> float:
@@ -182,18 +176,21 @@ class Account:
 
     def begin_job(self, image: str, command: list[str], flavor: str, minutes: int, run_id: str) -> Job:
         """Begin a job, which the account pays; the token is a secret of the job."""
+        environment = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        if constants.ENDPOINT != "https://huggingface.co":
+            environment["HF_ENDPOINT"] = constants.ENDPOINT
         with explain_job_errors(f"a job on {flavor}"):
             return described(
                 self.api.run_job(
                     image=image,
                     command=command,
-                    env=job_environment(),
+                    env=environment,
                     secrets={"HF_TOKEN": self.token},
                     flavor=flavor,
                     timeout=60 * minutes,
                     labels={LABEL: run_id},
                     namespace=self.name,
-                )
+                )  # fmt: skip
             )
 
     def find_job(self, job_id: str) -> Job:
@@ -201,11 +198,8 @@ class Account:
 
     def find_live_job(self, run_id: str) -> Job | None:
         """Find a job of a run that has not ended, also where its beginning was not logged, as after a crash."""
-        for each in self.api.list_jobs(namespace=self.name):
-            job = described(each)
-            if (each.labels or {}).get(LABEL) == run_id and not job.ended:
-                return job
-        return None
+        jobs = (each for each in self.api.list_jobs(namespace=self.name) if (each.labels or {}).get(LABEL) == run_id)
+        return next((job for job in map(described, jobs) if not job.ended), None)
 
     def cancel_job(self, job_id: str) -> None:
         self.api.cancel_job(job_id=job_id, namespace=self.name)
@@ -224,12 +218,6 @@ def described(info: Any) -> Job:
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of an answer of the Hub; None: there was no answer."""
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
-
-
-def job_environment() -> dict[str, str]:
-    """Return the variables of a job, with the address of the Hub where it is not the usual one."""
-    usual = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    return usual if constants.ENDPOINT == "https://huggingface.co" else {**usual, "HF_ENDPOINT": constants.ENDPOINT}
 
 
 @contextmanager

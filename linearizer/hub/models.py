@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,13 +109,19 @@ def access_token(token: str | None = None) -> str | bool:
 def find_model(name: str, token: str | None = None) -> Source:
     """Find `demo`, a local folder or GGUF file, or a model of the Hub (see HubName), without downloading any weight."""
     if name == DEMO:
-        return describe_folder(name, find_demo())
+        if (folder := find_carried("assets/demo-model")).is_dir():
+            return describe_folder(name, folder)
+        raise ModelNotAvailable("'demo' was not installed with this package: run from a checkout of the project")
     name = id_of_address(name)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return describe_folder(name, Path(path))
     if os.path.isfile(path):
-        return describe_file(name, Path(path))
+        if not path.endswith(f".{GGUF}"):
+            raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it, or a GGUF file")
+        file, head = Path(path), read_local_head(name, Path(path))
+        weights = weigh_head(file.name, head, file.stat().st_size)
+        return Source(name, file.parent, None, None, False, weights, terms_of(head.terms), file)
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
         raise ModelNotAvailable(f"{quote(name)} is not a name of a model: {NAMES}")
     if name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") > 1 or "@/" in name:
@@ -128,23 +134,17 @@ def search_models(query: str, count: int, token: str | None = None) -> list[str]
 
     A single request: the Hub's client would repeat it for half a minute where there is no network.
     """
-    shape = {"filter": "text-generation", "sort": "downloads", "limit": str(count)} | (
+    wanted = {"filter": "text-generation", "sort": "downloads", "limit": str(count)} | (
         {"search": query} if query else {}
     )
     try:
-        answer = get_session().get(
-            f"{constants.ENDPOINT}/api/models",
-            params=shape,
-            headers=build_hf_headers(token=access_token(token)),
-            timeout=SEARCH_SECONDS,
-        )
+        headers, address = build_hf_headers(token=access_token(token)), f"{constants.ENDPOINT}/api/models"
+        answer = get_session().get(address, params=wanted, headers=headers, timeout=SEARCH_SECONDS)
         hf_raise_for_status(answer)
         return [model["id"] for model in answer.json()]
     except HUB_ERRORS as error:
-        connect = "connect, or name a local folder or `demo`"
-        raise describe_error(
-            "the Hub", error, Use("searched", ModelNotAvailable, ModelNotAvailable, connect)
-        ) from error
+        use = Use("searched", ModelNotAvailable, ModelNotAvailable, "connect, or name a local folder or `demo`")
+        raise describe_error("the Hub", error, use) from error
 
 
 def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -> Path:
@@ -265,17 +265,11 @@ def describe_folder(name: str, folder: Path) -> Source:
     if not (folder / CONFIG).is_file():
         check_other_format(name, [path.name for path in folder.iterdir()])
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
-    terms = terms_of(read_card(folder / "README.md"))
-    return Source(name, folder, None, None, False, weigh_folder(name, folder), terms)
-
-
-def describe_file(name: str, path: Path) -> Source:
-    """Describe a GGUF file of this machine."""
-    if path.suffix != f".{GGUF}":
-        raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it, or a GGUF file")
-    head = read_local_head(name, path)
-    weights = weigh_head(path.name, head, path.stat().st_size)
-    return Source(name, path.parent, None, None, False, weights, terms_of(head.terms), path)
+    card = None
+    if (folder / "README.md").is_file():
+        with suppress(ValueError, TypeError, YAMLError):  # nothing depends on a damaged card
+            card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
+    return Source(name, folder, None, None, False, weigh_folder(name, folder), terms_of(card))
 
 
 def describe_on_hub(name: str, token: str | None) -> Source:
@@ -336,31 +330,11 @@ def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, 
     return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers), names)
 
 
-def read_card(path: Path) -> Any:
-    """Read the metadata of a model's card; None where there is none, or it is damaged: nothing depends on it."""
-    if not path.is_file():
-        return None
-    try:
-        return ModelCard.load(path, ignore_metadata_errors=True).data
-    except (ValueError, TypeError, YAMLError):
-        return None
-
-
 def terms_of(card: Any) -> dict[str, Any]:
     """Keep the terms that a student's card copies from its teacher's, if they are texts or lists of texts."""
     stated = {name: card.get(name) for name in TERMS} if card else {}
-    return {
-        name: value
-        for name, value in stated.items()
-        if (value and isinstance(value, str)) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
-    }
-
-
-def find_demo() -> Path:
-    """Find the embedded model."""
-    if (folder := find_carried("assets/demo-model")).is_dir():
-        return folder
-    raise ModelNotAvailable("'demo' was not installed with this package: run from a checkout of the project")
+    texts = {name: value if isinstance(value, list) else [value] for name, value in stated.items() if value != ""}
+    return {name: stated[name] for name, each in texts.items() if all(isinstance(text, str) for text in each)}
 
 
 def advise_offline(name: str) -> str:

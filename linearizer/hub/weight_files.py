@@ -86,7 +86,13 @@ def weigh_folder(name: str, folder: Path) -> Weights:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise damaged_weights(name, f"{INDEX} names {missing[0]}, which is missing")
-    sizes = {tensor: size for file in files for tensor, size in read_sizes(name, folder / file).items()}
+    sizes: dict[str, int] = {}
+    for file in files:
+        try:
+            with safe_open(folder / file, framework="pt") as weights:
+                sizes |= {key: math.prod(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise damaged_weights(name, f"{file}: {error}") from error
     weight_bytes = sum((folder / file).stat().st_size for file in files)
     return Weights(files, sum(sizes.values()), weight_bytes, frozenset(sizes))
 
@@ -150,11 +156,3 @@ def digest(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:
         hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
         hashed.update(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
-
-
-def read_sizes(name: str, path: Path) -> dict[str, int]:
-    try:
-        with safe_open(path, framework="pt") as weights:
-            return {key: math.prod(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise damaged_weights(name, f"{path.name}: {error}") from error

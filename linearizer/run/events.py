@@ -61,7 +61,6 @@ Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 
 def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
-    """Append an event."""
     append_line(path, json.dumps({"time": round(time.time(), 3), "event": event, **details}).encode())
 
 
@@ -118,21 +117,17 @@ def events_of_student(events: Sequence[Event], name: str) -> list[Event]:
 
 
 def parse_line(line: bytes) -> Event | None:
-    """Parse a line; None: it is not an event."""
+    """Parse a line; None: it is not an event, with a name and a time that a calendar has."""
     try:
         event = parse_json(line)
     except ValueError:  # also where it is not UTF-8
         return None
-    return event if is_event(event) else None
-
-
-def is_event(value: Any) -> bool:
-    """Whether a value is an event: it has a name and a time that a calendar has; progress has counts and a unit."""
-    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
-        return False
-    if type(value.get("time")) not in (int, float) or not 0 <= value["time"] < LAST_SECOND:
-        return False
-    if "done" not in value or "total" not in value:
-        return True
-    counts = (value["done"], value["total"])
-    return all(type(count) is int and 0 <= count < 2**63 for count in counts) and isinstance(value.get("unit"), str)
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if type(event.get("time")) not in (int, float) or not 0 <= event["time"] < LAST_SECOND:
+        return None
+    if "done" in event and "total" in event:  # progress
+        counts = (event["done"], event["total"])
+        if not all(type(n) is int and 0 <= n < 2**63 for n in counts) or not isinstance(event.get("unit"), str):
+            return None
+    return event

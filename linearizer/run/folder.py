@@ -264,10 +264,10 @@ class Run:
 
     def damaged_file_error(self, name: str, what: object, remove: str) -> FolderError:
         """Return the error of a damaged file, with what to remove so that resuming makes it again, if it can."""
-        it = "it" if remove == name else repr(str(self.folder / remove))
-        remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it again"
-        if not remove or self.checkpoint.exists():  # a run with a student makes nothing again
-            remedy = "start a new run"
+        remedy = "start a new run"
+        if remove and not self.checkpoint.exists():  # a run with a student makes nothing again
+            it = "it" if remove == name else repr(str(self.folder / remove))
+            remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it again"
         return FolderError(f"{str(self.folder / name)!r} cannot be read ({what}): {remedy}")
 
     def write(self, name: str, text: str) -> None:
@@ -304,7 +304,10 @@ class Run:
 
     def take_lock(self) -> Lock:
         """Keep other processes from writing this run; a process that dies frees its lock."""
-        self.refuse_links()
+        below = (Path(place) / name for place, *names in os.walk(self.folder / "state") for name in sum(names, []))
+        for path in (*(self.folder / name for name in sorted(FILES_OF_RUN)), *below):
+            if path.is_symlink():  # writing to it changes its target
+                raise link_error(path)
         with writing(self.folder):
             lock = locks.take_lock(self.folder / "lock")
         if lock is None:
@@ -315,13 +318,6 @@ class Run:
             lock.release()
             raise
         return lock
-
-    def refuse_links(self) -> None:
-        """Refuse links among the files of a run: writing to a link changes its target."""
-        below = (Path(place) / name for place, *names in os.walk(self.folder / "state") for name in sum(names, []))
-        for path in (*(self.folder / name for name in sorted(FILES_OF_RUN)), *below):
-            if path.is_symlink():
-                raise link_error(path)
 
     @property
     def is_locked(self) -> bool:

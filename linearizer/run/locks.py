@@ -12,6 +12,7 @@ import fcntl
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,20 +52,13 @@ def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
         except BlockingIOError:
             close(fd)
         else:
-            if same_file(fd, path):
-                return Lock(fd)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), path.stat()):
+                    return Lock(fd)
             close(fd)  # it was deleted meanwhile, and a lock on it excludes nobody
         if time.monotonic() >= last:
             return None
         time.sleep(0.01)
-
-
-def same_file(fd: int, path: Path) -> bool:
-    """Whether the name of an open file still stands for it."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def is_held(path: Path) -> bool:

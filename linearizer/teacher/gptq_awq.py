@@ -7,7 +7,7 @@ are packed along the outputs by both, and GPTQ's first format holds them less 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import gcd
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.weight_files import damaged_weights
@@ -32,6 +31,7 @@ GPTQ_BITS: tuple[int, ...] = (2, 3, 4, 8)
 AWQ_BITS: tuple[int, ...] = (4,)
 GPTQ_LAYOUTS: tuple[str, ...] = ("gptq", "gptq_v2")  # the first holds zeros less 1
 AWQ_LAYOUTS: tuple[str, ...] = ("gemm",)
+NO_BIAS = torch.zeros(1)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of a word stand in it
 
 
@@ -60,7 +60,11 @@ def expand_weights(
         held = {key: file for file in files for key in file.keys()}  # noqa: SIM118
         packed = sorted(key.removesuffix(f".{PACKED}") for key in held if key.endswith(f".{PACKED}"))
         parts = {f"{module}.{part}" for module in packed for part in (PACKED, ZEROS, SCALES, GROUPS)}
-        check_activations(name, held.keys() - parts)
+        if scaled := sorted(key for key in held.keys() - parts if key.endswith(f".{SCALES}")):
+            raise UnsupportedModel(  # as AWQ does where it cannot scale a matrix before them
+                f"{name!r} cannot be linearized, because its quantisation scales activations ({scaled[0]}), which is "
+                "not served: name the model that it was quantised from"
+            )
         weights = {
             key: x.to(dtype) if (x := file.get_tensor(key)).is_floating_point() else x
             for key, file in held.items()
@@ -76,24 +80,10 @@ def expand_weights(
                 raise damaged_weights(name, f"{place} cannot be unpacked: {error}") from error
             module = modules.get(place)
             weights[f"{place}.weight"] = (matrix if is_transposed(module) else matrix.T).to(dtype).contiguous()
-            drop_empty_bias(name, weights, place, module)
+            bias = f"{place}.bias"  # some tools write a bias of zeros for matrices that have none
+            if module is not None and getattr(module, "bias", None) is None and weights.pop(bias, NO_BIAS).any():
+                raise damaged_weights(name, f"{place} has a bias that the model has no place for")
     return weights
-
-
-def check_activations(name: str, others: Iterable[str]) -> None:
-    """Refuse a model whose activations are scaled too, as AWQ does where it cannot scale a matrix before them."""
-    if scaled := sorted(key for key in others if key.endswith(f".{SCALES}")):
-        raise UnsupportedModel(
-            f"{name!r} cannot be linearized, because its quantisation scales activations ({scaled[0]}), which is not "
-            "served: name the model that it was quantised from"
-        )
-
-
-def drop_empty_bias(name: str, weights: dict[str, Tensor], place: str, module: nn.Module | None) -> None:
-    """Drop the bias of zeros that some tools write for matrices that have none."""
-    if module is not None and getattr(module, "bias", None) is None and f"{place}.bias" in weights:
-        if weights.pop(f"{place}.bias").any():
-            raise damaged_weights(name, f"{place} has a bias that the model has no place for")
 
 
 def expand_gptq(parts: Mapping[str, Tensor], less_one: bool) -> Tensor:  # (inputs, outputs)
@@ -121,14 +111,10 @@ def add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
 def expand_awq(parts: Mapping[str, Tensor]) -> Tensor:  # (inputs, outputs)
     """Expand a matrix of AWQ."""
     scales = parts[SCALES].float()
-    numbers, zeros = (reorder_words(unpack(parts[part].T, 4)).T for part in (PACKED, ZEROS))
+    words = (unpack(parts[part].T, 4).unflatten(0, (-1, len(AWQ_ORDER))) for part in (PACKED, ZEROS))
+    numbers, zeros = (word[:, list(AWQ_ORDER)].flatten(0, 1).T for word in words)  # in the order of the outputs
     size = len(numbers) // len(scales)
     return (numbers.float() - zeros.float().repeat_interleave(size, 0)) * scales.repeat_interleave(size, 0)
-
-
-def reorder_words(numbers: Tensor) -> Tensor:
-    """Bring the numbers of AWQ's words, which lie along the first dimension, into the order of the outputs."""
-    return numbers.unflatten(0, (-1, len(AWQ_ORDER)))[:, list(AWQ_ORDER)].flatten(0, 1)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:  # (words, columns) -> (numbers, columns), of 8 bits

@@ -65,11 +65,13 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
     """Describe a model, and whether it is supported."""
     model, seen, refusal = watch_if_supported(source, config)
     layers = tuple(layer.shape for layer in seen)
+    names = config.architectures
+    named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     plain = whole_of(config) is None and method_of(config) is None  # else files hold more, or numbers that are packed
     return Inspection(
         name=source.name,
         revision=source.revision,
-        architecture=name_architecture(config, model),
+        architecture=named or (type(model).__name__ if model is not None else config.model_type),
         model_type=config.model_type,
         supported=refusal is None,
         reason=refusal.reason if refusal else None,
@@ -114,14 +116,6 @@ def count_resting(model: PreTrainedModel) -> int:
         return 0
     stacks = [x for name, x in model.named_parameters() if ".experts." in name and x.ndim == 3]  # one for all experts
     return sum(x.numel() // len(x) * max(0, len(x) - chosen) for x in stacks)
-
-
-def name_architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> str:
-    """Name the class of a model; its kind where its config names none, and it was not built."""
-    names = config.architectures
-    if isinstance(names, list) and names and isinstance(names[0], str):
-        return names[0]
-    return type(model).__name__ if model is not None else config.model_type
 
 
 def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:

@@ -77,7 +77,7 @@ def share_out_to_files(sizes: Mapping[str, int], most: int) -> dict[str, list[st
     """Lay tensors, in their order, into files of no more than `most` bytes, as far as a tensor allows."""
     parts: list[list[str]] = [[]]
     for name, count in sizes.items():
-        if parts[-1] and sum(sizes[own] for own in parts[-1]) + count > most:
+        if parts[-1] and sum(map(sizes.__getitem__, parts[-1])) + count > most:
             parts.append([])
         parts[-1].append(name)
     if len(parts) == 1:

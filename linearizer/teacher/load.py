@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
-from linearizer.hub.gguf_files import load_gguf_config, load_gguf_tokenizer, read_gguf
+from linearizer.hub.gguf_files import load_gguf_config, read_gguf
 from linearizer.hub.models import CONFIG, Source, fetch, find_model
 from linearizer.hub.weight_files import INDEX, SINGLE, damaged_weights, list_shards, read_json
 from linearizer.plan.inspection import Inspection
@@ -98,14 +97,13 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
     from transformers import AutoTokenizer
 
     if source.head is not None:
-        load, remedy = partial(load_gguf_tokenizer, source.head), "name a file that has one"
+        folder, how, remedy = source.head.parent, {"gguf_file": source.head.name}, "name a file that has one"
     else:
-        folder = fetch(source, (CONFIG, *TOKENIZER), token)
-        load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)
+        folder, how = fetch(source, (CONFIG, *TOKENIZER), token), {}
         remedy = "put its tokenizer's files next to its weights"
     with quiet():
         try:
-            return load()
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **how)
         except Exception as error:  # each kind reads its files in its own way, with errors of many types
             raise ModelNotAvailable(
                 f"{source.name!r} has no tokenizer that can be loaded ({first_line(error)}): {remedy}"
@@ -198,24 +196,17 @@ def read_model(
     }
     if whole_of(config):
         options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
-    if method_of(config) in READ_HERE:
-        held = read_expanded(source, folder, config, dtype)
-        return type(build_blueprint(config)).from_pretrained(None, state_dict=held, config=config, **options)
+    if (method := method_of(config)) in READ_HERE:
+        stated = quantisation_of(config)
+        del config.quantization_config
+        paths, blueprint = [folder / file for file in source.weights.files], build_blueprint(config)
+        wanted = computing_dtype(dtype, config)
+        weights = expand_weights(source.name, paths, str(method), stated, blueprint, wanted)
+        return type(blueprint).from_pretrained(None, state_dict=weights, config=config, **options)
     if source.head is not None:
         return read_gguf(folder / source.weights.files[0], config, {**options, "dtype": computing_dtype(dtype, config)})
     expand_while_loading(config)
     return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
-
-
-def read_expanded(
-    source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Read weights of few bits, and let the config forget them."""
-    stated, method = quantisation_of(config), method_of(config)
-    del config.quantization_config
-    paths = [folder / file for file in source.weights.files]
-    wanted = computing_dtype(dtype, config)
-    return expand_weights(source.name, paths, str(method), stated, build_blueprint(config), wanted)
 
 
 def check_complete(name: str, report: dict) -> None:

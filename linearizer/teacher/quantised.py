@@ -55,7 +55,8 @@ def check_quantisation(config: PreTrainedConfig) -> None:
             f"`pip install {package.replace('_', '-')}`, or {BEFORE}",
         )
     size = quantisation_of(config).get("weight_block_size")
-    if name == "fp8" and size is not None and not is_pair_of_counts(size):  # transformers would divide by it
+    pair = isinstance(size, (list, tuple)) and len(size) == 2 and all(type(x) is int and x > 0 for x in size)
+    if name == "fp8" and size is not None and not pair:  # transformers would divide by it
         raise Refused(
             f"its config gives its fp8 weights blocks of {size!r}", "repair its config.json: name two numbers above 0"
         )
@@ -66,10 +67,6 @@ def check_quantisation(config: PreTrainedConfig) -> None:
 def gguf_file(config: PreTrainedConfig) -> str | None:
     """Name the GGUF file that a config was read from."""
     return quantisation_of(config).get("file") if method_of(config) == GGUF else None
-
-
-def is_pair_of_counts(size: Any) -> bool:
-    return isinstance(size, (list, tuple)) and len(size) == 2 and all(type(x) is int and x > 0 for x in size)
 
 
 def describe_quantisation(config: PreTrainedConfig) -> str | None:

@@ -66,7 +66,8 @@ class PeakMemory:
             return
         self.before = None
         if device.type == "cpu" and CLEAR.exists():
-            trim_heap()
+            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # kept memory would hide what is taken next
+                trim(0)
             try:
                 CLEAR.write_text("5")  # resets the high-water mark
                 self.before = status_bytes("VmRSS")
@@ -81,13 +82,6 @@ class PeakMemory:
         return max(0, most - self.before)
 
 
-def trim_heap() -> None:
-    """Return freed memory to the system: memory kept for later would hide what is taken next."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def return_freed_memory() -> None:
     """Let what is freed go back to the system at once, from one heap for all threads: heaps keep much for later."""
     change_heap({HEAPS: 1, MAPPED: 2**18, ON_TOP: 2**18})
@@ -95,10 +89,8 @@ def return_freed_memory() -> None:
 
 def change_heap(options: Mapping[int, int]) -> None:
     """Change how the C library takes memory, where it can be changed."""
-    change = getattr(ctypes.CDLL(None), "mallopt", None)
-    if change is not None:
-        for option, value in options.items():
-            change(option, value)
+    for option, value in options.items() if hasattr(ctypes.CDLL(None), "mallopt") else ():
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def status_bytes(name: str) -> int:

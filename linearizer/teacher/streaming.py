@@ -111,7 +111,13 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
     rooms, method = rooms_for_weights(device), method_of(config)
     free = next(iter(rooms.values()))
     if method is not None:
-        check_quantised_fit(config, source, dtype, free)
+        needed = source.weights.bytes if is_packed(config) else measure_weights(config, dtype).whole
+        if needed > free:
+            raise RequestError(
+                f"its quantised weights take {needed / 1e9:.2f} GB here, where {free / 1e9:.2f} GB of memory may be "
+                "taken, and are not read block by block: free memory, name the model that it was quantised from, or "
+                "use a larger machine"
+            )
         return None
     if source.weights.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
         return None
@@ -124,26 +130,14 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
             f"{weights.streamed / 1e9:.2f} GB block by block, where {free / 1e9:.2f} GB of memory may be taken: free "
             "memory, or use a larger machine"
         )
-    elsewhere = "disk"
-    if place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu")):
-        elsewhere = "cpu"
+    fits_ram = place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu"))
+    elsewhere = "cpu" if fits_ram else "disk"
     if elsewhere == "disk" and weights.merged:
         raise RequestError(
             f"its weights take {weights.whole / 1e9:.2f} GB, where {free / 1e9:.2f} GB of memory may be taken, and its "
             "experts are merged while they are loaded, so they cannot be read from its files: use a larger machine"
         )
     return {name: elsewhere if kind else str(place) for name, kind in weights.blocks.items()}
-
-
-def check_quantised_fit(config: PreTrainedConfig, source: Source, dtype: torch.dtype, free: int) -> None:
-    """Refuse quantised weights that memory cannot hold: they are not streamed."""
-    needed = source.weights.bytes if is_packed(config) else measure_weights(config, dtype).whole
-    if needed > free:
-        raise RequestError(
-            f"its quantised weights take {needed / 1e9:.2f} GB here, where {free / 1e9:.2f} GB of memory may be taken, "
-            "and are not read block by block: free memory, name the model that it was quantised from, or use a larger "
-            "machine"
-        )
 
 
 def bytes_in_memory(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> int:

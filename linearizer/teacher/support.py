@@ -5,13 +5,13 @@ A model's own code runs on a few tokens, without weights, which shows how every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearizer.errors import UnsupportedModel, first_line
@@ -72,24 +72,9 @@ def check_config(config: PreTrainedConfig) -> None:
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX_LAYERS)
     if odd:
         raise Refused(f"it has layers that are not softmax attention ({', '.join(odd)})")
-    if has_alibi(config):
-        raise Refused(ALIBI)
-
-
-def has_alibi(config: PreTrainedConfig) -> bool:
-    """Whether positions are a bias on the scores that falls with the distance; bloom has no others."""
-    parts = (config, getattr(config, "attn_config", None))
     by_name = getattr(config, "position_embedding_type", None) == "alibi" or config.model_type == "bloom"
-    return by_name or any(getattr(part, "alibi", False) for part in parts)
-
-
-def check_modules(model: nn.Module) -> None:
-    """Refuse a model whose attention cannot be reached, or is not causal."""
-    modules = attention_modules(model)
-    if not modules or not all(hands_over(module) for module in modules):
-        raise Refused("its code does not hand its attention to transformers' attention interface, so no layer is seen")
-    if any(getattr(module, "is_causal", None) is False for module in modules):
-        raise Refused(ENCODER)
+    if by_name or any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
+        raise Refused(ALIBI)
 
 
 def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str, object]) -> None:
@@ -101,19 +86,15 @@ def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str,
     if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1] > 1):  # not transformers' own
         raise Refused(MASKED)
     if query.shape[1] % key.shape[1]:
-        raise Refused(
-            f"its {query.shape[1]} query heads cannot share {key.shape[1]} KV heads evenly",
-            "repair its config.json",
-        )
+        heads = f"its {query.shape[1]} query heads cannot share {key.shape[1]} KV heads evenly"
+        raise Refused(heads, "repair its config.json")
 
 
 def check_layers(indices: list[int], cached: set[int], expected: int) -> None:
     """Refuse a model unless each layer attends once and has a cache of its own."""
     if sorted(indices) != list(range(expected)) or not expected:
-        raise Refused(
-            f"{len(set(indices))} of its {expected} layers were seen attending, {len(indices)} times in all, "
-            f"and each of them should attend once"
-        )
+        seen = f"{len(set(indices))} of its {expected} layers were seen attending, {len(indices)} times in all"
+        raise Refused(f"{seen}, and each of them should attend once")
     if not cached:
         raise Refused("it keeps no cache of keys and values that transformers knows")
     if cached != set(indices):
@@ -155,29 +136,27 @@ def build_blueprint(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a model without weights, on the meta device: it takes no memory, whatever its size."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"), quiet():
-        try:
-            return AutoModelForCausalLM.from_config(
-                deepcopy(config), attn_implementation="eager", experts_implementation="eager"
-            ).eval()
-        except Exception as error:  # the model's own code runs with numbers that it does not check
-            raise unbuildable(error) from error
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    with torch.device("meta"), refusing_config(), quiet():
+        return AutoModelForCausalLM.from_config(deepcopy(config), **eager).eval()
 
 
 def run_blueprint(run: Callable[[], Product]) -> Product:
     """Run code of a model without weights."""
-    with MetaValues(), quiet():
-        try:
-            return run()
-        except Refused:
-            raise
-        except Exception as error:  # the model's own code runs with numbers that it does not check
-            raise unbuildable(error) from error
+    with MetaValues(), refusing_config(), quiet():
+        return run()
 
 
-def unbuildable(error: Exception) -> Refused:
-    """Return the refusal of a config that its model's code does not fit."""
-    return Refused(f"transformers cannot build it from its config ({first_line(error)})", "check its config.json")
+@contextmanager
+def refusing_config() -> Iterator[None]:
+    """Refuse a config that its model's code does not fit: that code runs with numbers that it does not check."""
+    try:
+        yield
+    except Refused:
+        raise
+    except Exception as error:
+        refusal = f"transformers cannot build it from its config ({first_line(error)})"
+        raise Refused(refusal, "check its config.json") from error
 
 
 def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
@@ -193,7 +172,11 @@ def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         shape = Layer(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window)
         seen.append(AttentionLayer(index, shape, float(scaling)))
 
-    check_modules(model)
+    modules = attention_modules(model)
+    if not modules or not all(hands_over(module) for module in modules):
+        raise Refused("its code does not hand its attention to transformers' attention interface, so no layer is seen")
+    if any(getattr(module, "is_causal", None) is False for module in modules):
+        raise Refused(ENCODER)
     tokens = torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)
     with torch.no_grad(), quiet(), observing(model, observe):
         cache = getattr(model(tokens, use_cache=True), CACHE, None)

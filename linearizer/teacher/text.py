@@ -49,8 +49,10 @@ def split_source(source: str) -> tuple[str, str]:
 def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     """Read the documents of `builtin`, `file:PATH` or `dataset:ID[:config][:split][:column]`."""
     kind, rest = split_source(source)
-    if kind == "builtin":
-        return read_builtin()
+    if kind == "builtin":  # the language reference, which every CPython contains
+        from pydoc_data.topics import topics
+
+        return iter(topics.values())
     if kind == "self":
         raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
     path = Path(os.path.expanduser(rest))
@@ -59,10 +61,9 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
 
 def read_for_length(source: str, length: int, *, token: str | None = None) -> Iterator[str]:
     """Read the documents of a source for texts of `length` tokens; a plain file is one document in its own order."""
-    documents, path = read_documents(source, token=token), source.partition(":")[2]
-    if length <= USUAL_LENGTH or (source.startswith("file:") and not path.endswith(".jsonl")):
-        return documents
-    return put_long_first(documents, length)
+    documents = read_documents(source, token=token)
+    in_order = source.startswith("file:") and not source.endswith(".jsonl")
+    return documents if length <= USUAL_LENGTH or in_order else put_long_first(documents, length)
 
 
 def put_long_first(documents: Iterable[str], length: int) -> Iterator[str]:
@@ -181,15 +182,11 @@ def sample_from(
     for begin in range(0, count, ROWS):
         numbers = range(begin, min(begin + ROWS, count))
         start = torch.full((len(numbers), 1), first[0], device=model.device)
-        choose = draw_tokens([seed_of_text(seed, number) for number in numbers], model.device)
+        digests = [hashlib.sha256(f"{seed} {number}".encode()).digest() for number in numbers]
+        choose = draw_tokens([int.from_bytes(digest[:7], "big") for digest in digests], model.device)
         tokens = write_tokens(model, start, fresh_cache(model), choose)
         texts.append(torch.cat([start, *islice(tokens, length - 1)], 1).cpu())
     return torch.cat(texts)
-
-
-def seed_of_text(seed: int, number: int) -> int:
-    """Derive the seed of one text; texts of two seeds have none in common."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
 
 
 def read_whole(path: Path) -> str:
@@ -229,13 +226,6 @@ def refuse_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
             yield document
     if empty:
         raise TextError(f"{source!r} holds no text: name a source that does, such as `builtin`")
-
-
-def read_builtin() -> Iterator[str]:
-    """Read the topics of the language reference, which every CPython contains."""
-    from pydoc_data.topics import topics
-
-    yield from topics.values()
 
 
 def read_text_file(path: Path) -> Iterator[str]:

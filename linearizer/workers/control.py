@@ -71,11 +71,17 @@ def start(run: Run, token: str | None = None, **details: Any) -> None:
     """
     check_start(run, token)
     with lock_and_queue(run, **details) as lock:  # the process that is started holds it, too
+        request = {"folder": str(run.folder), "job": run.job, "token": token, "lock": lock.fd}
         try:
-            start_worker(run, lock, token)
+            with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
+                streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": log, "pass_fds": (lock.fd,)}
+                process = start_process("linearizer.workers.worker", request, **streams)
         except OSError as error:
             run.log(EventName.FAILED, error=f"no process could be started ({error.strerror}): free memory, then resume")
             raise FolderError(f"{str(run.folder)!r} cannot be worked on ({error.strerror}): free memory") from error
+    with suppress(BrokenPipeError):
+        process.stdin.close()  # type: ignore[union-attr]
+    threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
 
 
 def evaluate(
@@ -113,27 +119,22 @@ def lock_and_queue(run: Run, **details: Any) -> Lock:
     return lock
 
 
-def start_worker(run: Run, lock: Lock, token: str | None) -> None:
-    """Start the process of a run."""
-    request = {"folder": str(run.folder), "job": run.job, "token": token, "lock": lock.fd}
-    with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
-        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": log}
-        process = start_process("linearizer.workers.worker", request, **streams, pass_fds=(lock.fd,))
-    with suppress(BrokenPipeError):
-        process.stdin.close()  # type: ignore[union-attr]
-    threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
-
-
 def start_process(
     module: str, request: Mapping[str, Any], variables: Mapping[str, str] | None = None, **streams: Any
 ) -> subprocess.Popen[str]:
-    """Start a process that works on the folder of a request, which only that process can read; it outlives this one."""
+    """Start a process that works on the folder of a request, which only that process can read; it outlives this one.
+
+    It can import this package, and nothing from the working directory.
+    """
+    home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH", "")
+    if home.name not in ("site-packages", "dist-packages"):  # which a process searches after the standard library
+        paths = os.pathsep.join(filter(None, (str(home), paths)))
     process = subprocess.Popen(
         [sys.executable, "-m", module, request["folder"]],  # the folder is for who reads a list of processes
         stdin=subprocess.PIPE,
         text=True,
         start_new_session=True,  # ctrl-C is for this process alone
-        env={**environment_to_import(), **(variables or {})},
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1", **(variables or {})},
         **streams,
     )
     with suppress(BrokenPipeError):  # a process that died at once shows as lost
@@ -152,14 +153,6 @@ def end_process(work: Callable[[], int]) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(code)  # without waiting for the threads of an abandoned download, or that listen
-
-
-def environment_to_import() -> dict[str, str]:
-    """Let a process import this package, and nothing from the working directory."""
-    home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
-    if home.name not in ("site-packages", "dist-packages"):  # which a process searches after the standard library
-        paths = os.pathsep.join(filter(None, (str(home), paths)))
-    return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
 
 
 def stop(run: Run, why: str = "") -> None:
@@ -208,7 +201,7 @@ def status(run: Run) -> Status:
         plan=run.plan,
         state=found.state,
         step=found.step,
-        error=LOST_ERROR + read_last_words(run) if found.state == "lost" else found.error,
+        error=found.error,
         begun=begun,
         changed=found.newest["time"] if found.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's
@@ -242,8 +235,11 @@ def read_state(run: Run) -> LogState:
             return found
         if locked == run.is_locked:  # otherwise the run began or ended meanwhile
             break
-    stopping = "stopping" if run.has_request("stop") else found.state
-    return replace(found, state=stopping if locked else "lost")
+    if locked:
+        return replace(found, state="stopping" if run.has_request("stop") else found.state)
+    log = run.folder / "worker.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ()
+    return replace(found, state="lost", error=LOST_ERROR + quote_last(lines))
 
 
 def read_log_state(run: Run) -> LogState:
@@ -264,12 +260,6 @@ def read_log_state(run: Run) -> LogState:
             break
     state = "stopped" if last is None else STATE_AFTER.get(last["event"], "running")
     return LogState(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
-
-
-def read_last_words(run: Run) -> str:
-    """Quote the last line that a lost process wrote to standard error."""
-    path = run.folder / "worker.log"
-    return quote_last(path.read_text(encoding="utf-8", errors="replace").splitlines()) if path.is_file() else ""
 
 
 def quote_last(lines: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from linearizer.errors import LinearizerError
 from linearizer.hub.errors import redact
@@ -38,10 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     bucket, run_id, push = arguments
     account = Account(os.environ.get("HF_TOKEN"))
     account.bucket = bucket
-    run = fetch_run(account, run_id)
+    run, over = fetch_run(account, run_id), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
-    keeper = Keeper(run, account, run_id)
-    keeper.thread.start()
+    keeper = threading.Thread(target=keep, args=(run, account, run_id, over), daemon=True)
+    keeper.start()
     if not run.done:
         control.start(run, account.token)
         for events in control.follow(run):
@@ -49,7 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     note_loss(run)
     if run.done and push:
         publish_student(run, push, account.token)
-    keeper.save_last()
+    over.set()
+    keeper.join(SAVE_SECONDS)  # a thread at work while Python ends can turn its exit code into a failure
+    retried(lambda: save(run, account, run_id))
     return 0 if control.state_of(run) in ("done", "stopped") else 1
 
 
@@ -82,48 +83,34 @@ def publish_student(run: Run, repo_id: str, token: str) -> None:
         run.log(EventName.UNPUBLISHED, error=str(error))
 
 
-class Keeper:
-    """Keeps the bucket's folder as the run's is, and looks there for requests (in a thread)."""
+def keep(run: Run, account: Account, run_id: str, over: threading.Event) -> None:
+    """Save, and pass requests on, until all is over; what the Hub did not serve is done the next time."""
+    saved = time.monotonic()
+    while not over.wait(ASK_SECONDS):
+        try:
+            pass_requests_on(run, account, run_id)
+            account.send_folder(run.folder, bucket_folder(run_id), include=["events.jsonl"])
+            if time.monotonic() > saved + SAVE_SECONDS:
+                save(run, account, run_id)
+                saved = time.monotonic()
+        except TROUBLE as error:
+            sys.stderr.write(f"the bucket cannot be reached now: {redact(error)}\n")
 
-    def __init__(self, run: Run, account: Account, run_id: str) -> None:
-        self.run, self.account, self.run_id = run, account, run_id
-        self.over, self.saving = threading.Event(), threading.Lock()
-        self.thread = threading.Thread(target=self.keep, daemon=True)
 
-    def save(self, **which: Any) -> None:
-        """Send changed files; without other arguments all of them, and remove deleted files."""
-        with self.saving:
-            which = which or {"delete": True, "exclude": [*NOT_SENT]}
-            self.account.send_folder(self.run.folder, bucket_folder(self.run_id), **which)
+def save(run: Run, account: Account, run_id: str) -> None:
+    """Make the bucket's folder as the run's is."""
+    account.send_folder(run.folder, bucket_folder(run_id), delete=True, exclude=[*NOT_SENT])
 
-    def keep(self) -> None:
-        """Save, and pass requests on, until all is over; what the Hub did not serve is done the next time."""
-        saved = time.monotonic()
-        while not self.over.wait(ASK_SECONDS):
-            try:
-                self.pass_requests_on()
-                self.save(include=["events.jsonl"])
-                if time.monotonic() > saved + SAVE_SECONDS:
-                    self.save()
-                    saved = time.monotonic()
-            except TROUBLE as error:
-                sys.stderr.write(f"the bucket cannot be reached now: {redact(error)}\n")
 
-    def pass_requests_on(self) -> None:
-        """Make the requests of the run that are in the bucket."""
-        paths = {request_path(self.run_id, name): name for name in FORWARDED}
-        for path in self.account.find_files(paths):
-            if self.run.is_locked and not self.run.has_request(paths[path]):
-                reason = self.run.folder.parent / "reason"
-                self.account.fetch({reason: path})
-                self.run.make_request(paths[path], reason.read_text(encoding="utf-8").strip())
-                self.account.send({}, [path])
-
-    def save_last(self) -> None:
-        """Save what there is at the end."""
-        self.over.set()
-        self.thread.join(SAVE_SECONDS)  # a thread at work while Python ends can turn its exit code into a failure
-        retried(self.save)
+def pass_requests_on(run: Run, account: Account, run_id: str) -> None:
+    """Make the requests of the run that are in the bucket."""
+    paths = {request_path(run_id, name): name for name in FORWARDED}
+    for path in account.find_files(paths):
+        if run.is_locked and not run.has_request(paths[path]):
+            reason = run.folder.parent / "reason"
+            account.fetch({reason: path})
+            run.make_request(paths[path], reason.read_text(encoding="utf-8").strip())
+            account.send({}, [path])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import AutoTokenizer
 
-from linearizer.hub.models import find_demo
+from linearizer.hub.models import find_model
 from linearizer.page import cards, chat
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
@@ -44,7 +44,7 @@ def test_the_list_of_runs_says_how_far_each_is(waiting):
     "template, sent", [(None, "Hi"), ("{{ bos_token }}U: {{ messages[0].content }} A:", "U: Hi A:")]
 )
 def test_a_prompt_is_a_users_turn_where_the_model_has_a_chat_template(template, sent):
-    tokenizer = AutoTokenizer.from_pretrained(find_demo())
+    tokenizer = AutoTokenizer.from_pretrained(find_model("demo").folder)
     tokenizer.chat_template = template
     assert chat.write_turn(tokenizer, "Hi") == sent
 

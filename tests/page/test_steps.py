@@ -3,7 +3,7 @@
 import re
 import time
 
-from linearizer.hub.models import find_demo
+from linearizer.hub.models import find_model
 from linearizer.page import plan_form
 from linearizer.page.plan_form import WAYS
 from linearizer.plan.plan import Plan
@@ -102,7 +102,7 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
 
 def test_enter_takes_the_typed_model_unless_an_arrow_key_chose_a_suggestion(local, browser, hub, tmp_path):
     for name in ("org/longer-name", "org/long", "org/other"):
-        hub.add(name, find_demo())
+        hub.add(name, find_model("demo").folder)
     with looking(browser, local.url) as page:
         model = page.get_by_label("Model", exact=True)
         suggestion = page.get_by_role("option", name="org/longer-name")
