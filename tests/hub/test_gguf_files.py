@@ -11,7 +11,6 @@ from linearizer import pipeline
 from linearizer.cli.text import describe_inspection
 from linearizer.errors import ModelNotAvailable, RequestError, UnsupportedModel
 from linearizer.hub import gguf_files
-from linearizer.hub.gguf_files import Head, parse_head
 from linearizer.hub.models import HubName, download_bytes, find_model
 from linearizer.page import limits
 from linearizer.plan.plan import Plan
@@ -59,15 +58,6 @@ def test_weights_are_expanded_to_what_they_stand_for(kind, tmp_path):
     assert {x.dtype for x in teacher.parameters()} == {torch.float32}
     assert all(torch.equal(x, expected.state_dict()[name]) for name, x in teacher.state_dict().items())
     assert torch.allclose(teacher(tokens(1, 20)).logits, expected(tokens(1, 20)).logits, atol=1e-5)
-
-
-def test_an_expanded_teacher_is_saved_as_an_ordinary_model(file, tmp_path):
-    teacher = load_teacher(find_model(str(file)), torch.float32)
-    teacher.save_pretrained(tmp_path)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(again(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
 
 
 def test_it_is_forecast_by_its_weights_as_they_are_held(file):
@@ -201,25 +191,8 @@ def test_a_damaged_file_is_one_sentence(damage, file, tmp_path):
         find_model(changed(file, tmp_path, *DAMAGES[damage]))
 
 
-def test_every_head_that_is_cut_short_is_too_short(file):
-    data = file.read_bytes()
-    head = parse_head(data)
-    assert isinstance(head, Head) and head.tensors[0].name == "token_embd.weight"
-    for end in [*range(0, 3000, 7), head.bytes - 40]:
-        with pytest.raises(gguf_files.TooShort):
-            parse_head(data[:end])
-
-
 def test_a_space_takes_files_of_the_hub_by_what_they_become(file, monkeypatch):
     monkeypatch.setenv("SPACE_ID", "org/space")
     limits.check_model("org/name:sub/a.gguf")
     with pytest.raises(RequestError, match="named by its id on the Hub"):
         limits.check_model(str(file))
-
-
-def test_the_advice_without_a_network_names_a_cached_file(hub, file, monkeypatch):
-    hub.add("org/offline", {"a.gguf": file.read_bytes()})
-    load_teacher(find_model("org/offline:a.gguf"), torch.float32)
-    hub.fail_next("/api/models/org/offline", 0, times=9)
-    with pytest.raises(ModelNotAvailable, match="a copy is in the cache, so name that file instead .*a.gguf"):
-        find_model("org/offline:a.gguf")

@@ -14,19 +14,6 @@ def files(tiny_llama):
     return {path.name: path.read_bytes() for path in tiny_llama.iterdir()}
 
 
-def test_demo_is_found_without_a_network(hub):
-    source = find_model("demo")
-    assert (source.weights.parameters, source.licence, source.revision) == (6_951_168, "apache-2.0", None)
-    assert not hub.requests
-
-
-def test_local_folder_is_weighed_from_its_headers(tiny_llama):
-    source = find_model(str(tiny_llama))
-    assert source.folder == tiny_llama and source.weights.parameters == 108_992
-    assert source.weights.bytes == sum(path.stat().st_size for path in tiny_llama.glob("*.safetensors"))
-    assert len(source.weights.files) > 1
-
-
 def test_model_of_the_hub_is_pinned_and_weighed_without_its_weights(hub, files):
     commit = hub.add("org/tiny", files)
     source = find_model("org/tiny")
@@ -52,11 +39,6 @@ def test_a_revision_is_resolved_to_its_commit_whose_files_are_fetched(hub, files
     source = find_model(f"org/tiny@{first}")
     assert source.revision == first
     assert json.loads((fetch(source, ("config.json",)) / "config.json").read_text())["model_type"] == "llama"
-
-
-def test_gated_model_is_open_to_who_has_access_and_says_so(hub, files):
-    hub.add("org/gated", files, gated="manual")
-    assert find_model("org/gated", token=OWNER).gated
 
 
 @pytest.mark.parametrize(
@@ -92,13 +74,6 @@ def test_visitor_of_a_space_is_sent_to_its_button_and_to_no_terminal(hub, files,
         with pytest.raises(ModelNotAvailable, match="press the button that signs in") as caught:
             find_model(name)
         assert "hf auth login" not in str(caught.value)
-
-
-def test_busy_hub_is_no_missing_model(hub, files):
-    hub.add("org/open", files)
-    hub.fail_next("/api/models/org/open", 503, times=9)
-    with pytest.raises(ModelNotAvailable, match="the Hub answered 503: try again later"):
-        find_model("org/open")
 
 
 def test_without_network_the_error_says_whether_the_cache_has_it(hub, files, monkeypatch):
@@ -149,22 +124,9 @@ def test_damaged_model_is_one_sentence(hub, files, tmp_path, place, damage):
         find_model(name)
 
 
-def test_pickles_next_to_safetensors_do_no_harm(files, tmp_path):
-    for file, data in {**files, "pytorch_model.bin": b"x"}.items():
-        (tmp_path / file).write_bytes(data)
-    assert find_model(str(tmp_path)).weights.parameters == 108_992
-
-
 def test_token_of_the_user_is_used_at_home_but_never_on_a_space(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_fake_me")
     assert access_token() == "hf_fake_me"
     monkeypatch.setenv("SPACE_ID", "org/space")
     assert access_token() is False
     assert access_token("hf_fake_visitor") == "hf_fake_visitor"
-
-
-@pytest.mark.parametrize("address", ["https://huggingface.co/org/name", "https://hf.co/org/name/tree/main/folder"])
-def test_the_address_of_a_page_is_understood(hub, address):
-    hub.add("org/name", {"config.json": b"{}"})
-    with pytest.raises(ModelNotAvailable, match="^'org/name.* holds no weights at all"):
-        find_model(address)

@@ -58,15 +58,6 @@ def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
         read(run, name)
 
 
-@pytest.mark.parametrize("damage", ["null", "3", "[]", "{}", '{"id": "a"}'])
-def test_a_run_that_forgot_how_it_was_begun_says_so(run, damage, said):
-    (run.folder / "begun.json").write_text(damage)
-    with pytest.raises(FolderError, match=r"begun.json' cannot be read \(.*\): start a new run$"):
-        run.id  # noqa: B018
-    code, out, err = said("run", "demo", "--resume", "--out", run.folder)
-    assert code == 2 and "begun.json" in err and err.count("\n") == 1
-
-
 def flip_a_digit(path):
     """Change one digit of a number in a file, as a failing disk may."""
     content = path.read_bytes()
@@ -92,13 +83,7 @@ def test_a_changed_bit_of_the_samples_is_seen(run):
         samples_of(run)
 
 
-def test_a_product_that_was_written_by_hand_needs_no_digest(run):
-    plan = run.plan
-    (run.folder / "plan.json").write_text(plan.to_json())
-    assert run.plan == plan
-
-
-@pytest.mark.parametrize("name", ["plan.json", "inspection.json"])
+@pytest.mark.parametrize("name", ["plan.json", "inspection.json", "begun.json"])
 @pytest.mark.parametrize("damage", [cut, lambda path: path.write_text('{"layers": [{}]}')], ids=["cut", "else"])
 def test_what_a_run_cannot_do_without_is_named(name, damage, run):
     damage(run.folder / name)

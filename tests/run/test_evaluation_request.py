@@ -5,16 +5,12 @@ import json
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, cards, limits
-from linearizer.page.cards import evaluation_card
-from linearizer.page.visitors import find_visitor
+from linearizer.page import limits
 from linearizer.plan.plan import Plan
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from tests.support.runs import begin_for, inspection_of
-
-ANN = "ann's secret, long enough"
+from tests.support.runs import inspection_of
 
 
 @pytest.fixture
@@ -45,11 +41,6 @@ def test_what_is_no_request_is_refused_in_a_sentence(given, sentence):
         Request.of(given)
 
 
-def test_what_is_not_given_is_left_to_its_default():
-    assert Request.of({"texts": None, "parts": ["recall", "language"]}) == Request(("recall", "language"))
-    assert Request.of({"parts": ["recall", "language"]}).chosen == ("language", "recall")
-
-
 @pytest.mark.parametrize("name", limits.MAX_OF_REQUEST)
 def test_a_space_says_what_is_too_much_of_an_evaluation(tmp_path, monkeypatch, name):
     monkeypatch.setenv("SPACE_ID", "owner/name")
@@ -76,34 +67,3 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
         limits.enforce_limits(tmp_path, begun + 30 * 24 * 3600)
         assert run.has_request("stop") and control.state_of(evaluation) == "stopping" and run.has_file("plan.json")
         assert control.status(run).live
-
-
-def test_the_page_says_how_an_evaluation_is(run):
-    assert evaluation_card(None) == ""
-    evaluation = run.evaluating
-    with evaluation.take_lock():
-        evaluation.log("queued", request={})
-        evaluation.log("started")
-        step = {"part": "needle", "place": 2, "parts": 4, "unit": "cells"}
-        evaluation.log("needle", done=5, total=10, **step)
-        text = evaluation_card(control.status(run).evaluation)
-        assert "part 2 of 4: 5 of 10 cells" in text and 'value="0.375"' in text and "Hidden pairs" in text
-        assert cards.run_card(control.status(run), "run", 0.0).count("done")
-    assert "Its process is gone" in evaluation_card(control.status(run).evaluation)
-    evaluation.log("failed", error="<b>no</b>")
-    assert "&lt;" in (text := evaluation_card(control.status(run).evaluation)) or "‹b›" in text
-    evaluation.log("stopped", error="it took too long")
-    assert "it took too long. Stopped" in evaluation_card(control.status(run).evaluation)
-    evaluation.log("done")
-    assert "Evaluated" in evaluation_card(control.status(run).evaluation)
-
-
-def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPACE_ID", "owner/name")
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    mine = begin_for(find_visitor(secret=ANN), Plan("demo", budget=64))
-    other = find_visitor(secret="bob's secret, long enough")
-    with pytest.raises(RequestError, match="none of your runs"):
-        actions.evaluate_run(other, mine.folder.name)
-    with pytest.raises(RequestError, match="has no student yet"):
-        actions.evaluate_run(find_visitor(secret=ANN), mine.folder.name)

@@ -51,11 +51,3 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(log):
     with log.open("ab") as file:
         file.write(line[-1:])
     assert names(read_events(log, place)[0]) == ["fourth"] == names([next(newest_events(log))])
-
-
-@pytest.mark.parametrize("size", [10, 5000, 40_000])
-def test_both_directions_agree_on_lines_of_every_size(log, size):
-    for number in range(30):
-        append_event(log, f"event {number}", {"text": "x" * (size * number // 30)})
-    assert read_events(log)[0] == list(newest_events(log))[::-1]
-    assert len(read_events(log)[0]) == 33

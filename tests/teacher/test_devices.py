@@ -6,10 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from linearizer.errors import RequestError
-from linearizer.teacher.devices import choose_device, choose_dtype, device_name
+from linearizer.teacher.devices import choose_device, device_name
 
 
 @pytest.mark.parametrize(
@@ -49,9 +48,3 @@ def test_a_cpu_that_computes_small_types_slowly_computes_in_float32():
     weaker = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     options = subprocess.run([sys.executable, "-c", code], env={**os.environ, **weaker}, capture_output=True, text=True)
     assert options.stdout.split() == ["float32", "float32", "auto"], options.stderr
-
-
-def test_a_type_that_was_asked_for_is_computed_in():
-    for options in ("float32", "bfloat16", "float16"):
-        assert choose_dtype(options, torch.float16, "cpu") == options
-    assert choose_dtype("auto", torch.float32, "cpu") == choose_dtype("auto", None, "cpu") == "auto"

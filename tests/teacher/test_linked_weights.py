@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from linearizer.errors import ModelNotAvailable
 from linearizer.hub.weight_files import teacher_files
 from linearizer.method.checkpoint import save
-from linearizer.plan.head_bytes import Head
 from linearizer.teacher.linked_weights import link_or_copy
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -53,13 +52,6 @@ def test_a_student_loads_from_the_files_of_its_teacher_and_one_small_file(family
 
 
 @torch.no_grad()
-def test_a_teacher_without_the_names_of_its_base_model_is_contained_too(tmp_path):
-    teacher_of("gpt2").transformer.save_pretrained(tmp_path / "teacher")
-    student, _, checkpoint = around(student_of("gpt2"), tmp_path)
-    assert "h.0.attn.c_attn.weight" in load_file(checkpoint / ONLY) and loads_as(student, checkpoint)
-
-
-@torch.no_grad()
 def test_what_only_the_teachers_class_can_name_is_written_anew(tmp_path):
     student, files, checkpoint = saved("gpt_neox", tmp_path)
     assert "embed_out.weight" in {name for file in files for name in load_file(file)}
@@ -92,12 +84,6 @@ def test_what_cannot_be_linked_is_copied(tmp_path, monkeypatch):
     links = sorted(checkpoint.glob("teacher-*.safetensors"))
     assert [link.read_bytes() for link in links] == [file.read_bytes() for file in files]
     assert not links[0].samefile(files[0]) and loads_as(student, checkpoint)
-
-
-@torch.no_grad()
-def test_a_student_without_weights_of_its_own_is_its_teachers_files_alone(tmp_path):
-    student, files, checkpoint = saved("llama", tmp_path, [Head(window=5)])
-    assert len(list(checkpoint.glob("*.safetensors"))) == len(files) and loads_as(student, checkpoint)
 
 
 def test_a_checkpoint_outlives_the_folder_of_its_teacher_and_leaves_it_as_it_was(tmp_path):

@@ -22,7 +22,6 @@ from linearizer.progress import finish
 from linearizer.publish.card import describe_teacher
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
-from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.layers import matrix
 from linearizer.teacher.load import load_config, load_teacher
@@ -191,24 +190,6 @@ def test_a_run_with_a_packed_teacher_ends_in_a_student_that_is_evaluated(tmp_pat
         pipeline.begin(tmp_path / "other", Plan.of(recipe="lolcats", model=str(tmp_path / "teacher"), budget=64))
     with pytest.raises(RequestError, match="what is fitted cannot be merged into such weights: ask for --steps 0"):
         pipeline.begin(tmp_path / "other", Plan.of(model=str(tmp_path / "teacher"), budget=64, steps=2))
-
-
-def test_quantised_weights_that_memory_cannot_hold_are_refused(tmp_path, monkeypatch):
-    quantised("fp8", tmp_path / "teacher")
-    monkeypatch.setattr(streaming, "free_bytes", lambda device: 1000)
-    with pytest.raises(RequestError, match="its quantised weights take .* and are not read block by block"):
-        pipeline.begin(tmp_path / "run", Plan(str(tmp_path / "teacher"), **QUICK))
-
-
-@pytest.mark.parametrize("method", ["torchao", "quanto", "hqq", "auto-round", "spqr"])
-def test_other_methods_are_refused_by_name(method, tmp_path):
-    teacher_of("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
-    refused = pipeline.inspect(str(tmp_path))
-    assert not refused.supported and refused.reason == f"its weights are quantised by {method}, which is not served"
-    assert refused.remedy == "name the model that it was quantised from"
-    assert "are held" not in describe_inspection(refused)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):

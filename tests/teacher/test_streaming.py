@@ -262,11 +262,6 @@ def test_what_needs_one_device_is_refused_where_several_hold_a_model(recipe, wha
         pipeline.begin(tmp_path / "run", plan)
 
 
-def test_inspect_says_that_a_model_is_spread(two_devices, said):
-    two_devices((4_000_000, 40_000_000))
-    assert "so they are spread over several" in said("inspect", "demo")[1]
-
-
 def test_what_attends_in_a_layer_lies_where_the_layer_does():
     teacher, usual = teacher_of("llama"), torch.device("cuda:7")
     modules = attention_modules(teacher)

@@ -76,26 +76,11 @@ def test_tokenizer_without_end_separates_by_its_start(starting_tokenizer):
     assert window.tolist() == [start, a, start, b, start, a, start, b]
 
 
-def test_windows_read_no_more_than_they_need(tokenizer):
-    def endless():
-        while True:
-            yield "words and more words"
-
-    windows = pack_texts(endless(), tokenizer, 64)
-    assert next(windows).shape == next(windows).shape == (64,)
-
-
 def test_windows_of_one_token_are_refused_whether_or_not_texts_start_with_one(tokenizer, starting_tokenizer):
     for one in (tokenizer, starting_tokenizer):
         with pytest.raises(TextError, match="1 token has nothing to predict: ask for a --length of at least 2"):
             read_texts("builtin", one, 1, 2)
         assert read_texts("builtin", one, 2, 3).shape == (3, 2)
-
-
-def test_windows_longer_than_the_model_print_no_warning(tokenizer, capfd):
-    tokenizer.model_max_length = 16
-    read_texts("builtin", tokenizer, 512, 2)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_file_is_the_same_text_however_it_is_read_in_pieces(tmp_path):
@@ -129,13 +114,6 @@ def test_file_that_is_no_text_is_one_sentence(tmp_path, name, content, sentence)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(TextError, match=sentence):
         list(read_documents(f"file:{tmp_path / name}"))
-
-
-def test_too_little_text_says_how_much_there_is_and_is_needed(tokenizer, tmp_path):
-    (tmp_path / "short.txt").write_text("a few words")
-    count = len(ids(tokenizer, "a few words")) + 1
-    with pytest.raises(TextError, match=rf"has {count} tokens, and 400 are needed \(4 texts of 100\)"):
-        read_texts(f"file:{tmp_path / 'short.txt'}", tokenizer, 100, 4)
 
 
 def rows(count):
@@ -201,19 +179,3 @@ def test_the_first_texts_that_a_model_writes_are_the_same_however_many_it_writes
     most = sample_from(model, tokenizer, 12, 20, seed=3)
     for count in (1, 2, 4, 8, 17):
         assert torch.equal(most[:count], sample_from(model, tokenizer, 12, count, seed=3))
-
-
-@pytest.mark.parametrize("family", ["gpt_neox", "gpt_bigcode", "gemma3_text"])
-def test_written_tokens_follow_the_models_own_chances(family, tokenizer):
-    model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(50)  # so sure that sampling is choosing the likeliest
-    texts = sample_from(model, tokenizer, 16, 3, seed=0)
-    with torch.no_grad():
-        chances = model(texts).logits.softmax(-1)[:, :-1]
-    assert chances.gather(-1, texts[:, 1:, None]).median() > 0.5
-
-
-def test_self_without_a_model_is_one_sentence(tokenizer):
-    with pytest.raises(TextError, match="there is no model here"):
-        read_texts("self", tokenizer, 16, 2)

@@ -19,13 +19,3 @@ def test_pieces_add_up_to_the_text(tokenizer, text):
     pieces = [stream.add(token) for token in ids]
     assert "".join([*pieces, stream.rest()]) == text
     assert not any(HALF_LETTER in piece for piece in pieces)
-
-
-def test_bytes_that_become_no_letter_are_not_held_for_ever(tokenizer):
-    ids = tokenizer("東", add_special_tokens=False)["input_ids"]
-    if len(ids) < 2:
-        pytest.skip("this tokenizer has the letter as one token")
-    stream = TextStream(tokenizer, [])
-    pieces = [stream.add(ids[0]) for _ in range(40)]
-    assert sum(map(bool, pieces)) >= 2
-    assert stream.rest() or pieces[-1]

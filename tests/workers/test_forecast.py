@@ -8,7 +8,7 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.run.disk import map_bytes, rows_of
 from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.workers.forecast import Speeds, forecast_run, students_speed
+from linearizer.workers.forecast import Speeds, forecast_run
 from tests.support.runs import inspection_of
 
 
@@ -22,21 +22,6 @@ def test_a_forecast_counts_the_type_that_is_computed_in():
     assert forecast_run(replace(plan, dtype="bfloat16"), result, slow_in_halves, 0).seconds > seconds
     whole = replace(result, weight_bytes=4 * 10**9)
     assert forecast_run(plan, whole, fast_in_halves, 0).seconds > forecast_run(plan, result, fast_in_halves, 0).seconds
-
-
-def test_a_student_takes_longer_with_more_layers_and_heads_and_larger_ones():
-    speeds, plan = Speeds(1e15, 1e15, 1e4, 1e15, 1e15), Plan("demo", budget=64, device="cpu")
-
-    def seconds(heads, size, layers):
-        return forecast_run(plan, inspection_of([Layer(8, heads, size, size)] * layers), speeds, 0).seconds
-
-    few, many, wide, deep = seconds(1, 64, 1), seconds(8, 64, 1), seconds(1, 128, 1), seconds(1, 64, 2)
-    assert few < wide < many and few < deep < many
-
-
-def test_a_student_s_speed_is_that_of_its_heads():
-    times = iter(x for begin in (0, 100, 200, 300) for x in (begin, begin + 10.24))  # of four heads 40 ms a token
-    assert students_speed("cpu", lambda: next(times)) == pytest.approx(100)
 
 
 def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs():

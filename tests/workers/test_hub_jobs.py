@@ -184,23 +184,15 @@ def test_a_job_that_ends_before_its_work_is_resumable(queued, hub, program, seco
     assert (again.state, len(hub.jobs)) == ("stopped", 2), again.error
 
 
-def test_a_job_without_a_machine_is_cancelled_when_the_run_is_stopped(queued, hub):
-    hub.no_machine = True
-    follower = threading.Thread(target=follow, args=[queued])
-    follower.start()
-    wait_until(lambda: any(event["event"] == EventName.HUB_JOB for event in queued.events()))
-    assert control.status(queued).state == "queued"
-    queued.make_request("stop")
-    follower.join()
-    assert hub.jobs["job0"].stage == "CANCELED" and control.state_of(queued) == "stopped"
-
-
-def test_a_job_that_does_not_stop_is_cancelled_and_its_own_end_is_told(queued, hub, monkeypatch):
-    hub.program = "import time; print('begun', flush=True); time.sleep(60)"
+@pytest.mark.parametrize("machine", [True, False])
+def test_a_job_that_does_not_stop_or_has_no_machine_is_cancelled_and_its_own_end_is_told(
+    queued, hub, monkeypatch, machine
+):
+    hub.program, hub.no_machine = "import time; print('begun', flush=True); time.sleep(60)", not machine
     monkeypatch.setattr(hub_follow, "STOP_SECONDS", 0.2)
     follower = threading.Thread(target=follow, args=[queued])
     follower.start()
-    wait_until(lambda: hub.jobs and hub.jobs["job0"].stage == "RUNNING")
+    wait_until(lambda: hub.jobs and hub.jobs["job0"].stage == ("RUNNING" if machine else "SCHEDULING"))
     queued.make_request("stop")
     follower.join()
     assert hub.jobs["job0"].stage == "CANCELED" and control.state_of(queued) == "stopped"
