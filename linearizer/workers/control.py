@@ -281,25 +281,20 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
 
 def runs_in(root: Path) -> list[Status]:
     """Return the status of every run under a folder, the newest first."""
-    statuses = []
-    for file in root.glob("*/plan.json"):
-        with suppress(PermissionError):  # not readable
-            if (each := status_or_damage(Run(file.parent))) is not None:
-                statuses.append(each)
-    return sorted(statuses, key=lambda each: each.begun, reverse=True)
+    found = (status_or_damage(Run(file.parent)) for file in root.glob("*/plan.json"))
+    return sorted(filter(None, found), key=lambda each: each.begun, reverse=True)
 
 
 def status_or_damage(run: Run) -> Status | None:
-    """Return the status of a run, also where its files are damaged; None: it was deleted meanwhile."""
-    try:
-        return status(run)
-    except FolderError as error:
+    """Return the status of a run, also where its files are damaged; None: it was deleted meanwhile, or is hidden."""
+    with suppress(FileNotFoundError, PermissionError):
         try:
+            return status(run)
+        except FolderError as error:
             changed = (run.folder / "plan.json").stat().st_mtime
-        except FileNotFoundError:
-            return None
-        sizes = sum(stat.st_size for stat in files_of(run.folder).values())
-        return Status(run, None, DAMAGED, None, str(error), changed, changed, sizes, None)
+            sizes = sum(stat.st_size for stat in files_of(run.folder).values())
+            return Status(run, None, DAMAGED, None, str(error), changed, changed, sizes, None)
+    return None
 
 
 def follow(run: Run) -> Iterator[list[Event]]:

@@ -62,9 +62,8 @@ def take_ticket(run: Path, devices: Sequence[str]) -> Ticket:
         )
     with queue_lock, writing(folder):
         last = max((parse_ticket(path)[0] for path in tickets()), default=0)
-        for path in tickets():
-            if not is_held(path):
-                path.unlink(missing_ok=True)
+        for path in (path for path in tickets() if not is_held(path)):
+            path.unlink(missing_ok=True)
         path = folder / f"{last + 1:08d}@{'+'.join(dict.fromkeys(devices))}"
         path.write_text(str(run.resolve()), encoding="utf-8")
         lock = take_lock(path, WAIT_SECONDS)

@@ -9,6 +9,7 @@ from linearizer.errors import TextError
 from linearizer.hub.models import find_model
 from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.text import check_source, pack_texts, read_documents, read_texts, sample_from
+from linearizer.teacher.token_loop import HALF_LETTER, TextStream
 from tests.support.families import tiny_config
 
 
@@ -179,3 +180,12 @@ def test_the_first_texts_that_a_model_writes_are_the_same_however_many_it_writes
     most = sample_from(model, tokenizer, 12, 20, seed=3)
     for count in (1, 2, 4, 8, 17):
         assert torch.equal(most[:count], sample_from(model, tokenizer, 12, count, seed=3))
+
+
+@pytest.mark.parametrize("text", ["The quick  brown fox.\n\nx = 1", "naïve café — 東京 👩‍🚀!", " a"])
+def test_pieces_add_up_to_the_text(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    stream = TextStream(tokenizer, tokenizer("Once")["input_ids"])
+    pieces = [stream.add(token) for token in ids]
+    assert "".join([*pieces, stream.rest()]) == text
+    assert not any(HALF_LETTER in piece for piece in pieces)
