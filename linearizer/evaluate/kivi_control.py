@@ -30,14 +30,16 @@ Tensor = torch.Tensor
 
 @dataclass
 class ReadTokens:
-    """The rotated keys and values of one layer: (batch, KV heads, tokens, dim)."""
+    """The rotated keys and values of one layer, as they are attended to: (batch, KV heads, tokens, dim)."""
 
-    k: Tensor
+    rounded_k: Tensor
+    rounded_v: Tensor
+    k: Tensor  # of the tokens after the rounded tokens
     v: Tensor
 
 
 class CacheInFewBits(nn.Module):
-    """Takes the place of a layer's student; what it attends to is rounded in each pass."""
+    """Takes the place of a layer's student; every token is rounded once."""
 
     def __init__(self, bits: int, group: int = GROUP) -> None:
         super().__init__()
@@ -50,20 +52,27 @@ class CacheInFewBits(nn.Module):
         if real is not None:
             raise ValueError("the control reads texts without padding")
         dtype, (q, k, v) = v.dtype, (rotate(x) for x in (q, k, v))
-        if memory:
-            k, v = torch.cat([memory[0].k, k], 2), torch.cat([memory[0].v, v], 2)
+        read = memory[0] if memory else ReadTokens(k[:, :, :0], v[:, :, :0], k[:, :, :0], v[:, :, :0])
+        before = read.rounded_k.shape[2]
+        k, v = torch.cat([read.k, k], 2), torch.cat([read.v, v], 2)
+        place = torch.arange(before, before + k.shape[2], device=k.device)[-q.shape[2] :]
+        rounded = rounded_before(place, self.group)  # of each row, how many tokens
+        new = int(rounded[-1]) - before
+        channels = k[:, :, :new].unflatten(2, (new // self.group, self.group)).mT  # of groups of tokens
+        rounded_k = torch.cat([read.rounded_k, round_rows(channels, self.bits).mT.flatten(2, 3)], 2)
+        rounded_v = torch.cat([read.rounded_v, round_rows(v[:, :, :new], self.bits)], 2)
+        attended, begin = [], 0
+        for count, rows in zip(*(x.tolist() for x in rounded.unique_consecutive(return_counts=True)), strict=True):
+            own, begin = place[begin : begin + rows], begin + rows
+            exact = slice(count - before, int(own[-1]) + 1 - before)
+            keys = torch.cat([rounded_k[:, :, :count], k[:, :, exact]], 2)
+            values = torch.cat([rounded_v[:, :, :count], v[:, :, exact]], 2)
+            seen = torch.arange(keys.shape[2], device=k.device) <= own[:, None]
+            asks = q[:, :, begin - rows : begin]
+            attended.append(scaled_dot_product_attention(asks, keys, values, seen, scale=scale, enable_gqa=True))
         if memory is not None:
-            memory[:] = [ReadTokens(k, v)]
-        place = torch.arange(k.shape[2], device=k.device)
-        rows = place[-q.shape[2] :, None]
-        rounded = rounded_before(rows, self.group)  # of each row, how many tokens
-        most = int(rounded[-1])
-        channels = k[:, :, :most].unflatten(2, (most // self.group, self.group)).mT  # of groups of tokens
-        keys = torch.cat([round_rows(channels, self.bits).mT.flatten(2, 3), k], 2)
-        values = torch.cat([round_rows(v[:, :, :most], self.bits), v], 2)
-        seen = torch.cat([place[:most] < rounded, (place >= rounded) & (place <= rows)], 1)
-        attended = scaled_dot_product_attention(q, keys, values, seen, scale=scale, enable_gqa=True)
-        return rotate(attended).to(dtype)
+            memory[:] = [ReadTokens(rounded_k, rounded_v, k[:, :, new:], v[:, :, new:])]
+        return rotate(torch.cat(attended, 2)).to(dtype)
 
 
 def rounded_before(place: Tensor, group: int) -> Tensor:

@@ -21,10 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
 from linearizer.evaluate.needle import insert_tokens
-from linearizer.evaluate.subjects import Subject, read_end
+from linearizer.evaluate.subjects import Subject, read_last
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored
-from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.text import start_tokens
 
 RULER = "ruler"  # the name among tasks
@@ -36,6 +35,7 @@ WORDS = 400  # the most frequent of the text, to draw from
 FEWEST_WORDS = 2 * (KEYS + LISTED)
 
 Tensor = torch.Tensor
+LaidOut = tuple[Tensor, list[int]]  # a text (1, tokens), and the tokens of each word of its answer
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,9 @@ def measure_ruler(
     scores: list[list[Score]] = [[] for _ in subjects]
     losses: list[list[float]] = [[] for _ in subjects]  # of the answers to a task at a length
     for done, (kind, length, depth) in enumerate(cells):
-        drawn = random.Random(f"{seed} {kind} {length} {depth}")
-        puzzles = (KINDS[kind](drawn.sample(words, FEWEST_WORDS), depth, drawn) for _ in range(samples or SAMPLES))
-        texts = [lay_out(each, windows[n % len(windows), :length], tokenizer) for n, each in enumerate(puzzles)]
+        texts = lay_out_all(kind, depth, words, windows[:, :length], tokenizer, samples or SAMPLES, seed)
         for subject, rows, lost in zip(subjects, scores, losses, strict=True):
-            answers = [score_answer(subject, *text) for text in texts]
+            answers = score_answers(subject, texts)
             lost += [loss for _, loss in answers]
             rows.append(score_of(f"{kind}, {length} tokens", f"depth {depth:.0%}", [share for share, _ in answers]))
             if depth == DEPTHS[-1]:
@@ -73,6 +71,21 @@ def measure_ruler(
                 lost.clear()
         yield Progress("ruler", done + 1, len(cells), "cells")
     return [Scored(subject.name, tuple(rows), None) for subject, rows in zip(subjects, scores, strict=True)]
+
+
+def lay_out_all(
+    kind: str,
+    depth: float,
+    words: Sequence[str],
+    windows: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    seed: int = 0,
+) -> list[LaidOut]:
+    """Draw puzzles of a kind, and lay each into a text."""
+    drawn = random.Random(f"{seed} {kind} {windows.shape[1]} {depth}")
+    puzzles = [KINDS[kind](drawn.sample(words, FEWEST_WORDS), depth, drawn) for _ in range(samples)]
+    return [lay_out(puzzle, windows[n % len(windows)], tokenizer) for n, puzzle in enumerate(puzzles)]
 
 
 def frequent_words(tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> list[str]:
@@ -128,7 +141,7 @@ KINDS: Mapping[str, Callable[[Sequence[str], float, random.Random], Puzzle]] = {
 }
 
 
-def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) -> tuple[Tensor, list[int]]:
+def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) -> LaidOut:
     """Lay a puzzle into a text of the window's length, the answer last; return the tokens of each answer word, too."""
 
     def tokens(text: str) -> Tensor:
@@ -145,13 +158,14 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     return torch.cat([insert_tokens(window[:room], places), end])[None], [len(word) for word in answer]
 
 
-def score_answer(subject: Subject, ids: Tensor, answer: Sequence[int]) -> tuple[float, float]:
-    """Return the share of the answer's words that a subject would have written, and the loss of the answer's tokens."""
-    begin = ids.shape[1] - sum(answer) - 1
-    logits = read_end(subject, ids, begin, fresh_cache(subject.model))[0, :-1].cpu()
-    wanted = ids[0, begin + 1 :]
-    right = (logits.argmax(-1) == wanted).split(list(answer))
-    return fmean(bool(word.all()) for word in right), cross_entropy(logits, wanted).item()
+def score_answers(subject: Subject, texts: Sequence[LaidOut]) -> list[tuple[float, float]]:
+    """Return of each answer the share of words that a subject would have written, and the loss of its tokens."""
+    ids, answers, scores = torch.cat([text for text, _ in texts]), [answer for _, answer in texts], []
+    for row, answer, logits in zip(ids, answers, read_last(subject, ids, list(map(sum, answers))), strict=True):
+        wanted, logits = row[-len(logits) :], logits.cpu()
+        right = (logits.argmax(-1) == wanted).split(answer)
+        scores.append((fmean(bool(word.all()) for word in right), cross_entropy(logits, wanted).item()))
+    return scores
 
 
 def score_of(task: str, metric: str, values: Sequence[float]) -> Score:

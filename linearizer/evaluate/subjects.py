@@ -20,6 +20,7 @@ from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, tokens_at_once
 from linearizer.teacher.token_loop import read_tokens
 
+ENDS_AT_ONCE = 5  # texts whose ends are predicted together
 MAX_BRANCH_BYTES = 2**30  # of the copies of a cache that a text goes on from at once
 
 
@@ -108,3 +109,12 @@ def read_end(subject: Subject, ids: Tensor, begin: int, cache: Cache) -> Tensor:
     """Let a subject read texts on from what its cache holds; return the logits of the tokens from `begin` on."""
     read_into_cache(subject, ids[:, :begin], cache)
     return read_logits(subject, ids[:, begin:], cache)
+
+
+def read_last(subject: Subject, texts: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
+    """Yield the logits that predict the last tokens of each text, a number of tokens each: (count, vocabulary)."""
+    for first in range(0, len(texts), ENDS_AT_ONCE):
+        ids, numbers = texts[first : first + ENDS_AT_ONCE], counts[first : first + ENDS_AT_ONCE]
+        begin = ids.shape[1] - max(numbers) - 1
+        logits = read_end(subject, ids, begin, fresh_cache(subject.model))[:, :-1]
+        yield from (row[-count:] for row, count in zip(logits, numbers, strict=True))

@@ -52,6 +52,7 @@ from tests.benchmarks.real_texts import documents_to_judge, real_model
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- measured: python -m tests.benchmarks.real --table -->", "<!-- measured: end -->"
+AT_ONCE = 4  # documents
 BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
 SHORT = {  # names of rows
     "slots": "best, 8 bits, uniform",
@@ -237,19 +238,28 @@ class Bench:
         if subject.softmax:
             layers = pipeline.inspect(self.model).layers
             record["state"] = {str(length): cache_bytes(layers, length) for length in self.lengths}
-        for kind, what in missing:
+        documents = [what for kind, what in missing if kind == "texts"]
+        for begin in range(0, len(documents), AT_ONCE):
             self.check_time()
-            if kind == "texts":
-                ids = what.ids[:, : max(self.lengths)]
-                readings = teacher_readings(self.work / "teacher", lambda: self.teacher_of(subject), ids)
-                record["texts"][what.name] = read_by_place(subject, readings, ids, self.edges)
-            elif kind == "needle":
-                windows = self.windows[:, :what]
-                record[kind][str(what)] = ask_for_numbers(subject, windows, self.tokenizer, self.arguments.needles)
+            self.read_texts(subject, record, documents[begin : begin + AT_ONCE])
+        for kind, length in (part for part in missing if part[0] != "texts"):
+            self.check_time()
+            count = getattr(self.arguments, {"needle": "needles"}.get(kind, kind))
+            windows = self.windows[:, :length]
+            if kind == "needle":
+                record[kind][str(length)] = ask_for_numbers(subject, windows, self.tokenizer, count)
             else:
-                tasks = do_tasks(subject, self.windows[:, :what], self.tokenizer, self.arguments.ruler)
-                record[kind][str(what)] = {"count": self.arguments.ruler, "tasks": tasks}
+                tasks = do_tasks(subject, windows, self.tokenizer, count)
+                record[kind][str(length)] = {"count": count, "tasks": tasks}
             self.keep(record)
+
+    def read_texts(self, subject, record, documents):
+        """Judge a subject on some documents at once."""
+        ids = [document.ids[:, : max(self.lengths)] for document in documents]
+        readings = [teacher_readings(self.work / "teacher", lambda: self.teacher_of(subject), text) for text in ids]
+        found = read_by_place(subject, torch.stack(readings), torch.cat(ids), self.edges)
+        record["texts"] |= {document.name: scores for document, scores in zip(documents, found, strict=True)}
+        self.keep(record)
 
     def teacher_of(self, subject):
         """Give the model that texts are read with: that of the teacher's row, or one whose weights no row changed."""

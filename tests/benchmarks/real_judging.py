@@ -6,21 +6,22 @@ the logits of 8,192 tokens take 1.6 GB. Logits are made of it again piece by pie
 
 import random
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from linearizer.errors import UnsupportedModel
-from linearizer.evaluate.language import read_scores
-from linearizer.evaluate.needle import DEPTHS, HiddenPairs, ask_subject
-from linearizer.evaluate.ruler import LOSS, measure_ruler
-from linearizer.evaluate.subjects import Subject, read_logits
+from linearizer.evaluate.language import join_scores, scores_of
+from linearizer.evaluate.needle import DEPTHS, HiddenPairs
+from linearizer.evaluate.ruler import DEPTHS as TASK_DEPTHS
+from linearizer.evaluate.ruler import KINDS, frequent_words, lay_out_all, score_answers
+from linearizer.evaluate.subjects import Subject, read_last, read_logits
 from linearizer.hub.weight_files import digest
-from linearizer.progress import finish
 from linearizer.teacher.logits import fresh_cache, logits_of
 
-PIECE = 512  # tokens of a text that are read, and whose logits are held, at once
+PIECE = 512  # tokens of some texts that are read, and whose logits are held, at once
 FIRST_PLACE = 256
 FACT, QUESTION = "\nThe secret number is{}. Remember it.\n", "\nThe secret number is"
 DIGITS = 6
@@ -69,28 +70,29 @@ def check_readings(model):
         raise UnsupportedModel("the model changes the logits of its output embedding: this benchmark does not judge it")
 
 
+@torch.inference_mode()
 def read_by_place(subject, readings, ids, edges):
-    """Give loss, kl and agreement of a subject on a text, by place, beside what the teacher was read to say."""
-
-    def read(_, ids):
-        cache, output = fresh_cache(subject.model), subject.model.get_output_embeddings()
-        for begin in range(0, ids.shape[1], PIECE):
-            expected = output(readings[begin : begin + PIECE].to(output.weight.dtype)).float()[None]
-            given = expected if subject.softmax else read_logits(subject, ids[:, begin : begin + PIECE], cache)
-            yield begin, [expected, given]
-
-    teacher = Subject("teacher", subject.model, softmax=True)
-    with torch.inference_mode():
-        _, scores = read_scores([teacher, subject], ids, read)
-    places = [slice(a, b) for a, b in zip(edges, [*edges[1:], ids.shape[1]], strict=True)]
-    return {
-        "edges": [*edges, ids.shape[1]],
-        "counts": [scores.loss[:, place].numel() for place in places],
-        **{
-            name: [getattr(scores, name)[:, place].mean().item() for place in places]
-            for name in ("loss", "kl", "agreement")
-        },
-    }
+    """Give of each text loss, kl and agreement of a subject, by place, beside what the teacher was read to say."""
+    cache, output, size, parts = (
+        fresh_cache(subject.model),
+        subject.model.get_output_embeddings(),
+        PIECE // len(ids),
+        [],
+    )
+    for begin in range(0, ids.shape[1], size):
+        expected = output(readings[:, begin : begin + size].to(output.weight.dtype)).float()
+        given = expected if subject.softmax else read_logits(subject, ids[:, begin : begin + size], cache)
+        following = ids[:, begin + 1 : begin + 1 + size]
+        parts.append(scores_of(*(x[:, : following.shape[1]] for x in (given, expected)), following))
+    scores, places = join_scores(parts, 1), list(pairwise([*edges, ids.shape[1]]))
+    return [
+        {
+            "edges": [*edges, ids.shape[1]],
+            "counts": [row["loss"][a:b].numel() for a, b in places],
+            **{name: [row[name][a:b].mean().item() for a, b in places] for name in ("loss", "kl", "agreement")},
+        }
+        for row in (dict(zip(scores._fields, columns, strict=True)) for columns in zip(*scores, strict=True))
+    ]
 
 
 def hide_number(window, depth, tokenizer, seed):
@@ -111,24 +113,25 @@ def hide_number(window, depth, tokenizer, seed):
 
 def ask_for_numbers(subject, windows, tokenizer, count):
     """Ask for `count` numbers at each of five depths: the share that is told whole, and of tokens that are right."""
-    whole, right = [], []
-    for place, depth in enumerate(DEPTHS):
-        hidden = [hide_number(windows[i % len(windows)][None], depth, tokenizer, 10 * i + place) for i in range(count)]
-        scores = [ask_subject(subject, each)[0] for each in hidden]
-        whole.append(sum(score == 1 for score in scores) / count)
-        right.append(sum(scores) / count)
-    return {"depths": list(DEPTHS), "whole": whole, "right": right, "count": count}
+    hidden = [
+        hide_number(windows[i % len(windows)][None], depth, tokenizer, 10 * i + place)
+        for place, depth in enumerate(DEPTHS)
+        for i in range(count)
+    ]
+    answers = read_last(subject, torch.cat([each.ids for each in hidden]), [each.value for each in hidden])
+    told = [
+        (logits.argmax(-1).cpu() == each.ids[0, -each.value :]).double().mean()
+        for each, logits in zip(hidden, answers, strict=True)
+    ]
+    right = torch.stack(told).unflatten(0, (len(DEPTHS), count))
+    whole = (right == 1).double()
+    return {"depths": list(DEPTHS), "whole": whole.mean(1).tolist(), "right": right.mean(1).tolist(), "count": count}
 
 
 def do_tasks(subject, windows, tokenizer, count):
     """Do RULER's tasks on texts of one length: the share that is right over all depths, and the loss of answers."""
-    length = windows.shape[1]
-    (scored,) = finish(measure_ruler([subject], tokenizer, windows, [length], count))
-    result = {}
-    for score in scored.scores:
-        kind = result.setdefault(score.task.partition(",")[0], {"right": []})
-        if score.metric == LOSS:
-            kind["loss"] = score.value
-        else:
-            kind["right"].append(score.value)
-    return {kind: {"right": sum(own["right"]) / len(own["right"]), "loss": own["loss"]} for kind, own in result.items()}
+    words, each = frequent_words(tokenizer, windows), len(TASK_DEPTHS) * count
+    cells = [lay_out_all(kind, depth, words, windows, tokenizer, count) for kind in KINDS for depth in TASK_DEPTHS]
+    scores = torch.tensor(score_answers(subject, sum(cells, [])), dtype=torch.float64).unflatten(0, (len(KINDS), each))
+    means = zip(KINDS, scores.mean(1).tolist(), strict=True)
+    return {kind: {"right": right, "loss": loss} for kind, (right, loss) in means}

@@ -1,7 +1,7 @@
 """Controls that others published: a cache of so many tokens per KV head, from which one goes whenever it is full.
 
-What goes is dropped, or merged into what stays. All decide token by token as a text streams in, and hold no more
-meanwhile. Each is written from its paper's formulas, in the form that a stream allows.
+What goes is dropped, or merged into what stays. All decide token by token as a text streams in. Each is written from
+its paper's formulas, in the form that a stream allows. Several texts are read at once, each as if alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ RULES = {
     "grkv": "as h2o; the values that stay are fitted to what the newest queries saw, by ridge regression (2605.31105)",
     "kvzip": "an oracle: as h2o, by the most attention of a repetition of the text, seen beforehand (2505.23416)",
 }
+CHANGES = ("cam", "d2o", "zsmerge", "keepkv", "grkv")  # rules that change keys or values that stay
 GOES_LAST = torch.inf
+BLOCK = 64  # tokens whose logits are computed at once
+TINY = 1e-12
+COLUMNS = ("k", "v", "norm", "place", "received", "seen", "drawn", "weight")
 
 Tensor = torch.Tensor
 
@@ -58,39 +62,47 @@ def tokens_within(bytes: int, layer: Layer, rule: str, bits: int) -> int:
 
 @dataclass
 class Held:
-    """What heads hold: a row for each text and KV head, with room for one token more than stays.
+    """What heads hold: a row for each text and KV head. Between calls texts and KV heads are two dimensions.
 
-    Between calls texts and KV heads are two dimensions, as a cache expects it.
+    While a block of tokens is read, its tokens are columns, too; after it there are as many as the largest head holds.
     """
 
-    k: Tensor  # (rows, room, dim)
+    k: Tensor  # (rows, columns, dim)
     v: Tensor
-    place: Tensor  # (rows, room) in the text; -1 where nothing is
-    received: Tensor  # (rows, room) attention, in all
-    seen: Tensor  # (rows, room, RECENT) by the newest queries
-    drawn: Tensor  # (rows, room) by chance, or by an oracle, once
-    weight: Tensor  # (rows, room) tokens
+    norm: Tensor  # (rows, columns) of the key
+    place: Tensor  # (rows, columns) in the text
+    received: Tensor  # (rows, columns) attention, in all
+    seen: Tensor  # (rows, columns, RECENT) by the newest queries
+    drawn: Tensor  # (rows, columns) by chance, or by an oracle, once
+    weight: Tensor  # (rows, columns) tokens; 0 where nothing is held
     asked: Tensor  # (rows, RECENT · group, dim) the newest queries
     usual: Tensor  # (rows,) similarity
     read: Tensor  # (rows,) tokens
     foreseen: Tensor  # (rows, tokens) by an oracle, of the first tokens of the text
 
     @staticmethod
-    def empty(rows: int, room: int, group: int, k: Tensor, v: Tensor, foreseen: Tensor) -> Held:
-        flat = k.new_zeros(rows, room)
+    def empty(rows: int, group: int, k: Tensor, v: Tensor, foreseen: Tensor) -> Held:
+        flat, none = k.new_zeros(rows, 0), torch.zeros(rows, 0, dtype=torch.long, device=k.device)
         return Held(
-            k.new_zeros(rows, room, k.shape[-1]), v.new_zeros(rows, room, v.shape[-1]),
-            torch.full((rows, room), -1, device=k.device), flat, k.new_zeros(rows, room, RECENT), flat.clone(),
-            flat + 1, k.new_zeros(rows, RECENT * group, k.shape[-1]), k.new_zeros(rows),
-            torch.zeros(rows, dtype=torch.long, device=k.device), foreseen,
+            k[:, :0], v[:, :0], flat, none, flat, k.new_zeros(rows, 0, RECENT), flat, flat,
+            k.new_zeros(rows, RECENT * group, k.shape[-1]), k.new_zeros(rows), none.sum(-1), foreseen,
         )  # fmt: skip
 
-    def move_last(self, to: Tensor) -> None:
-        """Put the last token where another was, row by row."""
-        at = torch.arange(len(to), device=to.device)
-        for x in (self.k, self.v, self.place, self.received, self.seen, self.drawn, self.weight):
-            x[at, to] = x[:, -1].clone()
-        self.place[:, -1] = torch.where(to == self.place.shape[1] - 1, self.place[:, -1], -1)
+    def append(self, k: Tensor, v: Tensor, drawn: Tensor) -> None:
+        """Add columns for tokens that are still to be read."""
+        place = self.read[:, None] + torch.arange(k.shape[1], device=k.device)
+        known = {"k": k, "v": v, "norm": k.norm(dim=-1), "place": place, "drawn": drawn}
+        for name in COLUMNS:
+            x = getattr(self, name)
+            new = known.get(name, x.new_zeros(len(x), k.shape[1], *x.shape[2:]))
+            setattr(self, name, torch.cat([x, new], 1))
+
+    def drop_empty(self, room: int) -> None:
+        """Keep the columns that hold something, at most `room`, in their order."""
+        order = (self.weight == 0).to(torch.uint8).sort(dim=-1, stable=True).indices[:, :room]
+        at = torch.arange(len(order), device=order.device)[:, None]
+        for name in COLUMNS:
+            setattr(self, name, getattr(self, name)[at, order])
 
 
 class Rival(nn.Module):
@@ -106,58 +118,85 @@ class Rival(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, memory: list | None
     ) -> Tensor:
-        """Attend token by token; `memory` is brought up to date."""
+        """Attend block by block; `memory` is brought up to date."""
         if real is not None:
             raise ValueError("the control reads texts without padding")
         if self.bits < 16:
             k, v = round_vectors(k, self.bits), round_vectors(v, self.bits)
-        batch, heads, tokens = k.shape[:3]
+        batch, heads = k.shape[:2]
         q = (q * scale).unflatten(1, (heads, -1)).flatten(0, 1).transpose(1, 2)  # (rows, tokens, group, dim)
         dtype, (q, k, v) = v.dtype, (x.to(working_dtype(x)) for x in (q, k.flatten(0, 1), v.flatten(0, 1)))
         memory = [] if memory is None else memory
         if memory:
-            held = Held(**{name: x.flatten(0, 1) for name, x in tensors(memory[0]).items()})
+            held = Held(**{name: x.flatten(0, 1).clone() for name, x in tensors(memory[0]).items()})
         else:
             foreseen = k.new_zeros(batch * heads, 0) if self.foreseen is None else self.foreseen.flatten(0, 1)
-            held = Held.empty(batch * heads, max(self.tokens) + 1, q.shape[2], k, v, foreseen)
-        sizes = torch.tensor(list(self.tokens) * batch, device=k.device)
-        rows = [read_token(held, q[:, t], k[:, t], v[:, t], sizes, self.rule, self.seed) for t in range(tokens)]
+            held = Held.empty(batch * heads, q.shape[2], k, v, foreseen)
+        sizes = torch.tensor(self.tokens, device=k.device).repeat(batch)
+        blocks = zip(*(x.split(BLOCK, 1) for x in (q, k, v)), strict=True)
+        rows = [self.read_block(held, sizes, *block) for block in blocks]
         memory[:] = [Held(**{name: x.unflatten(0, (batch, heads)) for name, x in tensors(held).items()})]
-        return torch.stack(rows, 2).unflatten(0, (batch, heads)).flatten(1, 2).to(dtype)
+        return torch.cat(rows, 1).transpose(1, 2).unflatten(0, (batch, heads)).flatten(1, 2).to(dtype)
+
+    def read_block(self, held: Held, sizes: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with tokens (rows, tokens, group, dim), each to what its predecessors left; keep what is left last.
+
+        What changes no key and no value needs only its weights token by token: what they read is one product.
+        """
+        held.append(k, v, self.draw(held, k.shape[1]))
+        logits = (q.flatten(1, 2) @ held.k.mT).unflatten(1, q.shape[1:3])  # (rows, tokens, group, columns)
+        rows, first = [], held.weight.shape[1] - k.shape[1]
+        for t in range(k.shape[1]):
+            held.weight[:, first + t] = 1
+            weights = (logits[:, t] + held.weight.log()[:, None]).softmax(-1)
+            rows.append(weights @ held.v if self.rule in CHANGES else weights)
+            self.make_room(held, sizes, q[:, t], weights.mean(1), logits[:, t:])
+        out = torch.stack(rows, 1)
+        if self.rule not in CHANGES:
+            out = (out.flatten(1, 2) @ held.v).unflatten(1, q.shape[1:3])
+        held.drop_empty(max(self.tokens))
+        return out
+
+    def draw(self, held: Held, tokens: int) -> Tensor:
+        """Draw a number for each of the next tokens, or take what an oracle says of them: (rows, tokens)."""
+        first, rows = int(held.read[0]), len(held.read)
+        drawn = held.k.new_zeros(rows, tokens)
+        if self.rule == "kvzip":
+            known = held.foreseen[:, first : first + tokens]
+            drawn[:, : known.shape[1]] = known
+        elif self.rule == "nexus":
+            for t in range(tokens):
+                drawn[:, t] = torch.rand((), generator=generator_of(self.seed * 1_000_003 + first + t))
+        return drawn
+
+    def make_room(self, held: Held, sizes: Tensor, q: Tensor, attended: Tensor, logits: Tensor) -> None:
+        """Let a token go in each row that holds too many; `logits` are those of the newest token and of later ones."""
+        now = int(held.read[0])
+        held.received += attended
+        held.read += 1
+        if self.rule == "morphkv":
+            held.seen[..., now % RECENT] = attended
+        if self.rule == "grkv":
+            held.asked.unflatten(1, (RECENT, -1))[:, now % RECENT] = q
+        if now < min(self.tokens):
+            return
+        there = held.weight > 0
+        full = there.sum(-1) > sizes
+        goes = worths(held, attended, sizes, self.rule).masked_fill(~there, GOES_LAST).argmin(-1)
+        before = fit_targets(held) if self.rule == "grkv" else None
+        if self.rule == "cam":
+            draws = torch.rand(len(self.tokens), generator=generator_of(self.seed + now + 1))
+            spread_value(held, goes, full, draws.repeat(len(goes) // len(draws)))
+        elif self.rule in CHANGES and before is None:
+            merge(held, goes, full, logits, self.rule)
+        at = torch.arange(len(goes), device=goes.device)
+        held.weight[at, goes] = held.weight[at, goes].masked_fill(full, 0)
+        if before is not None:
+            fit_values(held, before, full)
 
 
-def read_token(held: Held, q: Tensor, k: Tensor, v: Tensor, sizes: Tensor, rule: str, seed: int) -> Tensor:
-    """Attend with a token (rows, group, dim), and make room for the next."""
-    now = int(held.read[0])
-    held.k[:, -1], held.v[:, -1], held.place[:, -1] = k, v, held.read
-    held.received[:, -1], held.seen[:, -1], held.weight[:, -1] = 0, 0, 1
-    if rule == "kvzip":
-        held.drawn[:, -1] = held.foreseen[:, now] if now < held.foreseen.shape[1] else 0.0
-    else:
-        held.drawn[:, -1] = torch.rand((), generator=torch.Generator().manual_seed(seed * 1_000_003 + now))
-    logits = logits_of(held, q)
-    weights = logits.softmax(-1)
-    out, attended = weights @ held.v, weights.mean(1)
-    held.received += attended
-    held.seen[..., now % RECENT] = attended
-    held.asked.unflatten(1, (RECENT, -1))[:, now % RECENT] = q
-    held.read += 1
-    full, there = (held.place >= 0).sum(-1) > sizes, held.place >= 0
-    free = (~there).to(torch.uint8).argmax(-1)  # any place where nothing is; the last where all is full
-    worth = worths(held, attended, sizes, rule).masked_fill(~there, GOES_LAST)
-    goes = worth.argmin(-1)
-    before = fit_targets(held) if rule == "grkv" else None
-    merge(held, goes, full, logits, rule, seed)
-    held.move_last(torch.where(full, goes, free))
-    if before is not None:
-        fit_values(held, before, full)
-    return out
-
-
-def logits_of(held: Held, q: Tensor) -> Tensor:
-    """Give the logits of queries (rows, queries, dim): what counts for several tokens has a larger one."""
-    logits = q @ held.k.mT + held.weight.log()[:, None]
-    return logits.masked_fill((held.place < 0)[:, None], -torch.inf)
+def generator_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def worths(held: Held, attended: Tensor, sizes: Tensor, rule: str) -> Tensor:
@@ -166,43 +205,33 @@ def worths(held: Held, attended: Tensor, sizes: Tensor, rule: str) -> Tensor:
     if rule == "tova":
         return attended
     if rule == "morphkv":
-        return held.seen.sum(-1).masked_fill(
-            age < torch.minimum(sizes // 2, sizes.new_tensor(RECENT))[:, None], GOES_LAST
-        )
+        return held.seen.sum(-1).masked_fill(age < (sizes // 2).clamp_max(RECENT)[:, None], GOES_LAST)
     if rule == "nexus":
         return (held.drawn.log() / held.received.clamp_min(1e-9)).masked_fill(age == 0, GOES_LAST)
     known = held.drawn if rule == "kvzip" else held.received
     return known.masked_fill(age < sizes[:, None] // 2, GOES_LAST)
 
 
-def merge(held: Held, goes: Tensor, full: Tensor, logits: Tensor, rule: str, seed: int) -> None:
-    """Let what stays take up something of what goes, in the rows that are full."""
-    if rule not in ("cam", "d2o", "zsmerge", "keepkv"):
-        return
+def spread_value(held: Held, goes: Tensor, full: Tensor, drawn: Tensor) -> None:
+    """Add the value that goes to the tokens after it, by chance."""
     at = torch.arange(len(goes), device=goes.device)
-    stays = (held.place >= 0).index_put((at, goes), torch.tensor(False))
-    if rule == "cam":
-        later = held.place - held.place[at, goes][:, None]
-        later = stays & (later > 0)
-        first = (
-            torch.where(later, held.place, torch.iinfo(torch.long).max)
-            .topk(min(AFTER, later.shape[1]), -1, False)
-            .indices
-        )
-        there = later.gather(1, first)
-        mean = (held.received.gather(1, first) * there).sum(-1) / there.sum(-1).clamp_min(1)
-        chance = (held.received[at, goes] / mean.clamp_min(1e-9)).clamp(0, 1)
-        drawn = torch.rand(len(goes), generator=torch.Generator().manual_seed(seed + int(held.read[0])))
-        share = (full & (drawn.to(chance) < chance)).to(chance) / there.sum(-1).clamp_min(1)
-        held.v.scatter_add_(
-            1,
-            first[..., None].expand(-1, -1, held.v.shape[-1]),
-            (share[:, None] * there)[..., None] * held.v[at, goes][:, None],
-        )
-        return
-    keys = nn.functional.normalize(held.k, dim=-1)
-    alike = (keys @ keys[at, goes][..., None])[..., 0].masked_fill(~stays, -torch.inf)
-    most, into = alike.max(-1)
+    later = (held.weight > 0) & (held.place > held.place[at, goes][:, None])
+    places = torch.where(later, held.place, torch.iinfo(torch.long).max)
+    first = places.topk(min(AFTER, later.shape[1]), -1, False).indices
+    there = later.gather(1, first)
+    mean = (held.received.gather(1, first) * there).sum(-1) / there.sum(-1).clamp_min(1)
+    chance = (held.received[at, goes] / mean.clamp_min(1e-9)).clamp(0, 1)
+    share = (full & (drawn.to(chance) < chance)).to(chance) / there.sum(-1).clamp_min(1)
+    added = (share[:, None] * there)[..., None] * held.v[at, goes][:, None]
+    held.v.scatter_add_(1, first[..., None].expand_as(added), added)
+
+
+def merge(held: Held, goes: Tensor, full: Tensor, logits: Tensor, rule: str) -> None:
+    """Merge what goes into the most similar key, in the rows that are full; later logits follow, as they are linear."""
+    at = torch.arange(len(goes), device=goes.device)
+    stays = (held.weight > 0).index_put((at, goes), torch.tensor(False))
+    alike = (held.k @ held.k[at, goes][..., None])[..., 0] / (held.norm * held.norm[at, goes][:, None]).clamp_min(TINY)
+    most, into = alike.masked_fill(~stays, -torch.inf).max(-1)
     own, other = held.weight[at, into], held.weight[at, goes]
     if rule == "d2o":
         full = full & (most >= held.usual)
@@ -211,29 +240,32 @@ def merge(held: Held, goes: Tensor, full: Tensor, logits: Tensor, rule: str, see
     elif rule == "zsmerge":
         share = other / (own + other)
     else:
-        seen = (logits - held.weight.log()[:, None]).mean(1)  # q·k of the newest token's queries
-        parts = own * (seen[at, into] - seen.amax(-1)).exp(), other * (seen[at, goes] - seen.amax(-1)).exp()
-        share = parts[1] / (parts[0] + parts[1]).clamp_min(1e-30)
-    share = torch.where(full, share, 0.0)[:, None]
-    for x in (held.k, held.v):
-        x[at, into] = (1 - share) * x[at, into] + share * x[at, goes]
+        seen = logits[:, 0].mean(1)  # q·k of the newest token's queries
+        ours, theirs = seen[at, into], seen[at, goes]
+        share = ((theirs - ours) + other.log() - own.log()).sigmoid()
+    share = torch.where(full, share, 0.0)
+    for x in (held.k, held.v, logits.movedim(-1, 1)):
+        part = share.view(-1, *[1] * (x.ndim - 2))
+        x[at, into] = (1 - part) * x[at, into] + part * x[at, goes]
     if rule != "d2o":
         held.weight[at, into] = torch.where(full, own + other, own)
     if rule == "keepkv":  # so that the votes of both give the new key the logit that both had
-        wanted = torch.logaddexp(own.log() + seen[at, into], other.log() + seen[at, goes]) - (own + other).log()
-        got = (1 - share[:, 0]) * seen[at, into] + share[:, 0] * seen[at, goes]
+        wanted = torch.logaddexp(own.log() + ours, other.log() + theirs) - (own + other).log()
+        got = (1 - share) * ours + share * theirs
         factor = torch.where(full & (got.abs() > 0.1), (wanted / got).clamp(0.5, 2.0), 1.0)
-        held.k[at, into] = held.k[at, into] * factor[:, None]
+        for x in (held.k, logits.movedim(-1, 1)):
+            x[at, into] = x[at, into] * factor.view(-1, *[1] * (x.ndim - 2))
+    held.norm[at, into] = held.k[at, into].norm(dim=-1)
 
 
 def fit_targets(held: Held) -> Tensor:
     """Give what the newest queries see while all is still there."""
-    return logits_of(held, held.asked).softmax(-1) @ held.v
+    return (held.asked @ held.k.mT + held.weight.log()[:, None]).softmax(-1) @ held.v
 
 
 def fit_values(held: Held, before: Tensor, full: Tensor) -> None:
     """Change the values that stay as little as makes the newest queries see what they saw."""
-    weights = logits_of(held, held.asked).softmax(-1)
+    weights = (held.asked @ held.k.mT + held.weight.log()[:, None]).softmax(-1)
     missing = before - weights @ held.v
     inner = weights @ weights.mT + RIDGE * torch.eye(weights.shape[1], device=weights.device)
     held.v += full[:, None, None] * (weights.mT @ torch.linalg.solve(inner, missing))

@@ -53,7 +53,7 @@ def test_keepkv_gives_a_merged_key_the_logit_that_both_had():
     merged = Rival([2], "keepkv")
     merged(q, k[:, None], v[:, None], 1.0, None, cache)
     held = cache[0]
-    there = held.place[0, 0] >= 0
+    there = held.weight[0, 0] > 0
     assert there.sum() == 2 and held.weight[0, 0][there].sum() == 3
     logits = (held.k[0, 0] @ q[0, 0, 0] + held.weight[0, 0].log())[there]
     torch.testing.assert_close(logits.softmax(-1) @ held.v[0, 0][there], whole[0, 0, 2], atol=1e-5, rtol=1e-5)
@@ -70,14 +70,16 @@ def test_a_rival_takes_the_place_of_a_student():
 
 @torch.no_grad()
 @pytest.mark.parametrize("rule", RULES)
-def test_a_bounded_cache_goes_on_with_a_text(rule):
+def test_a_bounded_cache_goes_on_with_a_text_and_reads_several_as_each_alone(rule):
     student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
     heads = [Rival([6] * layer.kv_heads, rule) for layer in student.students()]
     with exchange_students(student.base, heads):
         whole, cache, parts = student(ids, use_cache=False).logits, student.empty_cache(), []
+        alone = torch.cat([student(text[None], use_cache=False).logits for text in ids])
         for piece in ids.split(7, 1):
             parts.append(student(piece, past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=0)
+    torch.testing.assert_close(alone, whole, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("rule", RULES)

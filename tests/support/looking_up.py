@@ -16,15 +16,17 @@ class LooksUp(LlamaForCausalLM):
 
     def forward(self, input_ids, logits_to_keep=0, **given):
         cache = given[CACHE]
-        cache.seen = seen = [*getattr(cache, "seen", []), *input_ids[0].tolist()]
-        if len(seen) > self.most:
+        texts = getattr(cache, "seen", [[] for _ in input_ids])
+        cache.seen = [[*seen, *new] for seen, new in zip(texts, input_ids.tolist(), strict=True)]
+        if len(cache.seen[0]) > self.most:
             raise torch.OutOfMemoryError("out of memory")
-        logits = torch.zeros(1, input_ids.shape[1], 4096)
-        for place in range(input_ids.shape[1]):
-            end = len(seen) - input_ids.shape[1] + place + 1
-            for before in range(max(3, end - self.reach), end):
-                if end > 3 and seen[before - 3 : before] == seen[end - 3 : end]:
-                    logits[0, place, seen[before]] = 100.0
+        logits = torch.zeros(*input_ids.shape, 4096)
+        for row, seen in zip(logits, cache.seen, strict=True):
+            for place in range(len(row)):
+                end = len(seen) - len(row) + place + 1
+                for before in range(max(3, end - self.reach), end):
+                    if end > 3 and seen[before - 3 : before] == seen[end - 3 : end]:
+                        row[place, seen[before]] = 100.0
         return CausalLMOutput(logits=logits[:, -logits_to_keep:])
 
 
