@@ -3,6 +3,7 @@
   python -m tests.benchmarks.real               hours; what is finished is kept, and a second call goes on
   python -m tests.benchmarks.real --minutes 50  stops then, between two texts, and keeps what is finished
   python -m tests.benchmarks.real --rows best swa --budgets 256 --lengths 1024 4096 --texts 4
+  python -m tests.benchmarks.real --dry         only say how many tokens each row reads, and how long making it takes
   python -m tests.benchmarks.real --table       only write the table of what has been measured, and README's of it
 
 Rows are names of quality_rows.py, or short names of some of them (--rows names them). A student is made as a run makes
@@ -20,6 +21,9 @@ import torch
 
 from linearizer import pipeline
 from linearizer.errors import BudgetError
+from linearizer.evaluate.needle import DEPTHS
+from linearizer.evaluate.ruler import DEPTHS as TASK_DEPTHS
+from linearizer.evaluate.ruler import KINDS
 from linearizer.evaluate.setup import environment
 from linearizer.evaluate.subjects import Subject
 from linearizer.hub.models import find_model
@@ -35,6 +39,7 @@ from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
 from linearizer.teacher import load as teacher_module
 from linearizer.train import train_run
+from linearizer.workers.forecast import forecast_seconds, measure_speeds
 from tests.benchmarks.quality import begun, controlled
 from tests.benchmarks.quality_rows import ROWS, is_control
 from tests.benchmarks.quality_table import RESULTS
@@ -84,6 +89,7 @@ def main(arguments=None):
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it stops, to be called again")
     parser.add_argument("--out", type=Path, help="where results go (default: results/real-MODEL)")
     parser.add_argument("--work", type=Path, default=Path("build") / "real", help="what is made once is kept here")
+    parser.add_argument("--dry", action="store_true")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args(arguments)
     name = "smollm2-135m" if arguments.model is None else re.sub(r"\W+", "-", Path(arguments.model).name)
@@ -93,6 +99,8 @@ def main(arguments=None):
             measure_all(Bench(arguments, table))
         except OutOfTime:
             print(f"stopped after {arguments.minutes:g} minutes: call it again to go on", flush=True)
+    if arguments.dry:
+        return
     print(table.write())
     if arguments.table and arguments.out is None and arguments.model is None:
         write_between(README, table.short())
@@ -110,13 +118,14 @@ def write_between(readme, text):
 def measure_all(bench):
     """Measure the teacher, and then row by row; rows that have no budget once."""
     given = bench.arguments
-    bench.measure(TEACHER, 0)
+    work = bench.say_costs if given.dry else bench.measure
+    work(TEACHER, 0)
     rows = [SHORT.get(row, row) for row in given.rows]
     for row in (row for row in rows if row.startswith("cache")):
-        bench.measure(row, 0)
+        work(row, 0)
     for budget in given.budgets:
         for row in (row for row in rows if not row.startswith("cache")):
-            bench.measure(row, budget)
+            work(row, budget)
 
 
 class Bench:
@@ -156,6 +165,16 @@ class Bench:
         said = self.table.estimate(record, "kl", max(self.lengths)) if record["texts"] else None
         kl = record.get("refused") or (f"KL {said['mean']:.4f}" if said else "")
         print(f"{row}, {budget}: {kl}, {time.perf_counter() - begun:.0f} s", flush=True)
+
+    def say_costs(self, row, budget):
+        """Say how many tokens a row has still to read, and how long a run of its plan takes by the forecast."""
+        given, missing = self.arguments, self.missing(self.table.find(row, budget))
+        texts = {"needle": len(DEPTHS) * given.needles, "ruler": len(KINDS) * len(TASK_DEPTHS) * given.ruler}
+        tokens = sum(max(self.lengths) if kind == "texts" else texts[kind] * length for kind, length in missing)
+        made = not missing or row == TEACHER or is_control(row)
+        plan, speeds = None if made else self.plan_of(row, budget), measure_speeds("cpu")
+        minutes = 0 if made else forecast_seconds(plan, pipeline.inspect(self.model), speeds) / 60
+        print(f"{row}, {budget}: {tokens:,} tokens to read, {minutes:.0f} minutes to make", flush=True)
 
     def missing(self, record):
         """List the parts of a record that are not there yet: documents, and lengths of needles and of tasks."""

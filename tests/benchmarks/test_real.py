@@ -45,6 +45,11 @@ def test_rows_are_judged_at_all_lengths_and_a_second_call_goes_on(tmp_path, caps
     assert less["mean"] == pytest.approx(best["summary"]["128"]["kl"]["mean"] - swa["summary"]["128"]["kl"]["mean"])
     assert less["interval"][0] <= less["mean"] <= less["interval"][1]
     capsys.readouterr()
+    real.main([*SMALL, "--rows", "best", "h2o", "--budgets", "16", "--dry", "--out", str(tmp_path / "found")])
+    read = 4 * 128 + (len(DEPTHS) + 3 * 5) * 128
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "best, 16: 0 tokens to read, 0 minutes to make"
+    assert said[2].startswith(f"h2o, 8 bits, 16: {read:,} tokens to read")
     second = judged(tmp_path, "--rows", "swa", "cache2", "--budgets", 16)
     assert {key: second[key] for key in first} == first, "what is finished stays as it is"
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[:1]] == ["cache, 2 bits, 0"]
