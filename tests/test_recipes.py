@@ -25,7 +25,7 @@ from linearizer.run.folder import Run
 from linearizer.run.prices import Prices
 from linearizer.teacher import load as teacher_module
 from linearizer.train.settings import training_settings
-from tests.benchmarks.ablation import READOUTS, GaussianMass, with_readout, without_far, without_window
+from tests.benchmarks.ablation import without_far, without_window
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
@@ -193,31 +193,6 @@ def test_a_branch_is_taken_away_and_comes_back():
     with without_window(student):
         assert not torch.allclose(student(ids).logits, before, atol=1e-3)
     assert torch.equal(student(ids).logits, before)
-
-
-def test_the_gaussian_mass_of_far_keys_is_what_they_have_where_they_are_equal():
-    generator = torch.Generator().manual_seed(0)
-    q, spread = torch.randn(2, 1, 1, 9, 6, generator=generator), torch.randn(2, 1, 9, 6, generator=generator)
-    far = torch.ones(2, 9, 9, dtype=torch.bool).tril(-2)
-    own = torch.full((2, 1, 1, 9, 1), -3.0)
-    for keys, is_exact in ((spread[:, :, :1].expand(-1, -1, 9, -1), True), (spread, False)):
-        mass = GaussianMass()
-        found = mass.mass(q, keys, far, own, 0)[..., 0]
-        exact = (q @ keys[:, :, None].mT).masked_fill(~far[:, None, None], -torch.inf).logsumexp(-1)
-        assert (found[..., :2] == -3.0).all() and (mass.off[0].abs().max() < 1e-5) == is_exact
-        assert ((found - exact)[..., 2:].abs().max() < 1e-5) == is_exact
-        assert abs((found - exact)[..., 2:].median()) < 0.3  # the number for the head is fitted
-
-
-@torch.no_grad()
-def test_a_readout_takes_the_place_of_softmax(monkeypatch):
-    student, ids = student_of("llama", [Head(window=4, slots=6), Head(window=5)]), tokens(1, 40)
-    before = student(ids).logits
-    monkeypatch.setitem(READOUTS, "softmax", lambda logits, number: logits.exp())
-    for kind in READOUTS:
-        with with_readout(kind):
-            close = torch.allclose(student(ids).logits, before, atol=1e-4)
-        assert close == (kind == "softmax")
 
 
 def test_the_head_that_needs_its_cache_keeps_its_gate():

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,15 +46,9 @@ from linearizer.run.files import write_whole
 from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher import load as teacher_module
 from linearizer.train import train_run
-from tests.benchmarks.ablation import (
-    READOUTS,
-    with_gaussian_mass,
-    with_readout,
-    without_far,
-    without_window,
-)
+from tests.benchmarks.ablation import without_far, without_window
 from tests.benchmarks.quality_rows import ROWS, STEPS, is_control, share_of
-from tests.benchmarks.quality_table import GAUSSIAN, LENGTH, PASSAGE, RESULTS, Table, edges_of, gaps_of
+from tests.benchmarks.quality_table import LENGTH, PASSAGE, RESULTS, Table, edges_of, gaps_of
 from tests.benchmarks.rivals import RULES, Rival, foreseeing, tokens_within
 from tests.benchmarks.shares import PRICES, price_heads, share_out, with_slots
 
@@ -64,7 +57,6 @@ HELD, LEAST_TEXTS = 8, 4  # texts to judge by, and to measure at least
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 QUICK = ("best", "windows", "swa", "features", "h2o, 8 bits", "zsmerge, 8 bits", "cache, 2 bits")
 UNTRAINED = ("best", "windows", "swa", "slots", "evict", "duo", "cache", *RULES)
-READ_OTHERWISE = ("swa", "best", "best, 16 bits", "best, 16 bits, uniform", "features")  # rows of the second table
 LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
 
 
@@ -135,31 +127,12 @@ def measure(arguments, row, budget, seed):
                 if not is_control(row) and has_both(allocation) and row.partition(",")[0] not in UPDATE_RULES:
                     with ablation(student), torch.inference_mode():
                         record[name] = {"loss": score(student, held, original)[1].loss.mean().item()}
-            if row in READ_OTHERWISE and length == LENGTH:
-                with torch.inference_mode():
-                    record["read otherwise"] = read_otherwise(plan, student, teacher, allocation, held, original)
             record["made_with"] = environment(student)
         shutil.rmtree(run.folder)
     except BudgetError as error:
         record["refused"] = str(error)
     print(row, budget, seed, record.get("refused") or f"loss {record['loss']:.3f} KL {record['kl']:.4f}", flush=True)
     return record
-
-
-def read_otherwise(plan, student, teacher, allocation, held, original):
-    """Give the KL of a student whose far fields have another mass, or whose exact tokens and slots another readout."""
-    heads = [head for heads in allocation.heads for head in heads]
-    changes = {}
-    if any(head.slots or head.features for head in heads):
-        texts = teacher_module.texts_of(plan, teacher, 2, None)
-        changes[GAUSSIAN] = partial(with_gaussian_mass, student, texts)
-    if not any(head.features for head in heads):
-        changes |= {kind: partial(with_readout, kind) for kind in READOUTS}
-    result = {}
-    for name, change in changes.items():
-        with change():
-            result[name] = score(student, held, original)[1].kl.mean().item()
-    return result
 
 
 def has_both(allocation):

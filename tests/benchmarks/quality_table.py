@@ -10,17 +10,11 @@ from linearizer.amounts import size
 from linearizer.plan.recipes import RECIPES, SUMMARY
 from linearizer.run.files import write_whole
 from linearizer.student.update_rules import UPDATE_RULES
-from tests.benchmarks.ablation import READOUTS
 from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, describe_row
 
 RESULTS = Path(__file__).parent / "results"
 LONG = " at 8192"  # how rows end that are priced for longer texts
 LENGTH, PASSAGE = 512, 64  # of texts, unless another is asked for, and of what comes again in them
-GAUSSIAN = "Gaussian mass"
-READ_OTHERWISE = (
-    "Read otherwise: KL where far fields have the mass of Gaussian keys in place of their own, or where the weights of "
-    "exact tokens and slots are no softmax: sigmoid(logit - log n), or softplus to a power, divided by its sum"
-)
 
 
 class Table:
@@ -78,7 +72,7 @@ class Table:
         blocks = [self.block(budget, rows) for rows in kinds for budget in budgets]
         rows = [row for row in ROWS if any(self.of(row, budget) for budget in budgets)]
         lines = ["What the rows are", "", *(f"- `{row}`: {describe_row(row)}" for row in rows)]
-        return "\n\n".join([*filter(None, [*blocks, self.read_otherwise()]), "\n".join(lines)]) + "\n"
+        return "\n\n".join([*filter(None, blocks), "\n".join(lines)]) + "\n"
 
     def block(self, budget, kind):
         """The rows of one budget that were judged on the same text, their teacher first."""
@@ -100,17 +94,6 @@ class Table:
         if refused:
             lines += ["", f"Not to be had at this budget: {', '.join(refused)}."]
         return "\n".join(lines)
-
-    def read_otherwise(self):
-        """The KL of students that are read in another way, beside their own."""
-        some = [record for record in self.records if "read otherwise" in record]
-        names = (GAUSSIAN, *READOUTS)
-        lines = [READ_OTHERWISE, "", "| " + " | ".join(["", "tokens", "as it is", *names]) + " |"]
-        lines.append("|---" * (3 + len(names)) + "|")
-        for record in sorted(some, key=lambda r: (list(ROWS).index(r["row"]), r["budget"], r["seed"])):
-            cells = [f"{kl:.4f}" if kl is not None else "" for kl in map(record["read otherwise"].get, names)]
-            lines.append(f"| {record['row']} | {record['budget']} | {record['kl']:.4f} | " + " | ".join(cells) + " |")
-        return "\n".join(lines) if some else ""
 
     @staticmethod
     def line(name, result):
