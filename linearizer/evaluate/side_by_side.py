@@ -95,7 +95,7 @@ class Writer:
         self.tokens = generate_tokens(model, ids.to(model.device), fresh_cache(model), new_tokens, seed, sample)
 
     def write_token(self) -> bool:
-        """Write one more token; tell whether there was one left to write."""
+        """Write one more token; return whether there was one left to write."""
         begin = time.perf_counter()
         with self.subject.at_work():
             token = next(self.tokens, None)

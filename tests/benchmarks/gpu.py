@@ -179,14 +179,14 @@ PARTS = {"tests": tested, "kernels": kernels, "runs": runs, "steps": steps, "stu
 
 
 def summary(parts):
-    """Say which targets were met, and where a kernel was not faster than the same in PyTorch."""
+    """List which targets were met, and where a kernel was not faster than the same in PyTorch."""
     rows = [row for part in parts.values() for row in part["rows"]]
     ends = [f"{name}: {part.get('ended')}" for name, part in parts.items() if part.get("ended") != "exit 0"]
     return [line for row in rows for line in judged(row)] + ends
 
 
 def judged(row):
-    """Say of a row whether its target was met, and which PyTorch was faster."""
+    """List for a row whether its target was met, and which PyTorch was faster."""
     name = " ".join(str(row[key]) for key in ("op", "file", "kind", "batch", "tokens", "loss") if key in row)
     ours, wanted = row.get("ours", {}), row.get("wanted")
     if "failed" in row or "failed" in ours:

@@ -136,7 +136,7 @@ def measure(arguments, row, budget, seed):
 
 
 def has_both(allocation):
-    """Tell whether some heads have a window and a far field."""
+    """Return whether some heads have a window and a far field."""
     return any(head.window and (head.slots or head.features) for heads in allocation.heads for head in heads)
 
 
@@ -205,7 +205,7 @@ def held_out(plan, teacher):
 
 @contextmanager
 def controlled(student, teacher, allocation, row, budget, lengths) -> Iterator[dict[int, int]]:
-    """While this lasts, let a control that is no student of its own take the student's place; give its bytes."""
+    """While this lasts, let a control that is no student of its own take the student's place; yield its bytes."""
     kind, rule = row.partition(",")[0], row.partition("(")[2].rstrip(")")
     layers = [layer for layer in teacher.inspection.layers if layer.native_window is None]
     if kind == "cache":
@@ -254,20 +254,20 @@ def judged(student, held, original, as_teacher=False):
 
 
 def subjects_of(student, original, as_teacher=False):
-    """Give the teacher, and the student unless that is the teacher."""
+    """Return the teacher, and the student unless that is the teacher."""
     teacher = Subject("teacher", original.base, softmax=True)
     return [teacher] if as_teacher else [teacher, Subject("student", student, Allocation("", 0, ()))]
 
 
 def score(student, held, original, as_teacher=False):
-    """Give what teacher and student say of every token."""
+    """Return what teacher and student say of every token."""
     subjects = subjects_of(student, original, as_teacher)
     found = [read_scores(subjects, ids) for ids in held.split(4)]
     return [join_scores([some[place] for some in found], 0) for place in (0, -1)]
 
 
 def own_teacher(plan, teacher, student, allocation):
-    """Give a model whose weights are the teacher's: the student itself, unless training changed it."""
+    """Return a model whose weights are the teacher's: the student itself, unless training changed it."""
     if not plan.changes_weights:
         return student
     return checkpoint.put_student_into(

@@ -62,7 +62,7 @@ ROWS |= {
 
 
 def describe_row(row):
-    """Say in a line what a row is."""
+    """Describe a row in a line."""
     kind, (recipe, changes) = row.split()[0].rstrip(","), ROWS[row]
     rule = row.partition("(")[2].rstrip(")") or kind
     if kind == "cache":
@@ -88,7 +88,7 @@ def describe_row(row):
 
 
 def describe_priced(row):
-    """Say in a line what the KV heads of a row of ours hold, in how many bits, what decides it and what is trained."""
+    """Describe in a line what the KV heads of a row of ours hold, in how many bits, and what is decided and trained."""
     recipe, changes = ROWS[row]
     strategy = STRATEGIES[changes.get("strategy", OURS[recipe])]
     bits = (
@@ -123,5 +123,5 @@ def share_of(row):
 
 
 def is_control(row):
-    """Tell whether no student of its own is judged in a row."""
+    """Return whether no student of its own is judged in a row."""
     return row.split()[0].rstrip(",") in ("evict", "cache", *RULES)

@@ -47,7 +47,7 @@ class Table:
         return text
 
     def summary(self):
-        """Give what `linearizer run --recipe list` and the page say of each recipe."""
+        """Return what `linearizer run --recipe list` and the page say of each recipe."""
         budgets = sorted({record["budget"] for record in self.records})
         result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
         result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
@@ -57,7 +57,7 @@ class Table:
         return {name: of_row for name, of_row in means.items() if of_row}
 
     def of_memory(self, name, budget):
-        """Give the quality of a memory at a budget: trained, and as it begins where that was not measured."""
+        """Return the quality of a memory at a budget: trained, and as it begins where that was not measured."""
         for row in (f"{name}, {MEMORY_STEPS} steps", f"{name}, untrained"):
             if records := self.of(row, budget):
                 return [{**mean_quality(budget, records), **({"untrained": True} if "untrained" in row else {})}]
@@ -144,14 +144,14 @@ def gaps_of(length):
 
 
 def mean_quality(budget, records):
-    """Give the means of some records as the fields of a Quality."""
+    """Return the means of some records as the fields of a Quality."""
     shares = [share(record, index) for record in records for index in range(len(record["recall"]))]
     kl = sum(record["kl"] for record in records) / len(records)
     return dict(budget=budget, kl=round(kl, 5), recall=round(sum(shares) / len(shares), 3), seeds=len(records))
 
 
 def held_bytes(record):
-    """Say how many bytes are held at the end of a text, and of longer texts where they grow."""
+    """Write how many bytes are held at the end of a text, and of longer texts where they grow."""
     if "state" not in record:
         return ""
     later = (f"{size(bytes)} at {length}" for length, bytes in record.get("later", {}).items())

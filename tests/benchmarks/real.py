@@ -167,7 +167,7 @@ class Bench:
         print(f"{row}, {budget}: {kl}, {time.perf_counter() - begun:.0f} s", flush=True)
 
     def say_costs(self, row, budget):
-        """Say how many tokens a row has still to read, and how long a run of its plan takes by the forecast."""
+        """Print how many tokens a row has still to read, and how long a run of its plan takes by the forecast."""
         given, missing = self.arguments, self.missing(self.table.find(row, budget))
         texts = {"needle": len(DEPTHS) * given.needles, "ruler": len(KINDS) * len(TASK_DEPTHS) * given.ruler}
         tokens = sum(max(self.lengths) if kind == "texts" else texts[kind] * length for kind, length in missing)
@@ -208,7 +208,7 @@ class Bench:
             self.do_parts(Subject(row, student, allocation), record, missing)
 
     def plan_of(self, row, budget):
-        """Give the plan of a row: the default one of a run, but for what the row changes, in float32."""
+        """Return the plan of a row: the default one of a run, but for what the row changes, in float32."""
         recipe, changes = ROWS[row]
         given = {**changes, "dtype": "float32", "seed": 0, "budget": budget or min(self.arguments.budgets)}
         given |= {name: int(value) for name, _, value in (pair.partition("=") for pair in self.arguments.run)}
@@ -281,7 +281,7 @@ class Bench:
         self.keep(record)
 
     def teacher_of(self, subject):
-        """Give the model that texts are read with: that of the teacher's row, or one whose weights no row changed."""
+        """Return the model that texts are read with: that of the teacher's row, or one whose weights no row changed."""
         own = subject.softmax
         return subject.model if own else teacher_module.load_teacher(find_model(self.model), torch.float32)
 

@@ -43,12 +43,12 @@ class Costs:
         self.spent = {name: value + others[name] for name, value in self.spent.items()}
 
     def in_passes(self):
-        """Give seconds, and passes over the texts that the run measured."""
+        """Return seconds, and passes over the texts that the run measured."""
         texts, length = self.run.plan.texts, self.run.plan.kept_length(self.run.positions)
         passes = self.spent["tokens"] / (texts * length)
         return {"seconds": self.spent["seconds"], "passes": passes, "texts": texts, "length": length}
 
 
 def made_costs(run):
-    """Give what making the student of a run took."""
+    """Return what making the student of a run took."""
     return json.loads((run.folder / MADE).read_text())

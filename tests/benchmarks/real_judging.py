@@ -36,7 +36,7 @@ def edges_of(lengths):
 
 @torch.inference_mode()
 def teacher_readings(folder, load, ids):
-    """Give what a teacher's output embedding is given for every token of a text, once computed: (tokens, dim)."""
+    """Return what a teacher's output embedding is given for every token of a text, once computed: (tokens, dim)."""
     kept = Path(folder) / f"{digest({'ids': ids})[:24]}.safetensors"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def check_readings(model):
 
 @torch.inference_mode()
 def read_by_place(subject, readings, ids, edges):
-    """Give of each text loss, kl and agreement of a subject, by place, beside what the teacher was read to say."""
+    """Return of each text loss, kl and agreement of a subject, by place, beside what the teacher was read to say."""
     cache, output, size, parts = (
         fresh_cache(subject.model),
         subject.model.get_output_embeddings(),

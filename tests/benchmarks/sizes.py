@@ -38,43 +38,26 @@ from linearizer.workers.forecast import forecast_run, measure_speeds
 from linearizer.workers.helpers import HelperProcesses
 
 FEW_WORDS = 4096  # entries of the vocabulary where only some layers are run: those of the demo model's tokenizer
-SHARED = {"max_position_embeddings": 8192, "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128256}
-SHAPES = {  # name -> config, whether it is run whole
-    "SmolLM2-135M": (
-        LlamaConfig(
-            max_position_embeddings=8192, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-            num_attention_heads=9, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
-        ), True,
-    ),
-    "Qwen3-0.6B": (
-        Qwen3Config(
-            max_position_embeddings=40960, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-            num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-        ), True,
-    ),
-    "deep": (  # not a real model: nearly all of its weights are in its blocks, as in a large one
-        LlamaConfig(
-            max_position_embeddings=8192, hidden_size=1024, intermediate_size=3072, num_hidden_layers=32,
-            num_attention_heads=16, num_key_value_heads=2, vocab_size=FEW_WORDS, tie_word_embeddings=True,
-        ), True,
-    ),
-    "Llama-3.2-1B": (
-        LlamaConfig(
-            max_position_embeddings=8192, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-            num_attention_heads=32, num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True,
-        ), True,
-    ),
-    "Llama-3.1-8B": (
-        LlamaConfig(
-            **SHARED, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        ), False,
-    ),
-    "Llama-3.1-70B": (
-        LlamaConfig(
-            **SHARED, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-        ), False,
-    ),
-}  # fmt: skip
+
+
+def shape_of(kind, hidden, inner, layers, heads, kv_heads, words, tied=True, positions=8192, **others):
+    """Return a config."""
+    return kind(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=words, tie_word_embeddings=tied, max_position_embeddings=positions,
+        **others,
+    )  # fmt: skip
+
+
+SHAPES = {  # name -> config (hidden, inner, layers, heads, KV heads, words), whether it is run whole
+    "SmolLM2-135M": (shape_of(LlamaConfig, 576, 1536, 30, 9, 3, 49152), True),
+    "Qwen3-0.6B": (shape_of(Qwen3Config, 1024, 3072, 28, 16, 8, 151936, positions=40960, head_dim=128), True),
+    # not a real model: nearly all of its weights are in its blocks, as in a large one
+    "deep": (shape_of(LlamaConfig, 1024, 3072, 32, 16, 2, FEW_WORDS), True),
+    "Llama-3.2-1B": (shape_of(LlamaConfig, 2048, 8192, 16, 32, 8, 128256), True),
+    "Llama-3.1-8B": (shape_of(LlamaConfig, 4096, 14336, 32, 32, 8, 128256, tied=False), False),
+    "Llama-3.1-70B": (shape_of(LlamaConfig, 8192, 28672, 80, 64, 8, 128256, tied=False), False),
+}
 RESULTS = Path(__file__).parent / "results" / "sizes-cpu.md"
 PLAN = {"sinks": 2, "budget": 64}
 OPTIONS = ("strategy", "steps", "dtype", "device", "texts", "length")

@@ -84,7 +84,7 @@ def test_an_oracle_keeps_the_newest_tokens_and_those_that_it_foresees():
         held = layer.memory[0]
         for text in range(2):
             for head in range(own.shape[1]):
-                kept = sorted(held.place[text, head][held.place[text, head] >= 0].tolist())
+                kept = sorted(held.place[text, head][held.weight[text, head] > 0].tolist())
                 assert len(kept) == 8 and kept[-4:] == [20, 21, 22, 23]
                 best = own[text, head, :20].topk(4).indices.tolist()
                 assert kept[:4] == sorted(best)

@@ -40,22 +40,16 @@ def test_drawn_text_follows_the_chances(subjects):
     assert torch.equal(write(subjects[0], prompts[:1], 6, 1), write(subjects[0], prompts[:1], 6, 1))
 
 
-def test_the_teacher_never_leaves_its_own_path(subjects):
-    result = finish(measure_generation(subjects, tokens(3, 12), 8))
-    greedy, drawn = result.subjects[0], result.subjects[2]
+def test_the_teacher_stays_on_its_path_and_scores_what_the_student_writes(subjects):
+    prompts = tokens(3, 12)
+    greedy, student, drawn, _ = finish(measure_generation(subjects, prompts, 8)).subjects
     assert (greedy.name, greedy.sampled, drawn.sampled) == ("teacher", False, True)
     assert greedy.diverged == drawn.diverged == (8, 8, 8)
     assert greedy.likeliest == 1 and drawn.likeliest < 1 and greedy.loss < drawn.loss
-
-
-def test_what_the_student_writes_is_scored_by_the_teacher(subjects):
-    prompts = tokens(3, 12)
-    result = finish(measure_generation(subjects, prompts, 8)).subjects[1]
-    texts = write(subjects[1], prompts, 8, None)
+    own, texts = (write(subject, prompts, 8, None) for subject in subjects)
     logits = logits_of(subjects[0].model, torch.cat([prompts, texts], 1))[:, 11:-1]
-    assert result.loss == pytest.approx(losses_of(logits, texts).mean().item(), abs=1e-4)
-    own = write(subjects[0], prompts, 8, None)
-    assert result.diverged == tuple(count_alike_tokens(a, b) for a, b in zip(texts, own, strict=True))
+    assert student.loss == pytest.approx(losses_of(logits, texts).mean().item(), abs=1e-4)
+    assert student.diverged == tuple(count_alike_tokens(a, b) for a, b in zip(texts, own, strict=True))
 
 
 def test_without_a_teacher_only_the_text_itself_is_judged(subjects):

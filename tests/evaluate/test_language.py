@@ -1,6 +1,7 @@
 """Predictions are scored as their definitions say, all on the same tokens, with their spread over documents."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -62,7 +63,12 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     given, expected = ((-losses_of(x[:, :-1], ids[:, 1:])).exp() for x in (student, teacher))
     assert own.tail.probability_change == pytest.approx((given - expected).square().mean().sqrt().item(), abs=1e-6)
     assert own.perplexity == pytest.approx(math.exp(own.loss.mean))
-    assert own.excess.mean == pytest.approx(own.loss.mean - result.subjects[0].loss.mean, abs=1e-6)
+    first = result.subjects[0]  # a teacher is its own equal
+    assert own.excess.mean == pytest.approx(own.loss.mean - first.loss.mean, abs=1e-6)
+    assert first.kl.mean == pytest.approx(0, abs=1e-9) and first.excess.interval == (0, 0)
+    assert first.tail.kl_999 == pytest.approx(0, abs=1e-9) and first.tail.probability_change == 0
+    assert first.agreement.mean == 1 and first.state_bytes == cache_bytes(subjects[1], 40)
+    assert measured(subjects, ids) == result, "the same call gives the same numbers"
 
 
 def test_the_beginning_of_a_text_is_scored_as_a_text_that_ends_there(subjects):
@@ -83,6 +89,16 @@ def test_the_beginning_of_a_text_is_scored_as_a_text_that_ends_there(subjects):
     again = finish(measure_recall(own, ids[:, :20], 5))
     for subject, other in zip(reader.result().subjects, again.subjects, strict=True):
         assert subject.second == pytest.approx(other.second, abs=1e-4)
+
+
+@contextmanager
+def tokens_read(model):
+    """How many tokens a model reads while this lasts."""
+    counted = []
+    embedding = model.get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
+    yield counted
+    hook.remove()
 
 
 def fixed_window(model, layers):
@@ -112,14 +128,10 @@ def test_student_and_window_are_compared_by_the_same_texts_and_few_texts_say_lit
     first, second = (compared(text) for text in ids.split(1))
     assert first.difference is second.difference is None
     assert both.interval[1] - both.interval[0] > 8 * abs(apart(first) - apart(second))
-
-
-def test_a_student_against_itself_is_neither_better_nor_worse(subjects):
-    held, layers = subjects
-    own = [held[0], held[1], Subject("window", held[1].model, held[1].allocation)]
-    ids = tokens(4, 40)
-    result = finish(measure_language(own, ids, torch.zeros_like(ids), layers, lengths=(10, 40)))
-    assert all(each.difference.mean == 0 and each.difference.interval == (0, 0) for each in result.lengths)
+    known = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 30: 2.042}
+    assert {freedoms: student_t(freedoms) for freedoms in known} == pytest.approx(known, rel=0.02)
+    own[2] = Subject("window", held[1].model, held[1].allocation)  # a student beside itself
+    assert (equal := compared(ids).difference).mean == 0 and equal.interval == (0, 0)
 
 
 def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
@@ -150,22 +162,6 @@ def test_a_teacher_that_predicts_worse_than_a_window_is_strained_from_there_on(s
         return [compare_at(at, before, scored, torch.zeros_like(ids), 0).strained for before, at in ((1, 20), (20, 40))]
 
     assert strain(0.2) == [False, True] and strain(-0.2) == strain(0.01) == [False, False]
-
-
-def test_the_interval_of_few_documents_is_wide_as_student_t_says():
-    known = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 30: 2.042}
-    assert {freedoms: student_t(freedoms) for freedoms in known} == pytest.approx(known, rel=0.02)
-
-
-def test_a_teacher_is_its_own_equal(subjects):
-    first = measured(subjects, tokens(2, 40)).subjects[0]
-    assert first.kl.mean == pytest.approx(0, abs=1e-9) and first.excess.interval == (0, 0)
-    assert first.tail.kl_999 == pytest.approx(0, abs=1e-9) and first.tail.probability_change == 0
-    assert first.agreement.mean == 1 and first.state_bytes == cache_bytes(subjects[1], 40)
-
-
-def test_the_same_call_gives_the_same_numbers(subjects):
-    assert measured(subjects, tokens(3, 40)) == measured(subjects, tokens(3, 40))
 
 
 def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
@@ -227,11 +223,8 @@ def test_calibration_compares_what_was_said_with_what_came():
 def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects, monkeypatch):
     result, layers = subjects
     ids, reader = tokens(3, 40), RepeatReader(result, 40, 5)
-    counted: list[int] = []
-    embedding = result[0].model.get_input_embeddings()
-    hook = embedding.register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
-    language = finish(measure_language(result, ids, torch.zeros_like(ids), layers, read=reader.read))
-    hook.remove()
+    with tokens_read(result[0].model) as counted:
+        language = finish(measure_language(result, ids, torch.zeros_like(ids), layers, read=reader.read))
     assert sum(counted) == 3 * (35 + 5 * (1 + len(reader.gaps)))  # each text, and what each gap ends in
     alone = measured(subjects, ids)
     for subject, other in zip(language.subjects, alone.subjects, strict=True):
@@ -247,12 +240,6 @@ def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects
 def test_a_forecast_of_judging_counts_the_tokens_that_it_reads(subjects):
     result, layers = subjects
     ids, reader = tokens(2, 128), RepeatReader(result, 64, passage_tokens(64))  # four texts of 64 tokens, in pairs
-    counted: list[int] = []
-    hook = (
-        result[0]
-        .model.get_input_embeddings()
-        .register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
-    )
-    finish(measure_language(result, ids, torch.zeros_like(ids), layers, 0, reader.read, (16, 64, 128)))
-    hook.remove()
+    with tokens_read(result[0].model) as counted:
+        finish(measure_language(result, ids, torch.zeros_like(ids), layers, 0, reader.read, (16, 64, 128)))
     assert sum(counted) / (4 * 64) == pytest.approx(JUDGED_SHARE, abs=0.05)

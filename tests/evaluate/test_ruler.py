@@ -42,8 +42,6 @@ def test_texts_keep_their_length_and_hold_facts_question_and_answer(tokenizer, w
     assert ids.shape == (1, 320) and text.endswith(puzzle.question + "".join(f" {word}" for word in puzzle.answer))
     assert all(told in text for _, told in puzzle.facts) and len(answer) == len(puzzle.answer)
     assert 0.3 < text.index(puzzle.facts[0][1]) / len(text) < 0.6
-    with pytest.raises(TextError, match="does not fit"):
-        lay_out(puzzle, windows[0, :12], tokenizer)
 
 
 def test_every_task_is_scored_by_depth_and_length_alike_for_all(scored, tokenizer, windows):
@@ -67,6 +65,8 @@ def test_what_stands_in_the_text_is_found_and_what_is_out_of_sight_is_not(scored
             assert near[f"{kind}, 320 tokens", "depth 10%"] == 0 and near[f"{kind}, 320 tokens", "depth 90%"] == 1
 
 
-def test_a_text_of_few_words_is_refused(tokenizer):
+def test_a_text_of_few_words_or_too_short_for_a_task_is_refused(tokenizer, windows):
     with pytest.raises(TextError, match="words to make tasks of"):
         frequent_words(tokenizer, torch.full((1, 64), 300))
+    with pytest.raises(TextError, match="does not fit"):
+        finish(measure_ruler([], tokenizer, windows, [12]))

@@ -1,7 +1,6 @@
 """Two models that write at the same time write what they would write one after the other."""
 
 import itertools
-import threading
 import time
 from types import SimpleNamespace
 
@@ -48,27 +47,18 @@ def test_the_first_token_that_differs_is_found():
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_both_write_what_they_write_one_after_the_other(pair, state, sample):
+def test_both_write_what_they_write_alone_and_are_counted_in_the_units_of_every_other_size(pair, state, sample):
     alone = []
     for model, size in zip(pair, (state.teacher_bytes, state.student_bytes), strict=True):
         writer = Writer(Subject("", model), Tokens(), size, torch.tensor([[5, 6, 7, 8]]), 12, 3, sample)
         while writer.write_token():
             pass
-        alone.append(writer)
-    teacher, student = (writer.side() for writer in alone)
+        alone.append(writer.written)
     *_, last = write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample)
-    assert last.teacher.text == teacher.text
-    assert last.difference == find_difference(Tokens(), *(writer.written for writer in alone))
-    assert last.student.text == student.text
-    assert last.teacher.state_bytes == teacher.state_bytes
-    assert last.student.state_bytes == student.state_bytes
-    assert last.teacher.tokens == last.student.tokens == 12
-
-
-def test_both_are_counted_in_the_units_of_every_other_size(pair, state):
-    """Not in those of float32, which the weights have here."""
-    *_, last = write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12)
-    assert last.teacher.tokens_read == last.student.tokens_read == 15  # the last token is not read
+    for side, written in zip((last.teacher, last.student), alone, strict=True):
+        assert side.text == Tokens().decode(written, True)
+        assert (side.tokens, side.tokens_read) == (12, 15)  # the last token is not read
+    assert last.difference == find_difference(Tokens(), *alone)
     layers = layers_of(pair[0])
     assert last.teacher.state_bytes == cache_bytes(layers, 15)
     assert last.student.state_bytes == allocation_of(layers, MIXED, 2).state_bytes(layers, 15)
@@ -81,14 +71,6 @@ def test_what_is_told_grows_every_quarter_of_a_second(pair, state, monkeypatch):
     texts = [both.student.text for both in write_in_turns(*pair, Tokens(), state, "5 6", 60)]
     assert len(texts) == 60 // 3 + 1  # a tenth of a second a token; the last is of all
     assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
-
-
-def test_a_listener_that_leaves_ends_both(pair, state):
-    before = threading.active_count()
-    telling = write_in_turns(*pair, Tokens(), state, "5 6", 5000)
-    next(telling)
-    telling.close()
-    assert threading.active_count() == before
 
 
 def test_a_writer_that_breaks_is_told_of_and_does_not_hold_up_the_other(pair, state, monkeypatch):
