@@ -1,11 +1,12 @@
-"""The one place that chooses between Triton's kernels and PyTorch, for heads with a window and features or a memory.
+"""The one place that chooses between Triton's kernels and PyTorch, once a trial has found them right (kernel_trial.py).
 
-Kernels attend with texts, to windows and features, once a trial has found them right (kernel_trial.py).
+Kernels attend with texts to windows and features, and with a token to windows and slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from .state import ABSENT, Columns, FeatureState, working_dtype
 
 try:
     from .kernel_text_gradients import FeatureAttention
+    from .kernel_token import attend_token
 except ImportError as missing:
     if missing.name != "triton":
         raise
-    FeatureAttention = None  # type: ignore[assignment, misc]
+    FeatureAttention = attend_token = None  # type: ignore[assignment, misc]
 
 TRIAL_WINDOW = 16
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
@@ -75,3 +77,23 @@ def attend_chunks_by_kernel(
     inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *kept)]
     out, state.level, state.mean = FeatureAttention.apply(columns.window, *inputs)
     return out
+
+
+def kernel_serves_token(buffer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Whether a kernel may attend with a token to what a TokenBuffer holds, which is tried on a copy of it."""
+    if attend_token is None or not kernels_accept(q, k, v):
+        return False
+
+    def compute(by_kernel: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        work, out = torch.promote_types(dtype, torch.float32), q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
+        held = [x.to(dtype, copy=True) if x.is_floating_point() else x.clone() for x in buffer.buffers]
+        copy = replace(buffer, buffers=held, level=buffer.level.to(work, copy=True))
+        attend, results = attend_token if by_kernel else type(buffer).attend_rows, list[Tensor]()
+        for _ in range(2):  # the second token sees the first
+            attend(copy, q.to(dtype), k.to(dtype), v.to(dtype), scale, out)
+            results.append(out.clone())
+            copy.count = copy.count + 1
+        return [*results, copy.level.exp()]
+
+    sizes = (q.shape[2], q.shape[-1], v.shape[-1], buffer.sinks[0].shape[2], buffer.bits, buffer.turns is not None)
+    return passes_trial("attention of tokens", q, sizes, compute)

@@ -1,4 +1,4 @@
-"""One token for all heads of a layer with windows, alone or with slots, in a few operations of PyTorch.
+"""One token for all heads of a layer with windows, alone or with slots: in a few operations of PyTorch, or in kernels.
 
 A token costs mostly the calls of operations. So what heads of the same bits hold lies in one buffer, and the tensors of
 their states are views of it: a product gives all logits, one softmax all weights. A row of the buffer is a place of the
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .kernel_dispatch import attend_token, kernel_serves_token
 from .packed_state import Turns, pack_counts, unpack_counts
 from .rounding import codes_in, pack_vectors, scales_in, unpack_vectors
 from .slots_merging import Merging
@@ -52,7 +53,8 @@ class TokenBuffer:
     indices: list[int]  # of the groups among those of the layer
     spots: list[Any]  # where the heads of each group lie
     order: list[int]  # the heads of the layer that lie here, in order
-    chosen: Tensor | None  # the same, if they are not all heads in the order of the layer
+    heads: Tensor  # the same
+    all_heads: bool  # whether they are all heads of the layer
     buffers: list[Tensor]  # (keys and values, batch, heads, rows, numbers), or one for each where they differ in size
     sinks: tuple[Tensor, Tensor]  # keys and values of all heads (batch, heads, sinks, dim)
     level: Tensor  # (batch, heads, sinks and rows)
@@ -68,7 +70,7 @@ class TokenBuffer:
     @classmethod
     def of(cls, served: dict[int, WindowGroup], k: Tensor, turns: Turns | None, kinds: int) -> TokenBuffer:
         """Lay the states of some groups, by their indices, into a buffer, for tokens of a layer with keys like k."""
-        all_heads, dtype = k.shape[1], working_dtype(k)
+        dtype = working_dtype(k)
         groups = list(served.values())
         first = groups[0].state
         names_of = [[name for name in ("window", "slot") if hasattr(group.state, f"{name}_k")] for group in groups]
@@ -84,13 +86,13 @@ class TokenBuffer:
             at = torch.tensor([unordered.index(head) for head in order], device=device)
             sinks = tuple(x.index_select(1, at) for x in sinks)
         views: list[dict[str, Tensor]] = []
-        for group, names, heads in zip(groups, names_of, spots, strict=True):
+        for group, names, spot in zip(groups, names_of, spots, strict=True):
             row, group_views = 0, {}
             for name in names:
                 size = getattr(group.state, f"{name}_k").shape[-2]
                 for kind, buffer in (("k", buffers[0][0]), ("v", buffers[-1][-1])):
                     tensor = getattr(group.state, f"{name}_{kind}")
-                    group_views[f"{name}_{kind}"] = view = buffer[:, heads, row : row + size]
+                    group_views[f"{name}_{kind}"] = view = buffer[:, spot, row : row + size]
                     view.copy_(tensor)
                     setattr(group.state, f"{name}_{kind}", view)
                 row += size
@@ -100,9 +102,9 @@ class TokenBuffer:
         ring = (torch.arange(parts * shape[0] * shape[1], device=device) * rows).view(parts, *shape)
         sizes = {head: group.window for group in groups for head in group.heads}
         windows = torch.tensor([sizes[head] for head in order], device=device)
-        chosen = None if order == list(range(all_heads)) else torch.tensor(order, device=device)
+        heads = torch.tensor(order, device=device), order == list(range(k.shape[1]))
         kept = first.count, first.count.tolist(), ring, windows, groups[0].bits, kinds, turns
-        result = cls(groups, list(served), spots, order, chosen, buffers, sinks, level, views, *kept)  # type: ignore[arg-type]
+        result = cls(groups, list(served), spots, order, *heads, buffers, sinks, level, views, *kept)  # type: ignore[arg-type]
         for index in range(len(groups)):
             result.see(index, [place - 1 for place in result.places])
         return result
@@ -125,15 +127,16 @@ class TokenBuffer:
             if any(merges(group, place) for place in before):
                 self.merge(index, k.dtype if self.turns is None else self.level.dtype)
                 self.see(index, before)
-        self.attend_rows(q, k, v, scale, out)
+        attend = attend_token if kernel_serves_token(self, q, k, v, scale) else TokenBuffer.attend_rows
+        attend(self, q, k, v, scale, out)
         self.count, self.places = self.count + 1, [place + 1 for place in before]
         for group in self.groups:
             group.state.count = self.count
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
         """Remember the token, then let its queries look at all rows."""
-        if self.chosen is not None:
-            q, k, v = (x.index_select(1, self.chosen) for x in (q, k, v))
+        if not self.all_heads:
+            q, k, v = (x.index_select(1, self.heads) for x in (q, k, v))
         if self.turns is not None:
             heads = as_slice(self.order)
             q, k, v = self.turns(self.turns.turn, q, k, v, scale**0.5, heads)
@@ -144,10 +147,10 @@ class TokenBuffer:
         part = self.look(q[..., 0, :])
         if self.turns is not None:
             part = self.turns(self.turns.turn_back, part[..., None, :], heads)[..., 0, :]
-        if self.chosen is None:
+        if self.all_heads:
             out[..., 0, :] = part
         else:
-            out[..., 0, :].index_copy_(1, self.chosen, part.to(out.dtype))
+            out[..., 0, :].index_copy_(1, self.heads, part.to(out.dtype))
 
     def remember(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Write a token into the rings, at these rows."""

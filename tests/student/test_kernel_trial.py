@@ -8,12 +8,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.student import kernel_dispatch, kernel_text_features, kernel_text_gradients, kernel_trial
+from linearizer.student import (
+    kernel_dispatch,
+    kernel_text_features,
+    kernel_text_gradients,
+    kernel_token,
+    kernel_trial,
+)
 from linearizer.student.kernel_dispatch import linear_attention
 from linearizer.student.state import FeatureState
 from linearizer.train import attention_loss as losses
 from linearizer.train import attention_loss_kernels
 from linearizer.train.attention_loss import attention_loss
+from tests.support import layers
 from tests.support.attention_losses import make as make_loss
 from tests.support.kernels import mutate
 from tests.support.log_features import far_of, make
@@ -39,7 +46,11 @@ def untried(monkeypatch):
 def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
-    for holder, name in ((attention_loss_kernels, "losses"), (kernel_dispatch.FeatureAttention, "apply")):
+    for holder, name in (
+        (attention_loss_kernels, "losses"),
+        (kernel_dispatch.FeatureAttention, "apply"),
+        (kernel_token, "launch_token"),
+    ):
         run = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *args, run=run, name=name: (counted.append(name), run(*args))[1])
     return counted
@@ -62,6 +73,12 @@ def train():
     return torch.autograd.grad(out.sum(), q)[0]
 
 
+def write():
+    student = layers.layer([[4, 0, 3, 2, 8]], dtype=torch.float32).to(DEVICE)
+    student.in_c, given = False, [x.to(DEVICE) for x in layers.text(1, 5, dtype=torch.float32)]
+    return layers.read(student, given, [4, 5])[0]
+
+
 def compare():
     return attention_loss(*(x.float().to(DEVICE) for x in make_loss(9, heads=1, batch=1)), 2, 1).value
 
@@ -69,6 +86,7 @@ def compare():
 DOORS = {
     "attention": (read, "apply"),
     "attention and its gradients": (train, "apply"),
+    "attention of tokens": (write, "launch_token"),
     "losses of attention rows": (compare, "losses"),
 }
 
@@ -88,6 +106,7 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
+    "attention of tokens": (kernel_token, "= new, total * old + weight", "= new, total * old"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }
 

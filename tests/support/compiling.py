@@ -16,6 +16,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -28,7 +29,9 @@ from linearizer.student import (
     kernel_common,
     kernel_text_features,
     kernel_text_gradients,
+    kernel_token,
 )
+from linearizer.student.packed_state import Turns
 from linearizer.train import attention_loss_kernels
 
 for name in [name for name in sys.modules if name.startswith("linearizer.")]:
@@ -36,7 +39,14 @@ for name in [name for name in sys.modules if name.startswith("linearizer.")]:
         if isinstance(function, JITFunction):
             function.starting_line_number = 1  # Triton hashes it, and a kernel that only moved is not compiled again
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
 CASES = [(80, "128x128"), (89, "128x128"), (90, "128x128"), (120, "128x128"), (90, "256x128"), (89, "128x128xfp32")]
 RECORD = Path(__file__).with_name("compiled.json")
 
@@ -69,6 +79,22 @@ def everything(dim, features, dtype, window=64, sinks=4):
     attention_and_gradients(inputs, window)
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
+    for bits in (4, 5, 6, 8, 16):
+        attend_with_a_token(dim, bits, dtype, sinks)
+
+
+def attend_with_a_token(dim, bits, dtype, sinks, rows=512):
+    """Attend with one token to rows of so many bits."""
+    widths = {16: (dim, dtype), 8: (dim + 1, torch.int8)}
+    width, kept = widths.get(bits, (dim * bits // 8 + 2, torch.uint8))
+    sink, count = draw(1, 8, sinks, dim), draw(8, dtype=torch.int64)
+    buffer = SimpleNamespace(
+        buffers=[draw(2, 1, 8, rows, width, dtype=kept)], sinks=(sink, sink), count=count, windows=count, heads=count,
+        level=draw(1, 8, sinks + rows, dtype=torch.float32), bits=bits,
+        turns=None if bits == 16 else Turns(8, dim, dim).to("meta"),
+    )  # fmt: skip
+    k, out = draw(1, 8, 1, dim, dtype=dtype), draw(1, 8, 4, 1, dim, dtype=dtype)
+    kernel_token.launch_token(out, k, k, 0.125, out, buffer)
 
 
 def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, sinks):
