@@ -82,7 +82,7 @@ def explained_faults(name: str = "", refusal: type[RequestError] = RequestError)
         yield
     except ValidationError as error:
         fault = error.errors()[0]
-        place = name + "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in fault["loc"])
+        place = name + "".join(f".{each}" if str(each).isidentifier() else f"[{quote(each)}]" for each in fault["loc"])
         if fault["type"] in FAULTS:
             wrong = FAULTS[fault["type"]].format(**fault.get("ctx", {}))
         else:

@@ -36,6 +36,7 @@ def test_a_product_of_all_kinds_comes_back_from_its_json():
         ('"size": 2', '"size": true', r"parts\[0\]\[1\].size True is not allowed: it should be a valid integer"),
         ('"size": 2, ', "", r"parts\[0\]\[1\].size is missing"),
         ('"share": 0.5', '"shore": 0.5', r"parts\[0\]\[0\].shore is unknown: leave it out"),
+        ('"share": 0.5', r'"a\nb": 0.5', r"parts\[0\]\[0\]\['a\\nb'\] is unknown: leave it out"),
         ('"b"', "[]", r"parts\[0\]\[1\].name \[\] is not allowed: it should be a valid string"),
         ('"done": true', '"done": null', "done None is not allowed: it should be a valid boolean"),
         ('{"a": 1}', "3", "terms 3 is not allowed: it should be an object"),
