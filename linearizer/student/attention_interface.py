@@ -115,9 +115,9 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
     if mask is not None and getattr(mask, "ndim", None) != 2:
         raise ValueError(NOT_SERVED)
     leave_out_weights(kwargs, decoder.config)
+    new = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     if torch.compiler.is_compiling() and mask is positions is None:  # or transformers masks as if texts were packed
-        given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-        kwargs["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
+        kwargs["attention_mask"] = torch.ones(new.shape[:2], dtype=torch.long, device=new.device)
     if cache is None:
         use_cache = kwargs.get("use_cache")
         learns = decoder.training and torch.is_grad_enabled()
@@ -129,10 +129,20 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
             f"leave {CACHE} out, or pass model.empty_cache()"
         )
-    if cache is not None and mask is None and positions is not None:
-        if not cache.get_seq_length() and restarts(positions):
-            raise ValueError(NOT_SERVED)  # without a cache transformers sees it
+    read = 0 if cache is None else cache.get_seq_length()
+    if cache is not None and mask is None and positions is not None and not read and restarts(positions):
+        raise ValueError(NOT_SERVED)  # without a cache transformers sees it
+    if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == read + new.shape[1]:
+        kwargs["position_ids"] = positions_of(mask)[:, read:]
     return (), {**kwargs, CACHE: cache}
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    """Count the tokens of each row without its padding, as `generate` does.
+
+    Softmax sees only how far rotated keys are apart, but features and numbers of few bits change with their positions.
+    """
+    return (mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
 def leave_out_weights(kwargs: dict, config: PreTrainedConfig) -> None:

@@ -172,14 +172,19 @@ def test_offloaded_to_memory_or_disk_it_answers_the_same(feature_map, tmp_path):
 
 
 @torch.no_grad()
-def test_a_layer_may_lie_on_disk(tmp_path):
-    student, ids = student_of("llama"), tokens(1, 20)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
+def test_a_layer_may_lie_on_disk(heads, dtype, tmp_path):
+    student, ids = student_of("llama", heads).to(dtype), tokens(1, 40)
+    for layer in student.students():
+        for weight in layer.float().parameters():
+            weight.add_(0.1 * torch.rand_like(weight))  # to numbers that no smaller type holds
     save(student, None, tmp_path / "checkpoint")
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk",
               "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
     placed = load(tmp_path / "checkpoint", device_map=places, offload_folder=tmp_path / "offloaded")
     assert placed.model.layers[1].self_attn.q_proj.weight.is_meta
-    assert torch.equal(placed(ids).logits, student(ids).logits)
+    assert torch.equal(placed(ids).logits, load(tmp_path / "checkpoint")(ids).logits)
 
 
 COMPILED = {"features": [Head(window=5, features=16), Head(window=3)], "slots": SMALL[:2]}

@@ -10,6 +10,7 @@ from linearizer.plan.head_bytes import Head
 from linearizer.student.cache import CACHE
 from tests.support.models import MIXED, student_of, tokens
 
+CLOSE = dict(atol=1e-4, rtol=1e-4)
 SMALL = [
     Head(window=5, bits=8),
     Head(window=4, slots=6, bits=8),
@@ -107,3 +108,17 @@ def test_gradients_pass_through_single_tokens():
         result.append(torch.autograd.grad(loss, features_of(student)))
     for whole, single in zip(*result, strict=True):
         torch.testing.assert_close(single, whole, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
+def test_padding_before_a_text_does_not_matter_without_positions_either(family, heads):
+    student, ids = student_of(family, heads), tokens(2, 24)
+    ids[0, :9], mask = 0, torch.ones_like(ids)
+    mask[0, :9] = 0
+    first = student(ids[:, :20], attention_mask=mask[:, :20], use_cache=True)
+    last = student(ids[:, 20:], attention_mask=mask, past_key_values=first[CACHE])
+    padded = torch.cat([first.logits, last.logits], 1)
+    for row, start in ((0, 9), (1, 0)):
+        torch.testing.assert_close(padded[row, start:], student(ids[row : row + 1, start:]).logits[0], **CLOSE)
