@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's weights and tokenizer: damage is seen before a student is loaded or published."""
+"""Digests of a checkpoint's weights, config and tokenizer: damage is seen before a student is loaded or published."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ KNOWN_FILES = 256  # whose digests a process remembers
 TOKENIZER = (  # the files of one, of any kind
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja"
 )  # fmt: skip
+CONFIG = ("config.json", "*.index.json")  # a digit of it makes another model, which answers as well
 OF_THIS_MACHINE = ("is_local", "local_files_only")  # what transformers writes into a tokenizer's settings
 
 
@@ -49,8 +50,8 @@ def read_digests(run: Run) -> dict[str, str]:
 
 def digested_files(folder: Path) -> list[Path]:
     """List the files of a checkpoint whose damage nothing else shows before it matters."""
-    tokenizer = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
-    return [*weight_files(folder), *sorted(tokenizer)]
+    small = {path for pattern in (*CONFIG, *TOKENIZER) for path in folder.glob(pattern) if path.is_file()}
+    return [*weight_files(folder), *sorted(small)]
 
 
 def weight_files(folder: Path) -> list[Path]:

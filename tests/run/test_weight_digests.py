@@ -76,6 +76,36 @@ def test_a_damaged_tokenizer_is_refused_in_a_sentence(with_tokenizer, name, dama
     load_of_run(run)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_flipped_bit_of_a_tokenizer_or_config_is_seen(with_tokenizer, name):
+    write_digests(with_tokenizer)
+    path = with_tokenizer.checkpoint / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FolderError, match=f"{name}' is not as the run wrote it"):
+        check_weights(with_tokenizer)
+
+
+@pytest.mark.parametrize("change", [{"layers": [None]}, {"layers": [{"heads": []}] * 3}, {"base": {"layer_types": []}}])
+def test_a_config_that_was_damaged_before_its_digest_is_refused(with_tokenizer, change):
+    path = with_tokenizer.checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, **{n: {**config[n], **x} if n == "base" else x for n, x in change.items()}}))
+    write_digests(with_tokenizer)
+    with pytest.raises(FolderError, match="checkpoint' cannot be loaded"):
+        load_of_run(with_tokenizer)
+
+
+def test_an_index_without_its_map_is_refused(with_tokenizer):
+    (weights,) = with_tokenizer.checkpoint.glob("*.safetensors")
+    weights.rename(weights.with_name("model-00001-of-00001.safetensors"))
+    (with_tokenizer.checkpoint / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": null}')
+    write_digests(with_tokenizer)
+    with pytest.raises(FolderError, match="checkpoint' cannot be loaded"):
+        load_of_run(with_tokenizer)
+
+
 def test_a_checkpoint_does_not_tell_where_its_tokenizer_was_read(with_tokenizer):
     settings = json.loads((with_tokenizer.checkpoint / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] and not settings.keys() & {"is_local", "local_files_only"}

@@ -10,7 +10,7 @@ from linearizer.plan.head_bytes import Head, vector_bytes
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.packed_state import Turns, as_sink, pack_state, round_counts, unpack_state
 from linearizer.student.rounding import TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
-from linearizer.student.state import SlotState
+from linearizer.student.state import SlotState, tensors
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -214,3 +214,25 @@ def test_the_state_of_few_bits_is_as_large_as_it_is_priced(length, held):
     cache = student.empty_cache()
     student(tokens(1, length), past_key_values=cache)
     assert sum(layer.bytes() for layer in cache.layers) == allocation.state_bytes(layers, length)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("held", [[16, 0, 0, 0, 8], [16, 0, 32, 8, 8], [16, 0, 32, 8, 4], "softmax 4"], ids=str)
+@torch.no_grad()
+def test_what_a_layer_holds_of_a_row_depends_on_its_own_tokens_alone(held, dtype):
+    layer = LayerStudent([held] * 3, 2, 64, "prf")
+    layer.reset(torch.Generator().manual_seed(0))
+    text = [torch.randn(3, heads, 161, 64, generator=torch.Generator().manual_seed(heads)) for heads in (9, 3, 1)]
+    text = [x.to(dtype) for x in (text[0], text[1], text[2].expand(-1, 3, -1, -1))]
+
+    def read(rows):
+        memory = []
+        calls = [[x[rows, :, part] for x in text] for part in (slice(0, 160), slice(160, 161))]
+        return torch.cat([layer(*call, 0.125, None, memory) for call in calls], 2), memory
+
+    together, states = read(slice(0, 3))
+    for row in range(3):
+        alone, (state,) = read(slice(row, row + 1))
+        assert torch.equal(together[row], alone[0])
+        for name, held_alone in tensors(state).items():
+            assert torch.equal(getattr(states[0], name)[row], held_alone[0]), name
