@@ -14,6 +14,7 @@ from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 
 MAX_NAMES = 9  # names of runs that an error lists
+MAX_MODEL = 100  # letters of a model that are part of the name of a run
 
 
 def runs_root() -> Path:
@@ -40,7 +41,7 @@ def find_run(name: str, root: Path | None = None) -> Run:
 
 def fresh_folder(plan: Plan, root: Path | None = None) -> Path:
     """Choose a folder for a new run, by its model and its dial."""
-    model = re.sub(r"[^A-Za-z0-9._+/-]", "-", plan.model).rstrip("/").split("/")[-1]
+    model = re.sub(r"[^A-Za-z0-9._+/-]", "-", plan.model).rstrip("/").split("/")[-1][:MAX_MODEL]
     name = f"{model}-{plan.budget}" if plan.features is None else f"{model}-c{plan.features}"
     root = root or runs_root()
     return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())

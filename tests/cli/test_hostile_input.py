@@ -58,6 +58,7 @@ def empty(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "runs").mkdir()
     yield tmp_path
     assert not list(tmp_path.glob("runs/*")) and not list(tmp_path.rglob("plan.json"))
 
