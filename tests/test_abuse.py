@@ -1,18 +1,18 @@
-"""Whatever a disk or a hand did to the files of a run, and whatever a client sends: one sentence, no traceback.
+"""Whatever a disk or a hand did to files, and whatever is asked for: one sentence, no traceback, no other answer.
 
 `python -m tests.benchmarks.abuse --minutes 60` draws more of the same.
 """
 
+import pytest
 from hypothesis import settings
 
-from tests.benchmarks.abuse import ALL_KINDS, damage_files, send_bodies
+from tests.benchmarks.abuse import ALL_KINDS, KINDS
 
 FEW = settings(ALL_KINDS, max_examples=60, derandomize=True)
 
 
-def test_a_damaged_file_of_a_run_is_refused_in_a_sentence(tmp_path):
-    damage_files(FEW, tmp_path / "run")
-
-
-def test_a_hostile_body_is_a_request_or_refused_in_a_sentence():
-    send_bodies(FEW)
+@pytest.mark.filterwarnings("ignore")  # of libraries about what they read
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_input_is_served_or_refused_in_a_sentence(kind, quick_run, hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+    KINDS[kind](FEW, tmp_path / "hostile", quick_run)

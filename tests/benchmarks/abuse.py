@@ -1,4 +1,4 @@
-"""Damaged files of a run and hostile bodies of requests, as many as one likes: python -m tests.benchmarks.abuse.
+"""Damaged files and hostile commands, requests and calls, as many as one likes: python -m tests.benchmarks.abuse.
 
 With --disk, each call of a run to the disk fails once, and the run is resumed (twenty minutes). The first example that
 ends in anything but one sentence ends the benchmark, as small as Hypothesis finds it.
@@ -6,6 +6,7 @@ ends in anything but one sentence ends the benchmark, as small as Hypothesis fin
 
 import argparse
 import io
+import os
 import shutil
 import tempfile
 import time
@@ -16,12 +17,13 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from linearizer.cli.main import main as serve
 from linearizer.run.folder import Run
-from tests.support.abuse import BODIES, damaged, look_at, read_hostile_body
-from tests.support.disk_faults import ERRORS, fail_and_resume, run_whole
+from tests.support import abuse
+from tests.support.disk_faults import COMMAND, ERRORS, fail_and_resume, run_whole
 
-EXAMPLE = Path(__file__).parents[2] / "assets" / "example-run"
-FILES = sorted(path.name for path in EXAMPLE.glob("*.json*"))
+ASSETS = Path(__file__).parents[2] / "assets"
+EXAMPLE, DEMO = ASSETS / "example-run", ASSETS / "demo-model"
 ALL_KINDS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -33,38 +35,82 @@ def main(arguments=None):
     arguments = parser.parse_args(arguments)
     if arguments.disk:
         return fail_every_call()
-    last, many, drawn = (
-        time.monotonic() + 60 * arguments.minutes,
-        settings(ALL_KINDS, max_examples=arguments.at_once),
-        0,
-    )
+    last, many = time.monotonic() + 60 * arguments.minutes, settings(ALL_KINDS, max_examples=arguments.at_once)
+    drawn = Counter()
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["LINEARIZER_RUNS"] = f"{folder}/runs"
+        serve([*COMMAND, "--out", f"{folder}/made"])
         while time.monotonic() < last:
-            damage_files(many, Path(folder) / "run")
-            send_bodies(many)
-            drawn += arguments.at_once
-            print(f"{drawn} files and {drawn} bodies", flush=True)
+            for kind, draw in KINDS.items():
+                draw(many, Path(folder) / kind.replace(" ", "-"), Path(folder) / "made")
+                drawn[kind] += arguments.at_once
+            print(dict(drawn), flush=True)
 
 
-def damage_files(how, folder):
-    """Damage a file of the example, look at the run, and repair it."""
-    run = Run(shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True))
+def damage_run(how, folder, made):
+    """Damage a file of the example, and look at the run."""
+    damage_files(how, folder, EXAMPLE, lambda: abuse.look_at(Run(folder)))
+
+
+def damage_teacher(how, folder, made):
+    """Damage a file of the demo model, and load its tokenizer."""
+    damage_files(how, folder, DEMO, lambda: abuse.read_tokenizer(folder))
+
+
+def damage_student(how, folder, made):
+    """Damage a file of a checkpoint, and let it answer: as before, or not at all."""
+    expected = abuse.answer(made)
+
+    def ask():
+        answer = abuse.answer(folder)
+        assert answer is None or abuse.same(answer, expected)
+
+    damage_files(how, folder, made, ask, "checkpoint/")
+
+
+def damage_files(how, folder, original, look, within=""):
+    """Damage a file of a copy of a folder, look at it, and repair it."""
+    shutil.copytree(original, folder, dirs_exist_ok=True)
+    names = sorted(str(path.relative_to(original)) for path in (original / within).glob("*.json*"))
 
     @how
-    @given(data=st.data(), name=st.sampled_from(FILES))
+    @given(data=st.data(), name=st.sampled_from(names))
     def damage(data, name):
-        (run.folder / name).write_bytes(data.draw(damaged((EXAMPLE / name).read_bytes())))
+        (folder / name).write_bytes(data.draw(abuse.damaged((original / name).read_bytes())))
         try:
-            look_at(run)
+            look()
         finally:
-            shutil.copyfile(EXAMPLE / name, run.folder / name)
+            shutil.copyfile(original / name, folder / name)
 
     damage()
 
 
-def send_bodies(how):
+def give_commands(how, folder, made):
+    """Give commands odd words, a copy of the example among them, in an empty folder."""
+    shutil.copytree(EXAMPLE, folder / "run", dirs_exist_ok=True)
+    (empty := folder / "empty").mkdir(exist_ok=True)
+    how(given(words=abuse.commands())(lambda words: abuse.give_words(words, folder / "run", empty)))()
+
+
+def send_bodies(how, folder, made):
     """Read hostile bodies as requests."""
-    how(given(content=BODIES)(read_hostile_body))()
+    how(given(content=abuse.BODIES)(abuse.read_hostile_body))()
+
+
+def call_page(how, folder, made):
+    """Call the endpoints of the page, whose only run is a copy of the example."""
+    shutil.copytree(EXAMPLE, Path(os.environ["LINEARIZER_RUNS"]) / "run", dirs_exist_ok=True)
+    how(given(call=abuse.page_calls())(abuse.call_page))()
+
+
+KINDS = {
+    "files of a run": damage_run,
+    "files of a teacher": damage_teacher,
+    "files of a student": damage_student,
+    "commands": give_commands,
+    "bodies": send_bodies,
+    "calls of the page": call_page,
+}
 
 
 def fail_every_call():
