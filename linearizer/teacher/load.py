@@ -103,7 +103,9 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
         remedy = "put its tokenizer's files next to its weights"
     with quiet():
         try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **how)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **how)
+            tokenizer("a")  # what its settings must be is seen here alone
+            return tokenizer
         except Exception as error:  # each kind reads its files in its own way, with errors of many types
             raise ModelNotAvailable(
                 f"{source.name!r} has no tokenizer that can be loaded ({first_line(error)}): {remedy}"

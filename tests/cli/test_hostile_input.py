@@ -123,6 +123,7 @@ MODELS = {
     "generation_config that is hot": lambda f: write_json(f, "generation_config.json", temperature="hot"),
     "generation_config of another kind": lambda f: (f / "generation_config.json").write_text("null"),
     "damaged tokenizer": lambda f: (f / "tokenizer.json").write_text("{"),
+    "tokenizer whose length is a list": lambda f: change_json(f, "tokenizer_config.json", model_max_length=[]),
     "tokenizer ids beyond the embedding": lambda f: change_json(f, "config.json", vocab_size=100),
 }
 
