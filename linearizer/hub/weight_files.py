@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_NAME = 255  # letters of a file
 TEACHER_FILES = "teacher_files"  # in the metadata of a student's index: its teacher's files, by their names there
 SEAL = "linearizer"  # the name of our entry in the metadata of a file
 GGUF = "gguf"  # a format, and how quantisation by it is called
@@ -109,9 +110,11 @@ def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged_weights(name, f"{INDEX} names no files")
+    if not all(isinstance(file, str) and len(file) <= MAX_NAME for file in weight_map.values()):
+        raise damaged_weights(name, f"{INDEX} names files as no disk does")
     if not isinstance(index.get("metadata"), dict):  # transformers looks into it
         raise damaged_weights(name, f"{INDEX} has no metadata")
-    return tuple(sorted({str(file) for file in weight_map.values()}))
+    return tuple(sorted({*weight_map.values()}))
 
 
 def read_header(path: Path) -> dict[str, tuple[int, int]]:

@@ -113,6 +113,7 @@ MODELS = {
     "model_type is long": lambda f: change_json(f, "config.json", model_type="x" * 3000),
     "no layers": lambda f: change_json(f, "config.json", num_hidden_layers=-1),
     "index without files": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": 3}),
+    "index of long names": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": "x" * 300}),
     "index beyond the folder": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": "../x"}),
     "damaged generation_config": lambda f: (f / "generation_config.json").write_text("{"),
     "index without metadata": lambda f: drop_from_json(f, "model.safetensors.index.json", "metadata"),
