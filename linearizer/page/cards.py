@@ -20,12 +20,11 @@ from linearizer.report import markup
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
-from linearizer.report.tables import describe_heads
+from linearizer.report.tables import describe_heads, with_half_width
 from linearizer.report.training_charts import ERRORS
-from linearizer.report.verdict import Verdict, judge_run
+from linearizer.report.verdict import Verdict, judge_run, of_subject
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.results import Part
 from linearizer.workers.control import LIVE, Status
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ EVALUATION_ENDS = {
     "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
     "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
 }
+MIN_TIMED_TOKENS = 16  # written, from which on their pace is told: that of fewer is chance
 RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 
 
@@ -123,20 +123,15 @@ def progress_bar(title: str, share: float | None, text: str = "", loud: str = ""
     )
 
 
-def untrained_note(why: str) -> str:
-    """Explain why nothing is trained; the charts of training are hidden then."""
-    return f'<div class="lz-untrained">{message_box(why)}</div>'
+def trains(run: Run) -> bool:
+    """Whether a run trains, as far as is known: features of its student, or copies of its teacher's weights."""
+    features = (held := run.allocation) is None or any(head.features for row in held.heads for head in row)
+    return run.plan.trains and (features or run.plan.changes_weights)
 
 
 def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: float) -> str:
     """Show the progress of a training."""
     if not events:
-        if not status.run.plan.trains:
-            return untrained_note("The plan asks for no training, so there is nothing to see here.")
-        allocation = status.run.allocation
-        features = allocation and any(head.features for row in allocation.heads for head in row)
-        if allocation and not features and not status.run.plan.changes_weights:
-            return untrained_note("No head has features in this allocation, so there is nothing to train.")
         return message_box("Training begins when the teacher is measured.")
     last = events[-1]
     pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]
@@ -159,6 +154,25 @@ def verdict_card(verdict: Verdict | None) -> str:
     return f'<div class="lz-verdict">{message_box(first + "." * bool(rest), verdict.kind)}{below}</div>'
 
 
+def numbers_card(run: Run) -> str:
+    """Show the four numbers of a result, on the texts that decide its verdict."""
+    verdict, allocation, result = judge_run(run), run.allocation, run.results["language"].result
+    if verdict is None or allocation is None or (judged := result.at(verdict.length)) is None:
+        return ""
+    student, window = of_subject(judged, "student"), of_subject(judged, "window")
+    state, length = StateSize.of(allocation, run.layers), run.positions
+    pairs = [
+        ("agrees with its teacher", with_half_width(student.agreement, ".1%")),
+        ("a window of the same bytes does", with_half_width(window.agreement, ".1%")),
+        (f"{'kl' if student.kl else 'loss'}, nats per token", with_half_width(student.kl or student.loss, ".4f")),
+        (
+            f"state; the cache at {length:,} tokens: {size(state.teacher_bytes(length))}",
+            size(state.student_bytes(length)),
+        ),
+    ]
+    return values_list(pairs, "lz-wide")
+
+
 def use_card(run: Run) -> str:
     """Show how a student is served and loaded at one's own machine."""
     if on_space() or not run.checkpoint.is_dir():
@@ -179,12 +193,6 @@ def candidates_card(run: Run) -> str:
     return line + folded(
         candidates.why, markup.table_html("Allocations that were measured", candidates_table(candidates))
     )
-
-
-def evaluation_tables(parts: Mapping[str, Part]) -> str:
-    """Compare the student with its teacher and a plain window of the same bytes, in the tables of the command."""
-    shown = [each for name in ("language", "recall") if name in parts for each in PART_VIEWS[name].tables(parts[name])]
-    return folded("In numbers", "".join(markup.table_html(f"Numbers, {n}", each) for n, each in enumerate(shown, 1)))
 
 
 def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:
@@ -232,8 +240,9 @@ def side_card(side: Side | None) -> str:
     """Show the speed of one model, and the bytes that it remembers."""
     if side is None or not side.tokens:
         return values_list([("tokens/s", "–"), ("first token", "–"), ("remembers", "–")], "lz-thirds")
+    timed = side.tokens >= MIN_TIMED_TOKENS
     pairs = [
-        ("tokens/s", f"{side.tokens_per_second:.1f}"),
+        ("tokens/s", f"{side.tokens_per_second:.1f}" if timed else "–"),
         ("first token", f"{side.first_token_seconds * 1000:.0f} ms"),
         (f"remembers after {side.tokens_read} tokens", size(side.state_bytes)),
     ]

@@ -21,6 +21,7 @@ from linearizer.report.parts import PART_VIEWS
 
 SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
+WHEN_JUDGED = "It is drawn once the student is judged."
 SKETCH = Path(__file__).with_name("memory.svg")  # of what a teacher and its student keep while they read
 ABOUT_JOBS = (
     "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
@@ -199,9 +200,7 @@ def profile_step(ui: SimpleNamespace) -> None:
     )
     ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", later)
     ui.other_card = gr.HTML(elem_id="other-card")
-    with gr.Row():
-        ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil", interactive=False)
-        ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
+    ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
     gr.HTML('<p class="lz-faint">The other run uses what was measured here. This run goes on.</p>')
 
 
@@ -218,12 +217,28 @@ def distil_step(ui: SimpleNamespace) -> None:
     )
     about = "The mean error of attention over the layers, or the KL at the model's output, in nats."
     ui.error = chart("Error", about, None, later)
-    ui.to_compare = gr.Button("Continue", variant="primary", elem_id="to-compare", interactive=False)
+
+
+def result_step(ui: SimpleNamespace) -> None:
+    gr.HTML('<h2 class="lz-lead">Result</h2>')
+    ui.awaited = gr.HTML(message_box("The student of this run is not judged yet."), elem_id="awaited")
+    ui.verdict = gr.HTML(elem_id="verdict")
+    ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {part: [] for part in PART_VIEWS}
+    with gr.Row():
+        leading = PART_VIEWS["language"].charts[0]
+        with gr.Column(min_width=320) as place:
+            ui.part_charts["language"] += [place, chart(leading.title, leading.text, later=WHEN_JUDGED)]
+        with gr.Column(min_width=320):
+            about = (
+                "KL to the teacher, lower is better, by what is remembered. Markers were measured at this run's length."
+            )
+            ui.frontier = chart("Quality by bytes", about, later=WHEN_JUDGED)
+    ui.usage = gr.HTML(elem_id="use-card")
+    place_publishing(ui)
+    place_measurements(ui)
 
 
 def compare_step(ui: SimpleNamespace) -> None:
-    ui.verdict = gr.HTML(elem_id="verdict")
-    gr.HTML(message_box("Writing, evaluating and publishing wait for the student of this run."), elem_id="awaited")
     lead("Compare", "The same prompt, both models. They write one token each in turn, so neither slows the other down.")
     ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
@@ -247,9 +262,6 @@ def compare_step(ui: SimpleNamespace) -> None:
                 setattr(ui, f"{side}_card", gr.HTML(elem_id=f"{side}-card"))
     ui.compare_note = gr.HTML(elem_id="compare-note")
     place_reading(ui)
-    place_results(ui)
-    place_evaluation(ui)
-    place_publishing(ui)
 
 
 def place_reading(ui: SimpleNamespace) -> None:
@@ -274,37 +286,22 @@ def place_reading(ui: SimpleNamespace) -> None:
         ui.answer = gr.HTML(elem_id="answer")
 
 
-def place_results(ui: SimpleNamespace) -> None:
-    """Place what a student costs, and the parts that were measured."""
-    lead(
-        "Evaluate",
-        "How much of its teacher the student kept. The same code measures both, and what could stand in the student’s "
-        "place: a plain window of equal bytes, the student before its training, and the teacher’s cache in 2, 3 and 4 "
-        "bits, which still grows. The texts were kept from training.",
-    )
-    later = "It is drawn once the student is judged."
-    with gr.Row():
-        with gr.Column(min_width=320, visible=False) as ui.frontier_place:
-            ui.frontier = chart(
-                "What a budget buys",
-                "The kl that the prices predict for every budget, times what whole students were measured to differ "
-                "by; the markers were measured, at this run's bytes and on texts of its length.",
-                later=later,
-            )
-        with gr.Column(min_width=320):
-            about = "Bytes of the teacher's cache and the student's state, by length of text."
-            ui.memory_plot = chart("Memory", about, later=later)
-    ui.evaluation = gr.HTML(elem_id="evaluation")
-    ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
-    for part, view in PART_VIEWS.items():
-        with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
-            gr.HTML(part_lead(part))
-            ui.part_charts[part] = []
-            with gr.Row():
-                for figure in view.charts:
-                    with gr.Column(min_width=440) as place:
-                        ui.part_charts[part] += [place, chart(figure.title, figure.text)]
-            ui.part_tables[part] = gr.HTML()
+def place_measurements(ui: SimpleNamespace) -> None:
+    """Place all that was measured, which is drawn once it is opened, and what can be measured besides."""
+    ui.evaluating = gr.HTML(elem_id="evaluating")
+    with gr.Accordion("All measurements", open=False, elem_id="all") as ui.all:
+        ui.evaluation = gr.HTML(elem_id="evaluation")
+        about = "Bytes of the teacher's cache and the student's state, by length of text."
+        ui.memory_plot = chart("Memory", about, later=WHEN_JUDGED)
+        for part, view in PART_VIEWS.items():
+            with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
+                gr.HTML(part_lead(part))
+                with gr.Row():
+                    for figure in view.charts[len(ui.part_charts[part]) > 0 :]:  # the first may stand above
+                        with gr.Column(min_width=440) as place:
+                            ui.part_charts[part] += [place, chart(figure.title, figure.text)]
+                ui.part_tables[part] = gr.HTML()
+        place_evaluation(ui)
 
 
 def place_evaluation(ui: SimpleNamespace) -> None:
@@ -324,11 +321,9 @@ def place_evaluation(ui: SimpleNamespace) -> None:
     with gr.Row():
         ui.evaluate = gr.Button("Evaluate", variant="primary", elem_id="evaluate", interactive=False, scale=3)
         ui.stop_evaluating = gr.Button("Stop evaluating", elem_id="stop-evaluating", visible=False, scale=1)
-    ui.evaluating = gr.HTML(elem_id="evaluating")
 
 
 def place_publishing(ui: SimpleNamespace) -> None:
-    lead("Publish", "The student becomes a model of the Hub, with a card that shows these results.")
     with gr.Accordion("Publish to the Hub", open=False, elem_id="publish-part") as ui.publish_part:
         with gr.Row():
             ui.owner = gr.Dropdown([], label="Owner", allow_custom_value=True, elem_id="owner")

@@ -34,14 +34,15 @@ EXAMPLE_NOTE = (
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = ("map", "prices", "curves", "frontier", "memory_plot", "losses", "error")
-TEXTS = ("evaluation", "verdict", "reading")
-LOCKED = ("compare", "read", "ask", "take_back", "branch", "to_distil", "to_compare")
-TABS, PLACES = ("step_2", "step_3", "step_4", "step_5"), ("prices_place", "frontier_place", "freedoms_place")
+TEXTS = ("evaluation", "verdict", "usage", "reading")
+LOCKED = ("compare", "read", "ask", "take_back", "branch")
+TABS, PLACES = ("step_2", "step_3", "step_4", "step_5", "step_6"), ("prices_place", "freedoms_place", "awaited")
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
     *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet"),
     *(*ASKED, *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *CHOSEN),
 )
+LEADING_PART = "language"  # of an evaluation: its first chart stands above the others
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
 
 
@@ -94,6 +95,8 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
     drawn |= {name: plot_json(new[name]) for name in PLOTS if name in new}
     drawn |= {name: new[name] for name in TEXTS if name in new}
     drawn |= show_allowed(parts)
+    if "trains" in new:
+        drawn["step_4"] = gr.Tab(visible=new["trains"], interactive=True)
     if "can" in new:
         drawn |= {name: gr.Button(visible=new["can"][name]) for name in ASKED}
     if "shares" in new and not touched:
@@ -110,11 +113,12 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
 
 
 def show_allowed(parts: Mapping[str, run_state.Piece]) -> dict[str, Any]:
-    """Let those buttons be pressed whose step of the run is reached."""
+    """Let those buttons be pressed whose step of the run is reached; the result says that it is awaited until then."""
     student = parts["can"].value["student"]
     asks = student and bool(parts["reading"].value)
-    allowed = (student, student, asks, asks, "shares" in parts, parts["stage"].value > 3, student or "verdict" in parts)
-    return {name: gr.Button(interactive=each) for name, each in zip(LOCKED, allowed, strict=True)}
+    allowed = (student, student, asks, asks, "shares" in parts)
+    shown: dict[str, Any] = {name: gr.Button(interactive=each) for name, each in zip(LOCKED, allowed, strict=True)}
+    return {**shown, "awaited": gr.HTML(visible="verdict" not in parts)}
 
 
 def in_order(drawn: dict[str, Any]) -> list[Any]:
@@ -131,7 +135,7 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     if run is None:
         return {**shown, "run_model": "", "run_plan": ""}
     decided_by = run.plan.rules.decided_by
-    shown |= dict.fromkeys(("prices_place", "frontier_place"), gr.Column(visible=decided_by == "prices"))
+    shown["prices_place"] = gr.Column(visible=decided_by == "prices")
     shown["freedoms_place"] = gr.Row(visible=decided_by == "freedoms")
     shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     shown["run_plan"] = plan_cards.plan_card(run.plan)
@@ -181,13 +185,14 @@ def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
 
 
 @handler
-def draw_parts(browser: Browser, seen: dict[str, Any]) -> list[Any]:
-    """Show the parts that are new since this page was last drawn."""
+def draw_parts(browser: Browser, seen: dict[str, Any], opened: bool) -> list[Any]:
+    """Show the parts that are new since this page was last drawn: until all are opened, the one that leads."""
     watched = watched_run(browser)
     name, pieces = (None, {}) if watched is None else (browser.run_name, watched[1])
     live = name is not None and pieces["evaluating"].value in control.LIVE
     student = name is not None and pieces["can"].value["student"]
-    new, before = part_marks(pieces), seen.get("marks", {}) if seen.get("run") == name else {}
+    new = {part: mark for part, mark in part_marks(pieces).items() if opened or part == LEADING_PART}
+    before = seen.get("marks", {}) if seen.get("run") == name else {}
     outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
     for part, view in PART_VIEWS.items():
         outputs.append(gr.Column(visible=part in new))

@@ -17,6 +17,7 @@ from typing import Any
 from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import decidable, offers_of
 from linearizer.page import cards
+from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.state_size import StateSize
 from linearizer.report import allocation_charts, markup, training_charts
@@ -34,7 +35,7 @@ from linearizer.workers.control import LIVE, Status
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
 MAX_WATCHED_RUNS = 64  # whose pieces are kept
-SAME_BYTES = ("student", "window", "untrained")  # subjects of an evaluation; the others take more, or grow
+SAME_BYTES = ("student", "window", "untrained")  # subjects of an evaluation
 PART_PREFIX = "part "  # begins the name of a piece that shows a part of an evaluation
 
 
@@ -105,6 +106,7 @@ class RunState:
             "id": run.id,
             "state": status.state,
             "stage": step_of_page(status),
+            "trains": cards.trains(run),
             "can": possible_actions(status),
             "card": cards.run_card(status, run.folder.name, now),
             "training": cards.training_card(status, self.training, now),
@@ -147,44 +149,51 @@ class RunState:
         mark = path.stat().st_mtime_ns if path.is_file() else None
         if mark in (None, self.evaluated):
             return
-        parts = run.results
-        if (language := parts.get("language")) is not None:
-            self.put("evaluation", mark, lambda: cards.evaluation_tables(parts) + cards.candidates_card(run))
-            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)) + cards.use_card(run))
+        parts, allocation = run.results, run.allocation
         for name, part in parts.items():
             draw = cache(partial(draw_part, name, part))
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
-        if (allocation := run.allocation) is not None:
+        if "language" in parts and allocation is not None:
+            self.put("evaluation", mark, lambda: cards.candidates_card(run))
+            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)) + cards.numbers_card(run))
+            self.put("usage", mark, lambda: cards.use_card(run))
+            self.put("frontier", mark, lambda: self.draw_frontier(allocation, parts["language"]))
             state = StateSize.of(allocation, run.layers)
-            self.put("memory_plot", mark, lambda: training_charts.draw_state_size(state).to_json())
-            if run.plan.rules.decided_by == "prices" and run.has_file("prices.json") and language is not None:
-                self.put("frontier", mark, lambda: self.draw_frontier(allocation, language.result))
+            self.put("memory_plot", mark, lambda: training_charts.draw_state_size(state, run.positions).to_json())
         self.evaluated = mark
 
-    def draw_frontier(self, allocation: Allocation, language: Language) -> str:
-        """Draw the kl that the prices predict for every budget, and what judging measured at this run's."""
-        plan, layers = self.run.plan, self.run.layers
-        points = kl_by_bytes(offers_of(self.run, plan, layers))
-        held = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)
-        judged = language.at(plan.kept_length(self.run.positions)) or language  # as long as what prices predict
-        kl = {each.name: each.kl.mean for each in judged.subjects if each.kl is not None and each.name in SAME_BYTES}
+    def draw_frontier(self, allocation: Allocation, part: Part[Language]) -> str:
+        """Draw bytes and kl of the student and of what could stand in its place, on texts of the run's length."""
+        plan, layers, language = self.run.plan, self.run.layers, part.result
+        priced = plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
+        points = kl_by_bytes(offers_of(self.run, plan, layers)) if priced else []
+        assert (read := part.read) is not None, "the part reads texts"
+        length = plan.kept_length(self.run.positions)  # as long as what prices predict
+        at = language.at(length)
+        subjects, length = (at.subjects, length) if at else (language.subjects, read.length)
+        own = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)
+        held = {each.name: each.state_bytes * length // read.length for each in language.subjects}  # caches grow
+        held |= dict.fromkeys(SAME_BYTES, own)
+        measured = {each.name: (held[each.name], each.kl.mean) for each in subjects if each.kl is not None}
+        measured.pop("teacher", None)  # whose kl is zero
         correction = find_correction(self.run)
         factor = 1.0 if correction is None else correction.factor
-        return allocation_charts.draw_frontier(points, held, kl, layers, factor).to_json()
+        cache_bytes = head_bytes.cache_bytes(layers, length)
+        return allocation_charts.draw_frontier(points, measured, cache_bytes, layers, factor).to_json()
 
 
 def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:
-    """Show the result of a part: its tables, folded, and its charts in the order of their captions."""
+    """Show the result of a part: its charts in the order of their captions, and its tables, folded where it has any."""
     figures = [chart.draw(part) for chart in PART_VIEWS[name].charts]
-    return markup.part_html(name, part), [None if figure is None else figure.to_json() for figure in figures]
+    return markup.part_html(name, part, opened=not any(figures)), [
+        None if figure is None else figure.to_json() for figure in figures
+    ]
 
 
 def step_of_page(status: Status) -> int:
     """Return the step of the page that shows a run now: 3 measure, 4 train, 5 result."""
-    if status.state == "done":
-        return 5
     step = status.step["event"] if status.step else EventName.PROFILE
-    return 4 if step in (EventName.DISTILL, EventName.EVALUATE) else 3
+    return 5 if status.state == "done" or step == EventName.EVALUATE else 4 if step == EventName.DISTILL else 3
 
 
 def possible_actions(status: Status) -> dict[str, bool]:

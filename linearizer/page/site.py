@@ -32,7 +32,8 @@ STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
     "Budget": partial(layout.place_choice, "plan", layout.choose_plan),
     "Measure": layout.profile_step,
     "Train": layout.distil_step,
-    "Result": layout.compare_step,
+    "Result": layout.result_step,
+    "Compare": layout.compare_step,
 }
 HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
@@ -66,6 +67,7 @@ def build() -> gr.Blocks:
         ui.at = gr.Number(1, visible="hidden", label="step", precision=0)
         ui.mark = gr.Textbox(visible="hidden", label="what the page shows")
         ui.examined, ui.examined_seen = gr.Textbox(visible="hidden", label="what was evaluated"), gr.State({})
+        ui.opened = gr.Checkbox(False, visible="hidden", label="all measurements are shown")
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
@@ -76,8 +78,11 @@ def build() -> gr.Blocks:
         with gr.Tabs(selected=1, elem_id="steps", **wrap) as ui.walk:
             ui.pages = []
             for number, (name, place) in enumerate(STEPS.items(), 1):
-                label, open_now = f"{number} {name}", number == 1
-                with gr.Tab(label, interactive=open_now, id=number, elem_id=f"step-{number}") as page:
+                reached: dict[str, Any] = {
+                    "interactive": number == 1,
+                    "visible": name != "Train",
+                }  # unless a run trains
+                with gr.Tab(name, id=number, elem_id=f"step-{number}", **reached) as page:
                     place(ui)
                 ui.pages.append(page)
                 setattr(ui, f"step_{number}", page)
@@ -140,13 +145,12 @@ def wire_model(ui: SimpleNamespace) -> None:
     # queued, or Gradio would not tell the page that the State of the inspection has changed
     ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
-    for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
-        button.click(partial(open_step, number), None, [ui.walk, vars(ui)[f"step_{number}"]], **QUICK)
+    ui.to_budget.click(open_budget, None, [ui.walk, ui.step_2], **QUICK)
 
 
-def open_step(number: int) -> tuple[gr.Tabs, gr.Tab]:
-    """Go to a step, also where leaving a run has closed it."""
-    return gr.Tabs(selected=number), gr.Tab(interactive=True)
+def open_budget() -> tuple[gr.Tabs, gr.Tab]:
+    """Go to the second step, also where leaving a run has closed it."""
+    return gr.Tabs(selected=2), gr.Tab(interactive=True)
 
 
 def wire_plan(ui: SimpleNamespace) -> None:
@@ -202,7 +206,9 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():
         shown += [place, ui.part_tables[part], *ui.part_charts[part]]
-    ui.examined.change(polling.draw_parts, [ui.memory, ui.examined_seen], shown, **QUICK)
+    ui.all.expand(None, None, ui.opened, js="() => true", **QUICK)
+    changes = [ui.examined.change, ui.opened.change]
+    gr.on(changes, polling.draw_parts, [ui.memory, ui.examined_seen, ui.opened], shown, **QUICK)
 
 
 def wire_compare(ui: SimpleNamespace) -> None:

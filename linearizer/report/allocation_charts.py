@@ -79,7 +79,7 @@ def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer]
         zmax=max(high, low + 0.05),
         text=[["" if value is None else cell_text(value, least) for value in row] for row in rows],
         texttemplate="%{text}" if heads <= style.MAX_LABELLED and len(layers) <= 48 else "",
-        colorscale=[list(stop) for stop in style.MAP_COLOURS],
+        colorscale=style.WORSE_COLOURS,
         hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}<extra></extra>",
         colorbar={"title": {"text": unit, "side": "right"}, **bar},
         **style.MAP_CELLS,
@@ -117,33 +117,34 @@ def draw_freedom_curves(profile: Profile) -> Figure:
 
 def draw_frontier(
     points: Sequence[tuple[int, float]],
-    bytes: int,
-    measured: Mapping[str, float],
+    measured: Mapping[str, tuple[int, float]],
+    cache_bytes: int,
     layers: Sequence[Layer],
     factor: float = 1.0,
 ) -> Figure:
-    """Draw the kl that is predicted for every number of bytes, and the kl that was measured at the bytes of one run.
+    """Draw bytes and kl of all that was measured, and of every budget that was priced, before the teacher's cache.
 
     Predictions are multiplied by a `factor`, by which whole students were measured to differ from them.
     """
     figure = style.new_figure(
-        320, {"title": "state, bytes", **style.COUNTS_AXIS}, {"title": "kl, nats per token", **style.LOG_AXIS}
+        300, {"title": "state or cache, bytes", **style.COUNTS_AXIS}, {"title": "kl, nats per token", **style.LOG_AXIS}
     )
-    shown = [(held, factor * kl) for held, kl in style.thin_points(points)]
-    token = head_bytes.cache_bytes(layers, 1)
-    figure.add_scatter(
-        x=[held for held, _ in shown],
-        y=[max(kl, MIN_DRAWN_KL) for _, kl in shown],
-        customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
-        mode="lines",
-        line={"color": style.GREEN, "width": 2},
-        name="predicted from the prices" + (f", × {factor:.2g} as measured" if factor != 1 else ""),
-        hovertemplate="kl %{y:.2g} with %{customdata}<extra>predicted</extra>",
-    )
-    for name, kl in measured.items():
-        line = style.subject_line(name, f"kl %{{y:.2g}} with {size(bytes)}")
-        figure.add_scatter(x=[bytes], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
-    return figure
+    token, (_, grey, *_) = head_bytes.cache_bytes(layers, 1), style.SUBJECT_STYLES["teacher"]
+    if shown := [(held, factor * kl) for held, kl in style.thin_points(points)]:
+        figure.add_scatter(
+            x=[held for held, _ in shown],
+            y=[max(kl, MIN_DRAWN_KL) for _, kl in shown],
+            customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
+            mode="lines",
+            line={"color": style.GREEN, "width": 2},
+            name="predicted from the prices" + (f", × {factor:.2g} as measured" if factor != 1 else ""),
+            hovertemplate="kl %{y:.2g} with %{customdata}<extra>predicted</extra>",
+        )
+    for name, (held, kl) in measured.items():
+        line = style.subject_line(name, f"kl %{{y:.2g}} with {size(held)}")
+        figure.add_scatter(x=[held], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
+    dotted = {"color": grey, "width": 2, "dash": "dot"}
+    return figure.add_vline(x=cache_bytes, line=dotted, showlegend=True, name=f"teacher's cache, {size(cache_bytes)}")
 
 
 def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:

@@ -80,9 +80,9 @@ def table(
     )
 
 
-def folded(title: str, content: str) -> str:
+def folded(title: str, content: str, opened: bool = False) -> str:
     """Fold HTML under a title."""
-    return f'<details class="lz-fold"><summary>{escape(title)}</summary>{content}</details>'
+    return f'<details class="lz-fold"{" open" * opened}><summary>{escape(title)}</summary>{content}</details>'
 
 
 def part_lead(name: str) -> str:
@@ -91,12 +91,13 @@ def part_lead(name: str) -> str:
     return f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.question)}</p></div>'
 
 
-def part_html(name: str, part: Part) -> str:
+def part_html(name: str, part: Part, opened: bool = False) -> str:
     """Show the result of a part as tables, which are folded."""
     view = PART_VIEWS[name]
     tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(part), 1))
     notes = "".join(f"<li>{escape(without_folders(note))}</li>" for note in describe_environment(part))
-    return folded("In numbers", f'{tables}<p class="lz-faint">Measured with</p><ul class="lz-faint">{notes}</ul>')
+    made_with = f'<p class="lz-faint">Measured with</p><ul class="lz-faint">{notes}</ul>'
+    return folded("In numbers", tables + made_with, opened)
 
 
 def table_html(caption: str, content: Table) -> str:

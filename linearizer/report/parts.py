@@ -11,7 +11,6 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from linearizer.amounts import size
 from linearizer.report import chart_style as style
 from linearizer.report import tables
 from linearizer.report.chart_style import new_figure, subject_line
@@ -48,17 +47,23 @@ def interval_bars(means: Sequence[float], intervals: Sequence[Interval]) -> dict
     return {"type": "data", "array": above, "arrayminus": below, "width": 4, "thickness": 1.5}
 
 
-@chart("Loss", "Next-token loss, lower is better; the bars are 95% intervals.")
-def loss_chart(part: Part[results.Language]) -> Figure:
-    subjects = part.result.subjects
-    x, y = {**LOSS_AXIS, "showgrid": True, "gridcolor": style.FAINT}, {"range": [len(subjects) - 0.5, -0.75]}
-    figure = new_figure(90 + 34 * len(subjects), x, y, showlegend=False)
-    for subject in subjects:
-        low, high = subject.loss.interval
-        look = subject_line(subject.name, f"%{{x:.3f}} nats, 95%: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
-        number = {"text": [f"{subject.loss.mean:.3f}"], "textposition": "top center"}
-        bars = interval_bars([subject.loss.mean], [subject.loss.interval])
-        figure.add_scatter(x=[subject.loss.mean], y=[look["name"]], error_x=bars, **number, **look)
+@chart("Quality by length", "KL to the teacher over texts of each length, lower is better; the bars are 95% intervals.")
+def length_chart(part: Part[results.Language]) -> Figure | None:
+    """Draw how far every subject is from the teacher, by the length of texts; without a teacher, its loss."""
+    lengths = [result.length for result in part.result.lengths]
+    if len(lengths) < 2:
+        return None
+    alone = any(subject.kl is None for subject in part.result.lengths[0].subjects)
+    x = {"title": "length of the texts, tokens", "type": "log", "tickvals": lengths}
+    y = LOSS_AXIS if alone else {"title": "kl, nats per token", **style.LOG_AXIS}
+    figure = new_figure(300, {**x, "ticktext": [f"{length:,}" for length in lengths]}, y)
+    for subjects in zip(*(result.subjects for result in part.result.lengths), strict=True):
+        name, near = subjects[0].name, [subject.loss if alone else subject.kl for subject in subjects]
+        if alone or name != "teacher":  # whose kl is zero, which this axis has not
+            means = [each.mean for each in near if each is not None]
+            bars = interval_bars(means, [each.interval for each in near if each is not None])
+            look = subject_line(name, "%{y:.2g} nats over %{x} tokens")
+            figure.add_scatter(x=lengths, y=means, error_y=bars, **look)
     return figure
 
 
@@ -94,16 +99,18 @@ def recall_chart(part: Part[results.Recall]) -> Figure:
 
 
 @chart("Pairs hidden in text", "Share of a hidden value recalled by its key; * lies beyond the teacher's positions.")
-def needle_chart(part: Part[results.Needle]) -> Figure:
+def needle_chart(part: Part[results.Needle]) -> Figure | None:
     needle = part.result
-    tables = {subject.name: list(zip(*subject.correct, strict=True)) for subject in needle.subjects}  # [depth][length]
-    down = -(-len(tables) // 2)
+    if tables.teacher_recalls_little(needle):
+        return None
+    grids = {subject.name: list(zip(*subject.correct, strict=True)) for subject in needle.subjects}  # [depth][length]
+    down = -(-len(grids) // 2)
     colours = {"colorscale": [list(stop) for stop in style.MAP_COLOURS], "cmin": 0, "cmax": 1, "showscale": False}
     spacing = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down}
-    figure = style.new_grid(60 + 230 * down, list(tables), min(2, len(tables)), colours, **spacing)
+    figure = style.new_grid(60 + 230 * down, list(grids), min(2, len(grids)), colours, **spacing)
     lengths, depths = mark_beyond(needle.lengths, needle.extrapolated), [f"{depth:.0%}" for depth in needle.depths]
     axes = {"x": lengths, "y": depths, "texttemplate": "%{text}"}
-    add_maps(figure, tables, ".0%", "–", "%{text} recalled<br>depth %{y} of %{x} tokens", axes)
+    add_maps(figure, grids, ".0%", "–", "%{text} recalled<br>depth %{y} of %{x} tokens", axes)
     figure.update_xaxes(type="category").update_xaxes(title="length, tokens", row=down)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     return figure.update_yaxes(title="depth, share of the text", col=1)
@@ -153,8 +160,7 @@ def error_chart(part: Part[results.Approximation]) -> Figure:
     titles = ["before training", "after training"] if len(shown) > 1 else [""]
     layers, heads = len(shown[0]), max((len(row) for row in shown[0]), default=1)
     tables = [[[*row, *[None] * (heads - len(row))] for row in table] for table in shown]
-    scale = [[1 - at, colour] for at, colour in reversed(style.MAP_COLOURS)]  # light cells are small errors
-    colours = {"colorscale": scale, "cmin": 0, "showscale": False}
+    colours = {"colorscale": style.WORSE_COLOURS, "cmin": 0, "colorbar": {"thickness": 10, "outlinewidth": 0}}
     height = max(240, min(26 * layers + 110, 760))
     figure = style.new_grid(height, titles, len(shown), colours, horizontal_spacing=0.05)
     readable = heads * len(shown) <= MAX_NUMBERED_CELLS and layers <= 48
@@ -165,22 +171,23 @@ def error_chart(part: Part[results.Approximation]) -> Figure:
     return figure.update_yaxes(title="layer", col=1)
 
 
-def draw_paces(part: Part[results.Speed], of: str, hover: str, y: style.Options) -> Figure:
-    """Draw a number of every subject over the lengths of text at which it is known."""
-    figure = new_figure(300, {"title": "length of the text, tokens", **style.COUNTS_AXIS}, y)
+def draw_rates(part: Part[results.Speed], of: str) -> Figure | None:
+    """Draw a rate of every subject over the lengths of text at which it was measured, where these are several."""
+    x, y = (
+        {"title": "length of the text, tokens", **style.COUNTS_AXIS},
+        {"title": "tokens per second", **style.LOG_AXIS},
+    )
+    figure, lengths = new_figure(300, x, y), set[int]()
     for subject in part.result.subjects:
-        points = {pace.length: value for pace in subject.paces if (value := getattr(pace, of)) is not None}
-        texts = [size(value) for value in points.values()]
-        line = subject_line(subject.name, f"{hover} at %{{x}} tokens")
-        figure.add_scatter(x=[*points], y=[*points.values()], customdata=texts, **line)
-    return figure
+        points = {pace.length: rate for pace in subject.paces if (rate := getattr(pace, of)) is not None}
+        line = subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens")
+        figure.add_scatter(x=[*points], y=[*points.values()], **line)
+        lengths |= points.keys()
+    return figure if len(lengths) > 1 else None
 
 
-draw_rates = partial(draw_paces, hover="%{y:.3g} tokens/s", y={"title": "tokens per second", **style.LOG_AXIS})
-draw_bytes = partial(draw_paces, hover="%{customdata}", y={"title": "state or cache, bytes", **style.COUNTS_AXIS})
 writing_chart = Chart("Writing", "Tokens written per second, one text at a time.", partial(draw_rates, of="write_rate"))
 reading_chart = Chart("Reading", "Tokens read per second of a prompt.", partial(draw_rates, of="read_rate"))
-memory_chart = Chart("Memory", "Bytes of state or cache, by its shape.", partial(draw_bytes, of="predicted_bytes"))
 
 
 @chart("Scores", "The score in every task, with standard errors.")
@@ -215,7 +222,7 @@ PART_VIEWS = {
         "Language",
         "How well is the next token predicted?",
         tables.language_tables,
-        (loss_chart, position_chart),
+        (length_chart, position_chart),
     ),
     "recall": PartView("Recall", "How far back is a passage remembered?", tables.recall_tables, (recall_chart,)),
     "needle": PartView(
@@ -237,7 +244,7 @@ PART_VIEWS = {
         "Speed and memory",
         "How fast is the student, and how much memory does it need, on this machine?",
         tables.speed_tables,
-        (writing_chart, reading_chart, memory_chart),
+        (writing_chart, reading_chart),
     ),
     "tasks": PartView("Tasks", "How does the student score on public tasks?", tables.tasks_tables, (score_chart,)),
 }

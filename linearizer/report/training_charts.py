@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
-from linearizer.plan.state_size import STATED_LENGTHS, StateSize
+from linearizer.plan.state_size import StateSize
 from linearizer.report import chart_style as style
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def draw_errors(events: Steps) -> Figure:
     )
 
 
-def draw_state_size(state: StateSize) -> Figure:
-    """Draw the bytes of the teacher's cache and of the student's state over the length of a text."""
+def draw_state_size(state: StateSize, positions: int) -> Figure:
+    """Draw the bytes of the teacher's cache and of the student's state over the lengths that the teacher reads."""
     counts = style.COUNTS_AXIS
     figure = style.new_figure(280, {"title": "tokens read", **counts}, {"title": "state or cache, bytes", **counts})
-    lengths = [1 << step for step in range(5, STATED_LENGTHS[-1].bit_length())]
+    lengths = [*(1 << step for step in range(5, (positions - 1).bit_length())), positions]
     sizes = {"teacher": ("cache of the teacher", state.teacher_bytes)}
     sizes |= {"student": ("state of the student", state.student_bytes)}
     for name, (title, bytes_after) in sizes.items():

@@ -89,7 +89,7 @@ def sliding(browser, url, run, times):
         page.wait_for_selector("#efforts td")
         result = slider(page, "#budget", {"slider_budget_ms": "#budget-card"}, times)
     with looking(browser, f"{url}?run={run}") as page:
-        page.wait_for_selector("#evaluation table", state="attached")
+        page.wait_for_selector("#verdict .lz-facts")
         page.click("#step-3-button")
         page.wait_for_selector("#bars .barlayer")
         answers = {"slider_share_ms": "#other-card", "slider_bars_ms": "#bars"}

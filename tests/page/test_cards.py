@@ -24,14 +24,10 @@ def test_what_waits_says_what_for(waiting):
     assert "waiting for its turn" in cards.run_card(waiting, "run", 0.0)
 
 
-def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there(tmp_path):
-    plans = {
-        "Training begins when the teacher is measured.": Plan.of("features", model="demo", budget=64),
-        "The plan asks for no training, so there is nothing to see here.": Plan("demo", budget=64),
-    }
-    for place, (sentence, plan) in enumerate(plans.items()):
-        run = Run.create(tmp_path / str(place), plan)
-        assert sentence in cards.training_card(control.status(run), [], 0.0)
+def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there_and_one_that_does_nothing_is_none(tmp_path):
+    run = Run.create(tmp_path / "trained", Plan.of("features", model="demo", budget=64))
+    assert "Training begins when the teacher is measured." in cards.training_card(control.status(run), [], 0.0)
+    assert cards.trains(run) and not cards.trains(Run.create(tmp_path / "plain", Plan("demo", budget=64)))
 
 
 def test_the_list_of_runs_says_how_far_each_is(waiting):
@@ -47,6 +43,11 @@ def test_a_prompt_is_a_users_turn_where_the_model_has_a_chat_template(template, 
     tokenizer = AutoTokenizer.from_pretrained(find_model("demo").folder)
     tokenizer.chat_template = template
     assert chat.write_turn(tokenizer, "Hi") == sent
+
+
+def test_the_pace_of_a_few_tokens_is_not_told():
+    assert "50.0" in cards.side_card(Side("", 32, 0.1, 50.0, 32, 1000))
+    assert "50.0" not in cards.side_card(Side("", 3, 0.1, 50.0, 32, 1000))
 
 
 def side(tokens, rate):

@@ -151,20 +151,24 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
             shown(page, "#verdict", part)
         page.wait_for_selector("#awaited", state="hidden")
         assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
+        assert page.locator("#verdict dt").count() == 4
         page.get_by_text("Use this student").click()
-        shown(page, "#verdict", f"linearizer serve {run.folder}")
+        shown(page, "#use-card", f"linearizer serve {run.folder}")
+        wait_until_true(page, "document.querySelectorAll('#step-5 .js-plotly-plot').length == 2")  # the rest is folded
+        assert page.locator("#step-5 table").count() == 0
+        page.get_by_role("button", name="All measurements").click()
         page.wait_for_selector("#part-recall .js-plotly-plot")
-        for title in ("Loss by position", "Recall", "Memory"):  # each chart once
+        for title in (
+            "Quality by length",
+            "Quality by bytes",
+            "Loss by position",
+            "Recall",
+            "Memory",
+        ):  # each chart once
             assert page.locator("#step-5 .lz-chart h3:not(.lz-part):visible", has_text=title).count() == 1, title
         assert page.locator("#step-5 .lz-later:visible").count() == 0  # all is drawn
-        titles = page.locator("#step-5 h2").all_inner_texts()
-        assert titles == ["Compare", "Evaluate", "Publish"]
-        page.wait_for_selector("#evaluation table", state="attached")
+        page.wait_for_selector("#part-language table", state="attached")
         assert page.locator("#step-5 table").count() == page.locator("#step-5 details table").count() >= 3  # folded
-        chart, table = (
-            page.locator(part).first.bounding_box()["y"] for part in ("#step-5 .js-plotly-plot", "#evaluation")
-        )
-        assert chart < table
 
 
 def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, browser):
@@ -174,7 +178,8 @@ def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, br
         page.click("#example")
         shown(page, "#verdict", "agrees with its teacher")
         shown(page, "#note", "a finished example that comes with Linearizer")
-        assert page.locator("#compare").is_disabled() and page.locator("#evaluate").is_disabled()
+        page.click("#step-6-button")
+        assert page.locator("#compare").is_disabled()
         empty = "getComputedStyle(document.querySelector('#student'), '::before').content"
         assert page.evaluate(empty) == '"What the student writes appears here."'
         page.click("#step-3-button")
@@ -249,10 +254,10 @@ def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
 def test_a_narrow_screen_shows_everything_in_both_schemes(local, browser, done):
     url = f"{local.url}?run={done}"
     with looking(browser, url, viewport={"width": 390, "height": 844}, color_scheme="dark") as page:
-        page.wait_for_selector("#evaluation table", state="attached")
+        page.wait_for_selector("#verdict .lz-facts")
         for scheme in reversed(SCHEMES):
             show_in(page, scheme)
-            for step in (5, 4, 3, 2, 1):
+            for step in (6, 5, 4, 3, 2, 1):
                 page.locator(f"#step-{step}-button").click()
                 page.wait_for_selector(f"#step-{step} h2", state="visible")
                 assert page.evaluate(FITS), (scheme, step)

@@ -55,11 +55,11 @@ def everything():
         "map": allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(PROFILE), LAYERS),
         "curves": allocation_charts.draw_freedom_curves(PROFILE),
         "prices": allocation_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
-        "frontier": allocation_charts.draw_frontier([(100, 1.0), (900, 0.1)], 500, {"student": 0.2}, LAYERS),
+        "frontier": allocation_charts.draw_frontier([(100, 1.0), (900, 0.1)], {"student": (500, 0.2)}, 4000, LAYERS),
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_training_losses(STEPS),
         "error": training_charts.draw_errors(STEPS),
-        "memory": training_charts.draw_state_size(StateSize(TOKEN, 10**6)),
+        "memory": training_charts.draw_state_size(StateSize(TOKEN, 10**6), 8192),
     }
 
 
@@ -154,10 +154,11 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = training_charts.draw_state_size(StateSize(TOKEN, 300 * TOKEN))
+    figure = training_charts.draw_state_size(StateSize(TOKEN, 300 * TOKEN), 512)
     assert figure.data[2].x == (300,)
     assert "300" in figure.data[2].text[0]
-    assert len(training_charts.draw_state_size(StateSize(TOKEN, 1000, growth=TOKEN)).data) == 2  # never
+    assert figure.data[0].x[-1] == 512  # no length is shown that the teacher cannot read
+    assert len(training_charts.draw_state_size(StateSize(TOKEN, 1000, growth=TOKEN), 512).data) == 2  # never
 
 
 def test_numbers_can_be_read_on_every_colour_of_a_map():

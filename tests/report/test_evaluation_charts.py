@@ -10,7 +10,7 @@ from linearizer.report.markup import part_html, write_page
 from linearizer.report.parts import PART_VIEWS, evaluation_report
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
-from linearizer.run.results import read_part
+from linearizer.run.results import Speed, read_part
 from tests.support.evaluation_results import NAMES, STORED, TYPED
 
 
@@ -20,7 +20,18 @@ def drawn(name, part):
 
 
 def figures(part):
-    return {title: json.loads(figure.to_json()) for title, figure in drawn(part, TYPED[part]).items()}
+    return {title: json.loads(figure.to_json()) for title, figure in drawn(part, measured_twice(TYPED[part])).items()}
+
+
+def measured_twice(part):
+    """Let the rates of the second length be measured, too, where a part has rates."""
+    if not isinstance(part.result, Speed):
+        return part
+    subjects = (
+        replace(one, paces=tuple(replace(one.paces[0], length=pace.length) for pace in one.paces))
+        for one in part.result.subjects
+    )
+    return replace(part, result=replace(part.result, subjects=tuple(subjects)))
 
 
 def traces(part, title):
@@ -42,14 +53,13 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(part):
 
 
 @pytest.mark.parametrize(("part", "title"), [
-    ("language", "Loss"), ("language", "Loss by position"), ("recall", "Recall"),
-    ("speed", "Writing"), ("speed", "Memory"),
+    ("language", "Quality by length"), ("language", "Loss by position"), ("recall", "Recall"), ("speed", "Writing"),
 ])  # fmt: skip
 def test_subjects_differ_by_marker_not_only_by_colour(part, title):
     lines = [trace for trace in figures(part)[title]["data"] if "marker" in trace]
     symbols = [trace["marker"]["symbol"] for trace in lines]
     first = [symbol if isinstance(symbol, str) else symbol[0] for symbol in symbols]
-    assert len(set(first)) == len(first) == (3 if part == "speed" else len(NAMES))
+    assert len(set(first)) == len(first) == (len(NAMES) - (part == "speed" or title == "Quality by length"))
 
 
 def test_positions_and_gaps_are_those_that_were_measured():
@@ -69,9 +79,28 @@ def test_a_map_of_pairs_has_the_share_in_every_cell_depth_down_and_length_across
     assert student["text"] == [["25%", "–"], ["100%", "–"]] and student["texttemplate"] == "%{text}"
 
 
-def test_what_was_not_measured_is_not_drawn_but_for_the_bytes_by_the_shape():
-    assert traces("speed", "Writing")["student"]["x"] == [1024]
-    assert traces("speed", "Memory")["teacher"]["y"] == [4000, 4000]
+def test_rates_are_drawn_where_several_lengths_were_measured():
+    assert traces("speed", "Writing")["student"]["x"] == [1024, 4096]
+    assert drawn("speed", TYPED["speed"]) == {}  # one length was measured, and one point is no chart
+
+
+def test_quality_is_drawn_by_length_with_intervals_where_there_are_several():
+    student = traces("language", "Quality by length")["student"]
+    assert student["x"] == [32, 128] and student["y"] == [0.2, 0.2]
+    assert student["error_y"]["array"] == pytest.approx([0.2, 0.2])
+    result = TYPED["language"].result
+    once = replace(TYPED["language"], result=replace(result, lengths=result.lengths[:1]))
+    assert "Quality by length" not in drawn("language", once)
+
+
+def test_what_the_teacher_cannot_do_is_no_chart_and_says_so():
+    part = TYPED["needle"]
+    rows = ((0.25, 0.5), (None, None))
+    poor = replace(
+        part, result=replace(part.result, subjects=tuple(replace(one, correct=rows) for one in part.result.subjects))
+    )
+    assert drawn("needle", poor) == {} and "the teacher itself recalls less than half" in part_html("needle", poor)
+    assert "the teacher itself" not in part_html("needle", part)
 
 
 def test_scores_of_tasks_have_standard_errors_and_markers():
@@ -105,7 +134,7 @@ def test_a_student_measured_alone_can_be_shown(part):
         result["breakeven"] = None
     alone = read_part(part, result)
     assert "student" in part_html(part, alone)
-    assert bool(drawn(part, alone)) == (part != "generation")  # whose chart compares with the teacher
+    assert bool(drawn(part, measured_twice(alone))) == (part != "generation")  # whose chart compares with the teacher
 
 
 def test_words_from_elsewhere_are_no_markup():
@@ -119,7 +148,7 @@ def test_words_from_elsewhere_are_no_markup():
 
 def test_a_page_holds_all_charts_and_needs_nothing_from_elsewhere(tmp_path):
     run = Run.create(tmp_path / "run", Plan("a<b", budget=64))
-    text = write_page(run, TYPED)
+    text = write_page(run, {name: measured_twice(part) for name, part in TYPED.items()})
     assert "What a&lt;b kept" in text and "Plotly.newPlot" in text
     assert text.count('class="plotly-graph-div"') == sum(len(figures(part)) for part in PARTS)
     assert '<script src="http' not in text and "cdn.plot.ly/plotly" not in text

@@ -61,7 +61,7 @@ def test_terminal_page_and_card_show_what_was_measured_beside_what_was_predicted
 
 def test_the_curve_of_budgets_is_multiplied_and_says_so(run):
     def curve():
-        figure = json.loads(RunState(run).draw_frontier(run.allocation, run.results["language"].result))
+        figure = json.loads(RunState(run).draw_frontier(run.allocation, run.results["language"]))
         return next(line for line in figure["data"] if line["name"].startswith("predicted from the prices"))
 
     before = curve()
