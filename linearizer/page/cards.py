@@ -65,32 +65,29 @@ RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 def run_card(status: Status | None, name: str, now: float) -> str:
     """Show the state of a run."""
     if status is None:
-        return '<p class="lz-empty">No run yet. Choose a model and a budget, then press Start.</p>'
+        return ""
     plan = status.run.plan
     state = STATE_SENTENCES[status.state]
     moving = status.step if status.state in LIVE else None
     # in quarters, so that a screen reader speaks only four times
     done = f", {step_title(moving)}, {25 * int(4 * share_done(moving))}%" if moving else ""
     loud = announcement(f"{plan.model}: {state}{done}")
-    lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
+    lines = [f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
     if moving:
         lines.append(step_bar(moving, now))
     if status.error and status.state in ("failed", "stopped"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
-    pairs = [
-        ("model", plan.model),
-        ("budget", plan.dial),
-        ("begun", ago(status.begun, now)),
-        ("disk", size(status.disk_bytes)),
-        ("name", name),
-    ]
-    if (job := read_hub_job(status.run)) is not None:
-        pairs.append(("works in", f"a job on {job.flavor}, at most ${job.cap:.2f}"))
-    if status.published:
-        pairs.append(("published as", status.published["repo_id"]))
+    facts = [plan.model, plan.dial, name, f"begun {ago(status.begun, now)}"]
     if status.saved is not None and status.state != "done":
-        pairs.insert(3, ("last saved", ago(status.saved, now)))
-    return "".join(lines) + values_list(pairs, "lz-list")
+        facts.append(f"saved {ago(status.saved, now)}")
+    facts.append(f"{size(status.disk_bytes)} of disk")
+    if (job := read_hub_job(status.run)) is not None:
+        facts.append(f"works in a job on {job.flavor}, at most ${job.cap:.2f}")
+    if status.published:
+        facts.append(f"published as {status.published['repo_id']}")
+    if status.live:
+        facts.append("you may close the page, the work goes on")
+    return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))}</p>'
 
 
 def state_sign(state: str) -> str:
@@ -116,9 +113,9 @@ def step_bar(step: Mapping[str, Any], now: float) -> str:
 def progress_bar(title: str, share: float | None, text: str = "", loud: str = "") -> str:
     """Draw how far some work is, where that is known."""
     value = "" if share is None else f' value="{share:.3f}" max="1"'
-    below = f'<p class="lz-faint lz-now">{escape(text)}</p>' if text else ""
+    below = f'<p class="lz-faint">{escape(text)}</p>' if text else ""
     return (
-        f'<p class="lz-step lz-now"{loud}>{escape(title)}</p><progress aria-label="{escape(title, quote=True)}"{value}>'
+        f'<p class="lz-step"{loud}>{escape(title)}</p><progress aria-label="{escape(title, quote=True)}"{value}>'
         f"</progress>{below}"
     )
 
@@ -324,6 +321,17 @@ def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
         )
     head = ("model", "recipe", "budget", "state", "kl, nats", "agreement", "begun", "disk", "name")
     return table("Your runs", head, rows, safe=True, kind="lz-words")
+
+
+def last_runs(statuses: Sequence[Status]) -> str:
+    """Link to runs, each with its budget and its state; empty without runs."""
+    links = [
+        f'<a href="?run={escape(status.run.folder.name, quote=True)}">{escape(status.plan.model)}, '
+        f"{escape(status.plan.dial)}</a> ({escape(state_words(status))})"
+        for status in statuses
+        if status.plan is not None
+    ]
+    return f'<p class="lz-links">Your last runs: {", ".join(links)}</p>' if links else ""
 
 
 def state_words(status: Status) -> str:

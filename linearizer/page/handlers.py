@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
+MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
 ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
     "stop": actions.stop_run,
@@ -39,20 +41,28 @@ def show_note(box: str) -> gr.HTML:
 
 @handler
 def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
-    """Show the run that the address names, or that this browser watched last."""
+    """Show the run that the address names; without any, the page is home."""
     begin_import()
     secret, note = str(browser.memory.get("secret") or ""), ""
     if on_space() and len(secret) < MIN_SECRET_CHARACTERS:
         secret = new_secret()
-    kept: Memory = {"secret": secret, "run": address or browser.run_name or None}
+    kept: Memory = {"secret": secret, "run": address or None}
     if kept["run"]:
         try:
             kept["run"] = Browser(kept, browser.profile, browser.token).find_run().folder.name
         except LinearizerError as error:
             kept["run"] = None
-            note = markup.message_box(str(error), "bad") if address else ""
+            note = markup.message_box(str(error), "bad")
     poll_seconds = SOON_SECONDS if kept["run"] else IDLE_POLL_SECONDS
     return kept, show_note(note), gr.Timer(poll_seconds, active=True)
+
+
+@handler
+def list_last_runs(browser: Browser) -> str:
+    """Link to the runs that the visitor began last; there are none of a visitor who is not known."""
+    with suppress(LinearizerError):
+        return cards.last_runs(control.runs_in(browser.visitor.home)[:MAX_LINKED_RUNS])
+    return ""
 
 
 @handler

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +13,19 @@ from linearizer.page.chat import sample_prompts
 from linearizer.page.limits import LIMITS
 from linearizer.page.plan_form import USUAL_PAPER, recipe_choices, way_choices
 from linearizer.page.planning import EFFORTS
-from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
+from linearizer.page.visitors import EXAMPLE_NAME, example_folder, has_example, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
-from linearizer.report.markup import glossary_html, message_box, part_lead
+from linearizer.report.markup import glossary_html, message_box, part_lead, sentence_html
 from linearizer.report.parts import PART_VIEWS
+from linearizer.report.verdict import judge_run
+from linearizer.run.folder import Run
 
 SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 WHEN_JUDGED = "It is drawn once the student is judged."
-SKETCH = Path(__file__).with_name("memory.svg")  # of what a teacher and its student keep while they read
+ABOUT_BUDGET = (
+    "The student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so many tokens."
+)
 ABOUT_JOBS = (
     "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
     "a private bucket of yours, and this page follows it as any other."
@@ -42,18 +45,19 @@ def chart(title: str, text: str, name: str | None = None, later: str = "") -> gr
 
 
 def header(level: str = "h1") -> None:
-    """Name the site on every page; `now` says what the run does where a screen has no room for the sidebar."""
+    """Name the site on every page."""
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
-        '<p>Most language models of the Hub, with a memory that does not grow.</p></header><p id="now"></p>'
+        "<p>Most language models of the Hub, with a memory that does not grow.</p></header>"
     )
     gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
 
-def actions_of_run(ui: SimpleNamespace) -> None:
-    """Place the actions on a run above the steps, where every screen shows them."""
+def run_above_steps(ui: SimpleNamespace) -> None:
+    """Place the state of a run, and the actions on it, above the steps, where every screen shows them."""
+    ui.run_card = gr.HTML(elem_id="run-card")
     names = {"stop": "Stop", "use": "End training now", "resume": "Resume", "pay": "Agree, and begin another job"}
     with gr.Row(elem_id="acts"):
         for name, title in names.items():
@@ -74,14 +78,13 @@ def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: Simple
 
 
 def choose_model(ui: SimpleNamespace) -> None:
-    example = f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p>'
-    sketch = SKETCH.read_text(encoding="utf-8")
     gr.HTML(
-        '<div class="lz-hero"><div><p>A language model keeps every token that it has read, so its memory grows with '
-        "the text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what "
-        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{sketch}</div>",
+        '<div class="lz-hero"><p>A language model keeps every token that it has read, so its memory grows with the '
+        "text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what that "
+        f"costs before anything is published.</p>{example_link()}</div>",
         elem_id="hero",
     )
+    ui.last_runs = gr.HTML(elem_id="last-runs")
     lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
     with gr.Row(equal_height=False, elem_classes="lz-pick"):
         typed: dict[str, Any] = {"allow_custom_value": True, "scale": 5, "min_width": 260}
@@ -91,57 +94,56 @@ def choose_model(ui: SimpleNamespace) -> None:
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
 
 
+def example_link() -> str:
+    """Link to the finished example, and tell what came of it; empty where it is not there."""
+    if not has_example() or (verdict := judge_run(Run(example_folder()))) is None:
+        return ""
+    told = sentence_html(verdict.sentence.partition(". ")[0])
+    return f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p><small>{told}.</small>'
+
+
 def choose_plan(ui: SimpleNamespace) -> None:
-    place_budget(ui)
-    place_ways(ui)
-    with gr.Accordion("Advanced", open=False, elem_id="advanced"):
-        gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
-        ui.fields = plan_form.place_options()
-    with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
-        ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
-        ui.plan = gr.Code("", language="json", label="plan.json, for --plan", lines=3, wrap_lines=True)
-        ui.taken = gr.UploadButton(
-            "Load a plan.json", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
-        )
-    place_job(ui)
-    ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
-
-
-def place_budget(ui: SimpleNamespace) -> None:
-    """Place the slider, and what its budget means."""
-    lead(
-        "How much may it remember?",
-        "One number: the student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so "
-        "many tokens. On longer texts the student’s memory is smaller.",
-    )
+    """Place the budget, what it takes here, and Start; all else that can be chosen is folded."""
+    lead("How much may it remember?", ABOUT_BUDGET)
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
-            ui.budget = gr.Slider(
-                MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Tokens of cache", elem_id="budget"
-            )
-            ui.may_grow = gr.Radio(
-                [("Never grows", False), ("May grow", True)],
-                value=False,
-                label="State",
-                info="May grow: heads that are worth it keep their whole cache, so long texts take more",
-                elem_id="may-grow",
-            )
+            reach: dict[str, Any] = {"minimum": MIN_BUDGET, "maximum": MAX_BUDGET, "step": 8}
+            reach["info"] = describe_reach(MAX_BUDGET)
+            ui.budget = gr.Slider(value=DEFAULT_BUDGET, label="Tokens of cache", elem_id="budget", **reach)
+            ui.forecast = gr.HTML(elem_id="forecast")
+            ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
+    with gr.Accordion("Change how", open=False, elem_id="how"):
+        place_ways(ui)
+        with gr.Accordion("Advanced", open=False, elem_id="advanced"):
+            gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
+            ui.fields = plan_form.place_options()
+        with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
+            ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
+            ui.plan = gr.Code("", language="json", label="plan.json, for --plan", lines=3, wrap_lines=True)
+            load: dict[str, Any] = {"file_types": [".json"], "type": "binary", "size": "md", "elem_id": "take-plan"}
+            ui.taken = gr.UploadButton("Load a plan.json", **load)
+        place_job(ui)
+
+
+def describe_reach(most: int) -> str:
+    return f"a whole number from {MIN_BUDGET} to {most:,}"
 
 
 def place_ways(ui: SimpleNamespace) -> None:
     """Place the ways to a student and the efforts, and what each takes here."""
-    compared = (
-        "All three spend the same bytes, so their students can be compared by kl, the distance from the teacher: it is "
-        "0 for a student that predicts as its teacher does."
-    )
-    lead("In which way?", compared, "h3")
-    ui.way = gr.Radio(
-        way_choices({}), value="measured", show_label=False, label="Way", elem_id="way", elem_classes="lz-tiles"
-    )
-    ui.listed = gr.Radio(
-        recipe_choices(), value=USUAL_PAPER, label="Recipe", visible=False, elem_id="recipe", elem_classes="lz-tiles"
+    lead("In which way?", "All spend the same bytes.", "h3")
+    tiles: dict[str, Any] = {"elem_classes": "lz-tiles"}
+    ui.way = gr.Radio(way_choices({}), value="measured", show_label=False, label="Way", elem_id="way", **tiles)
+    listed: dict[str, Any] = {"value": USUAL_PAPER, "label": "Recipe", "visible": False, "elem_id": "recipe", **tiles}
+    ui.listed = gr.Radio(recipe_choices(), **listed)
+    ui.may_grow = gr.Radio(
+        [("Never grows", False), ("May grow", True)],
+        value=False,
+        label="State",
+        info="May grow: heads that are worth it keep their whole cache, so long texts take more",
+        elem_id="may-grow",
     )
     lead("How thorough?", "The effort decides how much text is read, and how long training takes.", "h3")
     ui.effort = gr.Radio(list(EFFORTS), value="Quick", show_label=False, label="How thorough", elem_id="effort")
@@ -338,11 +340,3 @@ def place_publishing(ui: SimpleNamespace) -> None:
             ui.card_text = gr.Code("", language="markdown", label="README.md", lines=3, wrap_lines=True)
         ui.sent = gr.HTML(elem_id="sent")
         ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False, elem_id="snippet")
-
-
-def sidebar(ui: SimpleNamespace) -> None:
-    with gr.Sidebar(label="This run", position="right", open=False, width=330, elem_id="sidebar") as ui.sidebar:
-        gr.HTML('<h2 class="lz-side">This run</h2>')
-        ui.run_card = gr.HTML(elem_id="run-card")
-        ui.leave = gr.Button("New run", elem_id="leave")
-        gr.HTML('<p class="lz-faint">You may close the page: the work goes on, and this address shows it again.</p>')

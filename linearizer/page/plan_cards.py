@@ -16,7 +16,7 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
-from linearizer.plan.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
+from linearizer.plan.state_size import ROW_TITLES, StateSize, size_row
 from linearizer.report import allocation_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.prediction import predict_kl
@@ -76,34 +76,42 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     grows = plan.may_grow and plan.rules.decided_by in ("prices", "gates")
     target = plan.target_tokens(positions)
     rows = []
-    for tokens in STATED_LENGTHS:
+    for tokens in stated_lengths(positions):
         state = most * max(target, tokens) // target if grows else most
-        rows.append(size_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
+        rows.append(length_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
     begin = head_bytes.find_breakeven(most, head_bytes.cache_bytes(layers, 1))
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
-    return cost_card(features, f"at most {size(most)}{length}", smaller, rows)
+    name = f'<h3 class="lz-group">{escape(plan.model)}</h3>'
+    return name + cost_card(features, f"at most {size(most)}{length}", smaller, rows)
 
 
-def allocation_card(allocation: Allocation, layers: Sequence[Layer], kl: str = "") -> str:
+def stated_lengths(positions: int) -> list[int]:
+    """Choose the lengths of text for which sizes are stated: the longest that a teacher reads, and shorter texts."""
+    return [positions // 16, positions // 4, positions]
+
+
+def length_row(tokens: int, cache: int, state: int, sign: str = "") -> tuple[str, ...]:
+    """State the sizes after a number of tokens."""
+    return f"{tokens:,} tokens", *size_row(tokens, cache, state, sign)[1:]
+
+
+def allocation_card(allocation: Allocation, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
     """Show the size of an allocation's state."""
     state = StateSize.of(allocation, layers)
-    return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), state.rows(), kl)
+    rows = [
+        length_row(each, state.teacher_bytes(each), state.student_bytes(each)) for each in stated_lengths(positions)
+    ]
+    return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), rows, kl)
 
 
-def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
-    """Show the time, memory and disk of every effort; the chosen effort has a mark.
-
-    A GPU that is `lent` is not there to be measured.
-    """
+def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str) -> str:
+    """Show the time, memory and disk of every effort; the chosen effort has a mark."""
     rows = [
         [name + " ✓" * (name == chosen), duration(each.seconds), size(each.memory_bytes), size(each.disk_bytes)]
         for name, each in forecasts.items()
     ]
-    load = next((forecast.download_bytes for forecast in forecasts.values()), 0)
-    note = f"{size(load)} of it to download" if load else "nothing to download"
-    here = "What it takes on the CPU; the GPU that is lent is faster" if lent else "What it takes here, about"
-    return table(f"{here}; {note}", ("effort", "time", "memory", "disk"), rows)
+    return table("What it takes, about", ("effort", "time", "memory", "disk"), rows)
 
 
 def plan_card(plan: Plan) -> str:
@@ -124,10 +132,27 @@ def plan_card(plan: Plan) -> str:
     return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{whole}</article>'
 
 
-def machine_card(machine: Machine | None, forecast: RunForecast) -> str:
-    """Describe the machine, and whether a plan has room there; None: a GPU that is lent only for the work."""
+def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
+    """Describe what a run takes, and whether there is room for it; None: a GPU that is lent only for the work."""
+    load = f"{size(forecast.download_bytes)} to download" if forecast.download_bytes else "nothing to download"
+    needs = f"about {size(forecast.memory_bytes)} of memory and {size(forecast.disk_bytes)} of disk"
+    takes = f"it takes {needs}, and about {duration(forecast.seconds)}; {load}."
     if machine is None:
-        return message_box("The work is done on a GPU that is lent for a while, so its memory cannot be read before.")
+        return message_box(f"On a CPU {takes} The work is done on a GPU that is lent for a while, which is faster.")
+    if machine.fits(forecast):
+        return message_box(f"Fits: {takes}", "good")
+    less = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer samples"
+    return message_box(
+        f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
+        f"of disk are free. Make room, ask for {less} (under Advanced) or a smaller model, or use another machine.",
+        "bad",
+    )
+
+
+def machine_card(machine: Machine | None) -> str:
+    """Describe the machine that a run works on."""
+    if machine is None:
+        return ""
     pairs = [
         ("device", machine.device),
         ("GPU", "yes" if machine.has_gpu else "none here"),
@@ -136,21 +161,7 @@ def machine_card(machine: Machine | None, forecast: RunForecast) -> str:
         ("free memory", size(machine.free_memory)),
         ("free disk", size(machine.free_disk)),
     ]
-    needs = f"about {size(forecast.memory_bytes)} of memory and {size(forecast.disk_bytes)} of disk"
-    if machine.fits(forecast):
-        room = message_box(f"Fits: it takes {needs}.", "good")
-    else:
-        less = (
-            "shorter texts, a smaller batch"
-            if forecast.memory_bytes > machine.free_memory
-            else "fewer or shorter texts"
-        )
-        room = message_box(
-            f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
-            f"of disk are free. Make room, ask for {less} (under Advanced) or a smaller model, or use another machine.",
-            "bad",
-        )
-    return f"{room}{values_list(pairs, 'lz-wide')}"
+    return values_list(pairs, "lz-wide")
 
 
 def share_out(run: Run, budget: int | None = None) -> tuple[Plan, Allocation]:
@@ -188,7 +199,7 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
         fix = allocate_by_freedoms(require_profile(run), run.layers, strategy="fix", **sizes)
     decided = plan == run.plan and run.allocation is not None
     own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
-    card = allocation_card(allocation, run.layers, predict_kl(run, plan, allocation))
+    card = allocation_card(allocation, run.layers, run.positions, predict_kl(run, plan, allocation))
     note = f'<p class="lz-faint">{own if decided else other}</p>'
     figure = allocation_charts.draw_allocation(allocation, run.layers, fix)
     return figure.to_json(), note + card + (candidates_card(run) if decided else "")

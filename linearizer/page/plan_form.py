@@ -41,14 +41,12 @@ class Way:
 WAYS = {
     "measured": Way(
         "Measured memory, no training",
-        "Every head, a part of the model that looks back at the text, keeps a window of the newest tokens, and slots "
-        "of merged older tokens where these pay.",
+        "Every head keeps a window of new tokens, and slots of merged older tokens where these pay.",
         "best",
     ),
     "features": Way(
         "Train linear features",
-        "Linear attention: every head sums older text up in features, more of them where its attention needs more. "
-        "Each layer is trained, and its loss is drawn.",
+        "Linear attention: every head sums older text up in features, which are trained.",
         "features",
     ),
     "paper": Way(
@@ -80,10 +78,7 @@ def recipe_of(way: str, listed: str) -> str:
 
 def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     """Return the ways as choices of several lines, with the time that each takes here where that is known."""
-    return [
-        (join_lines(way.title, way.does, expected_quality(way.recipe or ""), times.get(name)), name)
-        for name, way in WAYS.items()
-    ]
+    return [(join_lines(way.title, way.does, times.get(name)), name) for name, way in WAYS.items()]
 
 
 def recipe_choices() -> list[tuple[str, str]]:

@@ -10,10 +10,10 @@ import gradio as gr
 
 from linearizer.amounts import duration
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, plan_cards, plan_form, planning, zerogpu
+from linearizer.page import actions, plan_cards, plan_form, planning
 from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import watch_run
-from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, describe_reach
 from linearizer.page.plan_form import WAYS, name_fields, recipe_of, way_choices
 from linearizer.page.planning import Examined, make_plan
 from linearizer.plan.plan import YIELDING
@@ -41,7 +41,7 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
         examined if inspection.supported else None,
         gr.Button(interactive=inspection.supported),
         gr.Tab(interactive=inspection.supported),
-        gr.Slider(maximum=most),
+        gr.Slider(maximum=most, info=describe_reach(most)),
     )
 
 
@@ -70,7 +70,8 @@ def show_budget(chosen: Examined | None, *choices: Any) -> str:
 def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
     """Describe a budget, the time of each way and effort here, and the command that does the same elsewhere."""
     budget, effort, may_grow, way, *rest = choices
-    card, table, here, command, written, times = show_budget(chosen, *choices), "", "", "", "", {}
+    card, times = show_budget(chosen, *choices), dict[str, str]()
+    takes, table, here, command, written = [""] * 5
 
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
@@ -83,13 +84,13 @@ def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
         plan = make_plan(*read_form(chosen, *choices))
         command, written = plan.command(), plan.to_json()
         efforts = {name: forecast(name, way) for name in planning.EFFORTS}
-        table = plan_cards.efforts_table(efforts, effort, lent=zerogpu.on_zerogpu())
-        here = plan_cards.machine_card(chosen.machine(plan), efforts[effort]) if chosen else ""
+        table, machine = plan_cards.efforts_table(efforts, effort), chosen.machine(plan) if chosen else None
+        takes, here = plan_cards.forecast_card(machine, efforts[effort]), plan_cards.machine_card(machine)
         for name in WAYS:
             with suppress(LinearizerError):  # a way that cannot be combined with the other choices
                 times[name] = f"About {duration(forecast(effort, name).seconds)} here."
     listed = gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
-    return card, table, here, gr.Radio(choices=way_choices(times)), listed, command, written
+    return card, takes, table, here, gr.Radio(choices=way_choices(times)), listed, command, written
 
 
 @handler

@@ -71,7 +71,7 @@ def build() -> gr.Blocks:
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
-        layout.actions_of_run(ui)
+        layout.run_above_steps(ui)
         ui.note = gr.HTML(visible="hidden", elem_id="note")
         known = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
         wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in known else {}
@@ -86,7 +86,6 @@ def build() -> gr.Blocks:
                     place(ui)
                 ui.pages.append(page)
                 setattr(ui, f"step_{number}", page)
-        layout.sidebar(ui)
         actions.add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
         wire(site, ui)
     with site.route("Runs", "/runs") as runs:
@@ -128,7 +127,10 @@ def runs_page(page: gr.Blocks) -> None:
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     """Connect what is touched with what answers."""
-    site.load(handlers.open_page, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js="readAddress", **QUICK)
+    shown = [ui.memory, ui.note, ui.timer]
+    opened = site.load(handlers.open_page, [ui.memory, ui.address], shown, js="readAddress", **QUICK)
+    opened.then(None, None, None, js="() => { window.opened = true }", **QUICK)
+    site.load(handlers.list_last_runs, ui.memory, ui.last_runs, **QUICK)
     ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
@@ -156,7 +158,7 @@ def open_budget() -> tuple[gr.Tabs, gr.Tab]:
 def wire_plan(ui: SimpleNamespace) -> None:
     form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values()]
     choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
-    shown = [ui.budget_card, ui.efforts, ui.machine, ui.way, ui.listed, ui.command, ui.plan]
+    shown = [ui.budget_card, ui.forecast, ui.efforts, ui.machine, ui.way, ui.listed, ui.command, ui.plan]
     last = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     changes = [part.change for part in changed]
     ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **last)
@@ -197,7 +199,6 @@ def wire_run(ui: SimpleNamespace) -> None:
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
     for name, action in {**handlers.ASKED, "stop_evaluating": actions.stop_evaluation}.items():
         getattr(ui, name).click(handlers.ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
-    ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
 def wire_evaluate(ui: SimpleNamespace) -> None:

@@ -55,15 +55,16 @@ def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
         return ""
     try:
         offers = offers_of(run, plan, run.layers)
-        predicted = offers.kl(offers.levels(allocation))
+        levels = offers.levels(allocation)
+        predicted = offers.kl(levels)
     except (LinearizerError, ValueError):  # a plain allocation was kept, which is not made of priced offers
         return ""
+    last = all(level == len(own) - 1 for level, own in zip(levels, offers.offers, strict=True))
+    most = "; more buys nothing: every head has all it can use" * last
     if (correction := find_correction(run)) is None:
-        return f"{predicted:.4f} predicted; no whole student was measured"
-    return (
-        f"about {predicted * correction.factor:.4f}: {predicted:.4f} predicted, × {correction.factor:.2g} as this run "
-        "measured"
-    )
+        return f"{predicted:.4f} predicted; no whole student was measured{most}"
+    factor = f"× {correction.factor:.2g} as this run measured"
+    return f"about {predicted * correction.factor:.4f}: {predicted:.4f} predicted, {factor}{most}"
 
 
 def kl_sentences(run: Run) -> list[str]:

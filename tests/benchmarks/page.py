@@ -86,7 +86,7 @@ def sliding(browser, url, run, times):
         page.click("#demo")
         page.wait_for_selector("#model-card .lz-good")
         page.click("#to-budget")
-        page.wait_for_selector("#efforts td")
+        page.wait_for_selector("#forecast .lz-message")
         result = slider(page, "#budget", {"slider_budget_ms": "#budget-card"}, times)
     with looking(browser, f"{url}?run={run}") as page:
         page.wait_for_selector("#verdict .lz-facts")

@@ -53,8 +53,10 @@ def take_all(browser, server, folder, widths):
             page.wait_for_selector("#model-card .lz-good")
             take(page, folder / f"1-model-{width}")
             page.click("#to-budget")
-            page.wait_for_selector("#machine .lz-good")
-            page.get_by_role("button", name="Advanced").click()
+            page.wait_for_selector("#forecast .lz-good")
+            take(page, folder / f"2-start-{width}")
+            for folded in ("Change how", "Advanced"):
+                page.get_by_role("button", name=folded).click()
             take(page, folder / f"2-budget-{width}")
             for name, run in runs.items():
                 page.goto(f"{server.url}?run={run}")

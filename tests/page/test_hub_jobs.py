@@ -9,6 +9,7 @@ from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.workers import control, hub_start
 from tests.support.page_server import looking, shown
+from tests.support.page_steps import change_how
 from tests.support.runs import QUICK, wait_for, wait_until
 
 STOPPED = 'print(\'{"time": 1.0, "event": "stopped"}\', flush=True)'
@@ -61,6 +62,7 @@ def test_a_visitor_chooses_what_a_job_runs_on_hears_what_it_costs_agrees_and_wat
         page.click("#demo")
         page.wait_for_selector("#model-card .lz-good")
         page.click("#to-budget")
+        change_how(page)
         page.get_by_role("button", name="Work in a job on your account instead").click()
         page.click("#job-offer")
         page.wait_for_selector("text=no hardware was chosen: choose what the job runs on")

@@ -90,14 +90,19 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
     assert "Traceback" not in log.read_text()
 
 
-def test_a_second_tab_and_another_day_find_the_run(local, browser, done):
+def test_home_is_home_and_links_to_the_last_runs(local, browser, done):
     url = local.url
     with looking(browser, f"{url}?run={done}") as page:
         shown(page, "#run-card", "done")
         again = page.context.new_page()
-        again.goto(url)  # without a name: the browser remembers
+        again.goto(url)  # without a name, also where a run was watched before
+        again.wait_for_selector("#hero", state="visible")
+        assert "run=" not in again.url and not again.locator("#run-card .lz-state").count()
+        again.click(f"#last-runs a[href$='run={done}']")
         again.wait_for_url(f"**/?run={done}")
         shown(again, "#run-card", "done")
+        again.get_by_role("link", name="Home").click()
+        again.wait_for_selector("#hero", state="visible")
         again.close()
 
 
@@ -118,12 +123,12 @@ def test_a_run_is_stopped_and_resumed(local, browser):
         page.click("#step-1-button")  # before the run is first drawn
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
         shown(page, "#run-model", "demo")  # and it stays there
-        shown(page, "#now", "stopped; all that was finished is kept", LONG)
+        shown(page, "#run-card", "stopped; all that was finished is kept", LONG)
         assert control.state_of(Run(runs / name)) == "stopped"
         page.get_by_role("button", name="Resume").click()
-        shown(page, "#now", "trains the features", LONG)
+        shown(page, "#run-card", "trains the features", LONG)
         page.get_by_role("button", name="End training now").click()
-        shown(page, "#now", "done", LONG)
+        shown(page, "#run-card", "done", LONG)
         page.click("#step-4-button")
         shown(page, "#training", f"of {STEPS} steps")
     events = [event for event in Run(runs / name).events() if event["event"] == "distilled"]
@@ -178,7 +183,8 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
         page.wait_for_selector("#step-5-button:disabled")  # the run is left
         page.click("#to-budget")
         shown(page, "#budget-card", "from 64 tokens on")
-        page.get_by_role("button", name="Do this elsewhere").click()
+        for folded in ("Change how", "Do this elsewhere"):
+            page.get_by_role("button", name=folded).click()
         shown(page, "#step-2", "linearizer run demo --recipe features --budget 64")
         assert page.locator("#step-5-button").is_disabled()
 

@@ -91,8 +91,8 @@ def test_a_slider_that_moves_forecasts_nothing_and_then_each_plan_is_forecast_on
     form = (64, "Quick", False, "features", "paper", *[""] * len(plan_form.OPTIONS))
     card = plan_handlers.show_budget(chosen, *form)
     assert "from 64 tokens on" in card and asked == []
-    shown, efforts, *_ = plan_handlers.show_plan(chosen, *form)
-    assert shown == card and all(name in efforts for name in planning.EFFORTS)
+    shown, takes, efforts, *_ = plan_handlers.show_plan(chosen, *form)
+    assert shown == card and "it takes about" in takes and all(name in efforts for name in planning.EFFORTS)
     assert len(asked) == len(set(asked)) == len(planning.EFFORTS) + len(WAYS) - 1
 
 

@@ -10,7 +10,7 @@ from linearizer.plan.plan import Plan
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from tests.support.page_server import FITS, SCHEMES, looking, show_in, shown, wait_until_true
-from tests.support.page_steps import choose_demo, choose_way, field, number_at, upload
+from tests.support.page_steps import change_how, choose_demo, choose_way, field, number_at, upload
 
 
 def test_the_slider_says_at_once_what_a_budget_means(local, browser):
@@ -22,10 +22,13 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "from 64 tokens on")
         assert number_at(page, "#budget-card", "state").startswith("at most 262 kB")
+        shown(page, "#forecast", "Fits: it takes about")
+        assert page.locator("#start").bounding_box()["y"] < 860  # on the first screen
+        assert not page.locator("#way").is_visible()
+        change_how(page)
         for way in WAYS:  # each card says how long it takes here
             card = page.locator(f"#way label:has(input[value={way}])").inner_text()
             assert card.startswith(WAYS[way].title) and re.search(r"About \d+ (s|min) here", card), card
-        shown(page, "#machine", "Fits: it takes about")
         for name in ("device", "GPU", "computes in", "kernels", "free memory", "free disk"):
             assert number_at(page, "#machine", name)
         shown(page, "#efforts", "Quick ✓")
@@ -40,7 +43,7 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
     with looking(browser, local.url) as page:
         choose_demo(page)
         page.click("#to-budget")
-        for folded in ("Advanced", "Do this elsewhere"):
+        for folded in ("Change how", "Advanced", "Do this elsewhere"):
             page.get_by_role("button", name=folded).click()
         choose_way(page, "features")
         shown(page, "#step-2", "linearizer run demo --recipe features --budget 256")
@@ -56,6 +59,17 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
         shown(page, "#step-2", plan.command())
         assert page.locator("#recipe input[value=hedgehog]").is_checked()
         assert field(page, "seed").input_value() == "7" and field(page, "window").input_value() == ""
+
+
+def test_a_budget_is_a_whole_number_within_reach_and_an_empty_field_keeps_the_last(local, browser):
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        shown(page, "#budget", "a whole number from 32 to 512")
+        typed = page.get_by_role("spinbutton", name=re.compile("Tokens of cache"))
+        for text, taken in (("64", "64"), ("", "64"), ("96.7", "97"), ("9000", "512")):
+            typed.fill(text)
+            shown(page, "#budget-card", f"from {taken} tokens on")
 
 
 def name_model(field, text):
@@ -174,7 +188,7 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
 def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, browser):
     with looking(browser, local.url) as page:
         shown(page, "#hero", "keeps every token that it has read")
-        assert page.locator("#hero svg[role=img]").get_attribute("aria-label")
+        shown(page, "#hero", "it agrees with its teacher on")  # what came of the example
         page.click("#example")
         shown(page, "#verdict", "agrees with its teacher")
         shown(page, "#note", "a finished example that comes with Linearizer")
@@ -185,7 +199,7 @@ def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, br
         page.click("#step-3-button")
         page.wait_for_selector("#step-3 .heatmaplayer")
         shown(page, "#other-card", "What this run holds.")
-        page.click("#leave")
+        page.get_by_role("link", name="Home").click()
         page.wait_for_selector("#hero", state="visible")
         page.wait_for_selector("#note", state="hidden")
 
@@ -203,6 +217,7 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
     with looking(browser, local.url) as page:
         choose_demo(page)
         page.click("#to-budget")
+        change_how(page)
         page.get_by_role("button", name="Advanced").click()
         field(page, "text").fill("nonsense")
         page.keyboard.press("Tab")
@@ -215,11 +230,11 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
         field(page, "steps").fill("1")
         field(page, "batch").fill("1000000")
         page.keyboard.press("Tab")
-        shown(page, "#machine", "Does not fit: it takes about")
+        shown(page, "#forecast", "Does not fit: it takes about")
         assert re.search(
             r"takes about [\d.]+ TB of memory .* and [\d.]+ GB of memory .* are free. Make room, ask for shorter "
             r"texts, a smaller batch \(under Advanced\) or a smaller model, or use another machine",
-            page.locator("#machine .lz-bad").inner_text(),
+            page.locator("#forecast .lz-bad").inner_text(),
         )
 
 
@@ -242,10 +257,11 @@ def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
         choose_demo(page)
         page.click("#to-budget")
         shown(page, "#budget-card", "at most 1.05 MB, whatever the length")
+        lengths = page.locator("#budget-card tbody th").all_inner_texts()
+        assert lengths == ["32 tokens", "128 tokens", "512 tokens"]  # the demo reads no longer texts
+        change_how(page)
         page.get_by_label("May grow").check()
         shown(page, "#budget-card", "more beyond")
-        row = page.locator("#budget-card tbody tr", has_text="128k").inner_text()
-        assert "≤ 1.05 MB" not in row and "≤" in row
         page.get_by_label("Never grows").check()
         choose_way(page, "paper", "duo")
         shown(page, "#budget-card", "add “May grow”, or ask for another recipe")

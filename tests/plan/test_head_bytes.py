@@ -78,7 +78,7 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     assert (result["state_bytes"], result["state_tokens"]) == (after, 100)
     assert result["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
     on_card = card.describe_student(allocation, LAYERS, CitedTeacher("demo", None, None, False, {}))
-    text, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS)
+    text, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS, 2**17)
     assert f"; state {state}" in text and state in page and f"The state takes {state}" in on_card
     assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page
     for said in (text, on_card):  # what grows is stated at three lengths

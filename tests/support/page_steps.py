@@ -11,6 +11,11 @@ def choose_demo(page):
     page.wait_for_selector("#model-card .lz-good", timeout=LONG)  # the first time, libraries are loaded
 
 
+def change_how(page):
+    """Open what is chosen for a visitor who opens nothing."""
+    page.get_by_role("button", name="Change how").click()
+
+
 def choose_way(page, way, recipe=None):
     """Choose a way, and a recipe of the list where the way has one."""
     page.locator(f"#way input[value={way}]").check()
@@ -33,6 +38,7 @@ def upload(page, button, content):
 def start(page, steps, *way):
     choose_demo(page)
     page.click("#to-budget")
+    change_how(page)
     page.get_by_label("Try it").check()
     choose_way(page, *way or ["features"])
     page.get_by_role("button", name="Advanced").click()
