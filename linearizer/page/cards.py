@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from linearizer.report.training_charts import ERRORS
 from linearizer.report.verdict import Verdict, judge_run, of_subject
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
+from linearizer.workers import control, device_queue
 from linearizer.workers.control import LIVE, Status
 
 if TYPE_CHECKING:
@@ -75,6 +77,8 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     lines = [f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
     if moving:
         lines.append(step_bar(moving, now))
+    if status.state == "queued":
+        lines.append(turn_line(status.run, now))
     if status.error and status.state in ("failed", "stopped"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     facts = [plan.model, plan.dial, name, f"begun {ago(status.begun, now)}"]
@@ -88,6 +92,29 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     if status.live:
         facts.append("you may close the page, the work goes on")
     return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))}</p>'
+
+
+def turn_line(run: Run, now: float) -> str:
+    """Name the run that another waits for, since when it is there, and how long it still takes where that is known."""
+    with suppress(OSError, LinearizerError):  # it ends just now
+        if not (before := device_queue.runs_before(run.folder)):
+            return ""
+        status = control.status(Run(before[0]))
+        step = next((each.step for each in (status, status.evaluation) if each and each.state in LIVE), None)
+        name = escape(status.run.folder.name)
+        mine = before[0].parent == run.folder.resolve().parent
+        holder = f'<a href="?run={name}">{name}</a>' if mine else "another visitor’s run"
+        facts = [f"begun {ago(status.begun, now)}", *([step_title(step), time_left(step, now)] if step else [])]
+        facts += [f"{len(before) - 1} more before this run"] * (len(before) > 1)
+        return f'<p class="lz-links">The machine works on {holder}: {escape(", ".join(filter(None, facts)))}.</p>'
+    return ""
+
+
+def time_left(step: Mapping[str, Any], now: float) -> str:
+    """Describe how long a step still takes; empty where that is not known."""
+    left = step.get("seconds_left")
+    known = isinstance(left, float) and math.isfinite(left) and step["done"] < step["total"]
+    return f"{duration(max(1.0, left - (now - step['time'])))} left" if known else ""
 
 
 def state_sign(state: str) -> str:
@@ -104,10 +131,8 @@ def share_done(step: Mapping[str, Any]) -> float:
 
 def step_bar(step: Mapping[str, Any], now: float) -> str:
     """Draw how far a step is, and say how long it will take."""
-    left, text = step.get("seconds_left"), f"{step['done']:,} of {step['total']:,} {step.get('unit', '')}"
-    if isinstance(left, float) and math.isfinite(left) and step["done"] < step["total"]:
-        text += f" · {duration(max(1.0, left - (now - step['time'])))} left"
-    return progress_bar(step_title(step), share_done(step), text)
+    facts = f"{step['done']:,} of {step['total']:,} {step.get('unit', '')}", time_left(step, now)
+    return progress_bar(step_title(step), share_done(step), " · ".join(filter(None, facts)))
 
 
 def progress_bar(title: str, share: float | None, text: str = "", loud: str = "") -> str:

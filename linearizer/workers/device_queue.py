@@ -28,9 +28,7 @@ class Ticket:
 
     def count_before(self) -> int:
         """Count the live tickets before this one that share a device with it."""
-        number, devices = parse_ticket(self.path)
-        others = ((path, *parse_ticket(path)) for path in tickets())
-        return sum(other < number and not devices.isdisjoint(of) and is_held(path) for path, other, of in others)
+        return len(tickets_before(self.path))
 
     def remove(self) -> None:
         """Let the next run work."""
@@ -74,6 +72,20 @@ def take_ticket(run: Path, devices: Sequence[str]) -> Ticket:
 def tickets() -> list[Path]:
     """List all tickets, also those of dead processes."""
     return list(queue_folder().glob("[0-9]*@*"))
+
+
+def tickets_before(path: Path) -> list[Path]:
+    """List the live tickets before a ticket that share a device with it, the first of them first."""
+    number, devices = parse_ticket(path)
+    others = sorted((*parse_ticket(other), other) for other in tickets())
+    return [other for place, of, other in others if place < number and not devices.isdisjoint(of) and is_held(other)]
+
+
+def runs_before(run: Path) -> list[Path]:
+    """List the folders of the runs that a run waits for, the run at work first."""
+    folders = {path: Path(path.read_text(encoding="utf-8")) for path in tickets()}
+    own = max((path for path, folder in folders.items() if folder == run.resolve()), default=None)
+    return [] if own is None else [folders[path] for path in tickets_before(own) if path in folders]
 
 
 def parse_ticket(path: Path) -> tuple[int, set[str]]:

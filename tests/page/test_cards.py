@@ -1,5 +1,6 @@
 """What the page says of runs: what waits and for what, how far a run is, and why a student is the slower one."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,11 @@ from transformers import AutoTokenizer
 from linearizer.hub.models import find_model
 from linearizer.page import cards, chat
 from linearizer.plan.plan import Plan
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.locks import take_lock
 from linearizer.run.results import Side
-from linearizer.workers import control
+from linearizer.workers import control, device_queue
 
 
 @pytest.fixture
@@ -20,8 +23,20 @@ def waiting(tmp_path):
     return replace(control.status(run), state="queued")
 
 
-def test_what_waits_says_what_for(waiting):
+def test_what_waits_says_what_for_since_when_and_how_long_still(waiting, tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_QUEUE", str(tmp_path / "queue"))
     assert "waiting for its turn" in cards.run_card(waiting, "run", 0.0)
+    for place, (holder, words) in enumerate(((tmp_path / "holder", ">holder</a>"), (tmp_path / "b" / "x", "visitor"))):
+        run = Run.create(holder, Plan("demo", budget=64))
+        first = [device_queue.take_ticket(each.folder, [f"device {place}"]) for each in (run, waiting.run)]
+        with take_lock(run.folder / "lock"):
+            run.log(EventName.STARTED)
+            run.log(EventName.PROFILE, done=1, total=4, unit="layers", seconds_left=600.0)
+            card = cards.run_card(waiting, "run", time.time())
+            assert words in card and "begun just now, measures the teacher, 10 min left" in card
+        for ticket in first:
+            ticket.remove()
+    assert "The machine works on" not in cards.run_card(waiting, "run", 0.0)  # it is its own turn
 
 
 def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there_and_one_that_does_nothing_is_none(tmp_path):
