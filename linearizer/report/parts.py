@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from linearizer.report import chart_style as style
@@ -64,23 +63,6 @@ def length_chart(part: Part[results.Language]) -> Figure | None:
             bars = interval_bars(means, [each.interval for each in near if each is not None])
             look = subject_line(name, "%{y:.2g} nats over %{x} tokens")
             figure.add_scatter(x=lengths, y=means, error_y=bars, **look)
-    return figure
-
-
-@chart("Loss by position", "The loss of a student that forgets grows with the position; the bars are 95% intervals.")
-def position_chart(part: Part[results.Language]) -> Figure:
-    language, read = part.result, part.read
-    assert read is not None, "the part reads texts"
-    x = {"title": "position in the text, tokens", "type": "category"}
-    reached = [end for subject in language.subjects for interval in subject.position_intervals for end in interval]
-    room = 0.08 * (max(reached) - min(reached))
-    y = {**LOSS_AXIS, "range": [min(reached) - room, max(reached) + room]}  # groups would begin at zero
-    figure = new_figure(320, x, y, scattermode="group", scattergap=0.7)
-    names = [f"{begin}–{end}" for begin, end in pairwise((*language.edges, read.length - 1))]
-    for subject in language.subjects:
-        bars = interval_bars(subject.by_position, subject.position_intervals)
-        look = subject_line(subject.name, "%{y:.3f} nats at %{x}")
-        figure.add_scatter(x=names, y=subject.by_position, error_y=bars, **look)
     return figure
 
 
@@ -222,7 +204,7 @@ PART_VIEWS = {
         "Language",
         "How well is the next token predicted?",
         tables.language_tables,
-        (length_chart, position_chart),
+        (length_chart,),
     ),
     "recall": PartView("Recall", "How far back is a passage remembered?", tables.recall_tables, (recall_chart,)),
     "needle": PartView(

@@ -175,7 +175,6 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
         for title in (
             "Quality by length",
             "Quality by bytes",
-            "Loss by position",
             "Recall",
             "Memory",
         ):  # each chart once

@@ -148,9 +148,10 @@ def test_no_two_models_of_an_evaluation_look_alike():
 
 def test_an_evaluation_with_a_control_of_another_name_is_drawn():
     language = TYPED["language"].result
-    subjects = (*language.subjects, replace(language.subjects[2], name="no features"))
-    part = replace(TYPED["language"], result=replace(language, subjects=subjects))
-    assert parts.position_chart.draw(part).data[-1].name == "no features"
+    lengths = [replace(each, subjects=(*each.subjects, replace(each.subjects[2], name="no features")))
+               for each in language.lengths]  # fmt: skip
+    part = replace(TYPED["language"], result=replace(language, lengths=tuple(lengths)))
+    assert parts.length_chart.draw(part).data[-1].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():

@@ -53,7 +53,7 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(part):
 
 
 @pytest.mark.parametrize(("part", "title"), [
-    ("language", "Quality by length"), ("language", "Loss by position"), ("recall", "Recall"), ("speed", "Writing"),
+    ("language", "Quality by length"), ("recall", "Recall"), ("speed", "Writing"),
 ])  # fmt: skip
 def test_subjects_differ_by_marker_not_only_by_colour(part, title):
     lines = [trace for trace in figures(part)[title]["data"] if "marker" in trace]
@@ -62,10 +62,7 @@ def test_subjects_differ_by_marker_not_only_by_colour(part, title):
     assert len(set(first)) == len(first) == (len(NAMES) - (part == "speed" or title == "Quality by length"))
 
 
-def test_positions_and_gaps_are_those_that_were_measured():
-    assert traces("language", "Loss by position")["student"]["x"] == ["0–64", "64–127"]
-    error = traces("language", "Loss by position")["student"]["error_y"]
-    assert error["arrayminus"] == pytest.approx([0.1, 0.1]) and error["array"] == pytest.approx([0.2, 0.1])
+def test_gaps_are_those_that_were_measured():
     recall = traces("recall", "Recall")
     assert recall["student"]["x"] == [16, 32] and recall["student"]["y"] == [2.5, 3.0]
     assert recall["the first time, teacher"]["y"] == [4.5, 4.5]
