@@ -292,7 +292,6 @@ def place_measurements(ui: SimpleNamespace) -> None:
     """Place all that was measured, which is drawn once it is opened, and what can be measured besides."""
     ui.evaluating = gr.HTML(elem_id="evaluating")
     with gr.Accordion("All measurements", open=False, elem_id="all") as ui.all:
-        ui.evaluation = gr.HTML(elem_id="evaluation")
         about = "Bytes of the teacher's cache and the student's state, by length of text."
         ui.memory_plot = chart("Memory", about, later=WHEN_JUDGED)
         for part, view in PART_VIEWS.items():

@@ -34,7 +34,7 @@ EXAMPLE_NOTE = (
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = ("map", "prices", "curves", "frontier", "memory_plot", "losses", "error")
-TEXTS = ("evaluation", "verdict", "usage", "reading")
+TEXTS = ("verdict", "usage", "reading")
 LOCKED = ("compare", "read", "ask", "take_back", "branch")
 TABS, PLACES = ("step_2", "step_3", "step_4", "step_5", "step_6"), ("prices_place", "freedoms_place", "awaited")
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")

@@ -154,7 +154,6 @@ class RunState:
             draw = cache(partial(draw_part, name, part))
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
         if "language" in parts and allocation is not None:
-            self.put("evaluation", mark, lambda: cards.candidates_card(run))
             self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)) + cards.numbers_card(run))
             self.put("usage", mark, lambda: cards.use_card(run))
             self.put("frontier", mark, lambda: self.draw_frontier(allocation, parts["language"]))

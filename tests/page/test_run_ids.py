@@ -42,13 +42,13 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
     wait_until(lambda: sending.PUBLICATIONS[run.key].over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
     with chat.loaded_pair(run, someone) as pair:
-        assert pair is first and "evaluation" in seen
+        assert pair is first and "verdict" in seen
 
     control.delete(run)
     run = pipeline.begin(tmp_path / "demo-64", PLAN)
     assert run.key not in sending.PUBLICATIONS
     new = run_state.read_pieces(run, 60.0)
-    assert "evaluation" not in new and "curves" not in new and new["id"].mark != seen["id"]
+    assert "verdict" not in new and "curves" not in new and new["id"].mark != seen["id"]
     monkeypatch.setattr(calls, "identify_visitor", lambda *_: someone)
     drawn = polling.draw_changes({"run": "demo-64"}, None, None, seen, 3.0, False)[0]
     assert set(drawn) == set(new)  # nothing of the first is taken as shown
