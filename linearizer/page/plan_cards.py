@@ -141,7 +141,7 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
         return message_box(f"On a CPU {takes} The work is done on a GPU that is lent for a while, which is faster.")
     if machine.fits(forecast):
         return message_box(f"Fits: {takes}", "good")
-    less = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer samples"
+    less = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer or shorter texts"
     return message_box(
         f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
         f"of disk are free. Make room, ask for {less} (under Advanced) or a smaller model, or use another machine.",
