@@ -96,10 +96,11 @@ def choose_model(ui: SimpleNamespace) -> None:
 
 def example_link() -> str:
     """Link to the finished example, and tell what came of it; empty where it is not there."""
-    if not has_example() or (verdict := judge_run(Run(example_folder()))) is None:
+    if not has_example() or (verdict := judge_run(run := Run(example_folder()))) is None:
         return ""
-    told = sentence_html(verdict.sentence.partition(". ")[0])
-    return f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p><small>{told}.</small>'
+    sentence = verdict.sentence.partition(". ")[0]
+    told = sentence_html(f"{run.plan.model}, {run.plan.budget} tokens of cache: {sentence[0].lower()}{sentence[1:]}.")
+    return f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p><small>{told}</small>'
 
 
 def choose_plan(ui: SimpleNamespace) -> None:
