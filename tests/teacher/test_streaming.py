@@ -192,7 +192,7 @@ def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
     assert places(60, 60) is None and places(10, 200) is None
 
 
-SMALL = dict(texts=2, length=48, samples=64, sinks=2, dtype="float32", budget=16)
+SMALL = dict(texts=2, length=48, sinks=2, dtype="float32", budget=16)
 
 
 @pytest.mark.parametrize("strategy", ["gain-features", "gain"])

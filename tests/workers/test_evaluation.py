@@ -127,7 +127,7 @@ def test_tables_and_charts_are_written_as_one_page(run, capsys, tmp_path):
     page = tmp_path / "page.html"
     said(capsys, "evaluate", run.folder, "--parts", "language", "--texts", "2", "--charts", page)
     text = page.read_text()
-    assert text.startswith("<!doctype html>") and text.count('class="plotly-graph-div"') == 2 and "calibration" in text
+    assert text.startswith("<!doctype html>") and text.count('class="plotly-graph-div"') == 1 and "calibration" in text
     assert (run.checkpoint / "README.md").read_text().count("### Language") == 1
     assert main(["evaluate", str(run.folder), "--charts", str(page), "--detach"]) == 2
     assert "repeat the command without --detach" in capsys.readouterr().err
