@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from linearizer.errors import ModelNotAvailable
 from linearizer.plan.json_products import parse_json, parse_object
-from linearizer.run.files import UNFINISHED, sync, writing
+from linearizer.run.files import UNFINISHED, remove, sync, writing
 
 if TYPE_CHECKING:
     import torch
@@ -129,15 +130,18 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = 
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = path.with_name(path.name + UNFINISHED)  # a folder, for the temporary file of safetensors, too
     with writing(path):
+        remove(unfinished)
+        unfinished.mkdir()
         try:
+            whole = unfinished / path.name
             # One entry: the order of several changes from file to file.
-            save_file(tensors, unfinished, {SEAL: json.dumps({"facts": facts, "digest": digest(tensors, facts)})})
-            sync(unfinished)
-            unfinished.replace(path)
+            save_file(tensors, whole, {SEAL: json.dumps({"facts": facts, "digest": digest(tensors, facts)})})
+            sync(whole)
+            whole.replace(path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:

@@ -7,6 +7,7 @@ a state looks like is not written down: it is compared with a state that the mod
 import hashlib
 import json
 import os
+import shutil
 from typing import Any
 
 import torch
@@ -52,13 +53,15 @@ def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> 
         facts["turns"] = json.dumps(sizes[:-1])
     held[WEIGHTS] = sample_weights(model)
     facts["checksum"] = checksum(held, facts)
-    unfinished = f"{os.fspath(path)}.unfinished"
+    unfinished = f"{os.fspath(path)}.unfinished"  # a folder, for the temporary file of safetensors, too
+    shutil.rmtree(unfinished, ignore_errors=True)  # a killed process left it behind
+    os.mkdir(unfinished)
     try:
-        save_file(held, unfinished, facts)
-        os.replace(unfinished, path)
+        whole = os.path.join(unfinished, "state")
+        save_file(held, whole, facts)
+        os.replace(whole, path)
     finally:
-        if os.path.exists(unfinished):
-            os.remove(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:

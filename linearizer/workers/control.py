@@ -193,7 +193,7 @@ def status(run: Run) -> Status:
     first, files = first_event(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
-    kept = (path for path in files if training in path.parents and path.suffix != UNFINISHED)
+    kept = (path for path in files if training in path.parents and path.parent.suffix != UNFINISHED)
     saved = (files[path].st_mtime for path in kept)
     evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
     return Status(

@@ -1,17 +1,15 @@
 """Damaged files and hostile commands, requests and calls, as many as one likes: python -m tests.benchmarks.abuse.
 
-With --disk, each call of a run to the disk fails once, and the run is resumed (twenty minutes). The first example that
-ends in anything but one sentence ends the benchmark, as small as Hypothesis finds it.
+With --disk, each call of a run to the disk meets an error, a full disk and a kill, and the run is resumed (an hour).
+The first example that ends in anything but one sentence ends the benchmark, as small as Hypothesis finds it.
 """
 
 import argparse
-import io
 import os
 import shutil
 import tempfile
 import time
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from hypothesis import HealthCheck, given, settings
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 from linearizer.cli.main import main as serve
 from linearizer.run.folder import Run
 from tests.support import abuse
-from tests.support.disk_faults import COMMAND, ERRORS, fail_and_resume, run_whole
+from tests.support.disk_faults import COMMAND, fail_calls
 
 ASSETS = Path(__file__).parents[2] / "assets"
 EXAMPLE, DEMO = ASSETS / "example-run", ASSETS / "demo-model"
@@ -114,19 +112,14 @@ KINDS = {
 
 
 def fail_every_call():
-    """Let each call of a run to the disk fail, and count which are survived by a sentence, and which go unnoticed."""
+    """Let each call of a run to the disk meet each fault, and count which are said, which kill, which go unnoticed."""
     survived = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        product, calls = run_whole(Path(folder) / "whole")
-        for number, call in enumerate(calls):
-            errors = io.StringIO()
-            with redirect_stderr(errors), redirect_stdout(io.StringIO()):
-                code, again = fail_and_resume(Path(folder) / "run", number, ERRORS[number % 2])
-            if code not in (0, 2) or "Traceback" in errors.getvalue() or again != product:
-                raise SystemExit(f"{call}: code {code}, the same bits: {again == product}\n{errors.getvalue()}")
-            survived["said" if code else "unnoticed"] += 1
-            shutil.rmtree(Path(folder) / "run")
-    print(f"{len(calls)} calls: {dict(survived)}", flush=True)
+        calls = next(outcomes := fail_calls(Path(folder)))
+        for outcome in outcomes:
+            outcome.check()
+            survived[outcome.fault, outcome.code] += 1
+    print(f"{calls} calls; what became of each, by its fault and exit code: {dict(survived)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,95 +1,153 @@
-"""A disk on which one call that writes into a folder fails: opening, making, renaming, removing or syncing a file."""
+"""Runs of the demo model, and reads with their students, on a disk that fails at one of their calls.
 
-import errno
+python -m tests.support.disk_faults FOLDER CASES, with disk_faults.c preloaded, makes a run in the folder, then the same
+again for each case, with the fault and then without, in processes forked from one that has imported all it needs. It
+prints a JSON object for each.
+"""
+
+import ctypes
 import hashlib
+import itertools
+import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
-from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+
 from linearizer.cli.main import main
+from linearizer.train.trainer import PREVIOUS  # of a training that was saved twice
 
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-EVENTS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link")  # as Python's audit calls them
-ERRORS = (errno.ENOSPC, errno.EIO)
-
-
-class Disk:
-    """Counts the calls that write into a folder, and lets one of them fail."""
-
-    def __init__(self, folder, failing=None, error=errno.ENOSPC):
-        self.folder, self.failing, self.error, self.calls = os.path.realpath(folder), failing, error, []
-
-    def see(self, event, path):
-        """Count a call, and fail if it is the one."""
-        try:
-            path = os.path.realpath(os.fspath(path))
-        except TypeError:  # a number of an open file
-            return
-        if isinstance(path, bytes) or not path.startswith(self.folder):
-            return
-        self.calls.append(f"{event} {path[len(self.folder) :]}")
-        if len(self.calls) - 1 == self.failing:
-            raise OSError(self.error, os.strerror(self.error), path)
-
-
-_disks = []
-
-
-def watch(event, details):
-    """Hear of each call before it is made; an error that is raised here is that of the call."""
-    if not _disks:
-        return
-    if event == "open" and isinstance(details[2], int) and details[2] & WRITING:
-        _disks[-1].see(event, details[0])
-    elif event in EVENTS:
-        _disks[-1].see(event, details[0])
-
-
-sys.addaudithook(watch)  # cannot be removed
-
-
-@contextmanager
-def disk(folder, failing=None, error=errno.ENOSPC):
-    """While this lasts, count the calls that write into a folder, or let the one of that number fail."""
-    _disks.append(own := Disk(folder, failing, error))
-    sync = os.fsync
-
-    def fsync(file):
-        own.see("fsync", Path(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}"))
-        sync(file)
-
-    os.fsync = fsync
-    try:
-        yield own
-    finally:
-        os.fsync = sync
-        _disks.pop()
-
-
+SOURCE = Path(__file__).with_suffix(".c")
+SHIM = ctypes.CDLL(None)  # where it is preloaded
+FAULTS = ("an error once", "a full disk from then on", "a kill")  # by their numbers in disk_faults.c, from 1
 SMALL = ["--texts", "2", "--length", "64", "--dtype", "float32", "--recipe", "features"]
 COMMAND = ["run", "demo", "--budget", "64", *SMALL, "--steps", "2"]
+TEXT = "A module is a file that holds definitions. " * 4
 
 
-def run_whole(folder):
-    """Make a run; return its product, and the calls that write into it."""
-    with disk(folder) as calls:
-        assert main([*COMMAND, "--out", str(folder)]) == 0
-    return product_of(folder), calls.calls
+@dataclass
+class Outcome:
+    """What became of a run with a fault, and of the same without it."""
+
+    fault: str
+    call: str  # that met it
+    code: int  # the exit code, or the signal below 0
+    said: str  # on standard error
+    again: int  # the exit code without the fault
+    said_again: str
+    others: list  # the files that are then not as those of a run without a fault
+
+    def check(self):
+        """Check that what failed was said in a sentence, or was a kill, and that nothing is lost."""
+        codes = (0, 2, -signal.SIGKILL) if self.fault == "a kill" else (0, 2)
+        assert self.code in codes and "Traceback" not in self.said, self
+        assert self.code != 2 or "linearizer: " in self.said, self
+        assert self.again == 0 and not self.others, self
 
 
-def fail_and_resume(folder, number, error):
-    """Make a run on a disk where the call of that number fails, and resume it; return its exit code and the product."""
-    with disk(folder, number, error):
-        code = main([*COMMAND, "--out", str(folder)])
-    again = ["--resume"] if (folder / "plan.json").exists() else []
-    assert main([*COMMAND, "--out", str(folder), *again]) == 0
-    return code, product_of(folder)
+def fail_calls(folder, cases=0):
+    """Yield the number of calls, then an outcome for each of so many cases, spread over all calls; 0: for all."""
+    library = folder / "disk_faults.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
+    command = [sys.executable, "-m", "tests.support.disk_faults", str(folder), str(cases)]
+    variables = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+        yield json.loads(process.stdout.readline())
+        for line in process.stdout:
+            yield Outcome(**json.loads(line))
+    assert process.returncode == 0
+
+
+def serve_cases(folder, cases):
+    """Make the run without a fault, then fork the cases."""
+    disk = folder / "disk"
+    (disk / "kept").mkdir(parents=True)
+    with open(folder / "calls", "wb") as report:
+        begin_faults(disk, report=report.fileno())
+        make(disk)
+        begin_faults("")
+    calls, product = (folder / "calls").read_text().splitlines(), product_of(disk)
+    say(len(calls))
+    for number, kind in choose(calls, cases):
+        shutil.rmtree(disk)
+        (disk / "kept").mkdir(parents=True)
+        code, said, call = fork(disk, number, kind)
+        again, said_again, _ = fork(disk)
+        others = sorted({name for name, _ in product_of(disk).items() ^ product.items()})
+        say(asdict(Outcome(FAULTS[kind - 1], call, code, said, again, said_again, others)))
+
+
+def choose(calls, cases):
+    """Choose the numbers of calls, and of the faults that they meet: all, or some, kills in safetensors among them."""
+    kinds = range(1, 1 + len(FAULTS))
+    if not cases:
+        return itertools.product(range(len(calls)), kinds)
+    numbers = [number for number, call in enumerate(calls) if not call.endswith(".py")]  # code: many that are alike
+    torn = [number for number in numbers if calls[number].startswith("write") and ".tmp" in calls[number]][::2]
+    others = cases - len(torn)
+    spread = [numbers[len(numbers) * case // others] for case in range(others)]
+    return [*zip(torn, itertools.repeat(kinds[-1])), *zip(spread, itertools.cycle(kinds))]
+
+
+def begin_faults(folder, number=-1, kind=0, report=-1):
+    """Begin to count the calls that write below a folder, and let the one of that number meet a fault."""
+    SHIM.begin_faults(os.fsencode(folder), number, kind, report)
+
+
+def say(value):
+    print(json.dumps(value), flush=True)  # noqa: T201
+
+
+def fork(folder, number=-1, kind=0):
+    """Make a run in a process of its own; return its exit code, what it said on standard error, and the call named."""
+    errors, call = folder.with_name("errors"), folder.with_name("call")
+    if not (child := os.fork()):
+        code = 1
+        try:
+            with open(errors, "wb") as said, open(call, "wb") as report:
+                os.dup2(said.fileno(), 2)
+                torch.set_num_threads(1)  # before threads do: they would all make a pool in place of the parent's
+                begin_faults(folder, number, kind, report.fileno())
+                code = make(folder)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return code, errors.read_text(errors="replace"), call.read_text().strip()
+
+
+def make(folder):
+    """Make a run, or go on with it, and let its student read a text; return the exit code."""
+    run, text, state = folder / "run", folder.with_name("text.txt"), folder / "kept" / "text.state"
+    text.write_text(TEXT)
+    again = ["--resume"] if (run / "plan.json").exists() else []
+    with open(os.devnull, "w") as sys.stdout:
+        code = main([*COMMAND, "--out", str(run), *again])
+        if code == 0 and not state.exists():
+            code = main(["read", str(run), str(text), "--state", str(state)])
+    sys.stdout = sys.__stdout__
+    return code
 
 
 def product_of(folder):
-    """Hash what a run made."""
-    left = [path.name for path in folder.rglob("*.unfinished")]
-    assert not left, f"{left} were left behind"
-    files = [folder / "allocation.json", folder / "profile.json", *sorted(folder.glob("checkpoint/*.safetensors"))]
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    """List the files of a run and its state, with hashes of those that decide what a student answers."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != PREVIOUS)
+    return {str(path.relative_to(folder)): hash_of(path) for path in files}
+
+
+def hash_of(path):
+    """Hash a file that decides what a student answers; the header of a state has its facts in any order."""
+    if path.suffix == ".state":
+        return safe_open(path, "pt").metadata()["checksum"]
+    decides = path.suffix == ".safetensors" or path.name in ("allocation.json", "profile.json")
+    return hashlib.sha256(path.read_bytes()).hexdigest() if decides else ""
+
+
+if __name__ == "__main__":
+    serve_cases(Path(sys.argv[1]), int(sys.argv[2]))
