@@ -21,10 +21,13 @@ from linearizer.serve.row import Row, fail_rows
 from linearizer.student.cache import keeps_state
 from linearizer.student.state import tensors
 from linearizer.teacher.logits import fresh_cache
+from linearizer.teacher.ram import trim_heaps
 
 CHUNK = 512  # states are kept at multiples of this number of tokens
 FEWEST = 64  # tokens that a prompt reads at once, if it has as many: fewer take hardly less time
 TENSOR_BYTES = 640  # of memory that a tensor takes in addition to its numbers (some 400), and its share of the cache
+
+TRIMMED_SHARE = 1 / 8  # of the bytes that may be kept: after as many more, freed memory goes back to the system
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class KeptStates:
     """States by the tokens that they have read; the least recently used is forgotten first."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
+        self.max_bytes, self.bytes, self.untrimmed = max_bytes, 0, 0
         self.states: OrderedDict[bytes, Kept] = OrderedDict()
 
     def keep(self, tokens: Sequence[int], cache: Cache) -> None:
@@ -52,6 +55,10 @@ class KeptStates:
         self.bytes += size
         while self.bytes > self.max_bytes:
             self.bytes -= self.states.popitem(last=False)[1].bytes
+        self.untrimmed += size
+        if self.untrimmed > self.max_bytes * TRIMMED_SHARE:  # between small tensors that stay, others leave holes
+            self.untrimmed = 0
+            trim_heaps()
 
     def find_longest(self, tokens: Sequence[int]) -> tuple[int, Cache | None]:
         """Find the state that has read the most of these tokens, from the first one on; return their number and it."""

@@ -66,8 +66,7 @@ class PeakMemory:
             return
         self.before = None
         if device.type == "cpu" and CLEAR.exists():
-            if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # kept memory would hide what is taken next
-                trim(0)
+            trim_heaps()  # kept memory would hide what is taken next
             try:
                 CLEAR.write_text("5")  # resets the high-water mark
                 self.before = status_bytes("VmRSS")
@@ -85,6 +84,12 @@ class PeakMemory:
 def return_freed_memory() -> None:
     """Let what is freed go back to the system at once, from one heap for all threads: heaps keep much for later."""
     change_heap({HEAPS: 1, MAPPED: 2**18, ON_TOP: 2**18})
+
+
+def trim_heaps() -> None:
+    """Let what has been freed so far go back to the system, where the C library can."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def change_heap(options: Mapping[int, int]) -> None:
