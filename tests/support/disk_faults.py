@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from linearizer.cli.main import main
-from linearizer.train.trainer import PREVIOUS  # of a training that was saved twice
+from linearizer.train.trainer import NEWEST, PREVIOUS
 
 SOURCE = Path(__file__).with_suffix(".c")
 SHIM = ctypes.CDLL(None)  # where it is preloaded
@@ -136,7 +136,10 @@ def make(folder):
 
 
 def product_of(folder):
-    """List the files of a run and its state, with hashes of those that decide what a student answers."""
+    """List the files of a run and its state, with hashes of those that decide what a student answers.
+
+    The state of training before the newest is there where a training was saved twice.
+    """
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != PREVIOUS)
     return {str(path.relative_to(folder)): hash_of(path) for path in files}
 
@@ -146,6 +149,7 @@ def hash_of(path):
     if path.suffix == ".state":
         return safe_open(path, "pt").metadata()["checksum"]
     decides = path.suffix == ".safetensors" or path.name in ("allocation.json", "profile.json")
+    decides &= path.name != NEWEST  # a training that is resumed after its end is saved with other facts
     return hashlib.sha256(path.read_bytes()).hexdigest() if decides else ""
 
 
