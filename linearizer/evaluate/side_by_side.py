@@ -4,20 +4,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
+from linearizer.evaluate.ruler import frequent_words, lay_out_all
 from linearizer.evaluate.subjects import Subject
 from linearizer.plan.state_size import StateSize
 from linearizer.run.results import Comparison, Difference, Side
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
+from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
 from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens
 
 UPDATE_SECONDS = 0.25  # between two updates of what both have written: each update takes time from writing
+SOURCE = "builtin"  # of prompts that need memory: it is there without a network
+WORD_TOKENS = 8192  # of text that words are drawn from
+DEPTH = 0.1  # of a text before its hidden word
+PASSAGE, SHOWN = 32, 16  # tokens of a passage that comes again, and of those the ones that a prompt repeats
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class MemoryPrompt:
+    """A prompt that goes on with what stands far back in it."""
+
+    text: str
+    answer: str
+    distance: int  # tokens from what is asked for to the end of the prompt
+
+
+def hide_word(tokenizer: PreTrainedTokenizerBase, distance: int) -> MemoryPrompt:
+    """Hide a word in a text, that many tokens before the question for it."""
+    texts = read_texts(SOURCE, tokenizer, max(WORD_TOKENS, 2 * distance), 1)
+    windows = texts[:, : round(distance / (1 - DEPTH))]
+    (ids, words), *_ = lay_out_all("single key", DEPTH, frequent_words(tokenizer, texts), windows, tokenizer, 1)
+    return cut_answer(tokenizer, ids[0], sum(words), distance)
+
+
+def repeat_passage(tokenizer: PreTrainedTokenizerBase, distance: int) -> MemoryPrompt:
+    """Let a passage of a text come again after that many tokens; the prompt ends in the midst of it."""
+    texts = read_texts(SOURCE, tokenizer, distance + PASSAGE + len(start_tokens(tokenizer)), 1)
+    ids = repeated_passages(texts, PASSAGE, distance - PASSAGE)[0]
+    return cut_answer(tokenizer, ids, PASSAGE - SHOWN, distance)
+
+
+def cut_answer(tokenizer: PreTrainedTokenizerBase, ids: Tensor, answer: int, distance: int) -> MemoryPrompt:
+    """Cut a text before its answer, which are its last tokens."""
+    text, rest = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:-answer], ids[-answer:]))
+    return MemoryPrompt(text, rest.strip(), distance)
 
 
 def find_difference(

@@ -352,7 +352,7 @@ def described_options() -> dict[str, str]:
         "seed": plan["seed"].limits.about,
         "efforts": ", ".join(EFFORTS),
         "parts": ", ".join(PARTS),
-        "prompt": f"at most {limits.MAX_PROMPT_CHARACTERS} characters",
+        "prompt": "at most as many tokens as the model reads, less those to write",
         "tokens": f"1 to {limits.MAX_COMPARED_TOKENS}",
         "plan": list_options({name: plan[name] for name in plan if name not in ("model", "budget")}),
         "request": list_options({name: request[name] for name in request if name != "parts"}),

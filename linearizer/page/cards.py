@@ -30,6 +30,7 @@ from linearizer.workers import control, device_queue
 from linearizer.workers.control import LIVE, Status
 
 if TYPE_CHECKING:
+    from linearizer.evaluate.side_by_side import MemoryPrompt
     from linearizer.run.results import Comparison, Difference, Side
 
 STATE_SIGNS = {
@@ -220,6 +221,8 @@ def candidates_card(run: Run) -> str:
 def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:
     """Show what one model wrote, with a mark on the first token in which teacher and student differ."""
     text = "" if side is None else side.text
+    if side is not None and side.tokens and not text:
+        return '<p class="lz-faint">Ended at once.</p>'
     if difference is None or not own or not text.startswith(difference.alike + own):
         return f"<p>{escape(text)}</p>"
     rest = text[len(difference.alike) + len(own) :]
@@ -230,12 +233,18 @@ def comparison_note(both: Comparison, why_slower: str) -> str:
     """Name the token from which on the two texts differ, and why the student is slower, where it is."""
     count = min(both.teacher.tokens, both.student.tokens)
     if both.difference is None:
-        same = f"Both write the same {count} tokens." if count > 1 else "Both end at once."
+        same = f"Both write the same {count} tokens." if count > 1 else "Both ended at once."
     else:
         alike = both.difference.place
         same = f"Both write the same {alike} tokens; the first that differs is marked."
         same = same if alike else "They differ from the first token on, which is marked."
     return message_box(f"{same} {why_slower}".strip())
+
+
+def memory_note(prompt: MemoryPrompt, state: int) -> str:
+    """Say how far back stands what a prompt goes on with, and what it is."""
+    place = f"It goes on with what stands about {prompt.distance:,} tokens back: “{prompt.answer}”."
+    return message_box(f"{place} The student's state takes the bytes of {state:,} tokens.")
 
 
 def document_bar(step: Progress) -> str:

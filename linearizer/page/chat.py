@@ -20,6 +20,7 @@ from linearizer.plan.state_size import Reading, StateSize
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
+    from linearizer.evaluate.side_by_side import MemoryPrompt
     from linearizer.progress import Progress
     from linearizer.run.results import Comparison, Side
     from linearizer.student.cache import LinearizedCache
@@ -27,7 +28,14 @@ if TYPE_CHECKING:
 COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document
 DOCUMENT = Path("state", "document.safetensors")  # of a run: the state of its student after the document it read last
 DOCUMENT_FACTS = DOCUMENT.with_suffix(".json")
-COPIED_FROM, COPIED_CHARACTERS, COPY_CHARACTERS = 600, 1800, 200  # of the text whose beginning comes again
+SAMPLE_PROMPTS = {  # of the kinds that the demo model knows, by their titles
+    "A story": "The old man sat by the fire, and after a long silence he said that",
+    "A manual": "The for statement is used to iterate over",
+    "A speech": "Fellow citizens, we meet today to",
+}
+WORD, PASSAGE = "A word hidden 4 × the state back", "A passage again after 8 × the state"
+MEMORY_PROMPTS = {WORD: 4, PASSAGE: 8}  # times the state that a prompt goes back
+MIN_DISTANCE = 64  # tokens that it goes back at least
 BEGINNING = 40  # characters of a document that name it
 
 
@@ -45,21 +53,6 @@ COMPARISON_LOCK = threading.Lock()  # one pair in memory, and one comparison at 
 LOADED_PAIRS: list[Pair] = []
 
 
-def sample_prompts() -> dict[str, str]:
-    """Return prompts by their titles: some of the kind that the demo model knows, and one that needs memory."""
-    from pydoc_data.topics import topics
-
-    text = " ".join(topics["for"].split())
-    begin = text.index(". ", COPIED_FROM) + 2  # of a sentence
-    passage = text[begin : begin + COPIED_CHARACTERS].rpartition(" ")[0]
-    return {
-        "A story": "The old man sat by the fire, and after a long silence he said that",
-        "A manual": "The for statement is used to iterate over",
-        "A speech": "Fellow citizens, we meet today to",
-        "A long text that needs memory": f"{passage}\n\n{passage[:COPY_CHARACTERS].rpartition(' ')[0]}",
-    }
-
-
 @zerogpu.with_device(COMPARISON_SECONDS)
 def compare_models(
     visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool, as_chat: bool = False
@@ -72,7 +65,24 @@ def compare_models(
     with loaded_pair(run, visitor) as pair:
         state = StateSize.of(run.require_allocation(), run.layers)
         prompt = write_turn(pair.tokenizer, prompt) if as_chat else prompt
+        check_room(run, pair.tokenizer, prompt, tokens)
         yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
+
+
+def make_memory_prompt(visitor: Visitor, name: str, kind: str, tokens: int) -> tuple[MemoryPrompt, int]:
+    """Make a prompt that needs memory, of the kind that has this title, and count the tokens of the run's state.
+
+    It goes back as many times the state as its kind says, as far as the model reads before it writes `tokens`.
+    """
+    from linearizer.evaluate import side_by_side
+    from linearizer.hub.models import find_model
+    from linearizer.teacher.load import load_tokenizer
+
+    run, times = find_student(visitor, name), MEMORY_PROMPTS[kind]
+    tokenizer = load_tokenizer(find_model(run.plan.model, visitor.token), visitor.token)
+    room, state = prompt_room(run) - tokens, StateSize.of(run.require_allocation(), run.layers).breakeven or 0
+    make = side_by_side.hide_word if kind == WORD else side_by_side.repeat_passage
+    return make(tokenizer, max(MIN_DISTANCE, min(times * state, room * 7 // 8))), state
 
 
 def write_turn(tokenizer: Any, prompt: str) -> str:
@@ -132,6 +142,7 @@ def ask_document(
     run = find_reader(visitor, name)
     check_prompt(prompt, tokens, seed)
     with loaded_pair(run, visitor) as pair:
+        check_room(run, pair.tokenizer, prompt, tokens)
         cache, text = kept_state.load_state(pair.student, run.folder / DOCUMENT), ""
         if keep:
             cache.begin_turn()
@@ -180,10 +191,26 @@ def check_prompt(prompt: str, tokens: int, seed: int) -> None:
     options_of(Plan)["seed"].check(seed)
     if not prompt.strip():
         raise RequestError("the prompt is empty: write what is to be continued")
-    if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
+    too_long = on_space() and len(prompt) > limits.MAX_DOCUMENT_CHARACTERS
+    if too_long or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
-            f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give up to "
-            f"{limits.MAX_PROMPT_CHARACTERS} characters, and ask for 1 to {limits.MAX_COMPARED_TOKENS} tokens"
+            f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give a shorter prompt, "
+            f"and ask for 1 to {limits.MAX_COMPARED_TOKENS} tokens"
+        )
+
+
+def prompt_room(run: Run) -> int:
+    """Count the tokens that are read and written here: a model's positions, or the limit of a Space."""
+    return min(run.positions, limits.MAX_PROMPT_TOKENS) if on_space() else run.positions
+
+
+def check_room(run: Run, tokenizer: Any, prompt: str, tokens: int) -> None:
+    """Refuse a prompt that is longer than what is read here."""
+    count, room = len(tokenizer(prompt, verbose=False)["input_ids"]), prompt_room(run) - tokens
+    if count > room:
+        raise RequestError(
+            f"a prompt of {count:,} tokens is more than is read here before {tokens} are written ({room:,}): give a "
+            "shorter prompt, or ask for fewer tokens"
         )
 
 

@@ -141,6 +141,19 @@ def compare_models(
         yield *show_sides(both), cards.comparison_note(both, why)
 
 
+def take_prompt(title: str) -> Callable:
+    """Return the handler of a button that fills in a prompt; what needs memory is a text to continue, not a chat."""
+
+    @handler
+    def take(browser: Browser, tokens: float) -> tuple[str, Any, str]:
+        if title in chat.SAMPLE_PROMPTS:
+            return chat.SAMPLE_PROMPTS[title], gr.skip(), ""
+        prompt, state = chat.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
+        return prompt.text, False, cards.memory_note(prompt, state)
+
+    return take
+
+
 def read_drawing(prompt: str, tokens: float, seed: float, sample: bool) -> tuple[str, int, int, bool]:
     """Read a prompt and the choices of its continuation; a field of the page may be empty."""
     return prompt or "", int(tokens or 0), int(seed or 0), bool(sample)

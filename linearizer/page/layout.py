@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from linearizer.page import plan_form
-from linearizer.page.chat import sample_prompts
+from linearizer.page.chat import MEMORY_PROMPTS, SAMPLE_PROMPTS
 from linearizer.page.limits import LIMITS
 from linearizer.page.plan_form import USUAL_PAPER, recipe_choices, way_choices
 from linearizer.page.planning import EFFORTS
@@ -245,7 +245,8 @@ def compare_step(ui: SimpleNamespace) -> None:
     lead("Compare", "The same prompt, both models. They write one token each in turn, so neither slows the other down.")
     ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
-        ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in sample_prompts()}
+        titles = (*SAMPLE_PROMPTS, *MEMORY_PROMPTS)
+        ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
     with gr.Row():
         ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
         ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)

@@ -16,7 +16,6 @@ from gradio.themes import Color
 from starlette.middleware import Middleware
 
 from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling
-from linearizer.page.chat import sample_prompts
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
 from linearizer.serve.guards import Guard, is_local
@@ -220,7 +219,8 @@ def wire_compare(ui: SimpleNamespace) -> None:
     writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
     ui.stop_writing.click(None, None, None, cancels=[writing], **QUICK)
     for title, button in ui.prompts.items():
-        button.click(partial(sample_prompts().get, title), None, ui.prompt, **QUICK)
+        filled = [ui.prompt, ui.as_chat, ui.compare_note]
+        button.click(handlers.take_prompt(title), [ui.memory, ui.tokens], filled, show_progress_on=ui.prompt, **SLOW)
     ui.file.upload(handlers.take_document, ui.file, ui.document, **ONCE)
     ui.read.click(handlers.read_document, [ui.memory, ui.document], [ui.reading, ui.ask, ui.take_back], **busy)
     asked = [ui.memory, ui.question, *drawing, ui.keep]

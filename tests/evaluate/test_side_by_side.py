@@ -9,10 +9,12 @@ import torch
 
 from linearizer.errors import FaultError, RequestError
 from linearizer.evaluate import side_by_side
-from linearizer.evaluate.side_by_side import Writer, find_difference, write_in_turns
+from linearizer.evaluate.side_by_side import Writer, find_difference, hide_word, repeat_passage, write_in_turns
 from linearizer.evaluate.subjects import Subject
+from linearizer.hub.models import find_model
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.state_size import StateSize
+from linearizer.teacher.load import load_tokenizer
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 
@@ -62,6 +64,15 @@ def test_both_write_what_they_write_alone_and_are_counted_in_the_units_of_every_
     layers = layers_of(pair[0])
     assert last.teacher.state_bytes == cache_bytes(layers, 15)
     assert last.student.state_bytes == allocation_of(layers, MIXED, 2).state_bytes(layers, 15)
+
+
+@pytest.mark.parametrize("make", [hide_word, repeat_passage])
+def test_a_prompt_that_needs_memory_goes_on_with_what_stands_as_far_back_as_was_asked(make):
+    tokenizer = load_tokenizer(find_model("demo"))
+    prompt = make(tokenizer, 256)
+    asked_from = prompt.text.rindex(prompt.answer)
+    back = len(tokenizer(prompt.text[asked_from:])["input_ids"])
+    assert prompt.distance == 256 and 0.8 * 256 < back < 1.1 * 256
 
 
 def test_what_is_told_grows_every_quarter_of_a_second(pair, state, monkeypatch):

@@ -12,7 +12,7 @@ from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import take_lock
-from linearizer.run.results import Side
+from linearizer.run.results import Comparison, Side
 from linearizer.workers import control, device_queue
 
 
@@ -63,6 +63,14 @@ def test_a_prompt_is_a_users_turn_where_the_model_has_a_chat_template(template, 
 def test_the_pace_of_a_few_tokens_is_not_told():
     assert "50.0" in cards.side_card(Side("", 32, 0.1, 50.0, 32, 1000))
     assert "50.0" not in cards.side_card(Side("", 3, 0.1, 50.0, 32, 1000))
+
+
+def test_a_model_that_writes_nothing_ended_at_once():
+    silent = replace(side(1, 0.0), text="")
+    assert "Ended at once." in cards.writing_card(silent, None, "")
+    assert "Ended at once." not in cards.writing_card(replace(silent, text="and"), None, "")
+    assert "Ended at once." not in cards.writing_card(None, None, "")
+    assert "Both ended at once." in cards.comparison_note(Comparison("Hi", 2, silent, silent, None), "")
 
 
 def side(tokens, rate):
