@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,9 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.evaluate.ruler import frequent_words, lay_out_all
 from linearizer.evaluate.subjects import Subject
+from linearizer.method import checkpoint
+from linearizer.method.initialise import initialise
+from linearizer.method.measure_run import measure_teacher
+from linearizer.method.recorder import samples_of
 from linearizer.plan.state_size import StateSize
+from linearizer.progress import finish
+from linearizer.run.folder import Run
 from linearizer.run.results import Comparison, Difference, Side
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
 from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens
@@ -55,6 +65,20 @@ def cut_answer(tokenizer: PreTrainedTokenizerBase, ids: Tensor, answer: int, dis
     """Cut a text before its answer, which are its last tokens."""
     text, rest = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:-answer], ids[-answer:]))
     return MemoryPrompt(text, rest.strip(), distance)
+
+
+def make_again(run: Run, teacher: Teacher) -> LinearizedForCausalLM:
+    """Make the student of a run that trained nothing again around its teacher; the run is only read."""
+    plan, allocation = run.plan, run.require_allocation()
+    with TemporaryDirectory() as folder:
+        copy = Run(Path(shutil.copytree(run.folder, Path(folder) / "run")))
+        (copy.folder / "profile.json").unlink()  # it is measured again, for the samples
+        (copy.folder / "state").mkdir()
+        finish(measure_teacher(copy, teacher))
+        samples = samples_of(copy)
+    student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
+    initialise(student, samples, plan.seed)
+    return student.eval()
 
 
 def find_difference(

@@ -244,7 +244,8 @@ def comparison_note(both: Comparison, why_slower: str) -> str:
 def memory_note(prompt: MemoryPrompt, state: int) -> str:
     """Say how far back stands what a prompt goes on with, and what it is."""
     place = f"It goes on with what stands about {prompt.distance:,} tokens back: “{prompt.answer}”."
-    return message_box(f"{place} The student's state takes the bytes of {state:,} tokens.")
+    held = f"The student's state takes the bytes of {state:,} tokens."
+    return message_box(f"{place} {held} A teacher that does not recall it is too small for this.")
 
 
 def document_bar(step: Progress) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
-from linearizer.page.visitors import Visitor, on_space
+from linearizer.page.visitors import Visitor, is_example, on_space
 from linearizer.plan.json_products import parse_json
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import Plan
@@ -60,7 +60,7 @@ def compare_models(
     """Let the teacher and the student of a run continue a prompt, or answer it in a chat, side by side."""
     from linearizer.evaluate.side_by_side import write_in_turns
 
-    run = find_student(visitor, name)
+    run = require_student(visitor.find_run(name))
     check_prompt(prompt, tokens, seed)
     with loaded_pair(run, visitor) as pair:
         state = StateSize.of(run.require_allocation(), run.layers)
@@ -78,7 +78,7 @@ def make_memory_prompt(visitor: Visitor, name: str, kind: str, tokens: int) -> t
     from linearizer.hub.models import find_model
     from linearizer.teacher.load import load_tokenizer
 
-    run, times = find_student(visitor, name), MEMORY_PROMPTS[kind]
+    run, times = require_student(visitor.find_run(name)), MEMORY_PROMPTS[kind]
     tokenizer = load_tokenizer(find_model(run.plan.model, visitor.token), visitor.token)
     room, state = prompt_room(run) - tokens, StateSize.of(run.require_allocation(), run.layers).breakeven or 0
     make = side_by_side.hide_word if kind == WORD else side_by_side.repeat_passage
@@ -102,7 +102,7 @@ def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress |
     """
     from linearizer.serve import kept_state
 
-    run = find_student(visitor, name)
+    run = require_student(visitor.find_own_run(name))
     if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
         raise RequestError(
             f"a document of {len(text):,} characters is more than this Space reads "
@@ -172,16 +172,19 @@ def take_back_answer(visitor: Visitor, name: str) -> Reading:
 
 def find_reader(visitor: Visitor, name: str) -> Run:
     """Open a run whose student has read a document."""
-    run = find_student(visitor, name)
+    run = require_student(visitor.find_run(name))
     if not run.has_file(str(DOCUMENT)):
         raise RequestError("this student has read no document yet: give it a document, and press Read")
     return run
 
 
-def find_student(visitor: Visitor, name: str) -> Run:
-    """Open a run that has a student."""
-    run = visitor.find_run(name)
-    if not run.checkpoint.is_dir():
+def has_student(run: Run) -> bool:
+    """Whether a run has a student, or is the example, whose student is made again."""
+    return run.checkpoint.is_dir() or is_example(run)
+
+
+def require_student(run: Run) -> Run:
+    if not has_student(run):
         raise RequestError("this run has no student yet: wait until it is done, or end its training")
     return run
 
@@ -243,6 +246,7 @@ def explain_speed(run: Run, teacher: Side, student: Side) -> str:
 @contextmanager
 def loaded_pair(run: Run, visitor: Visitor) -> Iterator[Pair]:
     """Lend the teacher and the student of a run to one call after the other; those that were loaded last are kept."""
+    from linearizer.evaluate.side_by_side import make_again
     from linearizer.method import checkpoint
     from linearizer.quiet import quiet
     from linearizer.teacher.load import load_teacher_of
@@ -254,7 +258,7 @@ def loaded_pair(run: Run, visitor: Visitor) -> Iterator[Pair]:
             LOADED_PAIRS.clear()
             with quiet():
                 teacher = load_teacher_of(run.plan, visitor.token, run.inspection)
-                student = checkpoint.load_beside(run, teacher.model)
+                student = make_again(run, teacher) if is_example(run) else checkpoint.load_beside(run, teacher.model)
             LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
         yield LOADED_PAIRS[0]
     finally:

@@ -247,6 +247,7 @@ def compare_step(ui: SimpleNamespace) -> None:
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
         titles = (*SAMPLE_PROMPTS, *MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
+    ui.prompt_note = gr.HTML(elem_id="prompt-note")
     with gr.Row():
         ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
         ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)

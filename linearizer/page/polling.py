@@ -29,8 +29,8 @@ from linearizer.run.folder import Run
 from linearizer.workers import control
 
 EXAMPLE_NOTE = (
-    "This is a finished example that comes with Linearizer: a run of the demo model, as it was measured. Its weights "
-    "are left out, so it can be looked at in every step, but neither compared, evaluated further nor published."
+    "This is a finished example that comes with Linearizer: a run of the demo model, as it was measured. Its student "
+    "is made again when you compare; it can neither be evaluated further nor be published."
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = ("map", "prices", "curves", "frontier", "memory_plot", "losses", "error")
@@ -114,9 +114,9 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
 
 def show_allowed(parts: Mapping[str, run_state.Piece]) -> dict[str, Any]:
     """Let those buttons be pressed whose step of the run is reached; the result says that it is awaited until then."""
-    student = parts["can"].value["student"]
+    student, compare = (parts["can"].value[name] for name in ("student", "compare"))
     asks = student and bool(parts["reading"].value)
-    allowed = (student, student, asks, asks, "shares" in parts)
+    allowed = (compare, student, asks, asks, "shares" in parts)
     shown: dict[str, Any] = {name: gr.Button(interactive=each) for name, each in zip(LOCKED, allowed, strict=True)}
     return {**shown, "awaited": gr.HTML(visible="verdict" not in parts)}
 

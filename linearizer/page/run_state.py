@@ -16,7 +16,7 @@ from typing import Any
 
 from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import decidable, offers_of
-from linearizer.page import cards
+from linearizer.page import cards, chat
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.state_size import StateSize
@@ -204,6 +204,7 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "pay": False,  # until resuming has asked
         "use": status.state == "running" and training and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
+        "compare": chat.has_student(status.run),
     }
 
 

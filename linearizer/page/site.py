@@ -217,9 +217,10 @@ def wire_compare(ui: SimpleNamespace) -> None:
     busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
     inputs = [ui.memory, ui.prompt, *drawing, ui.as_chat]
     writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
+    ui.prompt.input(lambda: "", None, ui.prompt_note, **QUICK)
     ui.stop_writing.click(None, None, None, cancels=[writing], **QUICK)
     for title, button in ui.prompts.items():
-        filled = [ui.prompt, ui.as_chat, ui.compare_note]
+        filled = [ui.prompt, ui.as_chat, ui.prompt_note]
         button.click(handlers.take_prompt(title), [ui.memory, ui.tokens], filled, show_progress_on=ui.prompt, **SLOW)
     ui.file.upload(handlers.take_document, ui.file, ui.document, **ONCE)
     ui.read.click(handlers.read_document, [ui.memory, ui.document], [ui.reading, ui.ask, ui.take_back], **busy)

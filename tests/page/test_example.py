@@ -5,11 +5,15 @@ import json
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, plan_cards, run_state
+from linearizer.evaluate.subjects import Subject
+from linearizer.page import actions, chat, plan_cards, run_state
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
+from linearizer.report.verdict import of_subject
 from linearizer.run.files import unseal
 from linearizer.run.folder import DECIDED, Run
+from linearizer.teacher.logits import kl_of, logits_of
+from linearizer.teacher.text import read_texts
 from tests.benchmarks.example import PRODUCTS
 
 REMAKE = "python -m tests.benchmarks.example"
@@ -61,6 +65,26 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     ):
         with pytest.raises(RequestError, match="the example that comes with Linearizer, and is only read"):
             change()
+    assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
+
+
+def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_judged(visitor):
+    before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
+    example = visitor.find_run(EXAMPLE_NAME)
+    prompt, state = chat.make_memory_prompt(visitor, EXAMPLE_NAME, chat.PASSAGE, 16)
+    assert state == example.plan.budget and prompt.distance > 5 * state
+    *_, both = chat.compare_models(visitor, EXAMPLE_NAME, prompt.text, 16, 0, False)
+    assert both.teacher.text and both.student.text
+    own, judged = chat.LOADED_PAIRS[0], example.results["language"]
+    texts = read_texts("builtin", own.tokenizer, 256, 4)
+    with Subject("teacher", own.teacher, softmax=True).at_work():
+        wanted = logits_of(own.teacher, texts)
+    kl = kl_of(wanted, logits_of(own.student, texts)).mean().item()
+    assert 0 < kl < 3 * of_subject(judged.result, "student").kl.mean
+    with pytest.raises(RequestError, match="is more than is read here before 16 are written .496.: give a shorter"):
+        next(chat.compare_models(visitor, EXAMPLE_NAME, "word " * 600, 16, 0, False))
+    with pytest.raises(RequestError, match="is only read"):
+        next(chat.read_document(visitor, EXAMPLE_NAME, "A text."))
     assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
 
 

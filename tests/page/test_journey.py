@@ -56,7 +56,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         marked = [page.locator(f"#{side} mark").inner_text() for side in ("teacher", "student")]
         assert marked[0] != marked[1]
         page.get_by_role("button", name="A word hidden").click()
-        shown(page, "#compare-note", "tokens back")
+        shown(page, "#prompt-note", "tokens back")
         assert page.locator("#prompt textarea").input_value().endswith(" is")
         page.get_by_role("button", name="Read a document once, ask often").click()
         page.locator("#document textarea").fill("The cat sat on the mat. " * 40)

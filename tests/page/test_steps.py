@@ -9,7 +9,7 @@ from linearizer.page.plan_form import WAYS
 from linearizer.plan.plan import Plan
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
-from tests.support.page_server import FITS, SCHEMES, looking, show_in, shown, wait_until_true
+from tests.support.page_server import FITS, LONG, SCHEMES, looking, show_in, shown, wait_until_true
 from tests.support.page_steps import change_how, choose_demo, choose_way, field, number_at, upload
 
 
@@ -192,9 +192,14 @@ def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, br
         shown(page, "#verdict", "agrees with its teacher")
         shown(page, "#note", "a finished example that comes with Linearizer")
         page.click("#step-6-button")
-        assert page.locator("#compare").is_disabled()
         empty = "getComputedStyle(document.querySelector('#student'), '::before').content"
         assert page.evaluate(empty) == '"What the student writes appears here."'
+        page.get_by_role("button", name="A passage again").click()
+        shown(page, "#prompt-note", "tokens back")
+        page.click("#compare:enabled")
+        for side, held in (("teacher", "MB"), ("student", "262 kB")):
+            shown(page, f"#{side}-card", held, LONG)
+            assert page.locator(f"#{side}").inner_text()
         page.click("#step-3-button")
         page.wait_for_selector("#step-3 .heatmaplayer")
         shown(page, "#other-card", "What this run holds.")
