@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import count_in_words, duration, from_length, size
-from linearizer.errors import BudgetError, RequestError
+from linearizer.errors import BudgetError, LinearizerError, RequestError
 from linearizer.page.cards import candidates_card
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
@@ -60,8 +60,8 @@ def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence
     return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table('Memory of teacher and student', ROW_TITLES, rows)}</div>"
 
 
-def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
-    """Show the most that the state of a budget can take, before anything is measured.
+def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
+    """Show the most that the state of a budget can take, before anything is measured, and its kl where that is known.
 
     Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
     part in proportion to the length, so at a greater length it takes at most as many times more.
@@ -83,7 +83,17 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
     name = f'<h3 class="lz-group">{escape(plan.model)}</h3>'
-    return name + cost_card(features, f"at most {size(most)}{length}", smaller, rows)
+    return name + cost_card(features, f"at most {size(most)}{length}", smaller, rows, kl)
+
+
+def expected_kl(run: Run | None, plan: Plan) -> str:
+    """Describe the kl that a run of the same model predicts for a budget; empty where it priced another recipe."""
+    if run is None or plan.budget is None or (plan.recipe, plan.may_grow) != (run.plan.recipe, run.plan.may_grow):
+        return ""
+    with suppress(LinearizerError):  # the run may be gone, or its prices may not reach to the budget
+        if predicted := predict_kl(run, *share_out(run, plan.budget)).partition(":")[0]:
+            return f"{predicted}, by the prices of {run.folder.name}"
+    return ""
 
 
 def stated_lengths(positions: int) -> list[int]:

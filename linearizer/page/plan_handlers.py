@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
     return (
         plan_cards.model_card(inspection),
-        examined if inspection.supported else None,
+        replace(examined, priced=planning.find_priced(browser.visitor, inspection)) if inspection.supported else None,
         gr.Button(interactive=inspection.supported),
         gr.Tab(interactive=inspection.supported),
         gr.Slider(maximum=most, info=describe_reach(most)),
@@ -64,7 +65,8 @@ def show_budget(chosen: Examined | None, *choices: Any) -> str:
         chosen.check(plan)
     except LinearizerError as error:
         return markup.message_box(name_fields(str(error)), "bad")
-    return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions)
+    kl = plan_cards.expected_kl(chosen.priced, plan)
+    return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions, kl)
 
 
 def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:

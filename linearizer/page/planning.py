@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from linearizer.errors import RequestError
+from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
-from linearizer.page.visitors import Visitor
+from linearizer.page.visitors import Visitor, example_folder, has_example
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
-from linearizer.run.folder import UNBOUNDED
+from linearizer.run.folder import UNBOUNDED, Run
 from linearizer.run.names import runs_root
+from linearizer.run.prices import CANDIDATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,6 +37,7 @@ class Examined:
     inspection: Inspection
     config: PreTrainedConfig
     download: int
+    priced: Run | None = None  # a run of the same model whose heads have prices
 
     @property
     def positions(self) -> int:
@@ -85,6 +88,16 @@ def examine_model(visitor: Visitor, model: str) -> Examined:
     config = load_config(source, visitor.token)
     inspection = inspect_model(source, config)
     return Examined(inspection, config, models.download_bytes(source) if inspection.supported else 0)
+
+
+def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
+    """Find the newest run of a model that has prices and a student that was measured; it may be the example."""
+    with suppress(LinearizerError, OSError):  # a visitor may not be known, and a run may be damaged or deleted
+        files = sorted(visitor.home.glob(f"*/{CANDIDATES}"), key=lambda file: -file.stat().st_mtime)
+        runs = [Run(folder) for folder in (*(file.parent for file in files), *[example_folder()] * has_example())]
+        wanted = inspection.name, inspection.revision
+        return next((run for run in runs if (run.inspection.name, run.inspection.revision) == wanted), None)
+    return None
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:

@@ -1,12 +1,13 @@
 """The finished example: today's code reads it, writes the same, and changes nothing in it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Subject
-from linearizer.page import actions, chat, plan_cards, run_state
+from linearizer.page import actions, chat, plan_cards, planning, run_state
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.verdict import of_subject
@@ -86,6 +87,18 @@ def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_jud
     with pytest.raises(RequestError, match="is only read"):
         next(chat.read_document(visitor, EXAMPLE_NAME, "A text."))
     assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
+
+
+def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_model(visitor):
+    inspection = planning.examine_model(visitor, "demo").inspection
+    run = planning.find_priced(visitor, inspection)
+    assert run == visitor.find_run(EXAMPLE_NAME)
+    told = [plan_cards.expected_kl(run, planning.make_plan("demo", budget, "Quick", {})) for budget in (64, 256)]
+    small, large = (float(text.removeprefix("about ").partition(",")[0]) for text in told)
+    assert small > large > 0 and all(text.endswith("by the prices of example-run") for text in told)
+    assert plan_cards.expected_kl(run, planning.make_plan("demo", 64, "Quick", {"recipe": "paper"})) == ""
+    assert plan_cards.expected_kl(run, planning.make_plan("demo", 1, "Quick", {})) == ""
+    assert planning.find_priced(visitor, replace(inspection, name="other")) is None
 
 
 def test_a_visitors_own_run_of_that_name_comes_first(visitor):

@@ -22,6 +22,8 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "from 64 tokens on")
         assert number_at(page, "#budget-card", "state").startswith("at most 262 kB")
+        expected = r"about 0\.\d{4}, by the prices of [\w-]+"  # the example has priced the demo model
+        assert re.fullmatch(expected, number_at(page, "#budget-card", "kl, nats"))
         shown(page, "#forecast", "Fits: it takes about")
         assert page.locator("#start").bounding_box()["y"] < 860  # on the first screen
         assert not page.locator("#way").is_visible()
