@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from linearizer.amounts import columns
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.head_bytes import Head
-from tests.benchmarks.real_texts import real_model
+from tests.benchmarks.real_texts import documents_to_judge, real_model
 from tests.support.models import allocation_of, layers_of
 
 SUBJECTS = {"teacher": None, "16 bits": 16, "8 bits": 8, "4 bits": 4}
@@ -27,9 +27,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="the folder of SmolLM2 135M, where it is made already")
     folder = parser.parse_args().model or real_model(Path("real-model"))
-    tokenizer, root = AutoTokenizer.from_pretrained(folder), Path(__file__).parents[2]
-    text = (root / "README.md").read_text() + (root / "tests/benchmarks/results/quality-demo.md").read_text()
-    ids = torch.tensor(tokenizer(text)["input_ids"])[: len(PADDING) * TOKENS].view(len(PADDING), TOKENS)
+    documents = documents_to_judge(AutoTokenizer.from_pretrained(folder), TOKENS, len(PADDING))
+    ids = torch.cat([document.ids for document in documents])[:, :TOKENS]
     rows = [("", "mean", "largest", "mean, padded")]
     for name, bits in SUBJECTS.items():
         rows.append((name, *(f"{x:.1e}" for x in measure(subject(folder, bits), ids))))
