@@ -295,11 +295,10 @@ def launch_token(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, buf
         S=buffer.sinks[0].shape[2], SP=padded(buffer.sinks[0].shape[2]), BN=some, TURNED=turned,
         **precision(buffer.level),
     )  # fmt: skip
-    nothing = buffer.level
-    turns = [nothing] * 6
+    turns = [buffer.level] * 6  # which are not read
     if turned:
-        vectors = (x.to(work) for x in (buffer.turns.key_steps, buffer.turns.key_middle, buffer.turns.value_middle))
-        turns = [*vectors, ones(dims[1], work, q.device), *(rotation(dim, work, q.device) for dim in dims)]
+        turns = [buffer.turns.key_steps, buffer.turns.key_middle, buffer.turns.value_middle]
+        turns += [ones(dims[1], work, q.device), *(rotation(dim, work, q.device) for dim in dims)]
     kept = [buffer.buffers[0][0], buffer.buffers[-1][-1], *buffer.sinks, buffer.level]
     kept += [buffer.count, buffer.windows, buffer.heads]
     given = [q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]]

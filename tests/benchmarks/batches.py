@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from linearizer.amounts import columns
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.head_bytes import Head
+from linearizer.teacher.logits import kl_of
 from tests.benchmarks.real_texts import documents_to_judge, real_model
 from tests.support.models import allocation_of, layers_of
 
@@ -53,9 +54,9 @@ def measure(model, ids):
     together, ragged = read(model, ids), read(model, padded, mask)
     plain, with_padding = [], []
     for row, padding in enumerate(PADDING):
-        plain.append(kl(read(model, ids[row : row + 1])[0], together[row])[READ:])
-        alone = read(model, ids[row : row + 1, : TOKENS - padding])[0]
-        with_padding.append(kl(alone, ragged[row, padding:])[READ - padding :])
+        plain.append(kl_of(read(model, ids[row : row + 1]), together[row : row + 1])[0, READ:])
+        alone = read(model, ids[row : row + 1, : TOKENS - padding])
+        with_padding.append(kl_of(alone, ragged[row : row + 1, padding:])[0, READ - padding :])
     plain, with_padding = torch.cat(plain), torch.cat(with_padding)
     return plain.mean(), plain.max(), with_padding.mean()
 
@@ -69,14 +70,8 @@ def read(model, ids, mask=None):
             given = {"attention_mask": mask[:, :end], "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)[:, begin:end]}
         answer = model(ids[:, begin:end], past_key_values=memory, use_cache=True, **given)
         memory = answer.past_key_values
-        logits.append(answer.logits)
+        logits.append(answer.logits.float())
     return torch.cat(logits, 1)
-
-
-def kl(alone, together):
-    """KL at every token, in nats."""
-    alone, together = (x.float().log_softmax(-1) for x in (alone, together))
-    return (alone.exp() * (alone - together)).sum(-1)
 
 
 if __name__ == "__main__":
