@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path("linearizer")
-ORDER = (
-    "cli page serve workers pipeline checks publish report evaluate train method teacher student hub run plan".split()
-)  # importing to the right
+ORDER = """cli page serve workers pipeline checks publish encoders report evaluate train method teacher student hub run
+plan""".split()  # importing to the right
 TABLES = ("linearizer.student.update_rules.",)  # which checkpoints carry and plans read
 GROUND = {"errors", "progress", "amounts", "quiet", "version"}
 HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "safetensors"}
@@ -109,7 +108,19 @@ def test_a_checkpoint_carries_all_of_the_student_and_nothing_else():
         assert "from . import" not in path.read_text(encoding="utf-8"), path
 
 
-def test_attention_of_transformers_is_known_to_one_file():
+def test_an_encoders_checkpoint_carries_what_needs_torch_and_transformers_alone():
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    entry = ROOT / "encoders" / "modeling_encoder.py"
+    carried = {Path(file) for file in get_relative_import_files(entry)} | {entry}
+    assert {path.stem for path in carried} >= {"attention_both_ways", "attention_interface", "slots_of_all"}
+    for path in carried:
+        assert {name.split(".")[0] for name in imports(path)} <= {"torch", "transformers"} | sys.stdlib_module_names, (
+            path
+        )
+
+
+def test_attention_of_transformers_is_known_to_one_file_of_each_kind_of_student():
     for path in FILES:
         if path.name != "attention_interface.py":
             text = path.read_text(encoding="utf-8")

@@ -1,0 +1,4 @@
+"""Encoders: models that read texts or pictures in both directions, whose cost is pairs of tokens, not a cache.
+
+attention_both_ways.py, slots_of_all.py, attention_interface.py and modeling_encoder.py are what a checkpoint carries.
+"""

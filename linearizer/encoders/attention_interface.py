@@ -1,0 +1,137 @@
+"""The seam to transformers' attention for models that read in both directions, and the only place that knows it.
+
+A model that asks for IMPLEMENTATION hands the queries, keys and values of every layer to `both_ways`, with a mask of
+padding alone; one that asks for WATCHED hands them to the function that `watching` put there, and attends as ever.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+# Checkpoints bring a copy of this file each; the names keep them apart in one process.
+_COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
+IMPLEMENTATION, WATCHED = f"both_ways_{_COPY}", f"watched_{_COPY}"
+GRID: ContextVar[tuple[int, ...]] = ContextVar("grid", default=())  # patches along each axis of the pictures at work
+NOT_SERVED = (
+    "a linearized encoder lets every token see all others but padding; other masks are not served: pass an "
+    "attention_mask (texts, tokens), or leave it out"
+)
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that hand attention in both directions to transformers' attention interface, in order."""
+    return [module for module in model.modules() if getattr(module, "is_causal", None) is False and hands_over(module)]
+
+
+def hands_over(module: nn.Module) -> bool:
+    """Whether a module is attention whose code uses the attention interface, whatever its class claims."""
+    named = type(module).__name__.endswith("Attention") and "Cross" not in type(module).__name__
+    return named and hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def both_ways(
+    module: nn.Module,
+    query: torch.Tensor,  # (batch, heads, tokens, head_dim)
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # (batch, 1, 1, tokens), false at padding
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as the module's `both_ways` says; a layer without, or with a window of its own, as the teacher did."""
+    own = getattr(module, "both_ways", None)
+    if own is None or kwargs.get("sliding_window") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if key.shape[1] != query.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None:
+        out = own.attend(query, key, value, scale, GRID.get())
+    else:
+        out = attend_without_padding(own, query, key, value, scale, attention_mask[:, 0, 0])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def attend_without_padding(
+    own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, real: torch.Tensor
+) -> torch.Tensor:
+    """Attend with the real tokens (batch, tokens) of each row alone, so that a row does not depend on its batch.
+
+    Rows of one length go together; padding gets zeros.
+    """
+    out, lengths = torch.zeros_like(query[..., : value.shape[-1]]), real.sum(-1)
+    if value.shape[-1] > query.shape[-1]:
+        out = torch.zeros_like(value)
+    for length in sorted({*lengths.tolist()} - {0}):
+        rows = (lengths == length).nonzero()  # (rows, 1)
+        tokens = real[rows[:, 0]].nonzero()[:, 1].view(-1, length)
+        parts = (x.transpose(1, 2)[rows, tokens].transpose(1, 2) for x in (query, key, value))
+        out.transpose(1, 2)[rows, tokens] = own.attend(*parts, scale, GRID.get()).transpose(1, 2)
+    return out
+
+
+def padding_only(
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Return which tokens are not padding, so that no tokens × tokens mask is built."""
+    if local_size is not None or mask_function is not bidirectional_mask_function:
+        if local_size is None or q_length != kv_length:
+            raise ValueError(NOT_SERVED)
+        sizes = {"q_length": q_length, "kv_length": kv_length, "local_size": local_size}
+        return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **sizes, **kwargs)
+    if attention_mask is None or attention_mask.all():
+        return None
+    return attention_mask[:, None, None].bool()
+
+
+# watch(attention module, query, key, value, the mask and the other arguments that the layer passed)
+Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, dict], None]
+
+
+def watched(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Show a layer's queries, keys and values, then attend as the model does by itself."""
+    WATCH.get()(module, query, key, value, {"attention_mask": attention_mask, "scaling": scaling, **kwargs})
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+WATCH: ContextVar[Watch] = ContextVar("watch")
+
+
+@contextmanager
+def watching(model: PreTrainedModel, watch: Watch) -> Iterator[None]:
+    """While this lasts, show what every attention layer of the model attends with."""
+    before, token = model.config._attn_implementation, WATCH.set(watch)
+    model.set_attn_implementation(WATCHED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        WATCH.reset(token)
+
+
+AttentionInterface.register(IMPLEMENTATION, both_ways)
+AttentionMaskInterface.register(IMPLEMENTATION, padding_only)
+AttentionInterface.register(WATCHED, watched)
+AttentionMaskInterface.register(WATCHED, sdpa_mask)

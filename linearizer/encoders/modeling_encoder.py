@@ -1,0 +1,174 @@
+"""An encoder of transformers whose attention takes time linear in the tokens.
+
+The teacher's own modelling code runs unchanged inside `base`; each attention module that reads in both directions has
+a `both_ways`, which takes over where transformers lets an attention implementation be chosen (attention_interface.py).
+All weights have the names that they have in the teacher. attention_both_ways.py says what is computed.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
+
+from .attention_both_ways import BothWays
+from .attention_interface import GRID, IMPLEMENTATION, attention_modules
+
+CLASSES = {  # that a teacher may have
+    each.__name__: each
+    for each in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForImageClassification)
+}
+OWN = {"base", "auto_class", "block", "slots", "first", "last", "teacher", "auto_map"}  # of a config
+CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module
+TRAITS = (  # of the base that transformers asks a model for
+    "base_model_prefix",
+    "_tied_weights_keys",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save",
+)
+NO_WEIGHTS = (
+    "a linearized encoder computes no weights between tokens, so its attentions are None: ask its teacher for them"
+)
+logger = logging.get_logger(__name__)
+
+
+class LinearizedEncoderConfig(PreTrainedConfig):
+    """base: the teacher's config; auto_class: the class of transformers that loads it; block, slots, first, last: how
+    every head attends, as BothWays says. What the teacher's config knows is read from it."""
+
+    model_type = "linearized_encoder"
+
+    def __init__(
+        self,
+        base: dict | PreTrainedConfig | None = None,
+        auto_class: str = "AutoModel",
+        block: list | None = None,
+        slots: int = 0,
+        first: int = 0,
+        last: int = 0,
+        teacher: dict | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(base, dict):
+            base = AutoConfig.for_model(**base) if base else None
+        super().__init__(**{"dtype": getattr(base, "dtype", None), **kwargs})
+        self.auto_class, self.block, self.slots = auto_class, list(block or []), slots
+        self.first, self.last, self.teacher = first, last, teacher or {}
+        self.base = base
+
+    def __getattr__(self, name: str) -> Any:
+        base = self.__dict__.get("base")
+        if base is None or name in OWN or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(base, name)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
+        return self.__dict__.get("base") or self
+
+    def to_dict(self) -> dict:
+        """Leave out where the teacher lay."""
+        content = super().to_dict()
+        base = content["base"] or {}
+        return {**content, "base": {name: x for name, x in base.items() if not name.startswith("_")}}
+
+
+class LinearizedEncoder(PreTrainedModel):
+    """`base` is the teacher's model. It is not a child: its children are this model's own."""
+
+    config_class = LinearizedEncoderConfig
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: LinearizedEncoderConfig, base: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        if base is None:
+            how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}
+            if config.auto_class not in CLASSES:
+                raise ValueError(f"auto_class={config.auto_class!r} is not one of {', '.join(CLASSES)}")
+            base = CLASSES[config.auto_class].from_config(config.base, **how)
+        config.base = base.config
+        self.__dict__["base"] = base
+        self.__dict__.update({name: base.__dict__[name] for name in CONTENT})
+        for name in TRAITS:
+            setattr(self, name, getattr(base, name))
+        self.main_input_name = base.main_input_name
+        self.attend_with(BothWays(tuple(config.block), config.slots, config.first, config.last))
+        self.post_init()
+
+    @classmethod
+    def from_teacher(cls, teacher: PreTrainedModel, config: LinearizedEncoderConfig) -> "LinearizedEncoder":
+        """Let a teacher attend linearly; it is changed in place and shares all its weights."""
+        for module in teacher.modules():
+            module._is_hf_initialized = True  # or its weights might be drawn again
+        student = cls(config, base=teacher)
+        teacher.set_attn_implementation(IMPLEMENTATION)
+        return student.train(teacher.training)
+
+    def attend_with(self, both_ways: Any) -> None:
+        """Let all layers attend with another BothWays, or a control in its place."""
+        for module in attention_modules(self.base):
+            module.both_ways = both_ways
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.base._init_weights(module)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.base.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.base.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.base.set_output_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        given |= {"inputs_embeds": inputs_embeds, "pixel_values": pixel_values}
+        if kwargs.get("output_attentions"):
+            logger.warning_once(NO_WEIGHTS)
+            kwargs["output_attentions"] = False
+        grid = () if pixel_values is None else grid_of(self.base.config, pixel_values)
+        token = GRID.set(grid)
+        try:
+            return self.base(**{name: x for name, x in given.items() if x is not None}, **kwargs)
+        finally:
+            GRID.reset(token)
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r}: the attention of a linearized encoder is its own and cannot "
+            "be exchanged; load the teacher to attend with softmax"
+        )
+
+
+def grid_of(config: PreTrainedConfig, pixels: torch.Tensor) -> tuple[int, int]:
+    """Count the patches of pictures (pictures, channels, height, width) along each axis."""
+    size = config.patch_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return pixels.shape[-2] // height, pixels.shape[-1] // width
+
+
+LinearizedEncoderConfig.register_for_auto_class()
+LinearizedEncoder.register_for_auto_class("AutoModel")
