@@ -1,0 +1,129 @@
+"""Loads an encoder, and what it reads: texts of one length, or a folder of pictures through its own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+
+from linearizer.encoders.inspect_encoder import EncoderInspection, auto_class_of
+from linearizer.encoders.modeling_encoder import CLASSES
+from linearizer.errors import ModelNotAvailable, TextError, first_line
+from linearizer.hub.models import CONFIG, Source, fetch
+from linearizer.hub.weight_files import damaged_weights
+from linearizer.quiet import quiet
+from linearizer.teacher.load import check_complete, check_finite_weights, fetch_weights, load_tokenizer
+from linearizer.teacher.text import read_for_length, too_little_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+PROCESSOR = "preprocessor_config.json"
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+Inputs = dict[str, torch.Tensor]  # of one text or picture, as a batch of one
+
+
+@dataclass(frozen=True)
+class EncoderFiles:
+    """What makes inputs of texts or pictures, and how many special tokens it puts around a text."""
+
+    reader: Any  # a tokenizer, or a processor of pictures
+    first: int
+    last: int
+
+
+def load_encoder(source: Source, config: PreTrainedConfig, token: str | None = None) -> PreTrainedModel:
+    """Load an encoder in float32; check that every weight is present, of the right shape and finite."""
+    folder = fetch_weights(source, token)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
+    options |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with quiet():
+        try:
+            model, report = CLASSES[auto_class_of(config)].from_pretrained(folder, config=config, **options)
+        except (SafetensorError, OSError) as error:
+            raise damaged_weights(source.name, first_line(error)) from error
+    check_complete(source.name, report)
+    check_finite_weights(source.name, model)
+    return model.requires_grad_(False).eval()
+
+
+def load_files(source: Source, inspection: EncoderInspection, token: str | None = None) -> EncoderFiles:
+    """Load the tokenizer of an encoder, or its processor of pictures."""
+    if inspection.reads == "texts":
+        tokenizer = load_tokenizer(source, token)
+        plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        first = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return EncoderFiles(tokenizer, first, len(whole) - len(plain) - first)
+    from transformers import AutoImageProcessor
+
+    folder = fetch(source, (CONFIG, PROCESSOR), token)
+    with quiet():
+        try:
+            processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # each kind reads its file in its own way, with errors of many types
+            raise ModelNotAvailable(
+                f"{source.name!r} has no processor of pictures that can be loaded ({first_line(error)}): put its "
+                f"{PROCESSOR} next to its weights"
+            ) from error
+    return EncoderFiles(processor, inspection.first, 0)
+
+
+def read_texts_whole(
+    source: str, files: EncoderFiles, length: int, count: int, token: str | None = None
+) -> list[Inputs]:
+    """Cut the documents of a source into texts of `length` tokens with special tokens; none spans documents."""
+    around, texts, seen = files.reader("a")["input_ids"], list[Inputs](), 0
+    first, last, fresh = around[: files.first], around[len(around) - files.last :], length - files.first - files.last
+    for document in read_for_length(source, length, token=token):
+        ids = files.reader(document, add_special_tokens=False, verbose=False)["input_ids"]
+        seen += len(ids)
+        for begin in range(0, len(ids) - fresh + 1, fresh):
+            texts.append({"input_ids": torch.tensor([[*first, *ids[begin : begin + fresh], *last]])})
+            if len(texts) == count:
+                return texts
+    if not texts:
+        raise too_little_text(source, seen, count, length)
+    return texts
+
+
+def read_pictures(folder: str, files: EncoderFiles, count: int) -> list[Inputs]:
+    """Read the pictures of a folder, in the order of their names, through the processor of an encoder."""
+    pictures = []
+    for path in list_pictures(folder):
+        if len(pictures) == count:
+            break
+        with quiet():
+            pictures.append(dict(files.reader(images=open_picture(path), return_tensors="pt")))
+    return pictures
+
+
+def list_pictures(folder: str) -> Iterator[Path]:
+    if not Path(folder).is_dir():
+        raise TextError(f"{folder!r} is not a folder: name a folder of pictures ({', '.join(ENDINGS)})")
+    return (path for path in sorted(Path(folder).iterdir()) if path.suffix.lower() in ENDINGS)
+
+
+def open_picture(path: Path) -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except Exception as error:  # a damaged picture, or so large that it may be meant to fill the memory
+        raise TextError(f"{str(path)!r} is not a picture that can be read ({first_line(error)}): remove it") from error
+
+
+def batches(inputs: list[Inputs], size: int) -> Iterator[Inputs]:
+    """Put inputs of one shape together, a batch at a time."""
+    begin = 0
+    while begin < len(inputs):
+        shapes = {name: x.shape for name, x in inputs[begin].items()}
+        end = begin + 1
+        while end < min(begin + size, len(inputs)) and {name: x.shape for name, x in inputs[end].items()} == shapes:
+            end += 1
+        yield {name: torch.cat([each[name] for each in inputs[begin:end]]) for name in shapes}
+        begin = end

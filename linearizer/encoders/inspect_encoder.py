@@ -1,0 +1,169 @@
+"""Inspects an encoder, and decides whether it can be linearized, from its config, without its weights."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from linearizer.encoders.attention_interface import attention_modules, watching
+from linearizer.encoders.modeling_encoder import CLASSES, grid_of
+from linearizer.errors import UnsupportedModel
+from linearizer.hub.models import Source
+from linearizer.quiet import quiet
+from linearizer.teacher.support import Refused, refusing_config, run_blueprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+WATCHED_TOKENS = 8
+LEAST_SHARE = 0.1  # of a model's operations that its attention has: with less there is little to save
+ANOTHER = "name an encoder with plain softmax attention, such as bert, roberta, electra, vit or dinov2"
+MASKED = "its layers mask or weight pairs of tokens by numbers of their own, such as biases of positions"
+CAUSAL = "its tokens read only those before them"
+UNSEEN = "its code does not hand its attention to transformers' attention interface, so no layer is seen"
+TESTED = frozenset("bert roberta electra distilbert vit deit dinov2 siglip_vision_model clip_vision_model".split())
+
+
+@dataclass(frozen=True)
+class EncoderInspection:
+    """Facts about an encoder without its weights."""
+
+    name: str
+    revision: str | None
+    architecture: str
+    model_type: str
+    auto_class: str  # of transformers, by which it loads
+    reads: str  # texts or pictures
+    tested: bool  # whether tests of this project cover its kind
+    layers: int  # that attend to all tokens; those with windows of their own stay as they are
+    heads: int
+    head_dim: int
+    tokens: int  # of a picture of the usual size, or the most of a text
+    first: int  # tokens before the patches of a picture
+    parameters: int
+    layer_parameters: int  # outside of embeddings: a token is multiplied by each
+    licence: str | None
+
+    def share(self, tokens: int) -> float:
+        """Return the share of attention in the operations of the model at a length."""
+        attention = 4 * tokens * self.layers * self.heads * self.head_dim
+        return attention / (attention + 2 * self.layer_parameters)
+
+    def check_worth(self, budget: float, tokens: int) -> None:
+        """Refuse a budget with which there is nothing to save."""
+        nothing = f"there is nothing to save in {self.name!r} at {tokens} tokens, because "
+        longer = "ask for longer texts" if self.reads == "texts" else "let its processor make larger pictures"
+        if budget >= tokens:
+            raise UnsupportedModel(f"{nothing}the budget of {budget:g} is not less: ask for a smaller one, or {longer}")
+        if (share := self.share(tokens)) < LEAST_SHARE:
+            raise UnsupportedModel(f"{nothing}attention is {share:.1%} of its operations there: {longer}")
+
+
+def reads_both_ways(config: PreTrainedConfig) -> bool:
+    """Whether a config is that of an encoder of texts or pictures, which this room serves or refuses."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
+
+    kind = type(config)
+    if kind not in MODEL_MAPPING or config.is_encoder_decoder or getattr(config, "is_decoder", False):
+        return False
+    return kind in MODEL_FOR_MASKED_LM_MAPPING or (is_of_pictures(config) and kind not in MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def is_of_pictures(config: PreTrainedConfig) -> bool:
+    return getattr(config, "image_size", None) is not None and getattr(config, "patch_size", None) is not None
+
+
+def auto_class_of(config: PreTrainedConfig) -> str:
+    """Name the class of transformers that loads a model as its config says what it is; AutoModel if it says nothing."""
+    names = getattr(config, "architectures", None) or ()
+    for auto, each in CLASSES.items():
+        found = each._model_mapping[type(config)] if type(config) in each._model_mapping else ()
+        if any(kind.__name__ in names for kind in (found if isinstance(found, (list, tuple)) else [found])):
+            return auto
+    return "AutoModel"
+
+
+def build_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"), refusing_config(), quiet():
+        return CLASSES[auto_class_of(config)].from_config(deepcopy(config), attn_implementation="eager").eval()
+
+
+def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspection:
+    """Describe an encoder; refuse those whose attention is more than softmax over all tokens."""
+    try:
+        model = build_without_weights(config)
+        shapes = run_blueprint(lambda: watch_encoder(model))
+    except Refused as refused:
+        name, reason, remedy = source.name, refused.reason, refused.remedy
+        remedy = ANOTHER if remedy.startswith("name a decoder") else remedy
+        raise UnsupportedModel(f"{name!r} cannot be linearized, because {reason}: {remedy}") from refused
+    embedded = sum(x.numel() for m in model.modules() if isinstance(m, nn.Embedding) for x in m.parameters())
+    parameters = sum(x.numel() for x in model.parameters())
+    pictures = is_of_pictures(config)
+    patches = math.prod(grid_of(config, blank_input(model)["pixel_values"])) if pictures else 0
+    _, heads, seen, dim = shapes[0]
+    return EncoderInspection(
+        name=source.name,
+        revision=source.revision,
+        architecture=(config.architectures or [type(model).__name__])[0],
+        model_type=config.model_type,
+        auto_class=auto_class_of(config),
+        reads="pictures" if pictures else "texts",
+        tested=config.model_type in TESTED,
+        layers=len(shapes),
+        heads=heads,
+        head_dim=dim,
+        tokens=seen if pictures else most_tokens(model),
+        first=seen - patches if pictures else 0,
+        parameters=parameters,
+        layer_parameters=parameters - embedded,
+        licence=source.licence,
+    )
+
+
+def watch_encoder(model: PreTrainedModel) -> list[tuple[int, ...]]:
+    """Run a model on a small input, and return the shapes of the queries of the layers that a student replaces."""
+    seen: list[tuple[int, ...]] = []
+
+    def watch(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, others: dict) -> None:
+        if others.get("is_causal"):
+            raise Refused(CAUSAL)
+        if others.get("sliding_window") is not None:
+            return
+        if any(others.get(name) is not None for name in ("attention_mask", "position_bias", "softcap", "s_aux")):
+            raise Refused(MASKED)
+        if not hasattr(module, "is_causal") or module.is_causal is not False:
+            raise Refused(CAUSAL)
+        seen.append(tuple(query.shape))
+
+    if not attention_modules(model):
+        raise Refused(UNSEEN)
+    with torch.no_grad(), watching(model, watch):
+        model(**blank_input(model))
+    if not seen or len(seen) > len(attention_modules(model)):
+        raise Refused(UNSEEN)
+    return seen
+
+
+def blank_input(model: PreTrainedModel) -> dict[str, Any]:
+    """Return a short text, or a picture of the size that a model is made for."""
+    config = model.config
+    if not is_of_pictures(config):
+        return {"input_ids": torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)}
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    return {"pixel_values": torch.zeros(1, channels, height, width, device=model.device)}
+
+
+def most_tokens(model: PreTrainedModel) -> int:
+    """Return how many positions a text may have; RoBERTa counts them from after its padding."""
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            return part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+    return int(getattr(model.config, "max_position_embeddings", 0)) or 512
