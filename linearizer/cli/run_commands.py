@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linearizer.cli import runs
+from linearizer.cli import encoder_commands, runs
 from linearizer.cli.options import (
     AddCommand,
     ListRecipes,
@@ -49,6 +49,7 @@ def add_commands(add: AddCommand) -> None:
     add_run_options(run)
     run.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
     add_job_options(run)
+    encoder_commands.add_options(run)
     add_run_options(add("profile", serve_profile, "measure how many degrees of freedom each head uses", "model"))
     about = "share out another budget, from the measurements of a run; other options stay as in its plan"
     add_plan_options(add("allocate", serve_allocate, about, "run"), ALLOCATION)
@@ -90,6 +91,8 @@ def work_here(run: Run, steps: Steps[Product], repeat: str = "", **details: Any)
 def serve_inspect(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
+    if encoder_commands.serve_inspect(arguments):
+        return
     inspection = pipeline.inspect(arguments.model)
     print_product(arguments, asdict(inspection), describe_inspection(inspection))
     inspection.require_support()
@@ -101,6 +104,8 @@ def serve_run(arguments: argparse.Namespace) -> None:
         return
     if options := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
         raise RequestError(f"--{options[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
+    if encoder_commands.serve_run(arguments):
+        return
     if arguments.detach:
         control.start(run := begin_run(arguments))
         say_queued(arguments, run)

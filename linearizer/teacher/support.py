@@ -41,6 +41,7 @@ ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS}
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 MASKED = "its layers mask tokens by numbers of their own, which a state of fixed size cannot follow"
 ENCODER = "it is an encoder, which reads in both directions"
+ENCODERS = "the page serves causal language models; `linearizer run` on the command line linearizes encoders, too"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
 
 
@@ -59,12 +60,13 @@ def check_config(config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise Refused("it is an encoder–decoder, whose decoder also reads what the encoder made")
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise Refused(ENCODER)
+        raise Refused(ENCODER, ENCODERS)
     parts = [part for part in config.sub_configs if any(word in part for word in OTHER_INPUTS)]
     if parts:
         raise Refused(f"it is multimodal ({', '.join(parts)})", "name its text-only sibling")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise Refused(f"{config.model_type} models do not continue text")
+        remedy = ENCODERS if getattr(config, "patch_size", None) else ANOTHER
+        raise Refused(f"{config.model_type} models do not continue text", remedy)
     if getattr(config, "num_hidden_layers", 1) < 1:
         raise Refused(f"its config gives it {config.num_hidden_layers} layers", "repair its config.json")
     if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
