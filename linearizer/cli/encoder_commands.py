@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from linearizer.cli.options import plan_changes
 from linearizer.cli.text import print_product, show_progress
 from linearizer.errors import RequestError, Stopped
-from linearizer.plan.plan import Plan
+from linearizer.plan.plan import DEFAULT_BUDGET, Plan
 from linearizer.run.names import absolute_path, absolute_source, fresh_folder
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ LENGTHS = (512, 2048, 8192, 32768)  # tokens, at which the share of attention is
 def add_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("an encoder: --budget counts the tokens that each token sees")
     group.add_argument("--pictures", metavar="FOLDER", help="the pictures to learn from and to judge on")
+    about = "let tokens outside of the window share slots (default: in texts)"
+    group.add_argument("--slots", action=argparse.BooleanOptionalAction, default=None, help=about)
 
 
 def serve_inspect(arguments: argparse.Namespace) -> bool:
@@ -42,25 +44,29 @@ def serve_run(arguments: argparse.Namespace) -> bool:
     from linearizer.encoders import encoder_run
     from linearizer.encoders.encoder_plan import EncoderPlan
 
-    if arguments.plan is not None:  # of a causal model
-        return False
+    if arguments.plan is not None or (arguments.out is not None and (arguments.out / "plan.json").exists()):
+        return False  # a plan, or a run to resume, of a causal model
     changes = plan_changes(arguments)
+    causal = Plan.of(
+        **{"budget": DEFAULT_BUDGET, **changes}
+    )  # refuses values that are none before a model is asked for
     if not encoder_run.is_encoder(changes["model"]):
-        if arguments.pictures:
-            raise RequestError(f"--pictures is for encoders, and {changes['model']!r} is none: leave it out")
+        if given := [name for name in ("pictures", "slots") if getattr(arguments, name) is not None]:
+            raise RequestError(f"--{given[0]} is for encoders, and {changes['model']!r} is none: leave it out")
         return False
     known = {field.name for field in fields(EncoderPlan)}
-    if unknown := [name for name in [*changes, *(["detach"] if arguments.detach else [])] if name not in known]:
-        if changes.get(unknown[0], True) is not None:
-            raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
+    asked = [name for name, value in changes.items() if value is not None] + ["detach"] * arguments.detach
+    if unknown := [name for name in asked if name not in known]:
+        raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
     pictures = absolute_path(arguments.pictures) if arguments.pictures else None
-    given = {name: value for name, value in changes.items() if name in known} | {"pictures": pictures}
+    given = {name: value for name, value in changes.items() if name in known}
+    given |= {"pictures": pictures, "slots": arguments.slots}
     plan = EncoderPlan(**{**given, "model": absolute_path(given["model"])})
     if "text" in given:
         plan = EncoderPlan(**{**asdict(plan), "text": absolute_source(plan.text)})
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
-    folder = arguments.out or fresh_folder(Plan.of(model=plan.model, budget=plan.budget))
+    folder = arguments.out or fresh_folder(causal)
     run = encoder_run.begin(folder, plan, resume=arguments.resume)
     try:
         quality = show_progress(encoder_run.linearize(run))

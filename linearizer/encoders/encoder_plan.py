@@ -27,6 +27,7 @@ class EncoderPlan(JsonProduct):
     length: int | None = option(None, least=4)  # tokens of a text; None: as many as the model has positions for
     text: str = "builtin"
     pictures: str | None = None  # a folder
+    slots: bool | None = None  # whether far tokens share slots; None: in texts
     texts: int = option(16, least=4)  # texts or pictures to judge on
     steps: int = option(32, least=0)  # of distillation
     batch: int = option(4, least=1)
