@@ -4,7 +4,7 @@
   python -m tests.benchmarks.real --minutes 50  stops then, between two texts, and keeps what is finished
   python -m tests.benchmarks.real --rows best swa --budgets 256 --lengths 1024 4096 --texts 4
   python -m tests.benchmarks.real --dry         only say how many tokens each row reads, and how long making it takes
-  python -m tests.benchmarks.real --table       only write the table of what has been measured, and README's of it
+  python -m tests.benchmarks.real --table       only write the tables of what has been measured, and the chart
 
 Rows are names of quality_rows.py, or short names of some of them (--rows names them). A student is made as a run makes
 it, once for a row and budget, and judged at all lengths, in float32. Writes results/real-smollm2-135m.json and .md.
@@ -56,6 +56,7 @@ from tests.benchmarks.real_table import TEACHER, RealTable
 from tests.benchmarks.real_texts import documents_to_judge, real_model
 
 README = Path(__file__).parents[2] / "README.md"
+CHART = README.parent / "assets" / "quality.svg"
 BEGIN, END = "<!-- measured: python -m tests.benchmarks.real --table -->", "<!-- measured: end -->"
 AT_ONCE = 4  # documents
 BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
@@ -104,6 +105,7 @@ def main(arguments=None):
     print(table.write())
     if arguments.table and arguments.out is None and arguments.model is None:
         write_between(README, table.short())
+        CHART.write_text(table.chart(), encoding="utf-8")
 
 
 def write_between(readme, text):

@@ -14,7 +14,7 @@ from linearizer.teacher.logits import kl_of, logits_of, losses_of
 from tests.benchmarks import real
 from tests.benchmarks.quality_rows import ROWS
 from tests.benchmarks.quality_table import RESULTS
-from tests.benchmarks.real import BEGIN, END, README, write_between
+from tests.benchmarks.real import BEGIN, CHART, END, README, write_between
 from tests.benchmarks.real_judging import check_readings, edges_of, hide_number, read_by_place, teacher_readings
 from tests.benchmarks.real_table import RealTable, mean_until
 from tests.benchmarks.real_texts import convert, documents_to_judge, read_code, read_prose, unpack
@@ -147,6 +147,7 @@ def test_short_names_stand_for_rows_and_every_row_has_a_line(tmp_path):
 def test_readme_shows_what_was_measured(tmp_path):
     table = RealTable(RESULTS / "real-smollm2-135m")
     assert f"{BEGIN}\n{table.short()}\n{END}" in README.read_text(encoding="utf-8")
+    assert table.chart() == CHART.read_text(encoding="utf-8")
     assert table.markdown() == table.file("md").read_text(encoding="utf-8")
     (tmp_path / "README.md").write_text("# Words\n")
     with pytest.raises(SystemExit, match="lacks the markers"):

@@ -1,10 +1,11 @@
 """Measured speeds stay beside others of the same machine, and are drawn where a reader sees them."""
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
-from tests.benchmarks import speed, speed_chart
+from tests.benchmarks import line_chart, speed, speed_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 MADE_WITH = {"dtype": "float32", "device": "cpu"}
@@ -45,5 +46,12 @@ def test_the_chart_has_a_point_for_every_row_and_the_faster_lies_lower():
 
 def test_round_numbers_enclose_what_is_drawn():
     for low, high in ((0.3, 7.0), (1.0, 1.0), (9e6, 2.6e8), (0.011, 0.9)):
-        ticks = speed_chart.round_numbers(low, high)
+        ticks = line_chart.round_numbers(low, high)
         assert ticks[0] <= low and ticks[-1] >= high and ticks == sorted({*ticks})
+
+
+def test_names_of_lines_never_lie_over_each_other():
+    heights = {"a": 50.0, "b": 52.0, "c": 51.0, "d": 200.0}
+    placed = line_chart.spread_out(heights)
+    assert [*placed] == sorted(heights, key=heights.__getitem__) and placed["d"] == 200.0
+    assert all(b - a >= line_chart.APART for a, b in pairwise(placed.values()))
