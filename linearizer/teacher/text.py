@@ -16,6 +16,7 @@ from linearizer.errors import TextError
 from linearizer.hub.models import explain_dataset_errors, stream_dataset
 from linearizer.plan.json_products import parse_json
 from linearizer.plan.plan import USUAL_LENGTH
+from linearizer.teacher.pdf_files import BEGINS, read_pdf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -190,8 +191,16 @@ def sample_from(
 
 
 def read_whole(path: Path) -> str:
-    """Read a file of text, or the texts of a file of JSON lines, as one text."""
+    """Read a file of text, a PDF, or the texts of a file of JSON lines, as one text."""
+    if path.suffix == ".pdf":
+        with explain_file_errors(path):
+            return decode_document(str(path), path.read_bytes())
     return ("\n" if path.suffix == ".jsonl" else "").join(read_text_file(path))
+
+
+def decode_document(name: str, content: bytes) -> str:
+    """Return the text of a file: of a PDF, or text in UTF-8."""
+    return read_pdf(name, content) if content.startswith(BEGINS) else decode_text(name, content)
 
 
 def decode_text(name: str, content: bytes) -> str:

@@ -7,8 +7,17 @@ from transformers import AutoModelForCausalLM
 
 from linearizer.errors import TextError
 from linearizer.hub.models import find_model
+from linearizer.teacher import pdf_files
 from linearizer.teacher.load import load_tokenizer
-from linearizer.teacher.text import check_source, pack_texts, read_documents, read_texts, sample_from
+from linearizer.teacher.text import (
+    check_source,
+    decode_document,
+    pack_texts,
+    read_documents,
+    read_texts,
+    read_whole,
+    sample_from,
+)
 from linearizer.teacher.token_loop import HALF_LETTER, TextStream
 from tests.support.families import tiny_config
 
@@ -189,3 +198,38 @@ def test_pieces_add_up_to_the_text(tokenizer, text):
     pieces = [stream.add(token) for token in ids]
     assert "".join([*pieces, stream.rest()]) == text
     assert not any(HALF_LETTER in piece for piece in pieces)
+
+
+def pdf_of(text):
+    """Write a PDF of one page."""
+    shown = f"BT /F1 12 Tf 20 50 Td ({text}) Tj ET"
+    parts = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 300 100]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        f"<</Length {len(shown)}>>stream\n{shown}\nendstream",
+        "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    body, places = "%PDF-1.4\n", []
+    for number, part in enumerate(parts, 1):
+        places.append(len(body))
+        body += f"{number} 0 obj{part}endobj\n"
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    end = f"xref\n0 6\n0000000000 65535 f \n{table}trailer<</Size 6/Root 1 0 R>>\nstartxref\n{len(body)}\n%%EOF"
+    return (body + end).encode()
+
+
+def test_a_pdf_is_its_text_and_what_is_none_is_said(tmp_path, monkeypatch):
+    (path := tmp_path / "a.pdf").write_bytes(pdf_of("The sea was calm."))
+    assert read_whole(path).strip() == "The sea was calm."
+    for content, why in ((b"%PDF-1.4 nothing", "cannot be read as a PDF"), (pdf_of(""), "holds no text")):
+        with pytest.raises(TextError, match=f"'the file' {why}.*: send its text as a text file"):
+            decode_document("the file", content)
+    monkeypatch.setattr(pdf_files, "SECONDS", 0.01)
+    with pytest.raises(TextError, match="takes longer than 0.01 s"):
+        decode_document("the file", pdf_of("The sea"))
+    (tmp_path / "pypdf.py").write_text("raise ModuleNotFoundError")
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TextError, match="is not installed: `pip install pypdf`"):
+        decode_document("the file", pdf_of("The sea"))
