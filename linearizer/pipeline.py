@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from linearizer import checks
-from linearizer.errors import LinearizerError
+from linearizer.errors import LinearizerError, ModelNotAvailable
 from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
 from linearizer.evaluate.setup import Setup, assembled, environment
-from linearizer.evaluate.side_by_side import write_in_turns
+from linearizer.evaluate.side_by_side import Reader, write_in_turns
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
 from linearizer.method.allocate_run import allocate, help_pricing
@@ -31,7 +31,6 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import YIELDING, Plan
 from linearizer.plan.profile import Profile
-from linearizer.plan.state_size import StateSize
 from linearizer.progress import Progress, Steps, finish
 from linearizer.publish.card import add_card
 from linearizer.quiet import quiet
@@ -235,16 +234,19 @@ def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Par
 def compare_run(
     run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, token: str | None = None
 ) -> Steps[Comparison]:
-    """Continue a prompt with the teacher and with the student of a run."""
-    run.require_student()
-    state = StateSize.of(run.require_allocation(), run.layers)
-    with quiet():
-        teacher = load_teacher_of(run.plan, token, run.inspection)
-        student = checkpoint.load_beside(run, teacher.model)
-        models = teacher.model, student, teacher.tokenizer, state
-        for comparison in write_in_turns(*models, prompt, new_tokens, seed, sample):
-            yield Progress("compare", comparison.student.tokens, new_tokens, "tokens")
-    return comparison
+    """Continue a prompt with the teacher, the student and a plain window of a run."""
+    with assembled(run, token) as setup, quiet():
+        if setup.teacher is None:
+            raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
+        readers, tokens = (
+            [Reader.of(each) for each in setup.compared(run.positions)],
+            setup.tokenizer(prompt)["input_ids"],
+        )
+        for now in write_in_turns(readers, setup.tokenizer, prompt, tokens, new_tokens, seed, sample):
+            if isinstance(now, Comparison):
+                yield Progress("compare", now.student.tokens, new_tokens, "tokens")
+    assert isinstance(now, Comparison), "the last value is of all that was written"
+    return now
 
 
 @contextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
     from linearizer.plan.profile import Profile
     from linearizer.run.folder import Run
-    from linearizer.run.results import Comparison
+    from linearizer.run.results import Comparison, Side
 
 Product = TypeVar("Product")
 
@@ -208,19 +208,20 @@ def describe_publication(event: Mapping[str, Any]) -> str:
 
 
 def describe_comparison(comparison: Comparison) -> str:
-    """Describe what teacher and student wrote, how fast, and the bytes of their states."""
+    """Describe what all wrote, where that differs from the teacher's, how fast, and the bytes of their states."""
     rows: list[Sequence[object]] = [("", "tokens", "first token", "tokens/s", "remembers")]
     parts = [f"prompt: {comparison.prompt}"]
-    for name, side in (("teacher", comparison.teacher), ("student", comparison.student)):
+    apart = []
+    for name in ("teacher", "student", "window"):
+        side: Side | None = getattr(comparison, name)
+        if side is None:
+            continue
         speed = f"{side.first_token_seconds * 1000:.0f} ms", f"{side.tokens_per_second:.1f}"
         rows.append((name, side.tokens, *speed, size(side.state_bytes)))
         parts.append(f"{name}: {side.text}")
-    parts.append(columns(rows))
-    if (apart := comparison.difference) is not None:
-        parts.append(
-            f"alike for {apart.place} tokens; then the teacher writes {apart.teacher!r}, the student {apart.student!r}"
-        )
-    return "\n\n".join(parts)
+        if (first := side.difference) is not None:
+            apart.append(f"the {name}: {first.place} tokens alike; then {first.own!r}, the teacher {first.teacher!r}")
+    return "\n\n".join([*parts, columns(rows), *apart])
 
 
 def describe_reading(reading: Reading, run: str, path: Path) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,10 +22,12 @@ from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import checkpoint
 from linearizer.method.initialise import initialise
-from linearizer.method.recorder import SAMPLES, samples_of
+from linearizer.method.measure_run import measure_teacher
+from linearizer.method.recorder import SAMPLES, Samples, samples_of
 from linearizer.method.substitute import exchange_students
 from linearizer.plan.allocation import Allocation, window_control
 from linearizer.plan.head_bytes import Layer
+from linearizer.progress import finish
 from linearizer.quiet import quiet
 from linearizer.run.folder import Run
 from linearizer.run.names import absolute_source
@@ -49,6 +54,7 @@ class Setup:
     alone: str | None  # why there is no teacher
     kept: torch.Tensor | None = None  # texts that the run kept from training, where it has just made its student
     recall_read: list[Recall] = field(default_factory=list)  # while the language part read texts
+    samples: Samples | None = None  # where the run does not keep them
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -67,7 +73,7 @@ class Setup:
         """Make the heads of an allocation, initialised and not trained."""
         heads = checkpoint.make_layer_students(self.control, self.layers, allocation, self.run.plan.seed)
         with exchange_students(self.control, heads):
-            initialise(self.control, samples_of(self.run), self.run.plan.seed)
+            initialise(self.control, self.samples or samples_of(self.run), self.run.plan.seed)
         return heads
 
     @property
@@ -78,18 +84,22 @@ class Setup:
 
     def subjects(self, length: int) -> list[Subject]:
         """List teacher, student, a plain window of the student's bytes at a length, and the untrained student."""
-        softmax = self.teacher is self.control.base
-        subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
-        subjects.append(Subject("student", self.student, self.allocation))
-        subjects.append(self.window(length))
+        subjects = self.compared(length)
         if self.untrained is not None:
             subjects.append(Subject("untrained", self.control, self.allocation, self.untrained))
         return subjects
 
+    def compared(self, length: int) -> list[Subject]:
+        """List teacher, student, and a plain window of the student's bytes at a length."""
+        softmax = self.teacher is self.control.base
+        subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
+        return [*subjects, Subject("student", self.student, self.allocation), self.window(length)]
+
     def window(self, length: int) -> Subject:
         """Make a plain window that takes the student's bytes at a length."""
         control = window_control(self.allocation, self.layers, length)
-        begun = control.bits < 16 and self.run.has_file(SAMPLES)  # or it would be a worse control than it is
+        sampled = self.samples is not None or self.run.has_file(SAMPLES)
+        begun = control.bits < 16 and sampled  # or it would be a worse control than it is
         heads = self.begun(control) if begun else checkpoint.make_layer_students(self.control, self.layers, control)
         return Subject(control.strategy, self.control, control, heads)
 
@@ -169,6 +179,21 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
             control = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
             share_weights(control.base, teacher.model, different=True)
         yield Setup(run, student, control, teacher.tokenizer, teacher.model, None)
+
+
+def make_again(run: Run, token: str | None = None) -> Setup:
+    """Make the student of a run that trained nothing again, around its teacher's weights; the run is only read."""
+    plan, allocation = run.plan, run.require_allocation()
+    with quiet(), TemporaryDirectory() as folder:
+        teacher = load_teacher_of(plan, token, run.inspection)
+        copy = Run(Path(shutil.copytree(run.folder, Path(folder) / "run")))
+        (copy.folder / "profile.json").unlink()  # it is measured again, for the samples
+        (copy.folder / "state").mkdir()
+        finish(measure_teacher(copy, teacher))
+        samples = samples_of(copy)
+        student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
+        initialise(student, samples, plan.seed)
+    return Setup(run, student.eval(), student, teacher.tokenizer, teacher.model, None, samples=samples)
 
 
 def share_weights(base: torch.nn.Module, teacher: torch.nn.Module, different: bool = False) -> bool:

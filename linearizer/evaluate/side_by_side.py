@@ -1,35 +1,30 @@
-"""Teacher and student side by side: the same prompt and seed, what they write, how fast, and what they remember."""
+"""Several models in one conversation: each reads the same texts into a state of its own, and answers from it.
+
+Their first differences, their speed, and the bytes that each remembers are told while they read and write.
+"""
 
 from __future__ import annotations
 
-import shutil
+import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.evaluate.ruler import frequent_words, lay_out_all
 from linearizer.evaluate.subjects import Subject
-from linearizer.method import checkpoint
-from linearizer.method.initialise import initialise
-from linearizer.method.measure_run import measure_teacher
-from linearizer.method.recorder import samples_of
-from linearizer.plan.state_size import StateSize
-from linearizer.progress import finish
-from linearizer.run.folder import Run
-from linearizer.run.results import Comparison, Difference, Side
-from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.teacher.load import Teacher
-from linearizer.teacher.logits import fresh_cache
+from linearizer.run.results import Comparison, Difference, Held, Side
+from linearizer.teacher.logits import bytes_held, fresh_cache
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
-from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens
+from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens, read_tokens
 
-UPDATE_SECONDS = 0.25  # between two updates of what both have written: each update takes time from writing
+UPDATE_SECONDS = 0.25  # between two updates of what all have written: each update takes time from writing
+PIECES = 16  # that a text is read in, so that one sees the memory of each model grow or stand still
+PIECE_TOKENS = range(32, 128)  # of such a piece: who stops the models waits for a piece of each
 SOURCE = "builtin"  # of prompts that need memory: it is there without a network
 WORD_TOKENS = 8192  # of text that words are drawn from
 DEPTH = 0.1  # of a text before its hidden word
@@ -67,62 +62,107 @@ def cut_answer(tokenizer: PreTrainedTokenizerBase, ids: Tensor, answer: int, dis
     return MemoryPrompt(text, rest.strip(), distance)
 
 
-def make_again(run: Run, teacher: Teacher) -> LinearizedForCausalLM:
-    """Make the student of a run that trained nothing again around its teacher; the run is only read."""
-    plan, allocation = run.plan, run.require_allocation()
-    with TemporaryDirectory() as folder:
-        copy = Run(Path(shutil.copytree(run.folder, Path(folder) / "run")))
-        (copy.folder / "profile.json").unlink()  # it is measured again, for the samples
-        (copy.folder / "state").mkdir()
-        finish(measure_teacher(copy, teacher))
-        samples = samples_of(copy)
-    student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
-    initialise(student, samples, plan.seed)
-    return student.eval()
+@dataclass
+class Reader:
+    """A model with the cache of the tokens that it has read."""
+
+    subject: Subject
+    cache: Cache
+    tokens: list[int]  # that the cache has read
+    unread: list[int]  # that it has written last, and not read
+    seconds: float = 0.0  # that it has read for this answer
+
+    @staticmethod
+    def of(subject: Subject) -> Reader:
+        return Reader(subject, fresh_cache(subject.model), [], [])
+
+    @property
+    def heard(self) -> list[int]:
+        """All tokens of the conversation so far."""
+        return self.tokens + self.unread
+
+    def fork(self) -> Reader:
+        """Copy the state: what the copy reads does not change this one."""
+        with torch.inference_mode():
+            return Reader(self.subject, copy.deepcopy(self.cache), [*self.tokens], [*self.unread])
+
+    def anew(self) -> Reader:
+        """Return a reader of the same model that has read nothing."""
+        return Reader.of(self.subject)
+
+    def before(self, tokens: Sequence[int]) -> Reader:
+        """Return this reader, if it can read on to all of these tokens, or one that has read nothing."""
+        read = len(self.tokens)
+        return self if self.tokens == [*tokens[:read]] else self.anew()
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Read on from what the cache holds."""
+        begin = time.perf_counter()
+        with self.subject.at_work() as model:
+            for _ in read_tokens(model, torch.tensor([[*tokens]]), self.cache):
+                pass
+        self.tokens, self.unread = [*self.tokens, *tokens], []
+        self.seconds += time.perf_counter() - begin
+
+    def bytes(self) -> int:
+        """Count what is held now; native windows, which student and teacher keep alike, are counted, too."""
+        return bytes_held(self.cache, in_16_bits=True)
+
+
+def read_in_turns(readers: Sequence[Reader], texts: Sequence[Sequence[int]], again: bool = False) -> Iterator[Held]:
+    """Let each model read the tokens that are for it, a piece each in turn; yield after each piece what all hold.
+
+    `again`: it was read before, and its states are gone.
+    """
+    longest = max(map(len, texts))
+    size = min(max(-(-longest // PIECES), PIECE_TOKENS.start), PIECE_TOKENS.stop)
+    for start in range(0, longest, size):
+        for reader, tokens in zip(readers, texts, strict=True):
+            if piece := tokens[start : start + size]:
+                reader.read(piece)
+        held = {reader.subject.name: reader.bytes() for reader in readers}
+        yield Held(min(start + size, longest), longest, held, again)
 
 
 def find_difference(
-    tokenizer: PreTrainedTokenizerBase, teacher: Sequence[int], student: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, teacher: Sequence[int], other: Sequence[int]
 ) -> Difference | None:
-    """Find the first token in which two continuations differ."""
-    place = next((place for place, (a, b) in enumerate(zip(teacher, student, strict=False)) if a != b), None)
+    """Find the first token in which a continuation differs from the teacher's."""
+    place = next((place for place, (a, b) in enumerate(zip(teacher, other, strict=False)) if a != b), None)
     if place is None:
         return None
     alike = tokenizer.decode(list(teacher[:place]), skip_special_tokens=True).rstrip(HALF_LETTER)
-    tokens = (tokenizer.decode(list(ids[: place + 1]), skip_special_tokens=True) for ids in (teacher, student))
+    tokens = (tokenizer.decode(list(ids[: place + 1]), skip_special_tokens=True) for ids in (teacher, other))
     return Difference(place, alike, *(text[len(alike) :] for text in tokens))
 
 
 def write_in_turns(
-    teacher: PreTrainedModel,
-    student: LinearizedForCausalLM,
+    readers: Sequence[Reader],  # the teacher first
     tokenizer: PreTrainedTokenizerBase,
-    state: StateSize,
     prompt: str,
+    tokens: Sequence[int],  # of the prompt
     new_tokens: int = 64,
     seed: int = 0,
     sample: bool = False,
-) -> Iterator[Comparison]:
-    """Let both models continue a prompt, a token each in turn; yield a few times a second what they have written.
+) -> Iterator[Held | Comparison]:
+    """Let all models read a prompt and continue it, a token each in turn.
 
-    The last comparison is of all that they write.
+    Yield what they hold while they read, and then a few times a second what they have written; the last comparison is
+    of all that they write.
     """
-    ids: Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.shape[1] == 0 or new_tokens < 1:
+    if not tokens or new_tokens < 1:
         asked = f"prompt {prompt!r}, {new_tokens} new tokens"
         raise RequestError(f"there is nothing to compare: {asked}; give a prompt, and at least one new token")
     try:
-        writers = [
-            Writer(subject, tokenizer, size, ids, new_tokens, seed, sample)
-            for subject, size in (
-                (Subject("teacher", teacher, softmax=teacher is student.base), state.teacher_bytes),
-                (Subject("student", student), state.student_bytes),
-            )
-        ]
+        for reader in readers:
+            reader.seconds = 0.0
+        if len(tokens) > 1:
+            yield from read_in_turns(readers, [tokens[:-1]] * len(readers))
+        writers = [Writer(reader, tokenizer, tokens[-1], new_tokens, seed, sample) for reader in readers]
 
         def compare() -> Comparison:
-            difference = find_difference(tokenizer, writers[0].written, writers[1].written)
-            return Comparison(prompt, ids.shape[1], writers[0].side(), writers[1].side(), difference)
+            sides = {writer.reader.subject.name: writer.side(writers[0].written) for writer in writers}
+            return Comparison(prompt, len(tokens), sides["teacher"], sides["student"], sides.get("window"))
 
         updated = time.monotonic()
         while any([writer.write_token() for writer in writers]):
@@ -137,40 +177,47 @@ def write_in_turns(
 
 
 class Writer:
-    """One model that continues a prompt: its tokens so far, and the seconds that it took for them alone."""
+    """One model that answers: its tokens so far, and the seconds that it took for them alone."""
 
     def __init__(
         self,
-        subject: Subject,
+        reader: Reader,
         tokenizer: PreTrainedTokenizerBase,
-        state_size: Callable[[int], int],  # tokens read -> bytes remembered
-        ids: Tensor,  # (1, tokens)
+        last: int,  # token of what it answers; it has read the tokens before
         new_tokens: int,
         seed: int,
         sample: bool,
     ) -> None:
-        model, self.subject = subject.model, subject
-        self.tokenizer, self.state_size, self.prompt_tokens = tokenizer, state_size, ids.shape[1]
+        model: PreTrainedModel = reader.subject.model
+        self.reader, self.tokenizer = reader, tokenizer
         self.written: list[int] = []
-        self.first_seconds = self.seconds = 0.0
-        self.tokens = generate_tokens(model, ids.to(model.device), fresh_cache(model), new_tokens, seed, sample)
+        self.first_seconds = self.seconds = reader.seconds
+        ids, before = (
+            torch.tensor([tokens], dtype=torch.long, device=model.device) for tokens in ([last], reader.tokens)
+        )
+        reader.unread = [last]
+        self.tokens = generate_tokens(model, ids, reader.cache, new_tokens, seed, sample, before)
 
     def write_token(self) -> bool:
         """Write one more token; return whether there was one left to write."""
         begin = time.perf_counter()
-        with self.subject.at_work():
+        with self.reader.subject.at_work():
             token = next(self.tokens, None)
         if token is None:
             return False
+        self.reader.tokens += self.reader.unread
+        self.reader.unread = [token]
         self.written.append(token)
         self.seconds += time.perf_counter() - begin
         if len(self.written) == 1:
             self.first_seconds = self.seconds
         return True
 
-    def side(self) -> Side:
+    def side(self, teacher: Sequence[int]) -> Side:
+        """Tell what it has written, and where that differs from what the teacher has written."""
         later, count = self.seconds - self.first_seconds, len(self.written)
         rate = (count - 1) / later if count > 1 and later > 0 else 0.0
         text = self.tokenizer.decode(self.written, skip_special_tokens=True)
-        read = self.prompt_tokens + max(count - 1, 0)  # the last token is written, but not read
-        return Side(text, count, self.first_seconds, rate, read, self.state_size(read))
+        difference = find_difference(self.tokenizer, teacher, self.written)
+        read, held = len(self.reader.tokens), self.reader.bytes()
+        return Side(text, count, self.first_seconds, rate, read, held, difference)

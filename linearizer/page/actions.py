@@ -24,20 +24,23 @@ import gradio as gr
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
-from linearizer.page import chat, limits, plan_cards, sending, zerogpu
+from linearizer.page import chat as answers
+from linearizer.page import chats, limits, plan_cards, sending, zerogpu
 from linearizer.page.calls import endpoint
+from linearizer.page.chat_cards import explain_speed
+from linearizer.page.chats import Settings
 from linearizer.page.planning import EFFORTS, examine_model, make_plan
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
-from linearizer.plan.state_size import Reading
 from linearizer.report import markup
 from linearizer.report.verdict import Verdict, judge_run
 from linearizer.run.evaluation_request import PARTS, Request
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.names import runs_root
+from linearizer.run.results import Held
 from linearizer.workers import control, runs
 from linearizer.workers.control import Status
 
@@ -275,36 +278,53 @@ def share_budget(visitor: Visitor, run: str, budget: int) -> dict[str, Fact]:
 
 
 def compare_models(
-    visitor: Visitor, run: str, prompt: str, tokens: int = 64, seed: int = 0, sample: bool = False
+    visitor: Visitor,
+    run: str,
+    prompt: str,
+    tokens: int = 64,
+    seed: int = 0,
+    sample: bool = False,
+    *,
+    as_chat: bool = True,
+    system: str = "",
+    window: bool = True,
+    chat: str = "",
 ) -> dict[str, Fact]:
-    """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held.
+    """Let teacher, student and a plain window answer a prompt: what each wrote, tokens a second, bytes held.
 
-    prompt: {prompt}. tokens: {tokens}. seed: {seed}.
+    prompt: {prompt}. tokens: {tokens}. seed: {seed}. as_chat: in the model's template, if it has a template; else all
+    continue the prompt. system: what the template tells the model first. window: whether the window takes part.
+    chat: a name of your own; what is sent under the same name goes on, after a document as after a turn.
     """
-    *_, last = chat.compare_models(visitor, run, prompt, tokens, seed, sample)
-    return {**asdict(last), "why_slower": chat.explain_speed(visitor.find_run(run), last.teacher, last.student)}
+    choices = prompt, tokens, seed, sample, Settings(as_chat, system, window), chat
+    *_, (talk, _) = answers.compare_models(visitor, run, *choices)
+    last = talk.turns[-1]
+    return {**asdict(last), "why_slower": explain_speed(visitor.find_run(run), last.teacher, last.student)}
 
 
-def read_document(visitor: Visitor, run: str, text: str) -> Reading:
-    """Let the student of a run read a document once; its state is kept with the run, for `ask_document`."""
-    *_, last = chat.read_document(visitor, run, text)
-    assert isinstance(last, Reading), "the last value is what was read"
-    return last
+def read_document(
+    visitor: Visitor,
+    run: str,
+    text: str,
+    *,
+    as_chat: bool = True,
+    system: str = "",
+    window: bool = True,
+    chat: str = "",
+) -> Held:
+    """Let teacher, student and a plain window read a document, with which a new chat begins; return what each holds.
 
-
-def ask_document(
-    visitor: Visitor, run: str, prompt: str, tokens: int = 64, seed: int = 0, sample: bool = False, keep: bool = False
-) -> str:
-    """Let the student continue a prompt after the document that it read, as often as you like; return what it wrote.
-
-    prompt: {prompt}. tokens: {tokens}. seed: {seed}. keep: the state remembers prompt and answer, too.
+    as_chat, system, window and chat: as for compare_models.
     """
-    return ["", *chat.ask_document(visitor, run, prompt, tokens, seed, sample, keep)][-1]
+    *_, (_, held) = answers.read_document(visitor, run, text, Settings(as_chat, system, window), chat)
+    assert isinstance(held, Held), "nothing is written"
+    return held
 
 
-def take_back_answer(visitor: Visitor, run: str) -> Reading:
-    """Let the state of a document forget the prompt and the answer that it kept last."""
-    return chat.take_back_answer(visitor, run)
+def end_chat(visitor: Visitor, run: str, chat: str) -> str:
+    """Forget what was read and said in a chat of this name, and return the name."""
+    chats.end_chat(chats.key_of(visitor, visitor.find_run(run), chat))
+    return chat
 
 
 def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Preview:
@@ -327,10 +347,10 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, list_hardware, start_job, run_status, list_runs, stop_run,
     use_run, resume_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run,
-    compare_models, read_document, ask_document, take_back_answer, preview_publication, publish_run,
+    compare_models, read_document, end_chat, preview_publication, publish_run,
 )  # fmt: skip
 OF_NO_RUN = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
-ONE_AT_A_TIME = (compare_models, read_document, ask_document, take_back_answer)
+ONE_AT_A_TIME = (compare_models, read_document)
 
 
 def add_endpoints() -> None:

@@ -1,4 +1,4 @@
-"""The HTML of runs: the work of each, its results, texts of its models, the list of runs, and two side by side."""
+"""The HTML of runs: the work of each, its results, the list of runs, and two side by side."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from linearizer.amounts import ago, duration, growing, size
 from linearizer.errors import LinearizerError
-from linearizer.page.chat import DOCUMENT_FACTS
 from linearizer.page.visitors import on_space
-from linearizer.plan.json_products import parse_json
 from linearizer.plan.state_size import StateSize
 from linearizer.progress import Progress
 from linearizer.report import markup
@@ -28,10 +26,6 @@ from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.workers import control, device_queue
 from linearizer.workers.control import LIVE, Status
-
-if TYPE_CHECKING:
-    from linearizer.evaluate.side_by_side import MemoryPrompt
-    from linearizer.run.results import Comparison, Difference, Side
 
 STATE_SIGNS = {
     "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",
@@ -61,7 +55,6 @@ EVALUATION_ENDS = {
     "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
     "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
 }
-MIN_TIMED_TOKENS = 16  # written, from which on their pace is told: that of fewer is chance
 RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 
 
@@ -216,69 +209,6 @@ def candidates_card(run: Run) -> str:
     return line + folded(
         candidates.why, markup.table_html("Allocations that were measured", candidates_table(candidates))
     )
-
-
-def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:
-    """Show what one model wrote, with a mark on the first token in which teacher and student differ."""
-    text = "" if side is None else side.text
-    if side is not None and side.tokens and not text:
-        return '<p class="lz-faint">Ended at once.</p>'
-    if difference is None or not own or not text.startswith(difference.alike + own):
-        return f"<p>{escape(text)}</p>"
-    rest = text[len(difference.alike) + len(own) :]
-    return f"<p>{escape(difference.alike)}<mark>{escape(own)}</mark>{escape(rest)}</p>"
-
-
-def comparison_note(both: Comparison, why_slower: str) -> str:
-    """Name the token from which on the two texts differ, and why the student is slower, where it is."""
-    count = min(both.teacher.tokens, both.student.tokens)
-    if both.difference is None:
-        same = f"Both write the same {count} tokens." if count > 1 else "Both ended at once."
-    else:
-        alike = both.difference.place
-        same = f"Both write the same {alike} tokens; the first that differs is marked."
-        same = same if alike else "They differ from the first token on, which is marked."
-    return message_box(f"{same} {why_slower}".strip())
-
-
-def memory_note(prompt: MemoryPrompt, state: int) -> str:
-    """Say how far back stands what a prompt goes on with, and what it is."""
-    place = f"It goes on with what stands about {prompt.distance:,} tokens back: “{prompt.answer}”."
-    held = f"The student's state takes the bytes of {state:,} tokens."
-    return message_box(f"{place} {held} A teacher that does not recall it is too small for this.")
-
-
-def document_bar(step: Progress) -> str:
-    """Draw how much of a document is read."""
-    return progress_bar("reads the document", share_done(asdict(step)), f"{step.done:,} of {step.total:,} tokens")
-
-
-def reading_card(run: Run) -> str:
-    """Describe the document that the student of a run has read, and the bytes of its state; empty without one."""
-    if not run.has_file(str(DOCUMENT_FACTS)):
-        return ""
-    facts = run.parse_file(str(DOCUMENT_FACTS), parse_json, again=False)
-    pairs = [
-        ("begins with", f"{facts['begins']} …"),
-        ("tokens read", f"{facts['tokens']:,}"),
-        ("the student's state", size(facts["state_bytes"])),
-        ("the teacher's cache would be", size(facts["cache_bytes"])),
-    ]
-    loud = announcement(f"{facts['tokens']:,} tokens read, {size(facts['state_bytes'])} of state")
-    return f"<div{loud}>{values_list(pairs)}</div>"
-
-
-def side_card(side: Side | None) -> str:
-    """Show the speed of one model, and the bytes that it remembers."""
-    if side is None or not side.tokens:
-        return values_list([("tokens/s", "–"), ("first token", "–"), ("remembers", "–")], "lz-thirds")
-    timed = side.tokens >= MIN_TIMED_TOKENS
-    pairs = [
-        ("tokens/s", f"{side.tokens_per_second:.1f}" if timed else "–"),
-        ("first token", f"{side.first_token_seconds * 1000:.0f} ms"),
-        (f"remembers after {side.tokens_read} tokens", size(side.state_bytes)),
-    ]
-    return values_list(pairs, "lz-thirds")
 
 
 def files_table(files: Sequence[tuple[str, int]], total: int) -> str:

@@ -1,33 +1,41 @@
-"""A teacher and its student in memory: they write side by side, and the student reads a text and answers from it."""
+"""Teacher, student and a plain window in one chat: they read a document and answer side by side."""
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
+from linearizer.page.chats import (
+    USUAL,
+    Chat,
+    Document,
+    Key,
+    Settings,
+    document_tokens,
+    end_chat,
+    find_chat,
+    is_templated,
+    keep_chat,
+    key_of,
+    look_up,
+    turn_tokens,
+)
+from linearizer.page.loaded_models import lent_models
 from linearizer.page.visitors import Visitor, is_example, on_space
-from linearizer.plan.json_products import parse_json
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import Plan
-from linearizer.plan.state_size import Reading, StateSize
+from linearizer.plan.state_size import StateSize
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
-    from linearizer.evaluate.side_by_side import MemoryPrompt
-    from linearizer.progress import Progress
-    from linearizer.run.results import Comparison, Side
-    from linearizer.student.cache import LinearizedCache
+    from linearizer.evaluate.side_by_side import MemoryPrompt, Reader
+    from linearizer.run.results import Comparison, Held
 
 COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document
-DOCUMENT = Path("state", "document.safetensors")  # of a run: the state of its student after the document it read last
-DOCUMENT_FACTS = DOCUMENT.with_suffix(".json")
 SAMPLE_PROMPTS = {  # of the kinds that the demo model knows, by their titles
     "A story": "The old man sat by the fire, and after a long silence he said that",
     "A manual": "The for statement is used to iterate over",
@@ -36,37 +44,127 @@ SAMPLE_PROMPTS = {  # of the kinds that the demo model knows, by their titles
 WORD, PASSAGE = "A word hidden 4 × the state back", "A passage again after 8 × the state"
 MEMORY_PROMPTS = {WORD: 4, PASSAGE: 8}  # times the state that a prompt goes back
 MIN_DISTANCE = 64  # tokens that it goes back at least
+ANSWER_ROOM, ANSWER_SHARE = 512, 4  # tokens, and share of a model's positions, that a document leaves to what is asked
+TOKEN_CHARACTERS = 32  # of a text are more than any token has: of a longer document the rest is not looked at
 BEGINNING = 40  # characters of a document that name it
+Answers = Generator[tuple[Chat, "Held | Comparison"], None, None]
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A teacher and its student in memory."""
+def compare_models(
+    visitor: Visitor,
+    name: str,
+    prompt: str,
+    tokens: int,
+    seed: int,
+    sample: bool,
+    settings: Settings = USUAL,
+    chat_name: str = "",
+) -> Answers:
+    """Let all models of a run answer a prompt, side by side, in a chat that goes on where it has a name.
 
-    run_key: tuple[Path, str]
-    teacher: Any
-    student: Any
-    tokenizer: Any
+    Yield the chat with what the models hold while they read, and then with what they have written.
+    """
+    key = key_of(visitor, visitor.find_run(name), chat_name)
+    chat = find_chat(key, settings)
+    yield from kept(key, chat, answer_in_turns(visitor, name, key, chat, prompt, tokens, seed, sample))
 
 
-COMPARISON_LOCK = threading.Lock()  # one pair in memory, and one comparison at a time
-LOADED_PAIRS: list[Pair] = []
+def read_document(visitor: Visitor, name: str, text: str, settings: Settings, chat_name: str = "") -> Answers:
+    """Let all models of a run read a document, with which a new chat begins; a stop leaves what is read by then."""
+    key = key_of(visitor, visitor.find_run(name), chat_name)
+    chat = Chat(settings)
+    yield from kept(key, chat, read_in_turns(visitor, name, key, chat, text))
+
+
+def kept(key: Key | None, chat: Chat, answers: Answers) -> Answers:
+    """Keep a chat as it goes on; if it is ended meanwhile, the models stop, too."""
+    keep_chat(key, chat)
+    try:
+        for chat, now in answers:
+            if key is not None and look_up(key) is None:
+                return
+            keep_chat(key, chat)
+            yield chat, now
+    finally:
+        answers.close()
+        if look_up(key) is None:
+            end_chat(key)  # the states of the last pieces, too
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
-def compare_models(
-    visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool, as_chat: bool = False
-) -> Iterator[Comparison]:
-    """Let the teacher and the student of a run continue a prompt, or answer it in a chat, side by side."""
-    from linearizer.evaluate.side_by_side import write_in_turns
+def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text: str) -> Answers:
+    """Read a document, as much of it as the models read before a question and an answer."""
+    from linearizer.evaluate import side_by_side
+
+    run = require_student(visitor.find_run(name))
+    check_document(text)
+    room = prompt_room(run)
+    room -= min(ANSWER_ROOM, room // ANSWER_SHARE)
+    with lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
+        looked = text[: room * TOKEN_CHARACTERS]
+        ids = document_tokens(chat.settings, models.tokenizer, looked)
+        whole, readers[:] = len(ids) <= room and looked == text, [reader.anew() for reader in readers]
+        begins = " ".join(text.split())[:BEGINNING]
+        for held in side_by_side.read_in_turns(readers, [ids[:room]] * len(readers)):
+            document = Document(begins, held.tokens, whole and held.tokens == held.total)
+            yield replace(chat, heard=heard_by(readers), document=document), held
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def answer_in_turns(
+    visitor: Visitor, name: str, key: Key | None, chat: Chat, prompt: str, tokens: int, seed: int, sample: bool
+) -> Answers:
+    """Answer a prompt after what was heard; a template lets the chat go on, else each answer follows the document."""
+    from linearizer.evaluate import side_by_side
+    from linearizer.run.results import Comparison
 
     run = require_student(visitor.find_run(name))
     check_prompt(prompt, tokens, seed)
-    with loaded_pair(run, visitor) as pair:
-        state = StateSize.of(run.require_allocation(), run.layers)
-        prompt = write_turn(pair.tokenizer, prompt) if as_chat else prompt
-        check_room(run, pair.tokenizer, prompt, tokens)
-        yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
+    with lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
+        ids, goes_on = turn_tokens(chat, models.tokenizer, prompt), is_templated(chat.settings, models.tokenizer)
+        check_room(run, chat, len(ids), tokens)
+        for held in hear_again(readers, chat.heard):
+            yield chat, held
+        talking = readers if goes_on else [reader.fork() for reader in readers]
+        for now in side_by_side.write_in_turns(talking, models.tokenizer, prompt, ids, tokens, seed, sample):
+            if isinstance(now, Comparison):
+                heard = heard_by(talking) if goes_on else chat.heard
+                turns = (*chat.turns, now) if goes_on else (now,)
+                yield replace(chat, heard=heard, turns=turns, templated=goes_on), now
+            else:
+                yield chat, now
+
+
+def hear_again(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Iterator[Held]:
+    """Let readers catch up with what their models have heard; readers whose states are gone read all of it again."""
+    from linearizer.evaluate.side_by_side import read_in_turns
+
+    texts = [heard.get(reader.subject.name, []) for reader in readers]
+    readers[:] = [reader.before(text) for reader, text in zip(readers, texts, strict=True)]
+    missing = [text[len(reader.tokens) :] for reader, text in zip(readers, texts, strict=True)]
+    if any(missing):
+        yield from read_in_turns(readers, missing, again=any(not reader.tokens for reader in readers))
+
+
+def heard_by(readers: Sequence[Reader]) -> dict[str, list[int]]:
+    """Return the tokens that models have heard, without an end of text: the template writes it before the next turn."""
+    heard = {}
+    for reader in readers:
+        ends = reader.subject.model.generation_config.eos_token_id
+        ended = reader.unread and reader.unread[-1] in (ends if isinstance(ends, list) else [ends])
+        heard[reader.subject.name] = [*reader.tokens] if ended else reader.heard
+    return heard
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say in a sentence that a model broke off."""
+    try:
+        yield
+    except LinearizerError:
+        raise
+    except Exception as error:  # models of others raise errors of many types
+        raise FaultError(f"reading broke off ({type(error).__name__}): try again, with a shorter text") from error
 
 
 def make_memory_prompt(visitor: Visitor, name: str, kind: str, tokens: int) -> tuple[MemoryPrompt, int]:
@@ -83,99 +181,6 @@ def make_memory_prompt(visitor: Visitor, name: str, kind: str, tokens: int) -> t
     room, state = prompt_room(run) - tokens, StateSize.of(run.require_allocation(), run.layers).breakeven or 0
     make = side_by_side.hide_word if kind == WORD else side_by_side.repeat_passage
     return make(tokenizer, max(MIN_DISTANCE, min(times * state, room * 7 // 8))), state
-
-
-def write_turn(tokenizer: Any, prompt: str) -> str:
-    """Write a prompt as the turn of a user, where the model has a chat template."""
-    if not tokenizer.chat_template:
-        return prompt
-    turn = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return text.removeprefix(tokenizer.bos_token or "")  # which the tokenizer adds
-
-
-@zerogpu.with_device(COMPARISON_SECONDS)
-def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress | Reading]:
-    """Let the student of a run read a document, whose state takes the place of an earlier one.
-
-    The last value is what it has read. The state lies in the run's folder, where `linearizer ask --state` finds it.
-    """
-    from linearizer.serve import kept_state
-
-    run = require_student(visitor.find_own_run(name))
-    if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
-        raise RequestError(
-            f"a document of {len(text):,} characters is more than this Space reads "
-            f"({limits.MAX_DOCUMENT_CHARACTERS:,}): {limits.ELSEWHERE}"
-        )
-    with loaded_pair(run, visitor) as pair:
-        cache = pair.student.empty_cache()
-        yield from kept_state.read_text(pair.student, pair.tokenizer, text, cache)
-        reading = save_document(run, cache, " ".join(text.split())[:BEGINNING])
-    yield reading
-
-
-def save_document(run: Run, cache: LinearizedCache, begins: str | None = None) -> Reading:
-    """Write the state of a document, and what the page says of it: a new document has a new beginning."""
-    from linearizer.serve import kept_state
-
-    kept_state.save_state(cache, run.folder / DOCUMENT)
-    tokens, state = cache.get_seq_length(), StateSize.of(run.require_allocation(), run.layers)
-    # from shapes, as everything on the page is counted
-    reading = Reading(tokens, state.student_bytes(tokens), state.teacher_bytes(tokens))
-    if begins is None:
-        begins = run.parse_file(str(DOCUMENT_FACTS), parse_json, again=False)["begins"]
-    run.write(str(DOCUMENT_FACTS), json.dumps({**asdict(reading), "begins": begins}))
-    return reading
-
-
-@zerogpu.with_device(COMPARISON_SECONDS)
-def ask_document(
-    visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool, keep: bool = False
-) -> Iterator[str]:
-    """Let the student continue a prompt after the document that it read; yield the text so far.
-
-    The state stays, or has read prompt and answer, too, with `keep`, until they are taken back.
-    """
-    from linearizer.serve import kept_state
-
-    run = find_reader(visitor, name)
-    check_prompt(prompt, tokens, seed)
-    with loaded_pair(run, visitor) as pair:
-        check_room(run, pair.tokenizer, prompt, tokens)
-        cache, text = kept_state.load_state(pair.student, run.folder / DOCUMENT), ""
-        if keep:
-            cache.begin_turn()
-        try:
-            for piece in kept_state.write_answer(pair.student, pair.tokenizer, prompt, cache, tokens, seed, sample):
-                text += piece
-                yield text
-        except LinearizerError:
-            raise
-        except Exception as error:  # models of others raise errors of many types
-            raise FaultError(f"writing broke off ({type(error).__name__}): try again, with fewer tokens") from error
-        if keep:
-            save_document(run, cache)
-
-
-@zerogpu.with_device(COMPARISON_SECONDS)
-def take_back_answer(visitor: Visitor, name: str) -> Reading:
-    """Return the state of a document to before the prompt and the answer that it kept last."""
-    from linearizer.serve import kept_state
-
-    run = find_reader(visitor, name)
-    with loaded_pair(run, visitor) as pair:
-        cache = kept_state.load_state(pair.student, run.folder / DOCUMENT)
-        kept_state.take_back_turn(cache)
-        return save_document(run, cache)
-
-
-def find_reader(visitor: Visitor, name: str) -> Run:
-    """Open a run whose student has read a document."""
-    run = require_student(visitor.find_run(name))
-    if not run.has_file(str(DOCUMENT)):
-        raise RequestError("this student has read no document yet: give it a document, and press Read")
-    return run
 
 
 def has_student(run: Run) -> bool:
@@ -207,59 +212,24 @@ def prompt_room(run: Run) -> int:
     return min(run.positions, limits.MAX_PROMPT_TOKENS) if on_space() else run.positions
 
 
-def check_room(run: Run, tokenizer: Any, prompt: str, tokens: int) -> None:
-    """Refuse a prompt that is longer than what is read here."""
-    count, room = len(tokenizer(prompt, verbose=False)["input_ids"]), prompt_room(run) - tokens
-    if count > room:
+def check_document(text: str) -> None:
+    """Refuse a document that says nothing, or that is too long for a Space."""
+    if not text.strip():
+        raise RequestError("the document is empty: there is nothing to read")
+    if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
         raise RequestError(
-            f"a prompt of {count:,} tokens is more than is read here before {tokens} are written ({room:,}): give a "
-            "shorter prompt, or ask for fewer tokens"
+            f"a document of {len(text):,} characters is more than this Space reads "
+            f"({limits.MAX_DOCUMENT_CHARACTERS:,}): {limits.ELSEWHERE}"
         )
 
 
-def explain_speed(run: Run, teacher: Side, student: Side) -> str:
-    """Explain why the student writes more slowly than its teacher; empty where it does not."""
-    from linearizer.student.kernel_in_c import find_compiler
-
-    if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
-        return ""
-    allocation, read = run.require_allocation(), student.tokens_read
-    state, heads = StateSize.of(allocation, run.layers), [head for row in allocation.heads for head in row]
-    until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is larger)"
-    reasons = {
-        f"after {read:,} tokens its teacher's cache is still smaller than its state{until}": state.breakeven is None
-        or read < state.breakeven,
-        "tokens that leave a window have to be merged into slots": any(head.slots for head in heads),
-        "every token is written into a memory": any(head.memory for head in heads),
-        "queries and keys have to be turned into features": any(head.features and not head.memory for head in heads),
-    }
-    named = [reason for reason, holds in reasons.items() if holds] or ["its state has to be kept up to date"]
-    if run.evaluation_file["made_with"].get("device", "").startswith("cpu"):
-        if any(head.features for head in heads):
-            named.append("the kernels that do this at once need a GPU")
-        elif find_compiler() is None:
-            named.append("the kernels that do this at once need a C compiler")
-    share = student.tokens_per_second / teacher.tokens_per_second
-    return f"The student writes {share:.0%} as fast here, because {', and '.join(named)}."
-
-
-@contextmanager
-def loaded_pair(run: Run, visitor: Visitor) -> Iterator[Pair]:
-    """Lend the teacher and the student of a run to one call after the other; those that were loaded last are kept."""
-    from linearizer.evaluate.side_by_side import make_again
-    from linearizer.method import checkpoint
-    from linearizer.quiet import quiet
-    from linearizer.teacher.load import load_teacher_of
-
-    if not COMPARISON_LOCK.acquire(timeout=120):
-        raise RequestError("other visitors are comparing: try again in a minute")
-    try:
-        if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
-            LOADED_PAIRS.clear()
-            with quiet():
-                teacher = load_teacher_of(run.plan, visitor.token, run.inspection)
-                student = make_again(run, teacher) if is_example(run) else checkpoint.load_beside(run, teacher.model)
-            LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
-        yield LOADED_PAIRS[0]
-    finally:
-        COMPARISON_LOCK.release()
+def check_room(run: Run, chat: Chat, count: int, tokens: int) -> None:
+    """Refuse a prompt that is longer than what is read here after what was heard."""
+    room = prompt_room(run) - tokens - chat.tokens
+    if count > room:
+        after = f", after {chat.tokens:,} tokens of this chat" if chat.tokens else ""
+        remedy = ", ask for fewer tokens, or begin a new chat" if chat.tokens else ", or ask for fewer tokens"
+        raise RequestError(
+            f"a prompt of {count:,} tokens is more than is read here before {tokens} are written "
+            f"({max(room, 0):,}{after}): give a shorter prompt{remedy}"
+        )

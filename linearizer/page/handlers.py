@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.page import actions, cards, chat, plan_cards, sending
-from linearizer.page.calls import Browser, Memory, begin_import, handler, refusals
+from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, sending
+from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
-from linearizer.progress import Progress
 from linearizer.report import markup
 from linearizer.workers import control
 
 if TYPE_CHECKING:
-    from linearizer.run.results import Comparison
+    from linearizer.run.results import Comparison, Held
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
 MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
+WRITTEN = ("meter", "teacher", "student", "window", "compare_note")  # of Compare, empty in a new chat
+COMPARED = ("prompt", *WRITTEN, "teacher_card", "student_card", "window_card")
 ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
     "stop": actions.stop_run,
     "resume": actions.resume_run,
@@ -126,19 +129,101 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
     return card + f'<i hidden data-figure="{escape(figure)}"></i>', True
 
 
+def name_chat(request: gr.Request) -> str:
+    """Name the chat of a page by its session."""
+    return request.session_hash or ""
+
+
+def leave_page(request: gr.Request) -> None:
+    """Forget the chat of a page that is left, and the states of its models."""
+    chats.end_chats_named(name_chat(request))
+
+
 @handler
 def compare_models(
-    browser: Browser, prompt: str, tokens: float, seed: float, sample: bool, as_chat: bool
-) -> Iterator[tuple[str, str, str, str, str]]:
-    """Let teacher and student write."""
-    empty, both = cards.side_card(None), None
-    yield "", empty, "", empty, ""
-    choices = read_drawing(prompt, tokens, seed, sample)
-    for both in chat.compare_models(browser.visitor, browser.run_name, *choices, bool(as_chat)):
-        yield *show_sides(both), ""
-    if both is not None:
-        why = chat.explain_speed(browser.find_run(), both.teacher, both.student)
-        yield *show_sides(both), cards.comparison_note(both, why)
+    browser: Browser, name: str, prompt: str, tokens: float, seed: float, sample: bool, *how: Any
+) -> Iterator[list[Any]]:
+    """Let all models answer; a chat empties the field for the next turn."""
+    choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)  # a field of the page may be empty
+    yield show_chat(compare_note=markup.message_box("The models are loaded, and read."))
+    talk: chats.Chat | None = None
+    course: list[Held] = []
+    for talk, now in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*how), name):
+        yield show_progress(talk, now, course)
+    if talk is not None and talk.turns:
+        last = talk.turns[-1]
+        why = chat_cards.explain_speed(browser.find_run(), last.teacher, last.student)
+        said = {"prompt": ""} if talk.templated else {}
+        yield show_chat(**show_turns(talk), **said, compare_note=chat_cards.comparison_note(last, why))
+
+
+@handler
+def read_document(browser: Browser, name: str, path: str | None, *how: Any) -> Iterator[list[Any]]:
+    """Let all models read a file, of which nothing else is kept."""
+    text, course = take_text(path), list["Held"]()
+    yield show_chat(**dict.fromkeys(WRITTEN, ""), compare_note=markup.message_box("The models are loaded, and read."))
+    for talk, held in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*how), name):
+        yield show_progress(talk, held, course)
+    yield show_chat(prompt="", compare_note=markup.message_box("Now ask about the document."))
+
+
+def take_text(path: str | None) -> str:
+    """Take the text of a file that a visitor has sent, and delete it."""
+    from linearizer.teacher.text import decode_document
+
+    try:
+        return decode_document("the file", Path(path or os.devnull).read_bytes())
+    except OSError as error:
+        raise RequestError(f"the file did not arrive ({error.strerror}): send it again") from error
+    finally:
+        if path:
+            Path(path).unlink(missing_ok=True)
+
+
+def read_settings(as_chat: bool, system: str, window: bool) -> chats.Settings:
+    return chats.Settings(bool(as_chat), (system or "").strip(), bool(window))
+
+
+def show_progress(talk: chats.Chat, now: Comparison | Held, course: list[Held]) -> list[Any]:
+    """Show what models have written, or the course of their memory while they read."""
+    from linearizer.run.results import Held
+
+    if not isinstance(now, Held):
+        return show_chat(**show_turns(talk), compare_note="")
+    course.append(now)
+    metered = now.total >= chat_cards.MIN_METERED_TOKENS
+    return show_chat(**({"meter": chat_cards.meter_card(course, talk)} if metered else {}))
+
+
+def show_turns(talk: chats.Chat) -> dict[str, str]:
+    """Show the turns of a chat, a column for each model, and the speed of each in the last turn."""
+    shown = {}
+    for name in chat_cards.HOLDS:
+        shown[name] = chat_cards.column(talk.turns, name)
+        shown[f"{name}_card"] = chat_cards.side_card(getattr(talk.turns[-1], name))
+    return shown
+
+
+def show_chat(**shown: Any) -> list[Any]:
+    """Return the parts of Compare that change, in the order of COMPARED."""
+    return [shown.get(name, gr.skip()) for name in COMPARED]
+
+
+@handler
+def show_stopped(browser: Browser, name: str) -> list[Any]:
+    """Say what of a chat stays after a stop."""
+    talk = chats.look_up(chats.key_of(browser.visitor, browser.find_run(), name))
+    document = talk and talk.document
+    read = f" {document.tokens:,} tokens of the document are read: ask about these." if document else ""
+    return show_chat(compare_note=markup.message_box(f"Stopped.{read}"))
+
+
+@handler
+def end_chat(browser: Browser, name: str) -> list[Any]:
+    """Begin a new chat: what was read and said is forgotten."""
+    actions.end_chat(browser.visitor, browser.run_name, name)
+    empty = {f"{name}_card": chat_cards.side_card(None) for name in chat_cards.HOLDS}
+    return show_chat(**dict.fromkeys(WRITTEN, ""), **empty)
 
 
 def take_prompt(title: str) -> Callable:
@@ -149,59 +234,9 @@ def take_prompt(title: str) -> Callable:
         if title in chat.SAMPLE_PROMPTS:
             return chat.SAMPLE_PROMPTS[title], gr.skip(), ""
         prompt, state = chat.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
-        return prompt.text, False, cards.memory_note(prompt, state)
+        return prompt.text, False, chat_cards.memory_note(prompt, state)
 
     return take
-
-
-def read_drawing(prompt: str, tokens: float, seed: float, sample: bool) -> tuple[str, int, int, bool]:
-    """Read a prompt and the choices of its continuation; a field of the page may be empty."""
-    return prompt or "", int(tokens or 0), int(seed or 0), bool(sample)
-
-
-def show_sides(both: Comparison) -> tuple[str, str, str, str]:
-    """Show the texts of both so far, and their speed."""
-    first = both.difference
-    teacher = cards.writing_card(both.teacher, first, first.teacher if first else "")
-    student = cards.writing_card(both.student, first, first.student if first else "")
-    return teacher, cards.side_card(both.teacher), student, cards.side_card(both.student)
-
-
-@handler
-def read_document(browser: Browser, text: str) -> Iterator[tuple[str, Any, Any]]:
-    """Let the student read a document; its state is kept with the run."""
-    for step in chat.read_document(browser.visitor, browser.run_name, text or ""):
-        if isinstance(step, Progress):
-            yield cards.document_bar(step), gr.skip(), gr.skip()
-    asks = gr.Button(interactive=True)
-    yield cards.reading_card(browser.find_run()), asks, asks
-
-
-@refusals()
-def take_document(content: bytes | None) -> str:
-    """Take the text of a file."""
-    from linearizer.teacher.text import decode_text
-
-    return decode_text("the file", content if isinstance(content, bytes) else b"")
-
-
-@handler
-def ask_document(
-    browser: Browser, prompt: str, tokens: float, seed: float, sample: bool, keep: bool
-) -> Iterator[tuple[str, Any]]:
-    """Let the student continue a prompt after the document that it read."""
-    choices, answer = read_drawing(prompt, tokens, seed, sample), ""
-    for text in chat.ask_document(browser.visitor, browser.run_name, *choices, bool(keep)):
-        yield (answer := f"<p>{escape(text)}</p>"), gr.skip()
-    if keep:
-        yield answer, cards.reading_card(browser.find_run())
-
-
-@handler
-def take_back_answer(browser: Browser) -> tuple[str, str]:
-    """Let the state forget the question and the answer that it kept last."""
-    chat.take_back_answer(browser.visitor, browser.run_name)
-    return "", cards.reading_card(browser.find_run())
 
 
 def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None) -> dict[str, Any]:

@@ -26,6 +26,11 @@ WHEN_JUDGED = "It is drawn once the student is judged."
 ABOUT_BUDGET = (
     "The student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so many tokens."
 )
+ABOUT_COMPARE = (
+    "One chat with three models. They answer in turns, a token each, so none slows the others down. A file is read by "
+    "all of them, and its text stays in what each remembers."
+)
+COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 ABOUT_JOBS = (
     "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
     "a private bucket of yours, and this page follows it as any other."
@@ -242,53 +247,49 @@ def result_step(ui: SimpleNamespace) -> None:
 
 
 def compare_step(ui: SimpleNamespace) -> None:
-    lead("Compare", "The same prompt, both models. They write one token each in turn, so neither slows the other down.")
+    """Place a chat with three models: what is said to all of them, and a column for each."""
+    lead("Compare", ABOUT_COMPARE)
+    ui.chat = gr.State("")  # its name
     ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
         titles = (*SAMPLE_PROMPTS, *MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
     ui.prompt_note = gr.HTML(elem_id="prompt-note")
-    with gr.Row():
-        ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
-        ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
-        ui.sample = gr.Checkbox(
-            False, label="Draw tokens", info="instead of the likeliest token", scale=2, min_width=180
-        )
-        about = "where the model has a template"
-        ui.as_chat = gr.Checkbox(True, label="As a chat", info=about, scale=2, min_width=180, elem_id="as-chat")
-    with gr.Row():
-        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False)
-        ui.stop_writing = gr.Button("Stop writing", elem_id="stop-writing")
-    with gr.Row():
-        for side in ("teacher", "student"):
-            with gr.Column(min_width=300):
-                gr.HTML(f"<h3>{side.capitalize()}</h3>", elem_classes="lz-side-name")
-                setattr(ui, side, gr.HTML(elem_id=side))
-                setattr(ui, f"{side}_card", gr.HTML(elem_id=f"{side}-card"))
+    with gr.Row(elem_id="chat-acts"):
+        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False, min_width=120)
+        look: dict[str, Any] = {"size": "lg", "min_width": 120, "interactive": False, "elem_id": "file"}
+        ui.file = gr.UploadButton("Read a file", file_types=["text", ".md", ".pdf"], type="filepath", **look)
+        ui.end_chat = gr.Button("New chat", elem_id="end-chat", min_width=120)
+        ui.stop_writing = gr.Button("Stop", elem_id="stop-writing", min_width=120)
+    place_manner(ui)
+    ui.meter = gr.HTML(elem_id="meter")
     ui.compare_note = gr.HTML(elem_id="compare-note")
-    place_reading(ui)
+    with gr.Row():
+        for name, title in COLUMNS.items():
+            with gr.Column(min_width=220) as place:
+                gr.HTML(f"<h3>{title}</h3>", elem_classes="lz-side-name")
+                setattr(ui, name, gr.HTML(elem_id=name, elem_classes="lz-talk"))
+                setattr(ui, f"{name}_card", gr.HTML(elem_id=f"{name}-card"))
+    ui.window_place = place  # the last
 
 
-def place_reading(ui: SimpleNamespace) -> None:
-    """Place what a student reads once, and the questions that it then answers from its state."""
-    with gr.Accordion("Read a document once, ask often", open=False, elem_id="read-part"):
-        gr.HTML(
-            '<p class="lz-faint">The student reads the document, and only its state is kept. Every question goes on '
-            "from that state, so nothing is read again.</p>"
-        )
-        ui.document = gr.Textbox("", label="Document", lines=4, max_lines=8, elem_id="document")
+def place_manner(ui: SimpleNamespace) -> None:
+    """Place how the models are asked, and how they write."""
+    with gr.Accordion("Template, length and more", open=False, elem_id="manner"):
+        about = "what a chat begins with, where the model has a template"
+        ui.system = gr.Textbox("", label="System message", info=about, lines=1, max_lines=4, elem_id="system")
         with gr.Row():
-            ui.read = gr.Button("Read", variant="primary", elem_id="read", interactive=False)
-            ui.file = gr.UploadButton(
-                "Load a text file", file_types=["text"], type="binary", size="lg", elem_id="take-document"
+            about = "where the model has a template; else all continue the text"
+            ui.as_chat = gr.Checkbox(True, label="As a chat", info=about, min_width=180, elem_id="as-chat")
+            about = "sinks and the newest tokens, in the student’s bytes"
+            ui.with_window = gr.Checkbox(
+                True, label="A plain window, too", info=about, min_width=180, elem_id="with-window"
             )
-        ui.reading = gr.HTML(elem_id="reading")
-        ui.question = gr.Textbox("", label="Continue after the document", lines=2, elem_id="question")
-        ui.keep = gr.Checkbox(False, label="The state remembers question and answer", elem_id="keep")
         with gr.Row():
-            ui.ask = gr.Button("Ask", variant="primary", elem_id="ask", interactive=False)
-            ui.take_back = gr.Button("Take the last answer back", elem_id="take-back", interactive=False)
-        ui.answer = gr.HTML(elem_id="answer")
+            ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
+            ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
+            about = "instead of the likeliest token"
+            ui.sample = gr.Checkbox(False, label="Draw tokens", info=about, scale=2, min_width=180)
 
 
 def place_measurements(ui: SimpleNamespace) -> None:

@@ -34,8 +34,8 @@ EXAMPLE_NOTE = (
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = ("map", "prices", "curves", "frontier", "memory_plot", "losses", "error")
-TEXTS = ("verdict", "usage", "reading")
-LOCKED = ("compare", "read", "ask", "take_back", "branch")
+TEXTS = ("verdict", "usage")
+LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
 TABS, PLACES = ("step_2", "step_3", "step_4", "step_5", "step_6"), ("prices_place", "freedoms_place", "awaited")
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
@@ -114,10 +114,9 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
 
 def show_allowed(parts: Mapping[str, run_state.Piece]) -> dict[str, Any]:
     """Let those buttons be pressed whose step of the run is reached; the result says that it is awaited until then."""
-    student, compare = (parts["can"].value[name] for name in ("student", "compare"))
-    asks = student and bool(parts["reading"].value)
-    allowed = (compare, student, asks, asks, "shares" in parts)
-    shown: dict[str, Any] = {name: gr.Button(interactive=each) for name, each in zip(LOCKED, allowed, strict=True)}
+    compare = parts["can"].value["compare"]
+    allowed = dict(zip(LOCKED, (compare, compare, "shares" in parts), strict=True))
+    shown: dict[str, Any] = {name: LOCKED[name](interactive=each) for name, each in allowed.items()}
     return {**shown, "awaited": gr.HTML(visible="verdict" not in parts)}
 
 
@@ -148,7 +147,7 @@ def show_nothing() -> dict[str, Any]:
     """Empty what shows a run."""
     shown: dict[str, Any] = dict.fromkeys((*PLOTS, "bars")) | dict.fromkeys((*TEXTS, "other_card", "sent"), "")
     shown |= {name: gr.Button(visible=False) for name in ASKED}
-    shown |= {name: gr.Button(interactive=False) for name in LOCKED}
+    shown |= {name: part(interactive=False) for name, part in LOCKED.items()}
     return {**shown, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
 
 

@@ -110,7 +110,6 @@ class RunState:
             "can": possible_actions(status),
             "card": cards.run_card(status, run.folder.name, now),
             "training": cards.training_card(status, self.training, now),
-            "reading": cards.reading_card(run),
             "evaluating": "" if evaluation is None else evaluation.state,
             "evaluating card": cards.evaluation_card(evaluation),
         }

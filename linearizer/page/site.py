@@ -129,6 +129,8 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     shown = [ui.memory, ui.note, ui.timer]
     opened = site.load(handlers.open_page, [ui.memory, ui.address], shown, js="readAddress", **QUICK)
     opened.then(None, None, None, js="() => { window.opened = true }", **QUICK)
+    site.load(handlers.name_chat, None, ui.chat, **QUICK)
+    site.unload(handlers.leave_page)
     site.load(handlers.list_last_runs, ui.memory, ui.last_runs, **QUICK)
     ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
@@ -137,6 +139,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     wire_plan(ui)
     wire_run(ui)
     wire_compare(ui)
+    wire_publish(ui)
     wire_evaluate(ui)
 
 
@@ -212,21 +215,24 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
 
 
 def wire_compare(ui: SimpleNamespace) -> None:
-    drawing = [ui.tokens, ui.prompt_seed, ui.sample]
-    outputs = [ui.teacher, ui.teacher_card, ui.student, ui.student_card, ui.compare_note]
+    """Connect the chat with three models."""
+    outputs = [getattr(ui, name) for name in handlers.COMPARED]
     busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
-    inputs = [ui.memory, ui.prompt, *drawing, ui.as_chat]
+    manner = [ui.as_chat, ui.system, ui.with_window]
+    inputs = [ui.memory, ui.chat, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample, *manner]
     writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
+    reading = ui.file.upload(handlers.read_document, [ui.memory, ui.chat, ui.file, *manner], outputs, **busy)
+    stopped = ui.stop_writing.click(None, None, None, cancels=[writing, reading], **QUICK)
+    stopped.then(handlers.show_stopped, [ui.memory, ui.chat], outputs, **QUICK)
+    ui.end_chat.click(handlers.end_chat, [ui.memory, ui.chat], outputs, cancels=[writing, reading], **QUICK)
+    ui.with_window.change(lambda shown: gr.Column(visible=shown), ui.with_window, ui.window_place, **QUICK)
     ui.prompt.input(lambda: "", None, ui.prompt_note, **QUICK)
-    ui.stop_writing.click(None, None, None, cancels=[writing], **QUICK)
     for title, button in ui.prompts.items():
         filled = [ui.prompt, ui.as_chat, ui.prompt_note]
         button.click(handlers.take_prompt(title), [ui.memory, ui.tokens], filled, show_progress_on=ui.prompt, **SLOW)
-    ui.file.upload(handlers.take_document, ui.file, ui.document, **ONCE)
-    ui.read.click(handlers.read_document, [ui.memory, ui.document], [ui.reading, ui.ask, ui.take_back], **busy)
-    asked = [ui.memory, ui.question, *drawing, ui.keep]
-    gr.on([ui.ask.click, ui.question.submit], handlers.ask_document, asked, [ui.answer, ui.reading], **busy)
-    ui.take_back.click(handlers.take_back_answer, ui.memory, [ui.answer, ui.reading], **busy)
+
+
+def wire_publish(ui: SimpleNamespace) -> None:
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]
@@ -301,7 +307,7 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         show_error=False,
         allowed_paths=[],
         enable_monitoring=False,
-        max_file_size="1mb",
+        max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
         app_kwargs={}
         if on_space() or host not in LOCAL_HOSTS

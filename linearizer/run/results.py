@@ -1,6 +1,6 @@
 """The results of an evaluation: one frozen dataclass for every part, as evaluation.json holds it.
 
-A comparison is what teacher and student wrote after the same prompt; no file holds it.
+A comparison is what teacher, student and a window wrote after the same prompt; no file holds it.
 """
 
 from __future__ import annotations
@@ -303,25 +303,36 @@ class Side:
     first_token_seconds: float
     tokens_per_second: float  # after the first token
     tokens_read: int
-    state_bytes: int  # of cache or state once these are read; in the layers that the student replaces
+    state_bytes: int  # of cache or state once these are read
+    difference: Difference | None = None  # from the teacher, if it is another model
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that the student chose otherwise than its teacher."""
+    """The first token that a model chose otherwise than the teacher."""
 
     place: int  # tokens that both wrote alike
     alike: str  # the text of these
     teacher: str  # the token of each
-    student: str
+    own: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The texts of both models so far."""
+    """The texts of all models so far."""
 
     prompt: str
     prompt_tokens: int
     teacher: Side
     student: Side
-    difference: Difference | None = None
+    window: Side | None = None  # a plain window of the student's bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """What models remember while they read a text, by their names."""
+
+    tokens: int  # of the text that are read
+    total: int
+    bytes: dict[str, int]
+    again: bool = False  # it was read before, and the states are gone

@@ -10,8 +10,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.errors import FaultError
+from linearizer.plan.head_bytes import CACHED
 from linearizer.student.cache import LinearizedLayer
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.packed_state import KEYS_AND_VALUES
+from linearizer.student.state import tensors
 
 Tensor = torch.Tensor
 PROBE_TOKENS = 16  # that a model reads to be checked
@@ -62,14 +65,18 @@ def fresh_cache(model: PreTrainedModel) -> Cache:
     return cache
 
 
-def bytes_held(cache: Cache) -> int:
-    """Count the bytes of a cache's tensors."""
+def bytes_held(cache: Cache, in_16_bits: bool = False) -> int:
+    """Count the bytes of a cache's tensors; `in_16_bits`: as if its model computed in 16 bits, as sizes are stated."""
     total = 0
     for layer in cache.layers:
         if isinstance(layer, LinearizedLayer):
+            named = [pair for state in layer.memory for pair in tensors(state).items()]
+            own = [x for name, x in named if name in KEYS_AND_VALUES and x.is_floating_point()]
             total += layer.bytes()
-        elif layer.is_initialized:
-            total += sum(tensor.numel() * tensor.element_size() for tensor in (layer.keys, layer.values))
+        else:
+            own = [layer.keys, layer.values] if layer.is_initialized else []
+            total += sum(x.numel() * x.element_size() for x in own)
+        total -= sum(x.numel() * (x.element_size() - CACHED) for x in own) * in_16_bits
     return total
 
 

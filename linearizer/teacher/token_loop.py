@@ -64,7 +64,13 @@ def draw_with_same_noise(seed: int) -> Choose:
 
 
 def generate_tokens(
-    model: PreTrainedModel, ids: Tensor, cache: Cache, new_tokens: int, seed: int, sample: bool
+    model: PreTrainedModel,
+    ids: Tensor,  # (1, tokens)
+    cache: Cache,
+    new_tokens: int,
+    seed: int,
+    sample: bool,
+    before: Tensor | None = None,  # (1, tokens) that the cache has read: a penalty of repetitions counts these, too
 ) -> Iterator[int]:
     """Yield the tokens that the model's `generate` gives: with its own temperature, and up to its own end of text."""
 
@@ -79,7 +85,8 @@ def generate_tokens(
         choose, texts = draw_tokens([seed], model.device) if sample else choose_likeliest, input_ids
 
         def choose_next(logits: Tensor) -> Tensor:
-            return choose(logits_processor(texts, logits))
+            seen = texts if before is None else torch.cat([before, texts], 1)
+            return choose(logits_processor(seen, logits))
 
         for token in write_tokens(model, input_ids, cache, choose_next):
             texts = torch.cat([texts, token], 1)

@@ -1,4 +1,4 @@
-"""Two models that write at the same time write what they would write one after the other."""
+"""Models in one conversation say what each would say alone, and what they hold is counted as it is."""
 
 import itertools
 import time
@@ -9,20 +9,26 @@ import torch
 
 from linearizer.errors import FaultError, RequestError
 from linearizer.evaluate import side_by_side
-from linearizer.evaluate.side_by_side import Writer, find_difference, hide_word, repeat_passage, write_in_turns
+from linearizer.evaluate.side_by_side import (
+    Reader,
+    find_difference,
+    hide_word,
+    read_in_turns,
+    repeat_passage,
+    write_in_turns,
+)
 from linearizer.evaluate.subjects import Subject
 from linearizer.hub.models import find_model
 from linearizer.plan.head_bytes import cache_bytes
-from linearizer.plan.state_size import StateSize
+from linearizer.run.results import Comparison, Held
 from linearizer.teacher.load import load_tokenizer
+from linearizer.teacher.logits import fresh_cache
+from linearizer.teacher.token_loop import generate_tokens
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 
 class Tokens:
     """A tokenizer whose tokens are numbers."""
-
-    def __call__(self, text, return_tensors):
-        return {"input_ids": torch.tensor([[int(word) for word in text.split()]], dtype=torch.long).reshape(1, -1)}
 
     def decode(self, ids, skip_special_tokens):
         return " ".join(str(int(token)) for token in ids)
@@ -33,37 +39,75 @@ def pair():
     return teacher_of("llama"), student_of("llama")
 
 
-@pytest.fixture(scope="module")
-def state(pair):
-    layers = layers_of(pair[0])
-    return StateSize.of(allocation_of(layers, MIXED, 2), layers)
+def readers(pair):
+    return [Reader.of(Subject(name, model)) for name, model in zip(("teacher", "student"), pair, strict=True)]
+
+
+def last_of(values):
+    *_, last = values
+    return last
 
 
 def test_the_first_token_that_differs_is_found():
     assert find_difference(Tokens(), [1, 2, 3], [1, 2, 3]) is None
     assert find_difference(Tokens(), [1, 2, 3], [1, 2]) is None  # one of them ended
     apart = find_difference(Tokens(), [1, 2, 3, 9], [1, 2, 4, 9])
-    assert apart.place == 2 and apart.alike == "1 2" and (apart.teacher, apart.student) == (" 3", " 4")
+    assert apart.place == 2 and apart.alike == "1 2" and (apart.teacher, apart.own) == (" 3", " 4")
     at_once = find_difference(Tokens(), [5, 2], [6, 2])
-    assert at_once.place == 0 and at_once.alike == "" and (at_once.teacher, at_once.student) == ("5", "6")
+    assert at_once.place == 0 and at_once.alike == "" and (at_once.teacher, at_once.own) == ("5", "6")
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_both_write_what_they_write_alone_and_are_counted_in_the_units_of_every_other_size(pair, state, sample):
-    alone = []
-    for model, size in zip(pair, (state.teacher_bytes, state.student_bytes), strict=True):
-        writer = Writer(Subject("", model), Tokens(), size, torch.tensor([[5, 6, 7, 8]]), 12, 3, sample)
-        while writer.write_token():
-            pass
-        alone.append(writer.written)
-    *_, last = write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample)
+def test_all_write_what_they_write_alone_and_are_counted_in_the_units_of_every_other_size(pair, sample):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    alone = [list(generate_tokens(model, ids, fresh_cache(model), 12, 3, sample)) for model in pair]
+    last = last_of(write_in_turns(readers(pair), Tokens(), "", [5, 6, 7, 8], 12, seed=3, sample=sample))
     for side, written in zip((last.teacher, last.student), alone, strict=True):
         assert side.text == Tokens().decode(written, True)
         assert (side.tokens, side.tokens_read) == (12, 15)  # the last token is not read
-    assert last.difference == find_difference(Tokens(), *alone)
+    assert last.student.difference == find_difference(Tokens(), *alone) and last.teacher.difference is None
     layers = layers_of(pair[0])
     assert last.teacher.state_bytes == cache_bytes(layers, 15)
     assert last.student.state_bytes == allocation_of(layers, MIXED, 2).state_bytes(layers, 15)
+
+
+def test_a_conversation_that_goes_on_says_what_a_reader_of_all_of_it_says(pair):
+    talking = readers(pair)
+    held = list(read_in_turns(talking, [range(3, 90)] * 2))
+    assert [each.tokens for each in held] == [32, 64, 87]
+    layers = layers_of(pair[0])
+    for each in held:
+        sizes = cache_bytes(layers, each.tokens), allocation_of(layers, MIXED, 2).state_bytes(layers, each.tokens)
+        assert tuple(each.bytes.values()) == sizes
+    aside = [reader.fork() for reader in talking]
+    list(write_in_turns(aside, Tokens(), "", [7, 8], 6))
+    assert all(reader.heard == [*range(3, 90)] for reader in talking)  # a copy leaves the state as it was
+    for _ in range(2):
+        before = [reader.heard for reader in talking]
+        list(read_in_turns(talking, [reader.unread for reader in talking]))
+        last = last_of(write_in_turns(talking, Tokens(), "", [9, 4], 6))
+        fresh = [reader.anew() for reader in talking]
+        list(read_in_turns(fresh, before))
+        again = last_of(write_in_turns(fresh, Tokens(), "", [9, 4], 6))
+        assert (last.teacher.text, last.student.text) == (again.teacher.text, again.student.text)
+        assert [reader.heard for reader in talking] == [reader.heard for reader in fresh]
+
+
+def test_a_reader_that_has_read_something_else_begins_anew(pair):
+    reader = readers(pair)[1]
+    reader.read([5, 6, 7])
+    assert reader.before([5, 6, 7, 8]) is reader is reader.before([5, 6, 7])
+    for other in ([5, 6], [5, 7, 7, 8], []):
+        assert reader.before(other).tokens == []
+
+
+def test_a_penalty_of_repetitions_counts_what_was_read_before():
+    teacher = teacher_of("llama")
+    teacher.generation_config.repetition_penalty = 1.8
+    ids = torch.arange(3, 40)[None]
+    alone = list(generate_tokens(teacher, ids, fresh_cache(teacher), 12, 0, False))
+    last = last_of(write_in_turns(readers([teacher, teacher]), Tokens(), "", ids[0].tolist(), 12))
+    assert last.teacher.text == last.student.text == Tokens().decode(alone, True)
 
 
 @pytest.mark.parametrize("make", [hide_word, repeat_passage])
@@ -75,22 +119,24 @@ def test_a_prompt_that_needs_memory_goes_on_with_what_stands_as_far_back_as_was_
     assert prompt.distance == 256 and 0.8 * 256 < back < 1.1 * 256
 
 
-def test_what_is_told_grows_every_quarter_of_a_second(pair, state, monkeypatch):
+def test_what_is_told_grows_every_quarter_of_a_second(pair, monkeypatch):
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(ticks) / 10, perf_counter=time.perf_counter)
     monkeypatch.setattr(side_by_side, "time", clock)  # whatever the speed of the machine
-    texts = [both.student.text for both in write_in_turns(*pair, Tokens(), state, "5 6", 60)]
+    first, *told = write_in_turns(readers(pair), Tokens(), "", [5, 6], 60)
+    assert isinstance(first, Held) and all(isinstance(each, Comparison) for each in told)
+    texts = [each.student.text for each in told]
     assert len(texts) == 60 // 3 + 1  # a tenth of a second a token; the last is of all
     assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
 
 
-def test_a_writer_that_breaks_is_told_of_and_does_not_hold_up_the_other(pair, state, monkeypatch):
-    monkeypatch.setattr(pair[1], "empty_cache", lambda: 1 / 0)
+def test_a_model_that_breaks_is_told_of(pair, monkeypatch):
+    monkeypatch.setattr(pair[1], "forward", lambda **_: 1 / 0)
     with pytest.raises(FaultError, match="ZeroDivisionError"):
-        list(write_in_turns(*pair, Tokens(), state, "5 6", 4))
+        list(write_in_turns(readers(pair), Tokens(), "", [5, 6], 4))
 
 
-@pytest.mark.parametrize(("prompt", "tokens"), [("", 4), ("5", 0)])
-def test_nothing_to_write_is_said(pair, state, prompt, tokens):
+@pytest.mark.parametrize(("prompt", "tokens"), [([], 4), ([5], 0)])
+def test_nothing_to_write_is_said(pair, prompt, tokens):
     with pytest.raises(RequestError, match="nothing to compare"):
-        list(write_in_turns(*pair, Tokens(), state, prompt, tokens))
+        list(write_in_turns(readers(pair), Tokens(), "", prompt, tokens))

@@ -37,14 +37,18 @@ def test_the_whole_flow_runs_without_a_browser(local, hub):
     shared = client.predict(run, 128, api_name="/share_budget")
     assert shared["breakeven_tokens"] <= 128 < 2 * shared["breakeven_tokens"]
     both = client.predict(run, "Once", 8, api_name="/compare_models")
-    assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
-    assert both["difference"] is None or both["difference"]["teacher"] != both["difference"]["student"]
-    read = client.predict(run, "One two three. " * 50, api_name="/read_document")
-    assert read["tokens"] > 100 and 0 < read["state_bytes"] < read["cache_bytes"]
-    told = [client.predict(run, "One", 6, api_name="/ask_document") for _ in range(2)]
-    assert told[0] == told[1] != ""
-    assert client.predict(run, "One", 6, keep=True, api_name="/ask_document") == told[0]
-    assert client.predict(run, api_name="/take_back_answer") == read
+    assert [both[name]["tokens"] for name in ("teacher", "student", "window")] == [8] * 3
+    first = both["student"]["difference"]
+    assert first is None or first["teacher"] != first["own"]
+    talk = {"chat": "talk", "window": False}
+    read = client.predict(run, "One two three. " * 50, **talk, api_name="/read_document")
+    assert read["tokens"] == read["total"] > 100 and 0 < read["bytes"]["student"] < read["bytes"]["teacher"]
+    told = [client.predict(run, "One", 6, **talk, api_name="/compare_models") for _ in range(2)]
+    assert told[0]["student"]["text"] == told[1]["student"]["text"] != "" and told[0]["window"] is None
+    assert told[1]["student"]["tokens_read"] > read["tokens"]  # it answers after the document
+    assert client.predict(run, "talk", api_name="/end_chat") == "talk"
+    alone = client.predict(run, "One", 6, **talk, api_name="/compare_models")
+    assert alone["student"]["tokens_read"] < read["tokens"]
     assert names_of_runs(client) == [run, *before]
     assert client.predict(run, api_name="/delete_run") == run
     assert names_of_runs(client) == before

@@ -4,15 +4,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from transformers import AutoTokenizer
 
-from linearizer.hub.models import find_model
-from linearizer.page import cards, chat
+from linearizer.page import cards, chat_cards
+from linearizer.page.chats import Chat, Document, Settings
 from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import take_lock
-from linearizer.run.results import Comparison, Side
+from linearizer.run.results import Comparison, Difference, Held, Side
 from linearizer.workers import control, device_queue
 
 
@@ -51,26 +50,37 @@ def test_the_list_of_runs_says_how_far_each_is(waiting):
     assert "prices every head, 25%" in listed and "64 tokens" in listed and "best" in listed
 
 
-@pytest.mark.parametrize(
-    "template, sent", [(None, "Hi"), ("{{ bos_token }}U: {{ messages[0].content }} A:", "U: Hi A:")]
-)
-def test_a_prompt_is_a_users_turn_where_the_model_has_a_chat_template(template, sent):
-    tokenizer = AutoTokenizer.from_pretrained(find_model("demo").folder)
-    tokenizer.chat_template = template
-    assert chat.write_turn(tokenizer, "Hi") == sent
-
-
 def test_the_pace_of_a_few_tokens_is_not_told():
-    assert "50.0" in cards.side_card(Side("", 32, 0.1, 50.0, 32, 1000))
-    assert "50.0" not in cards.side_card(Side("", 3, 0.1, 50.0, 32, 1000))
+    assert "50.0" in chat_cards.side_card(Side("", 32, 0.1, 50.0, 32, 1000))
+    assert "50.0" not in chat_cards.side_card(Side("", 3, 0.1, 50.0, 32, 1000))
 
 
 def test_a_model_that_writes_nothing_ended_at_once():
     silent = replace(side(1, 0.0), text="")
-    assert "Ended at once." in cards.writing_card(silent, None, "")
-    assert "Ended at once." not in cards.writing_card(replace(silent, text="and"), None, "")
-    assert "Ended at once." not in cards.writing_card(None, None, "")
-    assert "Both ended at once." in cards.comparison_note(Comparison("Hi", 2, silent, silent, None), "")
+    assert "Ended at once." in chat_cards.writing_card(silent, None, "")
+    assert "Ended at once." not in chat_cards.writing_card(replace(silent, text="and"), None, "")
+    assert "Ended at once." not in chat_cards.writing_card(None, None, "")
+    assert "Both ended at once." in chat_cards.comparison_note(Comparison("Hi", 2, silent, silent), "")
+    assert "All ended at once." in chat_cards.comparison_note(Comparison("Hi", 2, silent, silent, silent), "")
+
+
+def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line_and_marked():
+    teacher, student, window = (replace(side(8, 50.0), text="a b c"), *[replace(side(8, 50.0), text="a <d>")] * 2)
+    student = replace(student, difference=Difference(2, "a ", "b", "<d>"))
+    note = chat_cards.comparison_note(now := Comparison("Hi", 2, teacher, student, window), "Why.")
+    assert "the student 2 (25%), the window 8 (100%). The first that differs is marked. Why." in note
+    assert "<mark>&lt;d&gt;</mark>" in chat_cards.column([now], "student")
+    assert "a <mark>b</mark> c" in chat_cards.column([now], "teacher")
+    assert "<mark>" not in chat_cards.column([now], "window")
+
+
+def test_a_meter_says_what_each_model_holds_and_draws_it():
+    course = [Held(tokens, 100, {"teacher": 10_000 * tokens, "student": 50_000}) for tokens in (50, 100)]
+    card = chat_cards.meter_card(course, Chat(Settings(), document=Document("A", 100, False)))
+    assert "Read the document: 100 of 100 tokens" in card and "1 MB" in card and "50 kB" in card and "beginning" in card
+    assert '<polyline class="lz-teacher" points="0,120.0 300.0,60.0 600.0,0.0"/>' in card
+    assert '<polyline class="lz-student" points="0,114.0 300.0,114.0 600.0,114.0"/>' in card
+    assert "Reading the prompt" in chat_cards.meter_card(course[:1], Chat(Settings()))
 
 
 def side(tokens, rate):
@@ -79,9 +89,9 @@ def side(tokens, rate):
 
 def test_a_slower_student_says_why_and_a_faster_one_nothing(quick_run):
     run = Run(quick_run)
-    assert chat.explain_speed(run, side(32, 50.0), side(32, 60.0)) == ""
-    why = chat.explain_speed(run, side(32, 80.0), side(32, 60.0))
+    assert chat_cards.explain_speed(run, side(32, 50.0), side(32, 60.0)) == ""
+    why = chat_cards.explain_speed(run, side(32, 80.0), side(32, 60.0))
     assert why.startswith("The student writes 75% as fast here, because after 32 tokens its teacher's cache is still")
     assert "queries and keys have to be turned into features" in why
     assert "the kernels that do this at once need a GPU" in why
-    assert "cache" not in chat.explain_speed(run, side(4000, 80.0), side(4000, 60.0))
+    assert "cache" not in chat_cards.explain_speed(run, side(4000, 80.0), side(4000, 60.0))

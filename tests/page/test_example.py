@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.subjects import Subject
-from linearizer.page import actions, chat, plan_cards, planning, run_state
+from linearizer.page import actions, chat, loaded_models, plan_cards, planning, run_state
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.verdict import of_subject
@@ -74,18 +73,18 @@ def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_jud
     example = visitor.find_run(EXAMPLE_NAME)
     prompt, state = chat.make_memory_prompt(visitor, EXAMPLE_NAME, chat.PASSAGE, 16)
     assert state == example.plan.budget and prompt.distance > 5 * state
-    *_, both = chat.compare_models(visitor, EXAMPLE_NAME, prompt.text, 16, 0, False)
-    assert both.teacher.text and both.student.text
-    own, judged = chat.LOADED_PAIRS[0], example.results["language"]
-    texts = read_texts("builtin", own.tokenizer, 256, 4)
-    with Subject("teacher", own.teacher, softmax=True).at_work():
-        wanted = logits_of(own.teacher, texts)
-    kl = kl_of(wanted, logits_of(own.student, texts)).mean().item()
-    assert 0 < kl < 3 * of_subject(judged.result, "student").kl.mean
+    *_, (_, last) = chat.compare_models(visitor, EXAMPLE_NAME, prompt.text, 16, 0, False)
+    assert last.teacher.text and last.student.text and last.window.text
+    own, judged = loaded_models.LOADED[0], example.results["language"]
+    texts, logits = read_texts("builtin", own.tokenizer, 256, 4), {}
+    for subject in own.subjects:
+        with subject.at_work() as model:
+            logits[subject.name] = logits_of(model, texts)
+    for name in ("student", "window"):
+        kl = kl_of(logits["teacher"], logits[name]).mean().item()
+        assert 0 < kl < 3 * of_subject(judged.result, name).kl.mean, name
     with pytest.raises(RequestError, match="is more than is read here before 16 are written .496.: give a shorter"):
         next(chat.compare_models(visitor, EXAMPLE_NAME, "word " * 600, 16, 0, False))
-    with pytest.raises(RequestError, match="is only read"):
-        next(chat.read_document(visitor, EXAMPLE_NAME, "A text."))
     assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import FolderError
-from linearizer.page import actions, calls, chat, polling, run_state, sending
+from linearizer.page import actions, calls, loaded_models, polling, run_state, sending
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.publish import push
@@ -21,7 +21,7 @@ PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64)
 @pytest.fixture
 def someone(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    monkeypatch.setattr(chat, "LOADED_PAIRS", [])
+    monkeypatch.setattr(loaded_models, "LOADED", [])
     return find_visitor()
 
 
@@ -36,13 +36,13 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 ):
     monkeypatch.setattr(push, "publish", published)
     run = Run(shutil.copytree(quick_run, tmp_path / "demo-64"))
-    with chat.loaded_pair(run, someone) as pair:
-        first = pair
+    with loaded_models.lent_models(run, someone) as models:
+        first = models
     sending.begin_publication(run, "me/first", True, None)
     wait_until(lambda: sending.PUBLICATIONS[run.key].over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
-    with chat.loaded_pair(run, someone) as pair:
-        assert pair is first and "verdict" in seen
+    with loaded_models.lent_models(run, someone) as models:
+        assert models is first and "verdict" in seen
 
     control.delete(run)
     run = pipeline.begin(tmp_path / "demo-64", PLAN)
@@ -55,8 +55,8 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 
     control.delete(run)
     run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
-    with chat.loaded_pair(run, someone) as pair:
-        assert pair is not first
+    with loaded_models.lent_models(run, someone) as models:
+        assert models is not first
 
 
 def test_only_a_page_that_leaves_a_run_closes_the_steps_behind_the_first():

@@ -199,7 +199,7 @@ def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, br
         page.get_by_role("button", name="A passage again").click()
         shown(page, "#prompt-note", "tokens back")
         page.click("#compare:enabled")
-        for side, held in (("teacher", "MB"), ("student", "262 kB")):
+        for side, held in (("teacher", "MB"), ("student", "262 kB"), ("window", "261 kB")):
             shown(page, f"#{side}-card", held, LONG)
             assert page.locator(f"#{side}").inner_text()
         page.click("#step-3-button")

@@ -1,9 +1,8 @@
 """What a visitor does on the page in a browser, step by step."""
 
 import re
-from contextlib import suppress
 
-from tests.support.page_server import LONG, wait_until_true
+from tests.support.page_server import LONG
 
 
 def choose_demo(page):
@@ -28,11 +27,11 @@ def field(page, option):
     return page.locator(f"#option-{option}").get_by_role("textbox")
 
 
-def upload(page, button, content):
+def upload(page, button, content, name="plan.json", kind="application/json"):
     """Choose a file with some content."""
     with page.expect_file_chooser() as chooser:
         page.click(button)
-    chooser.value.set_files({"name": "plan.json", "mimeType": "application/json", "buffer": content})
+    chooser.value.set_files({"name": name, "mimeType": kind, "buffer": content})
 
 
 def start(page, steps, *way):
@@ -48,17 +47,6 @@ def start(page, steps, *way):
     page.click("#start")
     page.wait_for_url("**/?run=*")
     return re.search(r"run=([\w.-]+)", page.url)[1]
-
-
-def ask_until(page, script, argument):
-    """Press Ask until that has the effect: it has none while an answer is written."""
-    from playwright.sync_api import TimeoutError as NotYet
-
-    for _ in range(8):
-        page.click("#ask:enabled")
-        with suppress(NotYet):
-            return wait_until_true(page, script, argument, timeout=15_000)
-    raise AssertionError(page.locator("#reading").inner_text())
 
 
 def number_at(page, selector, name):

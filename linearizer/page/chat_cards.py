@@ -1,0 +1,158 @@
+"""The HTML of a chat: what each model says, its speed, and the memory of all while they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from linearizer.amounts import size
+from linearizer.plan.state_size import StateSize
+from linearizer.report.markup import announcement, message_box, values_list
+from linearizer.run.folder import Run
+
+if TYPE_CHECKING:
+    from linearizer.evaluate.side_by_side import MemoryPrompt
+    from linearizer.page.chats import Chat
+    from linearizer.run.results import Comparison, Difference, Held, Side
+
+HOLDS = {"teacher": "the teacher's cache", "student": "the student's state", "window": "the window"}
+MIN_TIMED_TOKENS = 16  # written, from which on their pace is told: that of fewer is chance
+MIN_METERED_TOKENS = 64  # read, from which on a meter is shown
+SHOWN_BEGIN, SHOWN_END = 80, 160  # characters of a long prompt
+WIDE, HIGH = 600, 120  # of the meter's chart
+
+
+def column(turns: Sequence[Comparison], name: str) -> str:
+    """Show what one model was asked and what it answered, turn by turn."""
+    shown = []
+    for turn in turns:
+        side: Side | None = getattr(turn, name)
+        compared = turn.student if name == "teacher" else side
+        first = None if compared is None else compared.difference
+        own = "" if first is None else first.teacher if name == "teacher" else first.own
+        shown.append(f'<p class="lz-asked">{escape(shorten(turn.prompt))}</p>{writing_card(side, first, own)}')
+    return f"<div>{''.join(shown)}</div>" if shown else ""
+
+
+def shorten(prompt: str) -> str:
+    """Leave out the middle of a long prompt."""
+    if len(prompt) <= SHOWN_BEGIN + SHOWN_END:
+        return prompt
+    return f"{prompt[:SHOWN_BEGIN]} […] {prompt[-SHOWN_END:]}"
+
+
+def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:
+    """Show what one model wrote, with a mark on the first token in which it and the teacher differ."""
+    text = "" if side is None else side.text
+    if side is not None and side.tokens and not text:
+        return '<p class="lz-faint">Ended at once.</p>'
+    if difference is None or not own or not text.startswith(difference.alike + own):
+        return f"<p>{escape(text)}</p>"
+    rest = text[len(difference.alike) + len(own) :]
+    return f"<p>{escape(difference.alike)}<mark>{escape(own)}</mark>{escape(rest)}</p>"
+
+
+def comparison_note(now: Comparison, why_slower: str) -> str:
+    """Say how much of the teacher's text the others write, and why the student is slower, where it is."""
+    others = {name: side for name, side in (("student", now.student), ("window", now.window)) if side is not None}
+    total = now.teacher.tokens
+    alike = {name: same_tokens(now.teacher, side) for name, side in others.items()}
+    if all(not side.text for side in (now.teacher, *others.values())):
+        said = "All ended at once." if len(others) > 1 else "Both ended at once."
+    elif all(side.difference is None and side.tokens == total for side in others.values()):
+        said = f"{'All' if len(others) > 1 else 'Both'} write the same {total} tokens."
+    else:
+        shares = ", ".join(f"the {name} {count} ({count / max(total, 1):.0%})" for name, count in alike.items())
+        said = f"Of the teacher's {total} tokens, the first are the same: {shares}. The first that differs is marked."
+    return message_box(f"{said} {why_slower}".strip())
+
+
+def same_tokens(teacher: Side, side: Side) -> int:
+    """Count the tokens that a model writes as the teacher does, before the first that differs."""
+    return min(teacher.tokens, side.tokens) if side.difference is None else side.difference.place
+
+
+def memory_note(prompt: MemoryPrompt, state: int) -> str:
+    """Say how far back stands what a prompt goes on with, and what it is."""
+    place = f"It goes on with what stands about {prompt.distance:,} tokens back: “{prompt.answer}”."
+    held = f"The student's state takes the bytes of {state:,} tokens."
+    return message_box(f"{place} {held} A teacher that does not recall it is too small for this.")
+
+
+def side_card(side: Side | None) -> str:
+    """Show the speed of one model, and the bytes that it remembers."""
+    if side is None or not side.tokens:
+        return values_list([("tokens/s", "–"), ("first token", "–"), ("remembers", "–")], "lz-thirds")
+    timed = side.tokens >= MIN_TIMED_TOKENS
+    pairs = [
+        ("tokens/s", f"{side.tokens_per_second:.1f}" if timed else "–"),
+        ("first token", f"{side.first_token_seconds * 1000:.0f} ms"),
+        (f"remembers after {side.tokens_read:,} tokens", size(side.state_bytes)),
+    ]
+    return values_list(pairs, "lz-thirds")
+
+
+def meter_card(course: Sequence[Held], chat: Chat) -> str:
+    """Show how the memory of each model grows or stands still while a text is read."""
+    now = course[-1]
+    done, document = now.tokens == now.total, chat.document
+    what = "the document" if document and not chat.turns else "the prompt"
+    again = ", which was read before: its states were given to others" if now.again else ""
+    title = f"{'Read' if done else 'Reading'} {what}{again}: {now.tokens:,} of {now.total:,} tokens"
+    loud = announcement(f"{title}. {told_sizes(now.bytes)}") if done else ""
+    cut = document is not None and done and what == "the document" and not document.whole
+    note = '<p class="lz-faint">It is longer than the model reads here: this is its beginning.</p>' if cut else ""
+    facts = "".join(
+        f'<div class="lz-{name}"><dt>{escape(HOLDS[name])}</dt><dd>{size(held)}</dd></div>'
+        for name, held in now.bytes.items()
+    )
+    return (
+        f'<section class="lz-meter" aria-label="Memory while reading"><p class="lz-step"{loud}>{escape(title)}</p>'
+        f'<dl class="lz-facts lz-thirds">{facts}</dl>{draw_course(course)}{note}</section>'
+    )
+
+
+def told_sizes(held: Mapping[str, int]) -> str:
+    return ", ".join(f"{HOLDS[name]} {size(count)}" for name, count in held.items())
+
+
+def draw_course(course: Sequence[Held]) -> str:
+    """Draw a line for each model: bytes over the tokens that were read, up to what the teacher will hold at the end."""
+    now = course[-1]
+    most = max(*now.bytes.values(), now.bytes["teacher"] * now.total // max(now.tokens, 1), 1)
+    lines = ""
+    for name in now.bytes:
+        places = ((WIDE * held.tokens / held.total, HIGH * (1 - held.bytes[name] / most)) for held in course)
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        start = f"0,{HIGH if name == 'teacher' else HIGH * (1 - course[0].bytes[name] / most):.1f}"
+        lines += f'<polyline class="lz-{name}" points="{start} {points}"/>'
+    label = escape(f"Bytes over tokens: {told_sizes(now.bytes)} after {now.tokens:,} tokens", quote=True)
+    view = f'viewBox="0 -3 {WIDE} {HIGH + 6}" preserveAspectRatio="none"'
+    return f'<svg role="img" aria-label="{label}" {view}>{lines}</svg>'
+
+
+def explain_speed(run: Run, teacher: Side, student: Side) -> str:
+    """Explain why the student writes more slowly than its teacher; empty where it does not."""
+    from linearizer.student.kernel_in_c import find_compiler
+
+    if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
+        return ""
+    allocation, read = run.require_allocation(), student.tokens_read
+    state, heads = StateSize.of(allocation, run.layers), [head for row in allocation.heads for head in row]
+    until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is larger)"
+    reasons = {
+        f"after {read:,} tokens its teacher's cache is still smaller than its state{until}": state.breakeven is None
+        or read < state.breakeven,
+        "tokens that leave a window have to be merged into slots": any(head.slots for head in heads),
+        "every token is written into a memory": any(head.memory for head in heads),
+        "queries and keys have to be turned into features": any(head.features and not head.memory for head in heads),
+    }
+    named = [reason for reason, holds in reasons.items() if holds] or ["its state has to be kept up to date"]
+    if run.evaluation_file["made_with"].get("device", "").startswith("cpu"):
+        if any(head.features for head in heads):
+            named.append("the kernels that do this at once need a GPU")
+        elif find_compiler() is None:
+            named.append("the kernels that do this at once need a C compiler")
+    share = student.tokens_per_second / teacher.tokens_per_second
+    return f"The student writes {share:.0%} as fast here, because {', and '.join(named)}."
