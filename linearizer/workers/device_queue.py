@@ -1,38 +1,62 @@
 """The queue of this machine: each device works on one run at a time, in the order of tickets.
 
 A process that waits or works holds the lock of a ticket: a file named NUMBER@DEVICE, or NUMBER@DEVICE+DEVICE for a run
-on several devices, with the folder of the run. A run works once no live ticket for one of its devices has a smaller
-number. A ticket without a lock belongs to a dead process and does not count.
+on several devices, with the folder of the run. A ticket without a lock belongs to a dead process and does not count.
+NUMBER-short@DEVICE is the ticket of short work, which goes before the OVERTAKEN tickets that were taken before it. A
+run works once no live ticket for one of its devices is before its own, and it holds the locks of its devices. It gives
+these back, and pauses, while short work that came later is before it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from linearizer.errors import FolderError
 from linearizer.run.files import writing
 from linearizer.run.locks import Lock, is_held, take_lock
 
+SHORT, OVERTAKEN = "-short", 20  # so one run waits for no more than that many short pieces of work that came later
 WAIT_SECONDS = 30.0  # the longest wait for other processes; each holds the lock for a moment
 
 
 @dataclass
 class Ticket:
-    """A place in the queue; the process that holds its lock works once no live ticket is before it."""
+    """A place in the queue, and the locks of its devices while its process works."""
 
     path: Path
     lock: Lock
+    devices: dict[Path, Lock] = field(default_factory=dict)
 
     def count_before(self) -> int:
         """Count the live tickets before this one that share a device with it."""
         return len(tickets_before(self.path))
 
+    def begin_work(self) -> bool:
+        """Take the devices, unless a live ticket is before this one, or another process still works on one of them."""
+        if self.count_before():
+            return False
+        for device in sorted(parse_ticket(self.path)[1]):
+            path = self.path.with_name(f"working@{device}")
+            if (lock := take_lock(path, 0.0)) is None:
+                self.pause()
+                return False
+            self.devices[path] = lock
+        return True
+
+    def pause(self) -> None:
+        """Give the devices back, and stay in the queue."""
+        for path, lock in self.devices.items():
+            path.unlink(missing_ok=True)
+            lock.release()
+        self.devices.clear()
+
     def remove(self) -> None:
         """Let the next run work."""
         self.path.unlink(missing_ok=True)
+        self.pause()
         self.lock.release()
 
 
@@ -42,7 +66,7 @@ def queue_folder() -> Path:
     return Path(os.environ.get("LINEARIZER_QUEUE") or Path(cache) / "linearizer" / "queue")
 
 
-def take_ticket(run: Path, devices: Sequence[str]) -> Ticket:
+def take_ticket(run: Path, devices: Sequence[str], short: bool = False) -> Ticket:
     """Take the next number for a run on some devices, and remove the tickets of dead processes."""
     folder = queue_folder()
     try:
@@ -59,10 +83,10 @@ def take_ticket(run: Path, devices: Sequence[str]) -> Ticket:
             f"{str(folder)!r} has been locked for {WAIT_SECONDS:.0f} seconds: stop the process that holds it"
         )
     with queue_lock, writing(folder):
-        last = max((parse_ticket(path)[0] for path in tickets()), default=0)
+        last = max((number_of(path) for path in tickets()), default=0)
         for path in (path for path in tickets() if not is_held(path)):
             path.unlink(missing_ok=True)
-        path = folder / f"{last + 1:08d}@{'+'.join(dict.fromkeys(devices))}"
+        path = folder / f"{last + 1:08d}{SHORT * short}@{'+'.join(dict.fromkeys(devices))}"
         path.write_text(str(run.resolve()), encoding="utf-8")
         lock = take_lock(path, WAIT_SECONDS)
     assert lock is not None  # a check whether it is held takes a moment only
@@ -76,9 +100,9 @@ def tickets() -> list[Path]:
 
 def tickets_before(path: Path) -> list[Path]:
     """List the live tickets before a ticket that share a device with it, the first of them first."""
-    number, devices = parse_ticket(path)
+    own, devices = parse_ticket(path)
     others = sorted((*parse_ticket(other), other) for other in tickets())
-    return [other for place, of, other in others if place < number and not devices.isdisjoint(of) and is_held(other)]
+    return [other for place, of, other in others if place < own and not devices.isdisjoint(of) and is_held(other)]
 
 
 def runs_before(run: Path) -> list[Path]:
@@ -88,7 +112,12 @@ def runs_before(run: Path) -> list[Path]:
     return [] if own is None else [folders[path] for path in tickets_before(own) if path in folders]
 
 
-def parse_ticket(path: Path) -> tuple[int, set[str]]:
-    """Return the number and the devices of a ticket."""
-    number, _, devices = path.name.partition("@")
-    return int(number), set(devices.split("+"))
+def parse_ticket(path: Path) -> tuple[tuple[int, int], set[str]]:
+    """Return the place of a ticket in the queue, by which tickets are ordered, and its devices."""
+    name, _, devices = path.name.partition("@")
+    number = number_of(path)
+    return (number - OVERTAKEN * name.endswith(SHORT), number), set(devices.split("+"))
+
+
+def number_of(path: Path) -> int:
+    return int(path.name.partition("@")[0].removesuffix(SHORT))

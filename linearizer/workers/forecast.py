@@ -14,13 +14,16 @@ from pathlib import Path
 
 import torch
 
-from linearizer.evaluate.evaluate_run import JUDGING
+from linearizer.evaluate.evaluate_run import JUDGING, MAX_APPROXIMATION_TEXTS, MAX_WRITTEN_TOKENS
+from linearizer.evaluate.needle import DEPTHS
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
 from linearizer.run.disk import NUMBER, resume_bytes, rows_of, run_bytes
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run, newest_request
 from linearizer.student.kernel_dispatch import FeatureAttention
 from linearizer.student.kernel_in_c import find_compiler
 from linearizer.student.layer_student import LayerStudent
@@ -40,6 +43,10 @@ GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of 
 LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, apart from its product
 JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
+SHORT_SECONDS = 180.0  # of an evaluation that a run pauses for
+SUBJECTS = 4  # that read the texts of an evaluation, in mean over its parts
+WRITING = 10.0  # times as long as reading it a token takes to be written
+SPEED_MEASUREMENTS = 8  # that take as long as one may, of teacher, student and window
 COMPARED = 6  # students that are measured before one of them is made
 HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
@@ -105,12 +112,8 @@ def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: f
 def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     """Estimate the seconds of all steps."""
     layers, length = inspection.replaced_layers, plan.kept_length(inspection.max_positions)
-    attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
-    products = product_speed(plan, inspection, speeds)
-    teacher = length * (2 * inspection.active + attention) / products  # seconds for a text
-    heads = sum(layer.kv_heads for layer in layers)
-    student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students  # likewise
-    logits = length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
+    products, heads = product_speed(plan, inspection, speeds), sum(layer.kv_heads for layer in layers)
+    teacher, student, logits = text_seconds(plan, inspection, speeds)
     judging = JUDGING_PASSES * (teacher + student + logits)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
@@ -119,6 +122,43 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     spectra = heads * plan.samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
     return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
+
+
+def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[float, float, float]:
+    """Estimate the seconds that teacher, student and logits take for one text of a run."""
+    layers, length = inspection.replaced_layers, plan.kept_length(inspection.max_positions)
+    attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
+    teacher = length * (2 * inspection.active + attention) / product_speed(plan, inspection, speeds)
+    student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students
+    return teacher, student, length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
+
+
+def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
+    """Estimate the seconds of an evaluation from the tokens that its parts read; how long tasks take is not known."""
+    if "tasks" in request.chosen:
+        return math.inf
+    usual = plan.kept_length(inspection.max_positions)
+    length, lengths = request.length or usual, request.lengths or (4 * usual,)
+    tokens = {
+        "language": JUDGED_SHARE * request.texts * max(length, *request.lengths, 0),
+        "needle": len(DEPTHS) * request.texts * max(lengths),  # half of the texts, at lengths that double
+        "generation": WRITING * request.texts * min(length, 2 * MAX_WRITTEN_TOKENS),
+        "approximation": MAX_APPROXIMATION_TEXTS * length,
+    }
+    tokens["recall"] = 0.0 if "language" in request.chosen else tokens["language"]
+    timed = SPEED_MEASUREMENTS * request.seconds * ("speed" in request.chosen)
+    read = sum(count for part, count in tokens.items() if part in request.chosen)
+    text = SUBJECTS * sum(text_seconds(plan, inspection, speeds))
+    return START_SECONDS + text * read / usual + timed + reading_seconds(plan, inspection, speeds)
+
+
+def short_evaluation(run: Run) -> bool:
+    """Whether the evaluation that a run was asked for takes a few minutes at most, and finds room in what is free."""
+    plan, inspection, device = run.plan, run.inspection, choose_device(run.plan.device)
+    request = Request.of(newest_request(run)[0])
+    if evaluation_seconds(request, plan, inspection, measure_speeds(device)) > SHORT_SECONDS:
+        return False
+    return run_memory(plan, inspection) <= free_bytes(torch.device(device))
 
 
 def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from linearizer.run.hub_job import read_hub_job
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers.control import end_process, lock_and_queue
-from linearizer.workers.device_queue import take_ticket
+from linearizer.workers.device_queue import Ticket, take_ticket
 from linearizer.workers.helpers import HelperProcesses, devices_to_hold
 
 Product = TypeVar("Product")
@@ -79,14 +79,42 @@ def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | No
     """Work on a run when its devices, or the one named, are free; the caller holds the run."""
     with ExitStack() as undo:
         with log_end(run):
-            ticket = take_ticket(run.folder, [device] if device else devices_to_hold(run))
+            short = device is None and run.job is not None and is_short(run)
+            ticket = take_ticket(run.folder, [device] if device else devices_to_hold(run), short)
             undo.callback(ticket.remove)
-            while before := ticket.count_before():
-                check_stop(run)
-                yield Progress("queue", 0, before, "runs before")
-                time.sleep(QUEUE_POLL_SECONDS)
-            check_stop(run)
-        return (yield from steps())
+            yield from wait_for_turn(run, ticket)
+        return (yield from give_way(run, ticket, steps()))
+
+
+def is_short(run: Run) -> bool:
+    """Whether an evaluation takes so little time and memory that a run may pause for it."""
+    from linearizer.workers.forecast import short_evaluation
+
+    return short_evaluation(run)
+
+
+def wait_for_turn(run: Run, ticket: Ticket) -> Steps[None]:
+    while not ticket.begin_work():
+        check_stop(run)
+        yield Progress("queue", 0, max(1, ticket.count_before()), "runs before")
+        time.sleep(QUEUE_POLL_SECONDS)
+    check_stop(run)
+
+
+def give_way(run: Run, ticket: Ticket, steps: Steps[Product]) -> Steps[Product]:
+    """Take steps, and pause between two of them while short work goes before."""
+    looked = time.monotonic()
+    with closing(steps):  # a step that is stopped in a pause saves its state
+        while True:
+            try:
+                yield next(steps)
+            except StopIteration as end:
+                return end.value
+            if time.monotonic() - looked > QUEUE_POLL_SECONDS:
+                if ticket.count_before():
+                    ticket.pause()
+                    yield from wait_for_turn(run, ticket)
+                looked = time.monotonic()
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""Short work goes before long work, which pauses for it, and no run waits for it for ever."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from linearizer.plan.head_bytes import Layer
+from linearizer.plan.plan import Plan
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
+from linearizer.workers import control, device_queue
+from linearizer.workers.device_queue import OVERTAKEN, take_ticket
+from linearizer.workers.forecast import SHORT_SECONDS, Speeds, evaluation_seconds
+from tests.support.runs import LONG, beginning, inspection_of, wait_for, wait_for_event, wait_until
+
+SHORT = {"parts": ["language", "speed"], "texts": 2, "lengths": [64], "seconds": 0.2, "short": True}
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_QUEUE", str(tmp_path / "queue"))
+    return tmp_path
+
+
+def test_an_evaluation_of_seconds_is_done_at_once_while_a_run_of_hours_pauses(queue, quick_run):
+    done = Run(shutil.copytree(quick_run, queue / "runs" / "done"))
+    making = beginning(queue / "runs")
+    run = next(making)(plan=LONG)
+    control.start(run)
+    wait_for_event(run, "distill")
+    control.evaluate(done, SHORT)
+    wait_for(done.evaluating, "done")
+    own = [event for event in done.events() if event.get("job")]
+    begun, ended = (next(e["time"] for e in own if e["event"] == name) for name in ("started", "done"))
+    steps = [event["time"] for event in run.events() if event["event"] == "distill"]
+    assert not [time for time in steps if begun < time < ended], "nothing is measured while the run works, too"
+    assert control.state_of(run) == "running"
+    wait_until(lambda: run.events()[-1]["time"] > ended and run.events()[-1]["event"] == "distill")
+    other = take_ticket(queue / "other", ["cpu"], short=True)
+    wait_until(other.begin_work)
+    control.stop(run)  # in its pause, too
+    wait_for(run, "stopped")
+    assert control.status(run).saved is not None
+    other.remove()
+    making.close()
+    assert [path.name for path in device_queue.queue_folder().iterdir()] == ["lock"]
+
+
+def test_a_run_at_work_keeps_its_devices_until_it_pauses(queue):
+    long, short, other = (take_ticket(queue / name, [name]) for name in ("cpu", "cpu ", "cuda:0"))
+    short.remove()
+    assert long.begin_work() and other.begin_work()
+    short = take_ticket(queue / "short", ["cpu"], short=True)
+    assert long.count_before() == 1 and other.count_before() == 0 and not short.begin_work()
+    long.pause()
+    assert short.begin_work() and not long.begin_work()
+    short.remove()
+    assert long.begin_work()
+
+
+def test_a_run_is_overtaken_by_so_many_and_no_more(queue):
+    long = take_ticket(queue / "long", ["cpu"])
+    late = [take_ticket(queue / f"short {n}", ["cpu"], short=True) for n in range(OVERTAKEN + 5)]
+    assert long.count_before() == OVERTAKEN - 1
+    assert late[-1].count_before() == len(late), "the last waits for the run, too"
+    for ticket in (*late, long):
+        ticket.remove()
+
+
+def test_short_is_what_reads_little_and_tasks_are_never():
+    inspection = inspection_of([Layer(4, 2, 32, 32)] * 4, parameters=10**7, weight_bytes=2 * 10**7)
+    plan, speeds = Plan("demo", budget=64, texts=2, length=256, device="cpu"), Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
+    few, more, tasks = Request(texts=2, seconds=1.0), Request(texts=200), Request(tasks=("ruler",))
+    seconds = [evaluation_seconds(each, plan, inspection, speeds) for each in (few, more, tasks)]
+    assert seconds[0] < SHORT_SECONDS < seconds[1] < seconds[2]
+    large = replace(inspection, parameters=10**10, weight_bytes=2 * 10**10)
+    assert evaluation_seconds(few, plan, large, speeds) > SHORT_SECONDS
