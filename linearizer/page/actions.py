@@ -30,7 +30,7 @@ from linearizer.page.calls import endpoint
 from linearizer.page.chat_cards import explain_speed
 from linearizer.page.chats import Settings
 from linearizer.page.planning import EFFORTS, examine_model, make_plan
-from linearizer.page.visitors import Visitor, on_space
+from linearizer.page.visitors import Visitor, check_name, on_space
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
@@ -240,6 +240,15 @@ def resume_run(visitor: Visitor, run: str, *, pay: bool = False) -> str:
     return control.state_of(own)
 
 
+def rename_run(visitor: Visitor, run: str, name: str) -> str:
+    """Give a run that does not work another name, of letters, digits and `._@+-`; return the name."""
+    own = visitor.find_own_run(run)
+    check_name(name)
+    if (sent := sending.PUBLICATIONS.get(own.key)) is not None and not sent.over:
+        raise RequestError(f"this run is being published to {sent.repo_id!r}: wait until that is done")
+    return control.rename(own, name).folder.name
+
+
 def delete_run(visitor: Visitor, run: str) -> str:
     """Delete a run that does not work; return its name."""
     runs.delete_run(visitor.find_own_run(run), visitor.token)
@@ -346,8 +355,8 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, list_hardware, start_job, run_status, list_runs, stop_run,
-    use_run, resume_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run,
-    compare_models, read_document, end_chat, preview_publication, publish_run,
+    use_run, resume_run, rename_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget,
+    branch_run, compare_models, read_document, end_chat, preview_publication, publish_run,
 )  # fmt: skip
 OF_NO_RUN = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
 ONE_AT_A_TIME = (compare_models, read_document)

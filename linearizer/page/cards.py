@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from linearizer.amounts import ago, duration, growing, size
+from linearizer.amounts import ago, duration, size
 from linearizer.errors import LinearizerError
 from linearizer.page.visitors import on_space
 from linearizer.plan.state_size import StateSize
@@ -19,7 +18,7 @@ from linearizer.report import markup
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
-from linearizer.report.tables import describe_heads, with_half_width
+from linearizer.report.tables import with_half_width
 from linearizer.report.training_charts import ERRORS
 from linearizer.report.verdict import Verdict, judge_run, of_subject
 from linearizer.run.folder import Run
@@ -55,7 +54,6 @@ EVALUATION_ENDS = {
     "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
     "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
 }
-RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 
 
 def run_card(status: Status | None, name: str, now: float) -> str:
@@ -71,7 +69,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     lines = [f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
     if moving:
         lines.append(step_bar(moving, now))
-    if status.state == "queued":
+    if status.state in ("queued", "running"):  # which may pause
         lines.append(turn_line(status.run, now))
     if status.error and status.state in ("failed", "stopped"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
@@ -236,7 +234,7 @@ def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
     return progress_bar(f"Sending to {repo_id}", share, loud=announcement(f"Sending to {repo_id}."))
 
 
-def evaluation_card(status: Status | None) -> str:
+def evaluation_card(status: Status | None, now: float) -> str:
     """Show the progress of an evaluation, or its end."""
     if status is None:
         return ""
@@ -244,7 +242,7 @@ def evaluation_card(status: Status | None) -> str:
         state, step = STATE_SENTENCES[status.state], status.step
         loud = announcement(f"Evaluation: {state}")
         line = f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>'
-        return line + ("" if step is None or status.state == "queued" else part_bar(step))
+        return line + (turn_line(status.run, now) if status.state == "queued" or step is None else part_bar(step))
     if status.state == "failed":
         return message_box(status.error or "it failed", "bad")
     if status.state == "done":
@@ -259,116 +257,3 @@ def part_bar(step: Mapping[str, Any]) -> str:
     view = PART_VIEWS.get(str(step.get("part")))
     text = f"part {place} of {parts}: {step['done']:,} of {step['total']:,} {step.get('unit', '')}"
     return progress_bar(view.title if view else step["event"], (place - 1 + share_done(step)) / parts, text)
-
-
-def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
-    """List runs, the newest first, each with a link to it, how far it is, and what judging measured."""
-    if not statuses:
-        return message_box("No runs yet: start a run on the first page.")
-    now = time.time() if now is None else now
-    rows = []
-    for status in statuses:
-        name, plan = status.run.folder.name, status.plan
-        if plan is None:  # it is damaged
-            what = [escape(markup.without_folders(status.error or "")), "", ""]
-        else:
-            link = f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>'
-            what = [link, escape(plan.recipe), escape(plan.dial + ", may grow" * plan.may_grow)]
-        rows.append(
-            [
-                *what,
-                f"{state_sign(status.state)} {escape(state_words(status))}",
-                *quality_cells(status.run),
-                escape(ago(status.begun, now)),
-                escape(size(status.disk_bytes)),
-                f"<code>{escape(name)}</code>",
-            ]
-        )
-    head = ("model", "recipe", "budget", "state", "kl, nats", "agreement", "begun", "disk", "name")
-    return table("Your runs", head, rows, safe=True, kind="lz-words")
-
-
-def last_runs(statuses: Sequence[Status]) -> str:
-    """Link to runs, each with its budget and its state; empty without runs."""
-    links = [
-        f'<a href="?run={escape(status.run.folder.name, quote=True)}">{escape(status.plan.model)}, '
-        f"{escape(status.plan.dial)}</a> ({escape(state_words(status))})"
-        for status in statuses
-        if status.plan is not None
-    ]
-    return f'<p class="lz-links">Your last runs: {", ".join(links)}</p>' if links else ""
-
-
-def state_words(status: Status) -> str:
-    """Describe the state of a run, and its progress."""
-    if status.state == "done":
-        return "done" + ", evaluating" * status.live
-    if status.step is None or status.state not in LIVE:
-        return status.state
-    done, total = int(status.step["done"]), max(1, int(status.step["total"]))
-    return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total}%"
-
-
-def quality_cells(run: Run) -> tuple[str, str]:
-    """Return the kl and the agreement of a run's student; a dash where it is not judged."""
-    try:
-        verdict = judge_run(run)
-    except LinearizerError:  # a damaged file of one run must not hide the others
-        verdict = None
-    if verdict is None or verdict.kl is None or verdict.agreement is None:
-        return "–", "–"
-    return f"{verdict.kl:.4f}", f"{verdict.agreement:.1%}"
-
-
-def deleting_card(status: Status) -> str:
-    """Ask whether a run shall go for good."""
-    published = status.published["repo_id"] if status.published else None
-    hub = f" What was published as {published} stays." if published else ""
-    held = "student, measurements and log" if status.run.checkpoint.is_dir() else "measurements and log"
-    name, model = status.run.folder.name, status.plan.model if status.plan else "damaged"
-    return message_box(
-        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {held} will be gone.{hub}", "bad"
-    )
-
-
-def comparison_card(first: Run, second: Run) -> str:
-    """Compare two runs: results, verdicts, and the options of their plans that differ."""
-    columns, plans = zip(*((run_facts(run), asdict(run.plan)) for run in (first, second)), strict=True)
-    rows = [[name, *(facts.get(name, "–") for facts in columns)] for name in columns[0] | columns[1]]
-    options = [[name.replace("_", " "), *(show_option(plan[name]) for plan in plans)] for name in plans[0]]
-    differing = [row for row in options if row[1] != row[2]] or [["nothing", "", ""]]
-    head, kind = ("", first.folder.name, second.folder.name), "lz-words lz-pair"
-    verdicts = "".join(
-        f'<p class="lz-faint">{sentence_html(run.folder.name)}: {sentence_html(verdict.sentence)}</p>'
-        for run in (first, second)
-        if (verdict := judge_run(run)) is not None
-    )
-    facts, plan = "What came of both", "Options of the plan that differ"
-    return table(facts, head, rows, kind=kind) + verdicts + table(plan, head, differing, kind=kind)
-
-
-def show_option(value: object) -> str:
-    """Write an option of a plan; an option that was left out is the recipe's, or measured."""
-    return "left out" if value is None else "yes" if value is True else "no" if value is False else str(value)
-
-
-def run_facts(run: Run) -> dict[str, str]:
-    """Return the results of a run by their names."""
-    kl, agreement = quality_cells(run)
-    facts = {"kl, nats per token": kl, "agreement with the teacher": agreement}
-    if (allocation := run.allocation) is not None:
-        state = StateSize.of(allocation, run.layers)
-        facts["state"] = growing(state.fixed, state.growth)
-        facts["smaller from"] = "never" if state.breakeven is None else f"{state.breakeven:,} tokens on"
-        facts["heads hold"] = describe_heads(allocation)
-    subjects = run.results["speed"].result.subjects if "speed" in run.results else ()
-    paces = {course.name: [pace for pace in course.paces if pace.extrapolated is None] for course in subjects}
-    for title, rate in RATES.items():
-        measured = {name: {pace.length: getattr(pace, rate) for pace in paces[name]} for name in paces}
-        lengths = [length for length, speed in measured.get("student", {}).items() if speed]
-        facts[title] = "not evaluated yet"
-        if lengths:
-            length, teacher = max(lengths), measured["teacher"].get(max(lengths))
-            facts[title] = f"{measured['student'][length]:,.0f} after {length:,} tokens"
-            facts[title] += f"; its teacher {teacher:,.0f}" if teacher else ""
-    return facts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, sending
+from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, run_list, sending
 from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
@@ -35,6 +35,8 @@ ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the 
     "use": actions.use_run,
     "pay": partial(actions.resume_run, pay=True),
 }
+
+ACTS = {"stop": actions.stop_run, "resume": actions.resume_run, "delete": actions.delete_run}  # by buttons of cards
 
 
 def show_note(box: str) -> gr.HTML:
@@ -64,7 +66,7 @@ def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
 def list_last_runs(browser: Browser) -> str:
     """Link to the runs that the visitor began last; there are none of a visitor who is not known."""
     with suppress(LinearizerError):
-        return cards.last_runs(control.runs_in(browser.visitor.home)[:MAX_LINKED_RUNS])
+        return run_list.last_runs(control.runs_in(browser.visitor.home, MAX_LINKED_RUNS))
     return ""
 
 
@@ -300,17 +302,17 @@ def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
 
 
 @handler
-def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
-    """List the visitor's runs: all can be compared but damaged ones; what was chosen stays."""
+def list_runs(browser: Browser, busy: bool) -> tuple[Any, Any, Any]:
+    """List the visitor's runs, unless they are `busy` with a card; all can be compared but damaged ones."""
+    if busy:
+        return gr.skip(), gr.skip(), gr.skip()
     try:
         statuses = control.runs_in(browser.visitor.home)
     except LinearizerError as error:
-        return markup.message_box(str(error), "bad"), *[gr.skip()] * 3
-    idle = [status.run.folder.name for status in statuses if not status.live]
+        return markup.message_box(str(error), "bad"), gr.skip(), gr.skip()
     names = [status.run.folder.name for status in statuses if status.plan is not None]
-    names += [EXAMPLE_NAME] * has_example()
-    either = gr.Dropdown(choices=names)
-    return cards.runs_table(statuses), gr.Dropdown(choices=idle), either, either
+    either = gr.Dropdown(choices=names + [EXAMPLE_NAME] * has_example())
+    return run_list.run_cards(statuses), either, either
 
 
 @handler
@@ -319,25 +321,17 @@ def compare_runs(browser: Browser, first: str | None, second: str | None) -> str
     if not first or not second:
         return ""
     try:
-        return cards.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
+        return run_list.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
     except LinearizerError as error:
         return markup.message_box(str(error), "bad")
 
 
 @handler
-def resume_run(browser: Browser, name: str | None) -> None:
-    """Resume a run of the list."""
-    actions.resume_run(browser.visitor, name or "")
-
-
-@handler
-def ask_to_delete(browser: Browser, name: str | None) -> tuple[Any, str]:
-    """Ask once more before a run is deleted."""
-    return gr.Column(visible=True), cards.deleting_card(control.status(browser.visitor.find_run(name or "")))
-
-
-@handler
-def delete_run(browser: Browser, name: str | None) -> tuple[Any, Any]:
-    """Delete a run for good."""
-    actions.delete_run(browser.visitor, name or "")
-    return gr.Dropdown(value=None), gr.Column(visible=False)
+def act_on_run(browser: Browser, event: gr.EventData) -> None:
+    """Do what a button of a run's card asks for; a browser may send anything."""
+    sent = event._data if isinstance(event._data, dict) else {}
+    act, run, value = (str(sent.get(name, "")) for name in ("act", "run", "value"))
+    if act == "rename":
+        actions.rename_run(browser.visitor, run, value)
+    elif act in ACTS:
+        ACTS[act](browser.visitor, run)

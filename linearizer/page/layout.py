@@ -8,19 +8,17 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer.page import plan_form
+from linearizer.page import landing, plan_form
 from linearizer.page.chat import MEMORY_PROMPTS, SAMPLE_PROMPTS
 from linearizer.page.limits import LIMITS
 from linearizer.page.plan_form import USUAL_PAPER, recipe_choices, way_choices
 from linearizer.page.planning import EFFORTS
-from linearizer.page.visitors import EXAMPLE_NAME, example_folder, has_example, on_space, signs_in
+from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
-from linearizer.report.markup import glossary_html, message_box, part_lead, sentence_html
+from linearizer.report.markup import glossary_html, message_box, part_lead
 from linearizer.report.parts import PART_VIEWS
-from linearizer.report.verdict import judge_run
-from linearizer.run.folder import Run
 
-SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"
+SEARCH_ABOUT = "a name on the Hub, as HuggingFaceTB/SmolLM2-135M: type to search; or a folder, or a GGUF file"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 WHEN_JUDGED = "It is drawn once the student is judged."
 ABOUT_BUDGET = (
@@ -84,28 +82,20 @@ def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: Simple
 
 def choose_model(ui: SimpleNamespace) -> None:
     gr.HTML(
-        '<div class="lz-hero"><p>A language model keeps every token that it has read, so its memory grows with the '
-        "text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what that "
-        f"costs before anything is published.</p>{example_link()}</div>",
+        '<div class="lz-hero"><h2>Which model?</h2><p>A language model keeps the keys and values of every token that '
+        "it has read, so its KV cache grows with the text. Linearizer makes a student of it whose memory stays the "
+        f"same, and measures what that costs. {landing.gain_sentence()}</p></div>",
         elem_id="hero",
     )
-    ui.last_runs = gr.HTML(elem_id="last-runs")
-    lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
     with gr.Row(equal_height=False, elem_classes="lz-pick"):
         typed: dict[str, Any] = {"allow_custom_value": True, "scale": 5, "min_width": 260}
         ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, elem_id="model", **typed)
         ui.demo = gr.Button("Take the demo", scale=1, min_width=180, elem_id="demo")
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
-
-
-def example_link() -> str:
-    """Link to the finished example, and tell what came of it; empty where it is not there."""
-    if not has_example() or (verdict := judge_run(run := Run(example_folder()))) is None:
-        return ""
-    sentence = verdict.sentence.partition(". ")[0]
-    told = sentence_html(f"{run.plan.model}, {run.plan.budget} tokens of cache: {sentence[0].lower()}{sentence[1:]}.")
-    return f'<p><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p><small>{told}</small>'
+    example = f'<p class="lz-links"><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p>'
+    ui.last_runs = gr.HTML(elem_id="last-runs")
+    gr.HTML(example * has_example() + landing.real_model_html(), elem_id="gain")
 
 
 def choose_plan(ui: SimpleNamespace) -> None:

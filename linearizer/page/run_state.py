@@ -111,7 +111,7 @@ class RunState:
             "card": cards.run_card(status, run.folder.name, now),
             "training": cards.training_card(status, self.training, now),
             "evaluating": "" if evaluation is None else evaluation.state,
-            "evaluating card": cards.evaluation_card(evaluation),
+            "evaluating card": cards.evaluation_card(evaluation, now),
         }
         for name, value in kept.items():
             self.put(name, value, lambda value=value: value)

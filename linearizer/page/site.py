@@ -99,29 +99,16 @@ def runs_page(page: gr.Blocks) -> None:
     layout.lead("Runs", "All that was begun. Each goes on by itself; open one to watch it.", "h1")
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm")
-    listed = gr.HTML(elem_id="runs")
+    listed, busy = gr.HTML(elem_id="runs", js_on_load="actOnRuns(element, trigger)"), gr.Checkbox(visible="hidden")
     layout.lead("Two runs side by side", "Plan, what the heads hold, kl, agreement, bytes and speed.", "h2")
     with gr.Row(elem_classes="lz-pick"):
         pair = [gr.Dropdown([], label=label, allow_custom_value=True, elem_id=name) for label, name in PAIR]
     compared = gr.HTML(elem_id="compared")
-    layout.lead("Resume or delete a run", "Deleting asks once more. What was published stays.", "h2")
-    with gr.Row(elem_classes="lz-pick"):
-        label = "A run that is not at work"
-        chosen = gr.Dropdown([], value=None, label=label, allow_custom_value=True, elem_id="idle-run", scale=5)
-        resume = gr.Button("Resume", elem_id="resume-run", scale=1, min_width=150)
-        delete = gr.Button("Delete …", elem_id="delete", scale=1, min_width=150)
-    with gr.Column(visible=False, elem_id="sure") as sure:
-        question = gr.HTML()
-        with gr.Row():
-            keep = gr.Button("Keep it", elem_id="keep")
-            confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
     gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
-    resumed = resume.click(handlers.resume_run, [memory, chosen], None, **ONCE)
-    delete.click(handlers.ask_to_delete, [memory, chosen], [sure, question], **ONCE)
-    gr.on([keep.click, chosen.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
-    deleted = confirm.click(handlers.delete_run, [memory, chosen], [chosen, sure], **ONCE)
-    for listing in (page.load, gr.Timer(5).tick, resumed.success, deleted.success):
-        listing(handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)
+    acted = listed.click(handlers.act_on_run, memory, None, **ONCE)
+    shown: dict[str, Any] = {"inputs": [memory, busy], "outputs": [listed, *pair], **QUICK}
+    acted.success(handlers.list_runs, **shown)
+    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, js="askWhetherBusy", **shown)
 
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:

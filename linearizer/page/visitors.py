@@ -103,6 +103,15 @@ def find_visitor(account: str | None = None, token: str | None = None, secret: s
     return Visitor(None)
 
 
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of a visitor's run."""
+    if not RUN_NAME.fullmatch(name) or name.startswith("-") or name == EXAMPLE_NAME:
+        raise RequestError(
+            f"{shorten(name)!r} cannot be the name of a run: take up to 200 letters, digits and ._@+-, beginning with "
+            f"a letter or a digit, and not {EXAMPLE_NAME!r}"
+        )
+
+
 def new_secret() -> str:
     """Make the secret by which a browser is known again."""
     return secrets.token_urlsafe(24)

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -186,6 +187,17 @@ def delete(run: Run) -> None:
             run.folder.rmdir()
 
 
+def rename(run: Run, name: str) -> Run:
+    """Give a run that is not at work another name in its folder of runs; nothing that is there is replaced."""
+    Run.open(run.folder)
+    folder = run.folder.with_name(name)
+    with run.take_lock(), writing(folder):
+        if os.path.lexists(folder):
+            raise RequestError(f"there is a {name!r} beside this run already: choose another name")
+        run.folder.rename(folder)
+    return replace(run, folder=folder)
+
+
 def status(run: Run) -> Status:
     """Return the status of a run."""
     Run.open(run.folder)
@@ -279,10 +291,18 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
     return files
 
 
-def runs_in(root: Path) -> list[Status]:
-    """Return the status of every run under a folder, the newest first."""
-    found = (status_or_damage(Run(file.parent)) for file in root.glob("*/plan.json"))
+def runs_in(root: Path, newest: int | None = None) -> list[Status]:
+    """Return the status of every run under a folder, or of some whose plans are newest; the newest first."""
+    plans = root.glob("*/plan.json") if newest is None else nlargest(newest, root.glob("*/plan.json"), modified)
+    found = (status_or_damage(Run(file.parent)) for file in plans)
     return sorted(filter(None, found), key=lambda each: each.begun, reverse=True)
+
+
+def modified(path: Path) -> float:
+    """Return when a file was written; 0: it is gone."""
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def status_or_damage(run: Run) -> Status | None:

@@ -79,9 +79,13 @@ def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | No
     """Work on a run when its devices, or the one named, are free; the caller holds the run."""
     with ExitStack() as undo:
         with log_end(run):
-            short = device is None and run.job is not None and is_short(run)
-            ticket = take_ticket(run.folder, [device] if device else devices_to_hold(run), short)
+            devices = [device] if device else devices_to_hold(run)
+            ticket = take_ticket(run.folder, devices)
             undo.callback(ticket.remove)
+            if device is None and run.job is not None and ticket.count_before() and is_short(run):
+                ticket.remove()
+                ticket = take_ticket(run.folder, devices, short=True)
+                undo.callback(ticket.remove)
             yield from wait_for_turn(run, ticket)
         return (yield from give_way(run, ticket, steps()))
 

@@ -68,7 +68,7 @@ def take_all(browser, server, folder, widths):
                     page.wait_for_selector(f"#step-{step} h2", state="visible")
                     take(page, folder / f"{step}-{name}-{width}")
             page.goto(f"{server.url}runs")
-            page.wait_for_selector("#runs table")
+            page.wait_for_selector("#runs article")
             take(page, folder / f"6-runs-{width}")
 
 

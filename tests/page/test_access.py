@@ -33,7 +33,7 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(local, browser, d
             page.wait_for_selector(f"#step-{step} .js-plotly-plot")
             assert wrong_in_both_schemes(page) == []
         page.goto(f"{local.url}runs")
-        page.wait_for_selector("#runs table")
+        page.wait_for_selector("#runs article")
         assert wrong_in_both_schemes(page) == []
 
 

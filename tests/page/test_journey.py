@@ -7,6 +7,7 @@ import shutil
 from linearizer.amounts import size
 from linearizer.page import cards, polling, run_state
 from linearizer.page.visitors import EXAMPLE_NAME
+from linearizer.plan.plan import Plan
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.workers import control
@@ -175,14 +176,15 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
         assert page.locator("#step-5-button").is_disabled()
 
 
-def test_runs_are_listed_opened_and_deleted(local, browser, done):
+def test_runs_are_listed_with_what_came_of_them_and_two_are_set_side_by_side(local, browser, done):
     url, runs, _ = local
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
-        shown(page, "#runs", done)
-        row = page.locator("#runs tbody tr", has=page.locator(f"a[href$='run={done}']")).inner_text()
-        verdict = judge_run(Run(runs / done))
-        assert "features" in row and f"{verdict.kl:.4f}" in row and f"{verdict.agreement:.1%}" in row
+        card, verdict = page.locator(f"#runs [data-run='{done}']"), judge_run(Run(runs / done))
+        card.get_by_text("done", exact=True).wait_for()
+        said = card.inner_text()
+        assert "features" in said and f"{verdict.kl:.4f}" in said and f"{verdict.agreement:.1%}" in said
+        assert card.locator("svg").count() == (len(verdict.lengths) > 1)
         for place, name in (("#first", done), ("#second", EXAMPLE_NAME)):
             page.locator(f"{place} input").fill(name)
             page.locator(f"{place} input").press("Enter")
@@ -193,35 +195,41 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
         page.locator("#second input").fill("none")
         page.locator("#second input").press("Enter")
         shown(page, "#compared", "'none' is none of your runs")
-        page.locator(f"#runs a[href$='run={done}']").click()
+        card.get_by_role("link", name="Open").click()
         shown(page, "#run-card", "done")
 
 
-def test_a_run_of_the_list_is_resumed_and_deleted_once_that_was_asked_again(local, browser, done):
+def test_on_its_card_a_run_is_resumed_renamed_copied_and_deleted(local, browser, done):
     url, runs, _ = local
     shutil.copytree(runs / done, runs / "unwanted")
     log = runs / "unwanted" / "events.jsonl"
     log.write_text("".join(line for line in log.read_text().splitlines(True) if '"event": "done"' not in line))
-    with looking(browser, url) as page:
+    with looking(browser, url, viewport={"width": 390, "height": 844}) as page:
         page.goto(f"{url}runs")
-        row = page.locator("#runs tbody tr", has_text="unwanted")
-        row.get_by_text("lost").wait_for()
-        page.locator("#idle-run input").fill("unwanted")
-        page.locator("#idle-run input").press("Enter")
-        page.click("#resume-run")
-        row.get_by_text("done").wait_for()  # the list was drawn anew meanwhile
-        assert page.locator("#idle-run input").input_value() == "unwanted"
-        page.click("#resume-run")
-        page.wait_for_selector("text='unwanted' is done")
-        page.click("#delete")
-        shown(page, "#sure", "Delete unwanted (demo")
-        page.click("#keep")
-        page.wait_for_selector("#sure", state="hidden")
-        assert (runs / "unwanted").is_dir()
-        page.click("#delete")
-        page.click("#confirm")
-        wait_until_true(page, "!document.querySelector('#runs').innerText.includes('unwanted')")
-    assert not (runs / "unwanted").exists() and (runs / done).is_dir()
+        card = page.locator("[data-run=unwanted]")
+        card.get_by_text("lost", exact=True).wait_for()
+        card.get_by_role("button", name="Resume").click()
+        card.get_by_text("done", exact=True).wait_for(timeout=LONG)
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        card.get_by_role("button", name="Copy the plan").click()
+        wait_until_true(page, "document.querySelector('#heard').textContent == 'Copied'")
+        assert Plan.from_json(page.evaluate("navigator.clipboard.readText()")) == Run(runs / "unwanted").plan
+        card.get_by_text("Rename", exact=True).click()
+        for name, refusal in ((done, "beside this run already"), ("a/../b", "cannot be the name of a run")):
+            card.locator("input").fill(name)
+            card.get_by_role("button", name="Rename it").click()
+            page.get_by_text(refusal).first.wait_for()
+        page.wait_for_timeout(5500)  # the list is looked at again
+        assert card.locator("input").input_value() == "a/../b", "what is typed stays"
+        assert page.evaluate(FITS)
+        card.locator("input").fill("better")
+        card.get_by_role("button", name="Rename it").click()
+        card = page.locator("[data-run=better]")
+        card.get_by_text("Delete", exact=True).click()
+        assert "Delete better (demo" in card.inner_text() and (runs / "better" / "checkpoint").is_dir()
+        card.get_by_role("button", name="Delete it for good").click()
+        card.wait_for(state="detached")
+    assert not {"better", "unwanted"} & {path.name for path in runs.iterdir()} and (runs / done).is_dir()
 
 
 def test_the_page_opens_within_five_seconds(local, browser):

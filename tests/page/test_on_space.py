@@ -79,7 +79,14 @@ def test_visitors_of_a_space_see_only_their_own(space):
     assert len(run) > 16
     assert [listed["run"] for listed in client.predict(ANN, api_name="/list_runs")] == [run]
     assert client.predict(BOB, api_name="/list_runs") == []
-    for name, *given in (("run_status",), ("stop_run",), ("resume_run",), ("delete_run",), ("share_budget", 64)):
+    for name, *given in (
+        ("run_status",),
+        ("stop_run",),
+        ("resume_run",),
+        ("delete_run",),
+        ("share_budget", 64),
+        ("rename_run", "x"),
+    ):
         with pytest.raises(AppError, match="none of your runs"):
             client.predict(run, *given, BOB, api_name=f"/{name}")
         with pytest.raises(AppError, match="this Space does not know you"):
@@ -239,6 +246,7 @@ def harmless(said, where):
         ("stop_run", ["none", ANN]),
         ("use_run", ["none", ANN]),
         ("resume_run", ["none", ANN, False]),
+        ("rename_run", ["none", "new", ANN]),
         ("delete_run", ["none", ANN]),
         ("share_budget", ["none", 64, ANN]),
         ("branch_run", ["none", 64, ANN]),

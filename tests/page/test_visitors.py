@@ -1,15 +1,17 @@
 """Visitors, and what the page says to them."""
 
+import os
 import time
 
 import pytest
 
-from linearizer.errors import ModelNotAvailable, RequestError
-from linearizer.page import actions, cards, handlers, plan_cards, planning
+from linearizer.errors import FolderError, ModelNotAvailable, RequestError
+from linearizer.page import actions, cards, handlers, plan_cards, planning, run_list
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.run.folder import Run
+from linearizer.workers import control
 from tests.support.page_server import free_port
 from tests.support.runs import begin_for
 
@@ -67,6 +69,40 @@ def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
         find_visitor().find_run("link")
 
 
+def test_a_run_is_renamed_only_where_nothing_is_changed_or_replaced(root, tmp_path):
+    run, other = (Run.create(root / name, Plan("demo", budget=64)) for name in ("run", "other"))
+    someone = find_visitor()
+    (root / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("other", "link"):
+        with pytest.raises(RequestError, match="beside this run already"):
+            actions.rename_run(someone, "run", name)
+    for name in ("", ".", "..", "a/b", "../x", "a\0b", "-rf", "a b", "ü", "x" * 201, "example-run"):
+        with pytest.raises(RequestError, match="cannot be the name of a run"):
+            actions.rename_run(someone, "run", name)
+    with run.take_lock(), pytest.raises(FolderError, match="is being written by another process"):
+        actions.rename_run(someone, "run", "new")
+    with pytest.raises(RequestError, match="none of your runs"):
+        actions.rename_run(someone, "link", "new")
+    before = run.id
+    assert actions.rename_run(someone, "run", "new") == "new"
+    assert someone.find_run("new").id == before and sorted(path.name for path in root.iterdir()) == [
+        "link",
+        "new",
+        "other",
+    ]
+    assert other.plan.budget == 64
+
+
+def test_home_reads_the_newest_runs_alone(root):
+    for number in range(6):
+        run = Run.create(root / f"run-{number}", Plan("demo", budget=64))
+        os.utime(run.folder / "plan.json", (number, number))
+    (root / "run-0" / "plan.json").write_bytes(b"\xff")  # which would show as damaged
+    os.utime(root / "run-0" / "plan.json", (0, 0))
+    assert [status.run.folder.name for status in control.runs_in(root, 4)] == [f"run-{n}" for n in (5, 4, 3, 2)]
+    assert len(control.runs_in(root)) == 6
+
+
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
     result = planning.examine_model(find_visitor(), "demo").inspection
@@ -74,14 +110,12 @@ def test_what_comes_from_outside_is_escaped(root):
     object.__setattr__(result, "licence", odd)
     run = Run.create(find_visitor().fresh_folder(plan := Plan(odd, budget=64, text=odd)), plan)
     run.log("failed", error=odd)
-    from linearizer.workers import control
-
     status = control.status(run)
     for shown in (
         plan_cards.model_card(result),
         markup.message_box(odd, "bad"),
         cards.run_card(status, odd, 0.0),
-        cards.runs_table([status]),
+        run_list.run_cards([status]),
         cards.files_table([(odd, 1)], 1),
         cards.sending_card(odd, None, odd),
         cards.sending_card(odd, None, None),
@@ -93,8 +127,8 @@ def test_what_comes_from_outside_is_escaped(root):
 
 
 def test_a_list_without_a_visitor_says_so(space):
-    listed, *choices = handlers.list_runs({}, None, None)
-    assert "this Space does not know you" in listed and len(choices) == 3
+    listed, *choices = handlers.list_runs({}, None, None, False)
+    assert "this Space does not know you" in listed and len(choices) == 2
     assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
     assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
 

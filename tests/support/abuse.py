@@ -159,8 +159,8 @@ def serve_words(words):
         check_sentence(line)
 
 
-BEGINNING = (actions.start_run, actions.start_job, actions.resume_run, actions.branch_run, actions.evaluate_run,
-             actions.delete_run, actions.publish_run)  # fmt: skip
+BEGINNING = (actions.start_run, actions.start_job, actions.resume_run, actions.branch_run, actions.rename_run,
+             actions.evaluate_run, actions.delete_run, actions.publish_run)  # fmt: skip
 PLAUSIBLE = {"run": "run", "model": "demo", "budget": 64, "effort": "Quick", "tokens": 4, "prompt": "The", "query": "d"}
 
 

@@ -1,0 +1,163 @@
+"""What is gained, on the first page: recorded measurements of a real model, and a question that was asked of it.
+
+real_model.json holds them; `python -m tests.benchmarks.landing` writes it from the results of the benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+
+from linearizer.amounts import size
+from linearizer.plan.json_products import JsonProduct
+from linearizer.report.line_chart import Axis, Line, draw_lines
+from linearizer.report.markup import folded, table, values_list
+
+FILE = Path(__file__).with_name("real_model.json")
+KL = Axis(0.0003, 0.4, ((0.001, "0.001"), (0.01, "0.01"), (0.1, "0.1")))
+AGREEMENT = Axis(0.8, 1.0, tuple((share / 100, f"{share}%") for share in range(80, 101, 5)), log=False)
+MEGABYTES = Axis(2, 250, ((3, "3"), (10, "10"), (30, "30"), (100, "100")))
+STUDENT, WINDOW = "student", "window"
+SIDES = (("teacher", "The model as it was"), (STUDENT, "Its student"), (WINDOW, "A plain window of the same bytes"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a student, or of what could stand in its place, at every length."""
+
+    name: str
+    kl: tuple[tuple[float, float, float], ...]  # mean, and its interval
+    agreement: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The rows of a budget, the student's first and the window's second."""
+
+    tokens: int
+    state_bytes: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions that need memory: how many were asked, how many each side answered right, and one of them."""
+
+    count: int
+    budget: int
+    right: dict[str, int]
+    fact: str
+    question: str
+    distance: int  # tokens from the fact to the question
+    answers: dict[str, str]  # by the names of SIDES
+
+
+@dataclass(frozen=True)
+class RealModel(JsonProduct):
+    """The measurements of a real model."""
+
+    model: str
+    documents: int
+    lengths: tuple[int, ...]
+    cache_bytes: tuple[int, ...]  # of the teacher, at every length
+    budgets: tuple[Budget, ...]
+    asked: Asked
+
+
+@cache
+def read_model() -> RealModel:
+    return RealModel.from_json(FILE.read_text(encoding="utf-8"))
+
+
+def gain_sentence() -> str:
+    """Say in a sentence what a student of the middle budget keeps, and what it saves."""
+    model = read_model()
+    budget = model.budgets[len(model.budgets) // 2]
+    return (
+        f"Measured on {escape(model.model)} at {model.lengths[-1]:,} tokens: "
+        f"<b>{budget.rows[0].agreement[-1]:.0%} of its tokens stay the same, in {size(budget.state_bytes)} instead of "
+        f"{size(model.cache_bytes[-1])}</b>."
+    )
+
+
+def real_model_html() -> str:
+    """Show the measurements of every budget, of which a slider chooses one, and the question."""
+    model = read_model()
+    middle = len(model.budgets) // 2
+    dial = (
+        '<label class="lz-dial">Budget: the state takes as many bytes as this many tokens of the cache'
+        f'<input type="range" id="real-budget" min="0" max="{len(model.budgets) - 1}" value="{middle}" '
+        f'aria-valuetext="{model.budgets[middle].tokens} tokens"></label>'
+    )
+    shown = "".join(
+        f'<div data-budget="{place}" data-tokens="{budget.tokens} tokens"{"" if place == middle else " hidden"}>'
+        f"{budget_html(model, budget)}</div>"
+        for place, budget in enumerate(model.budgets)
+    )
+    about = (
+        f"{escape(model.model)}, nothing trained, judged on {model.documents} documents of code and prose that it was "
+        "not priced on. KL is in nats per token, lower is better."
+    )
+    lead = f'<div class="lz-lead"><h2 id="gained">What is gained</h2><p>{about}</p></div>'
+    rest = numbers_html(model) + asked_html(model.asked)
+    return f'<section class="lz-real" aria-labelledby="gained">{lead}{dial}{shown}{rest}</section>'
+
+
+def budget_html(model: RealModel, budget: Budget) -> str:
+    """Show five numbers and three charts of a budget."""
+    student, window, longest = *budget.rows[:2], model.lengths[-1]
+    pairs = [
+        ("budget", f"{budget.tokens} tokens"),
+        ("state, whatever the length", size(budget.state_bytes)),
+        (f"the model’s cache at {longest:,} tokens", size(model.cache_bytes[-1])),
+        ("tokens as the model’s own", f"{student.agreement[-1]:.1%}"),
+        ("with a plain window of the same bytes", f"{window.agreement[-1]:.1%}"),
+    ]
+    lengths = Axis(model.lengths[0], longest, [(length, f"{length // 1024}k") for length in model.lengths])
+
+    def line(name: str, values: Iterable[float]) -> Line:
+        kind = {STUDENT: "lz-student", "state": "lz-student", WINDOW: "lz-window"}.get(name, "lz-other")
+        return Line(name, list(zip(model.lengths, values, strict=True)), kind)
+
+    cache, state = ([count / 1e6 for count in counts] for counts in (model.cache_bytes, [budget.state_bytes] * 4))
+    charts = (
+        ("KL to the model", KL, [line(row.name, [mean for mean, *_ in row.kl]) for row in budget.rows]),
+        ("Tokens as the model’s own", AGREEMENT, [line(row.name, row.agreement) for row in budget.rows]),
+        ("Memory, MB", MEGABYTES, [line("cache", cache), line("state", state)]),
+    )
+    drawn = ""
+    for title, axis, lines in charts:
+        ends = ", ".join(f"{each.name} {each.points[0][1]:.4g} to {each.points[-1][1]:.4g}" for each in lines)
+        about = f"{title}, over texts of {model.lengths[0]:,} to {longest:,} tokens: {ends}"
+        drawn += f"<figure><figcaption>{title}</figcaption>{draw_lines(about, lengths, axis, lines)}</figure>"
+    return f'{values_list(pairs, "lz-wide")}<div class="lz-charts">{drawn}</div>'
+
+
+def numbers_html(model: RealModel) -> str:
+    """Write the KL of all rows as a table, which is folded."""
+    head = ("", "budget", *(f"{length:,} tokens" for length in model.lengths))
+    rows = [
+        [row.name, str(budget.tokens), *(f"{mean:.4f} [{low:.4f}, {high:.4f}]" for mean, low, high in row.kl)]
+        for budget in model.budgets
+        for row in budget.rows
+    ]
+    note = '<p class="lz-faint">Brackets hold 95% of the means over documents.</p>'
+    return folded("In numbers", table("", head, rows, label="KL of a real model") + note)
+
+
+def asked_html(asked: Asked) -> str:
+    """Show a question that needs memory, with the answers, and how many of all such questions each side answered."""
+    answers = "".join(
+        f"<div><h3>{title}</h3><p>{escape(asked.answers[side])}</p>"
+        f'<p class="lz-faint">{asked.right[side]} of {asked.count} such questions right</p></div>'
+        for side, title in SIDES
+    )
+    return (
+        f'<div class="lz-lead"><h2>A question that needs memory</h2><p>{asked.distance:,} tokens before the question '
+        f"the text says: <q>{escape(asked.fact)}</q> Then: <q>{escape(asked.question)}</q></p></div>"
+        f'<div class="lz-answers">{answers}</div><p class="lz-faint">Recorded at a budget of {asked.budget} '
+        "tokens; the beginning of the sentence was given.</p>"
+    )

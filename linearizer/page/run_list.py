@@ -1,0 +1,170 @@
+"""The HTML of the list of runs: a card for each, and two of them side by side."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from html import escape
+
+from linearizer.amounts import ago, growing, size
+from linearizer.errors import LinearizerError
+from linearizer.page.cards import STEP_SENTENCES, state_sign, step_bar
+from linearizer.plan.state_size import StateSize
+from linearizer.report.line_chart import Line, draw_spark
+from linearizer.report.markup import folded, message_box, sentence_html, table
+from linearizer.report.tables import describe_heads
+from linearizer.report.verdict import judge_run, of_subject
+from linearizer.run.folder import Run
+from linearizer.workers.control import LIVE, Status
+
+RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
+RESUMED = ("stopped", "failed", "lost")  # states of runs that can go on
+
+
+def run_cards(statuses: Sequence[Status], now: float | None = None) -> str:
+    """List runs as cards, the newest first: what each is, how far it is, what came of it, and what can be done."""
+    if not statuses:
+        return message_box("No runs yet: start a run on the first page.")
+    now = time.time() if now is None else now
+    return f'<div class="lz-list">{"".join(list_run(status, now) for status in statuses)}</div>'
+
+
+def list_run(status: Status, now: float) -> str:
+    """Show a run in the list."""
+    name, plan, step = escape(status.run.folder.name, quote=True), status.plan, status.step
+    doing = status.evaluation if status.evaluation is not None and status.evaluation.live else status
+    facts = [f"begun {ago(status.begun, now)}", f"{size(status.disk_bytes)} of disk"]
+    facts += [f"published as {status.published['repo_id']}"] if status.published else []
+    acts = [f'<a href="../?run={name}">Open</a>'] if plan is not None else []
+    acts += [act_button("stop", "Stop")] if doing.state in ("queued", "running") else []
+    acts += [act_button("resume", "Resume")] if status.state in RESUMED and not status.live else []
+    acts += [act_button("copy", "Copy the plan", plan.to_json())] if plan is not None else []
+    if not status.live:
+        acts += [folded("Rename", rename_form(name))] if plan is not None else []
+        acts.append(folded("Delete", deleting_card(status) + act_button("delete", "Delete it for good")))
+    title = "A damaged run" if plan is None else f'<a href="../?run={name}">{escape(plan.model)}</a>'
+    what = (
+        name if plan is None else f"{name} · {escape(plan.dial)}{', may grow' * plan.may_grow}, {escape(plan.recipe)}"
+    )
+    bar = step_bar(step, now) if step and status.state in ("running", "stopping") else ""
+    said = sentence_html(status.error) if status.error else quality_line(status.run)
+    return (
+        f'<article class="lz-card" data-run="{name}"><header><h2>{title}</h2><small>{what}</small></header>'
+        f'<p class="lz-state lz-{status.state}">{state_sign(status.state)} {escape(state_words(status))}</p>{bar}'
+        f'<div>{said}</div><p class="lz-faint">{escape(" · ".join(facts))}</p><div class="lz-acts">{"".join(acts)}'
+        "</div></article>"
+    )
+
+
+def act_button(act: str, title: str, value: str = "") -> str:
+    """Make a button of a card, which head.html sends on."""
+    return f'<button type="button" data-act="{act}" value="{escape(value, quote=True)}">{title}</button>'
+
+
+def rename_form(name: str) -> str:
+    field = f'<input value="{name}" maxlength="200" autocomplete="off" spellcheck="false">'
+    return f"<label>New name {field}</label>{act_button('rename', 'Rename it')}"
+
+
+def quality_line(run: Run) -> str:
+    """Show the verdict on a run's student, and the kl of student and window over the length of texts."""
+    with suppress(LinearizerError):  # a damaged file of one run must not hide the others
+        if (verdict := judge_run(run)) is None:
+            return ""
+        lengths, lines = run.results["language"].result.lengths, []
+        for name in ("window", "student"):
+            judged = [(each.length, of_subject(each, name).kl) for each in lengths]
+            points = [(float(length), kl.mean) for length, kl in judged if kl is not None]
+            lines += [Line(name, points, f"lz-{name}")] * (len(points) > 1)
+        about = f"KL over texts of {lengths[0].length:,} to {lengths[-1].length:,} tokens, student and window"
+        first = verdict.sentence.partition(". ")[0]
+        return (draw_spark(about, lines) if lines else "") + f"<p>{sentence_html(first)}.</p>"
+    return ""
+
+
+def last_runs(statuses: Sequence[Status]) -> str:
+    """Link to runs, each with its budget and its state; empty without runs."""
+    links = [
+        f'<a href="?run={escape(status.run.folder.name, quote=True)}">{escape(status.plan.model)}, '
+        f"{escape(status.plan.dial)}</a> ({escape(state_words(status))})"
+        for status in statuses
+        if status.plan is not None
+    ]
+    return f'<p class="lz-links">Your last runs: {", ".join(links)}</p>' if links else ""
+
+
+def state_words(status: Status) -> str:
+    """Describe the state of a run, and its progress."""
+    if status.state == "done":
+        return "done" + ", evaluating" * status.live
+    if status.step is None or status.state not in LIVE:
+        return status.state
+    done, total = int(status.step["done"]), max(1, int(status.step["total"]))
+    return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total}%"
+
+
+def quality_cells(run: Run) -> tuple[str, str]:
+    """Return the kl and the agreement of a run's student; a dash where it is not judged."""
+    try:
+        verdict = judge_run(run)
+    except LinearizerError:  # a damaged file of one run must not hide the others
+        verdict = None
+    if verdict is None or verdict.kl is None or verdict.agreement is None:
+        return "–", "–"
+    return f"{verdict.kl:.4f}", f"{verdict.agreement:.1%}"
+
+
+def deleting_card(status: Status) -> str:
+    """Ask whether a run shall go for good."""
+    published = status.published["repo_id"] if status.published else None
+    hub = f" What was published as {published} stays." if published else ""
+    held = "student, measurements and log" if status.run.checkpoint.is_dir() else "measurements and log"
+    name, model = status.run.folder.name, status.plan.model if status.plan else "damaged"
+    return message_box(
+        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {held} will be gone.{hub}", "bad"
+    )
+
+
+def comparison_card(first: Run, second: Run) -> str:
+    """Compare two runs: results, verdicts, and the options of their plans that differ."""
+    columns, plans = zip(*((run_facts(run), asdict(run.plan)) for run in (first, second)), strict=True)
+    rows = [[name, *(facts.get(name, "–") for facts in columns)] for name in columns[0] | columns[1]]
+    options = [[name.replace("_", " "), *(show_option(plan[name]) for plan in plans)] for name in plans[0]]
+    differing = [row for row in options if row[1] != row[2]] or [["nothing", "", ""]]
+    head, kind = ("", first.folder.name, second.folder.name), "lz-words lz-pair"
+    verdicts = "".join(
+        f'<p class="lz-faint">{sentence_html(run.folder.name)}: {sentence_html(verdict.sentence)}</p>'
+        for run in (first, second)
+        if (verdict := judge_run(run)) is not None
+    )
+    facts, plan = "What came of both", "Options of the plan that differ"
+    return table(facts, head, rows, kind=kind) + verdicts + table(plan, head, differing, kind=kind)
+
+
+def show_option(value: object) -> str:
+    """Write an option of a plan; an option that was left out is the recipe's, or measured."""
+    return "left out" if value is None else "yes" if value is True else "no" if value is False else str(value)
+
+
+def run_facts(run: Run) -> dict[str, str]:
+    """Return the results of a run by their names."""
+    kl, agreement = quality_cells(run)
+    facts = {"kl, nats per token": kl, "agreement with the teacher": agreement}
+    if (allocation := run.allocation) is not None:
+        state = StateSize.of(allocation, run.layers)
+        facts["state"] = growing(state.fixed, state.growth)
+        facts["smaller from"] = "never" if state.breakeven is None else f"{state.breakeven:,} tokens on"
+        facts["heads hold"] = describe_heads(allocation)
+    subjects = run.results["speed"].result.subjects if "speed" in run.results else ()
+    paces = {course.name: [pace for pace in course.paces if pace.extrapolated is None] for course in subjects}
+    for title, rate in RATES.items():
+        measured = {name: {pace.length: getattr(pace, rate) for pace in paces[name]} for name in paces}
+        lengths = [length for length, speed in measured.get("student", {}).items() if speed]
+        facts[title] = "not evaluated yet"
+        if lengths:
+            length, teacher = max(lengths), measured["teacher"].get(max(lengths))
+            facts[title] = f"{measured['student'][length]:,.0f} after {length:,} tokens"
+            facts[title] += f"; its teacher {teacher:,.0f}" if teacher else ""
+    return facts

@@ -1,0 +1,51 @@
+"""The first page shows what was measured, is light, and leads to a run on every screen."""
+
+import json
+
+import pytest
+
+from linearizer.page import landing
+from tests.benchmarks.landing import QUESTIONS, is_right, shown_model
+from tests.support.page_server import FITS, looking, wait_until_true, wrong_in_both_schemes
+
+REMAKE = "python -m tests.benchmarks.landing"
+MAX_REQUESTS, MAX_BYTES, MAX_OWN_BYTES = 100, 1_000_000, 60_000
+
+
+def test_what_is_shown_is_what_the_results_say():
+    assert landing.read_model() == shown_model(), REMAKE
+    asked, shown = json.loads(QUESTIONS.read_text())["asked"], landing.read_model().asked
+    assert shown.count == len(asked)
+    assert shown.right == {side: sum(is_right(each, side) for each in asked) for side, _ in landing.SIDES}
+    html = landing.real_model_html()
+    assert len(html.encode()) < MAX_OWN_BYTES
+    for budget in landing.read_model().budgets:
+        for row in budget.rows:
+            assert all(f"{mean:.4f} [{low:.4f}, {high:.4f}]" in html for mean, low, high in row.kl), row.name
+
+
+@pytest.mark.parametrize("width, height", [(1440, 900), (390, 844)])
+def test_a_budget_is_chosen_among_recorded_ones_and_the_field_is_on_the_first_screen(local, browser, width, height):
+    with looking(browser, local.url, viewport={"width": width, "height": height}) as page:
+        page.wait_for_selector("#gain svg >> nth=0")
+        field = page.locator("#model").bounding_box()
+        assert field["y"] + field["height"] < height
+        for place, budget in enumerate(landing.read_model().budgets):
+            page.locator("#real-budget").fill(str(place))
+            shown = page.locator("[data-budget]:visible")
+            shown.get_by_text(f"{budget.tokens} tokens", exact=True).wait_for()
+            assert shown.count() == 1 and shown.locator("svg").count() == 3
+            assert shown.get_by_text(f"{budget.rows[0].agreement[-1]:.1%}").is_visible()
+        assert page.evaluate(FITS) and wrong_in_both_schemes(page) == []
+
+
+LOADED = """() => performance.getEntriesByType('resource').concat(performance.getEntriesByType('navigation'))
+  .map(each => [each.name, each.transferSize])"""
+
+
+def test_the_first_page_is_light_and_loads_no_plotly(local, browser):
+    with looking(browser, local.url, anew=True) as page:
+        wait_until_true(page, "document.querySelectorAll('#gain svg').length == 9")
+        loaded = page.evaluate(LOADED)
+        assert len(loaded) < MAX_REQUESTS and sum(size for _, size in loaded) < MAX_BYTES
+        assert not [name for name, _ in loaded if "plotly" in name.lower()]

@@ -1,0 +1,32 @@
+"""Charts of lines stay within their frame, and no name of a line lies on another."""
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from linearizer.report.line_chart import BOTTOM, HEIGHT, SPACING, TOP, WIDTH, Axis, Line, draw_lines, draw_spark, spread
+
+HEIGHTS = st.lists(st.floats(TOP, HEIGHT - BOTTOM), min_size=1, max_size=8)
+VALUES = st.lists(st.floats(1e-9, 1e9), min_size=2, max_size=5)
+NUMBER = r"-?[0-9.]+"
+
+
+@given(HEIGHTS)
+def test_names_are_moved_apart_in_their_order(heights):
+    moved = spread(heights, TOP, HEIGHT - BOTTOM)
+    in_order = [moved[place] for place in sorted(range(len(heights)), key=heights.__getitem__)]
+    assert all(b - a > SPACING - 1e-6 for a, b in zip(in_order, in_order[1:], strict=False))
+    assert TOP <= in_order[0] and in_order[-1] <= HEIGHT - BOTTOM
+    assert len(heights) > 1 or moved == heights
+
+
+@given(st.lists(VALUES, min_size=1, max_size=3))
+def test_every_point_is_in_the_picture_and_words_are_escaped(values):
+    lines = [Line("<b>&", list(enumerate(each, 1)), "lz-other") for each in values]
+    axes = Axis(1, 5, [(1, "1"), (5, "5")]), Axis(0.01, 100, [(1, "<i>")])
+    for drawn, width, height in ((draw_lines("a < b", *axes, lines), WIDTH, HEIGHT), (draw_spark("x", lines), 150, 40)):
+        paths = re.findall(r'lz-other" d="([^"]*)"', drawn)
+        assert "<b>" not in drawn and "<i>" not in drawn and len(paths) == len(lines)
+        for numbers in ([float(number) for number in re.findall(NUMBER, path)] for path in paths):
+            assert all(0 <= x <= width for x in numbers[::2]) and all(0 <= y <= height for y in numbers[1::2])
