@@ -1,100 +1,61 @@
-"""Draws panels of lines as SVG for the README: both axes logarithmic, each line with its name beside it."""
+"""Draws panels of lines as SVG for the README, both axes of each on a scale of factors."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-HEIGHT, LEFT, TOP, BOTTOM, APART = 270, 62, 40, 36, 14  # pixels of a panel, of its margins, and between two names
-GREY, BLUE = "#7c8796", "#2a83c4"  # stand out from white and from black
+from linearizer.report.line_chart import HEIGHT, LEFT, WIDTH, Axis, Line, draw_lines
+
+TITLE, GAP = 24, 28  # units above a panel, and on either side, which names may take
 STEPS = (1, 2, 5)
-
-
-@dataclass(frozen=True)
-class Line:
-    """Points of a line: a length in tokens, and a value."""
-
-    points: Sequence[tuple[int, float]]
-    colour: str = GREY
-    dashed: bool = False
+STYLE = (  # colours stand out from white and from black
+    "svg{font:12px sans-serif;fill:#7c8796}.lz-grid{stroke:#7c8796;stroke-opacity:.25}"
+    ".lz-line{fill:none;stroke:#7c8796;stroke-width:2}.lz-line.lz-student{stroke:#2a83c4}"
+    ".lz-line.lz-window{stroke:#c9772b}.lz-student{fill:#2a83c4}.lz-window{fill:#c9772b}"
+    ".lz-line.lz-student,.lz-line.lz-window{fill:none}.lz-dashed{stroke-dasharray:5 3}"
+)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over the same lengths; `right` is the margin for their names."""
+    """Lines over lengths in tokens, and how their values are written."""
 
     title: str
-    lines: Mapping[str, Line]
-    written: Callable[[float], str]  # how a value is written
-    width: int = 300
-    right: int = 62
+    lines: Sequence[Line]
+    written: Callable[[float], str]
 
 
-def draw(panels: Sequence[Panel], said: str) -> str:
-    """Draw panels side by side; `said` describes them to who does not see them."""
-    width = sum(panel.width for panel in panels)
+def draw(panels: Sequence[Panel], about: str) -> str:
+    """Draw panels side by side; `about` says in words what is seen."""
+    width, height = len(panels) * (WIDTH + 2 * GAP), TITLE + HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" '
-        f'height="{HEIGHT}" font-family="sans-serif" font-size="12" fill="{GREY}">',
-        f"<title>{said}</title>",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        f"<title>{about}</title><style>{STYLE}</style>",
     ]
-    left = 0
-    for panel in panels:
-        parts += [f'<g transform="translate({left} 0)">', *draw_panel(panel), "</g>"]
-        left += panel.width
+    for place, panel in enumerate(panels):
+        left = place * (WIDTH + 2 * GAP) + GAP
+        parts.append(f'<text x="{left + LEFT}" y="18" font-weight="bold">{panel.title}</text>')
+        where = f'x="{left}" y="{TITLE}" width="{WIDTH}" height="{HEIGHT}" overflow="visible"'
+        parts.append(draw_panel(panel).replace("<svg", f"<svg {where}", 1))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def draw_panel(panel):
+def draw_panel(panel: Panel) -> str:
     """Draw one panel."""
-    lengths = sorted({length for line in panel.lines.values() for length, _ in line.points})
-    values = [value for line in panel.lines.values() for _, value in line.points]
-    edge = panel.width - panel.right
-    across, ticks = scale(min(lengths), max(lengths), LEFT, edge), round_numbers(min(values), max(values))
-    up = scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
-    yield f'<text x="{LEFT}" y="18" font-weight="bold">{panel.title}</text>'
-    for tick in ticks:
-        y = up(tick)
-        yield f'<path d="M{LEFT} {y:.1f}H{edge}" stroke="{GREY}" stroke-opacity=".25"/>'
-        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{panel.written(tick)}</text>'
-    for length in lengths[:: 1 + len(lengths) // 6]:
-        name = f"{length // 1024}k" if length >= 1024 else str(length)
-        yield f'<text x="{across(length):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{name}</text>'
-    for line in panel.lines.values():
-        path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in line.points)
-        dashes = ' stroke-dasharray="5 3"' if line.dashed else ""
-        yield f'<path d="M{path}" fill="none" stroke="{line.colour}" stroke-width="2"{dashes}/>'
-        yield from (
-            f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{line.colour}"/>' for x, y in line.points
-        )
-    ends = {name: up(line.points[-1][1]) for name, line in panel.lines.items()}
-    for name, y in spread_out(ends).items():
-        at = f'x="{edge + 8}" y="{y + 4:.1f}"'
-        yield f'<text {at} fill="{panel.lines[name].colour}">{name}</text>'
+    lengths = sorted({int(length) for line in panel.lines for length, _ in line.points})
+    values = [value for line in panel.lines for _, value in line.points]
+    ticks = round_numbers(min(values), max(values))
+    names = [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths]
+    some = [*zip(lengths, names, strict=True)][:: 1 + len(lengths) // 6]
+    x = Axis(lengths[0], max(lengths[-1], lengths[0] + 1), some)
+    y = Axis(ticks[0], ticks[-1], [(tick, panel.written(tick)) for tick in ticks])
+    return draw_lines(panel.title, x, y, panel.lines)
 
 
-def spread_out(heights):
-    """Move names apart that would lie over each other, the lower ones down; return their heights."""
-    names = sorted(heights, key=heights.__getitem__)
-    placed = [heights[name] for name in names]
-    over = sum(max(0.0, APART - (b - a)) for a, b in pairwise(placed)) / 2
-    if placed:
-        placed[0] = max(TOP, placed[0] - over)
-    for at in range(1, len(placed)):
-        placed[at] = max(placed[at], placed[at - 1] + APART)
-    return dict(zip(names, placed, strict=True))
-
-
-def scale(low, high, first, last):
-    """Map numbers to pixels by their logarithms."""
-    span = math.log(high / low) if high > low else 1.0
-    return lambda x: first + (last - first) * math.log(x / low) / span
-
-
-def round_numbers(low, high):
-    """List round numbers from the last that is no larger than `low` to the first that is no smaller than `high`."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+def round_numbers(low: float, high: float) -> list[float]:
+    """List round numbers, two at least, that enclose two numbers."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
     numbers = [step * 10.0**power for power in powers for step in STEPS]
     first = max(number for number in numbers if number <= low)
-    last = min(number for number in [*numbers, 10.0 ** (powers[-1] + 1)] if number >= high)
-    return [number for number in numbers if first <= number <= last] or [first, last]
+    last = min(number for number in numbers if number >= high and number > first)
+    return [number for number in numbers if first <= number <= last]

@@ -10,8 +10,9 @@ import torch
 
 from linearizer.amounts import size
 from linearizer.evaluate.language import Resampled
+from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
-from tests.benchmarks.line_chart import BLUE, GREY, Line, Panel, draw
+from tests.benchmarks.line_chart import Panel, draw
 from tests.benchmarks.quality_rows import ROWS, describe_row
 from tests.benchmarks.quality_table import Table
 
@@ -23,7 +24,7 @@ DRAWN = {  # rows of the chart, by their names there
     "TOVA": "tova, 8 bits",
     "ZSMerge": "zsmerge, 8 bits",
 }
-COLOURS = {"student": BLUE, "plain window": "#c9772b"}  # which stand out from white and from black, as grey does
+KINDS = {"student": "lz-student", "plain window": "lz-window"}  # how lines look
 DRAWN_BUDGET = 256  # at which all of them are drawn
 ABOUT = (
     "KL is to the teacher, in nats a token; brackets hold 95% of the means over documents that are drawn again with "
@@ -107,24 +108,26 @@ class RealTable(Table):
     def chart(self):
         """Draw the KL over the length of the text: all rows at one budget, and two rows at all budgets."""
         budgets = sorted({record["budget"] for record in self.records if record["budget"]})
-        rivals = {name: self.line(row, DRAWN_BUDGET, COLOURS.get(name, GREY)) for name, row in DRAWN.items()}
-        sizes = {
-            f"{name}, {budget}": self.line(DRAWN[name], budget, colour, budget != DRAWN_BUDGET)
+        rivals = [self.line(name, row, DRAWN_BUDGET, KINDS.get(name, "lz-other")) for name, row in DRAWN.items()]
+        sizes = [
+            self.line(
+                f"{name.split()[-1]}, {budget}", DRAWN[name], budget, kind + " lz-dashed" * (budget != DRAWN_BUDGET)
+            )
             for budget in budgets
-            for name, colour in COLOURS.items()
-        }
+            for name, kind in KINDS.items()
+        ]
         panels = [
-            Panel(title, {name: line for name, line in lines.items() if line.points}, "{:g}".format, 430, 130)
+            Panel(title, [line for line in lines if line.points], "{:g}".format)
             for title, lines in ((f"KL at a budget of {DRAWN_BUDGET} tokens", rivals), ("KL at each budget", sizes))
         ]
-        said = "KL to the teacher, SmolLM2-135M-Instruct, over the length of a text, for students and rivals."
-        return draw([panel for panel in panels if panel.lines], said)
+        about = "KL to the teacher, SmolLM2-135M-Instruct, over the length of a text, for students and rivals"
+        return draw([panel for panel in panels if panel.lines], about)
 
-    def line(self, row, budget, colour, dashed=False):
+    def line(self, name, row, budget, kind):
         """Return the line of a row: its mean KL at every length."""
         record = self.find(row, budget)
         found = [(length, self.estimate(record, "kl", length)) for length in lengths_of(record)]
-        return Line([(length, estimate["mean"]) for length, estimate in found if estimate], colour, dashed)
+        return Line(name, [(length, estimate["mean"]) for length, estimate in found if estimate], kind)
 
     def ordered(self):
         """List the records by budget, those that have none last, and by row."""

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 
 from linearizer.amounts import size
-from tests.benchmarks.line_chart import BLUE, GREY, Line, Panel, draw
+from linearizer.report.line_chart import Line
+from tests.benchmarks.line_chart import Panel, draw
 from tests.benchmarks.speed import RESULTS
 
 CHART = Path(__file__).parents[2] / "assets" / "speed.svg"
@@ -19,7 +20,7 @@ PANELS = (  # title, what is drawn of a row of a subject, how a number is writte
     ("peak memory while reading", lambda own: own["peak_bytes"], size),
 )
 DRAWN = "slots"
-COLOURS = {"teacher": GREY, "student": BLUE}
+KINDS = {"teacher": "lz-dashed", "student": "lz-student"}
 
 
 def main(arguments=None):
@@ -40,10 +41,9 @@ def chart(results):
     for title, value, written in PANELS:
         points = {
             name: [(row["length"], value(own)) for row in rows if (own := row[name]) and None not in own.values()]
-            for name in COLOURS
+            for name in KINDS
         }
-        lines = {name: Line(own, COLOURS[name], name == "teacher") for name, own in points.items() if own}
-        panels.append(Panel(title, lines, written))
+        panels.append(Panel(title, [Line(name, own, KINDS[name]) for name, own in points.items() if own], written))
     return draw(panels, said)
 
 

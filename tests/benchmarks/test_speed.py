@@ -1,7 +1,6 @@
 """Measured speeds stay beside others of the same machine, and are drawn where a reader sees them."""
 
 import json
-from itertools import pairwise
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -33,13 +32,13 @@ def test_rows_of_one_machine_stay_and_are_measured_anew_one_by_one(tmp_path):
 def test_the_chart_has_a_point_for_every_row_and_the_faster_lies_lower():
     rows = [row(256), row(1024), row(4096), row(256, "windows")]
     drawn = ElementTree.fromstring(speed_chart.chart({"made_with": MADE_WITH, "rows": rows}))
-    panels = drawn.findall(f"{SVG}g")
+    panels = drawn.findall(f"{SVG}svg")
     assert len(panels) == len(speed_chart.PANELS)
     for panel in panels:
         assert len(panel.findall(f"{SVG}circle")) == 2 * 3
     teacher, student = (
-        next(float(dot.get("cy")) for dot in panels[0].iter(f"{SVG}circle") if dot.get("fill") == colour)
-        for colour in speed_chart.COLOURS.values()
+        next(float(dot.get("cy")) for dot in panels[0].iter(f"{SVG}circle") if dot.get("class") == kind)
+        for kind in speed_chart.KINDS.values()
     )
     assert student > teacher
 
@@ -47,11 +46,4 @@ def test_the_chart_has_a_point_for_every_row_and_the_faster_lies_lower():
 def test_round_numbers_enclose_what_is_drawn():
     for low, high in ((0.3, 7.0), (1.0, 1.0), (9e6, 2.6e8), (0.011, 0.9)):
         ticks = line_chart.round_numbers(low, high)
-        assert ticks[0] <= low and ticks[-1] >= high and ticks == sorted({*ticks})
-
-
-def test_names_of_lines_never_lie_over_each_other():
-    heights = {"a": 50.0, "b": 52.0, "c": 51.0, "d": 200.0}
-    placed = line_chart.spread_out(heights)
-    assert [*placed] == sorted(heights, key=heights.__getitem__) and placed["d"] == 200.0
-    assert all(b - a >= line_chart.APART for a, b in pairwise(placed.values()))
+        assert ticks[0] <= low and ticks[-1] >= high and ticks == sorted({*ticks}) and len(ticks) > 1
