@@ -28,6 +28,7 @@ IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
 MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
 WRITTEN = ("meter", "teacher", "student", "window", "compare_note")  # of Compare, empty in a new chat
+LOADING = "Loading the models."
 COMPARED = ("prompt", *WRITTEN, "teacher_card", "student_card", "window_card")
 ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
     "stop": actions.stop_run,
@@ -147,7 +148,7 @@ def compare_models(
 ) -> Iterator[list[Any]]:
     """Let all models answer; a chat empties the field for the next turn."""
     choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)  # a field of the page may be empty
-    yield show_chat(compare_note=markup.message_box("The models are loaded, and read."))
+    yield show_chat(compare_note=markup.message_box(LOADING))
     talk: chats.Chat | None = None
     course: list[Held] = []
     for talk, now in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*how), name):
@@ -163,7 +164,7 @@ def compare_models(
 def read_document(browser: Browser, name: str, path: str | None, *how: Any) -> Iterator[list[Any]]:
     """Let all models read a file, of which nothing else is kept."""
     text, course = take_text(path), list["Held"]()
-    yield show_chat(**dict.fromkeys(WRITTEN, ""), compare_note=markup.message_box("The models are loaded, and read."))
+    yield show_chat(**{**dict.fromkeys(WRITTEN, ""), "compare_note": markup.message_box(LOADING)})
     for talk, held in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*how), name):
         yield show_progress(talk, held, course)
     yield show_chat(prompt="", compare_note=markup.message_box("Now ask about the document."))
@@ -194,7 +195,7 @@ def show_progress(talk: chats.Chat, now: Comparison | Held, course: list[Held]) 
         return show_chat(**show_turns(talk), compare_note="")
     course.append(now)
     metered = now.total >= chat_cards.MIN_METERED_TOKENS
-    return show_chat(**({"meter": chat_cards.meter_card(course, talk)} if metered else {}))
+    return show_chat(compare_note="", **({"meter": chat_cards.meter_card(course, talk)} if metered else {}))
 
 
 def show_turns(talk: chats.Chat) -> dict[str, str]:

@@ -258,7 +258,7 @@ def compare_step(ui: SimpleNamespace) -> None:
         for name, title in COLUMNS.items():
             with gr.Column(min_width=220) as place:
                 gr.HTML(f"<h3>{title}</h3>", elem_classes="lz-side-name")
-                setattr(ui, name, gr.HTML(elem_id=name, elem_classes="lz-talk"))
+                setattr(ui, name, gr.HTML(elem_id=name))
                 setattr(ui, f"{name}_card", gr.HTML(elem_id=f"{name}-card"))
     ui.window_place = place  # the last
 

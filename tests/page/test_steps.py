@@ -210,6 +210,51 @@ def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, br
         page.wait_for_selector("#note", state="hidden")
 
 
+def test_a_visitor_lets_all_three_models_of_the_example_read_a_file_and_asks_about_it(local, browser):
+    text = ("The sea was calm, and the ship lay still. " * 60).encode()
+    with looking(browser, local.url, viewport={"width": 390, "height": 844}) as page:  # all of it on a phone
+        page.click("#example")
+        page.wait_for_url("**/?run=*")
+        page.click("#step-6-button")
+        page.wait_for_selector("#file:enabled")
+        page.evaluate(
+            """() => {
+                window.sizes = [];
+                new MutationObserver(() => {
+                    const now = [...document.querySelectorAll('#meter dd')].map((each) => each.innerText);
+                    if (now.length) window.sizes.push(now.join());
+                }).observe(document.querySelector('#step-6'), {childList: true, subtree: true, characterData: true});
+            }"""
+        )
+        upload(page, "#file", text, "sea.md", "text/markdown")
+        shown(page, "#meter", "Read the document: 384 of 384 tokens", LONG)  # what the model reads before a question
+        shown(page, "#meter", "It is longer than the model reads here")
+        teacher, student, window = (list(dict.fromkeys(sizes)) for sizes in zip(*split(page), strict=True))
+        assert len(teacher) >= 4 and teacher[-1] == "1.57 MB" and (student, window) == (["262 kB"], ["261 kB"])
+        assert page.locator("#meter svg[role=img] polyline").count() == 3
+        page.get_by_label("Prompt").fill("The ship")
+        page.click("#compare:enabled")
+        shown(page, "#compare-note", "Of the teacher's", LONG)
+        for side in ("teacher", "student", "window"):
+            assert page.locator(f"#{side} p").count() == 2  # what was asked, and the answer
+            read = re.search(r"remembers after (\d+) tokens", page.inner_text(f"#{side}-card"))[1]
+            assert int(read) > 384
+        for width in (390, 1280):
+            page.set_viewport_size({"width": width, "height": 844})
+            wait_until_true(page, FITS)
+            boxes = [page.locator(f"#{side}").bounding_box() for side in ("teacher", "window")]
+            assert (boxes[1]["y"] > boxes[0]["y"]) == (width == 390)  # on a phone the columns stack
+        page.get_by_role("button", name="Template, length and more").click()
+        page.get_by_label("A plain window, too").uncheck()
+        page.wait_for_selector("#window", state="hidden")
+        page.get_by_role("button", name="New chat").click()
+        wait_until_true(page, "!document.querySelector('#meter').innerText && !document.querySelector('#student p')")
+
+
+def split(page):
+    return [sizes.split(",") for sizes in page.evaluate("window.sizes")]
+
+
 def test_the_glossary_opens_and_closes_with_the_keyboard(local, browser):
     with looking(browser, local.url) as page:
         page.get_by_role("button", name="Glossary").press("Enter")
