@@ -29,8 +29,8 @@ UNGUARDED = (
 
 
 def add_commands(add: AddCommand) -> None:
-    command = add("compare", serve_compare, "teacher and student continue the same prompt", "run")
-    command.add_argument("--prompt", default="The", help="what both continue (default: %(default)s)")
+    command = add("compare", serve_compare, "teacher, student and a plain window continue the same prompt", "run")
+    command.add_argument("--prompt", default="The", help="what all continue (default: %(default)s)")
     add_writing_options(command, "how many tokens they write", 64)
     add_read(add)
     add_ask(add)
@@ -54,7 +54,7 @@ def serve_compare(arguments: argparse.Namespace) -> None:
 def add_read(add: AddCommand) -> None:
     about = "let a run's student read a text once, and write its state to a file for `linearizer ask`"
     command = add("read", serve_read, about, "run")
-    command.add_argument("file", metavar="FILE", help="the text: a file, or - for standard input")
+    command.add_argument("file", metavar="FILE", help="the text: a file of text, a PDF, or - for standard input")
     command.add_argument("--state", type=Path, required=True, help="the file of the state")
     command.add_argument("--more", action="store_true", help="read on after what the state has read")
 

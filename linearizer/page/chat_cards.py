@@ -63,8 +63,10 @@ def comparison_note(now: Comparison, why_slower: str) -> str:
     elif all(side.difference is None and side.tokens == total for side in others.values()):
         said = f"{'All' if len(others) > 1 else 'Both'} write the same {total} tokens."
     else:
-        shares = ", ".join(f"the {name} {count} ({count / max(total, 1):.0%})" for name, count in alike.items())
-        said = f"Of the teacher's {total} tokens, the first are the same: {shares}. The first that differs is marked."
+        shares = ", ".join(
+            f"the {name} {count} of {total} ({count / max(total, 1):.0%})" for name, count in alike.items()
+        )
+        said = f"Tokens as the teacher's, before the first that differs, which is marked: {shares}."
     return message_box(f"{said} {why_slower}".strip())
 
 

@@ -164,10 +164,11 @@ def compare_models(
 def read_document(browser: Browser, name: str, path: str | None, *how: Any) -> Iterator[list[Any]]:
     """Let all models read a file, of which nothing else is kept."""
     text, course = take_text(path), list["Held"]()
-    yield show_chat(**{**dict.fromkeys(WRITTEN, ""), "compare_note": markup.message_box(LOADING)})
+    empty = dict.fromkeys(("prompt", *WRITTEN), "")  # from here on a question may be typed
+    yield show_chat(**{**empty, "compare_note": markup.message_box(LOADING)})
     for talk, held in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*how), name):
         yield show_progress(talk, held, course)
-    yield show_chat(prompt="", compare_note=markup.message_box("Now ask about the document."))
+    yield show_chat(compare_note=markup.message_box("Now ask about the document."))
 
 
 def take_text(path: str | None) -> str:

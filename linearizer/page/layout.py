@@ -256,7 +256,7 @@ def compare_step(ui: SimpleNamespace) -> None:
     ui.compare_note = gr.HTML(elem_id="compare-note")
     with gr.Row():
         for name, title in COLUMNS.items():
-            with gr.Column(min_width=220) as place:
+            with gr.Column(min_width=190) as place:
                 gr.HTML(f"<h3>{title}</h3>", elem_classes="lz-side-name")
                 setattr(ui, name, gr.HTML(elem_id=name))
                 setattr(ui, f"{name}_card", gr.HTML(elem_id=f"{name}-card"))

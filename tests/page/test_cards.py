@@ -68,7 +68,7 @@ def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line_and_marke
     teacher, student, window = (replace(side(8, 50.0), text="a b c"), *[replace(side(8, 50.0), text="a <d>")] * 2)
     student = replace(student, difference=Difference(2, "a ", "b", "<d>"))
     note = chat_cards.comparison_note(now := Comparison("Hi", 2, teacher, student, window), "Why.")
-    assert "the student 2 (25%), the window 8 (100%). The first that differs is marked. Why." in note
+    assert "which is marked: the student 2 of 8 (25%), the window 8 of 8 (100%). Why." in note
     assert "<mark>&lt;d&gt;</mark>" in chat_cards.column([now], "student")
     assert "a <mark>b</mark> c" in chat_cards.column([now], "teacher")
     assert "<mark>" not in chat_cards.column([now], "window")

@@ -234,7 +234,7 @@ def test_a_visitor_lets_all_three_models_of_the_example_read_a_file_and_asks_abo
         assert page.locator("#meter svg[role=img] polyline").count() == 3
         page.get_by_label("Prompt").fill("The ship")
         page.click("#compare:enabled")
-        shown(page, "#compare-note", "Of the teacher's", LONG)
+        shown(page, "#compare-note", "of 64 (", LONG)  # the share of each
         for side in ("teacher", "student", "window"):
             assert page.locator(f"#{side} p").count() == 2  # what was asked, and the answer
             read = re.search(r"remembers after (\d+) tokens", page.inner_text(f"#{side}-card"))[1]
