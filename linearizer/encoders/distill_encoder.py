@@ -15,7 +15,7 @@ from linearizer.encoders.modeling_encoder import LinearizedEncoder
 from linearizer.errors import LinearizerError
 from linearizer.progress import Progress, Steps
 
-RATE = 3e-4  # of Adam at first; it falls to nothing
+RATE = 1e-4  # of Adam at first; it falls to nothing
 
 
 def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> Steps[None]:
