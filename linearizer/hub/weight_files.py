@@ -102,7 +102,8 @@ def weigh_folder(name: str, folder: Path) -> Weights:
 def teacher_files(folder: Path) -> dict[str, str]:
     """List the files of a checkpoint that are its teacher's, with their names in the teacher's repository."""
     index = read_json(str(folder), folder / INDEX) if (folder / INDEX).is_file() else {}
-    named = (index.get("metadata") or {}).get(TEACHER_FILES, {})
+    metadata = index.get("metadata")
+    named = metadata.get(TEACHER_FILES) if isinstance(metadata, dict) else None
     return named if isinstance(named, dict) else {}
 
 

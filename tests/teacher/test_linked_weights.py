@@ -103,6 +103,8 @@ def test_the_index_names_the_files_that_are_the_teachers(tmp_path):
     assert list(index["metadata"]["teacher_files"].values()) == [file.name for file in files]
     sizes = [x.nbytes for path in checkpoint.glob("*.safetensors") for x in load_file(path).values()]
     assert index["metadata"]["total_size"] == sum(sizes)
+    (checkpoint / f"{MODEL}.index.json").write_text('{"metadata": true}')
+    assert not teacher_files(checkpoint)
     (checkpoint / f"{MODEL}.index.json").write_text("{")
     with pytest.raises(ModelNotAvailable, match="it is not JSON"):
         teacher_files(checkpoint)
