@@ -266,7 +266,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
                 kwargs[name] = getattr(self.config, name)
         leave_out_weights(kwargs, self.config)
         if not torch.compiler.is_compiling():
-            self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, past_key_values)
+            self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
         return self.base(
             input_ids=input_ids,
             attention_mask=attention_mask,
