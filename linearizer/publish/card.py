@@ -100,7 +100,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
         allocation=folded("What every KV head keeps, exact window first", list_heads(allocation)),
         snippet=write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
         evaluation=write_evaluation(parts),
-        limits=list_limits(allocation, training, bool(parts.keys() - MEASURED_AT_ONCE)),
+        limits=list_limits(allocation, training, parts, run.inspection.max_positions),
         made=describe_production(plan, training),
         chosen=describe_choice(run),
         again=again,
@@ -229,7 +229,7 @@ def folded(title: str, content: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>\n\n{content}\n\n</details>"
 
 
-def list_limits(allocation: Allocation, training: Trained, examined: bool) -> str:
+def list_limits(allocation: Allocation, training: Trained, parts: Mapping[str, Part], positions: int | None) -> str:
     """List the limits of this student; those of all students stand in the template."""
     heads = [head for row in allocation.heads for head in row]
     limits = [f"The training was ended at {training.done:,} of {training.asked:,} steps."] * training.early
@@ -237,7 +237,11 @@ def list_limits(allocation: Allocation, training: Trained, examined: bool) -> st
     whole = any(head.softmax for head in heads)
     limits += ["Some KV heads keep their whole cache, so the state grows with the text."] * whole
     small = "The evaluation is small: one kind of text, no benchmark, no other ability of the teacher, and no speed."
-    limits += [small] * (not examined)
+    limits += [small] * (not parts.keys() - MEASURED_AT_ONCE)
+    dtypes = sorted({part.made_with.dtype for part in parts.values()})
+    limits += [f"It was judged in {' and '.join(dtypes)}: in another dtype it is another model."] * bool(dtypes)
+    if positions is not None:
+        limits.append(f"Its teacher was made for {positions:,} tokens: the student reads longer texts with a warning.")
     return "".join(f"- {line}\n" for line in limits)
 
 
