@@ -82,19 +82,49 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
 
 
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
-    """Copy one row of a batch, which has read the given tokens; what the copy reads does not change the batch."""
-    other = copy_cache(cache, lambda name, x: x[row : row + 1].clone())
+    """Take one row of a batch, which has read the given tokens; its tensors are views of the batch."""
+    other = copy_cache(cache, lambda name, x: x[row : row + 1])
     cut_padding(other, tokens)
     return other
 
 
-def copy_cache(cache: Cache, change: Change = lambda name, x: x.clone()) -> Cache:
+def copy_cache(cache: Cache, change: Change) -> Cache:
     """Copy a cache, whose tensors become what `change` makes of them."""
     if isinstance(cache, LinearizedCache):
         return cache.copied(change)
     other = copy.copy(cache)
     other.layers = [copy_layer(layer, change) for layer in cache.layers]
     return other
+
+
+def tensors_of(cache: Cache) -> list[Tensor]:
+    """List the tensors of a cache, in the order in which `copy_cache` changes them."""
+    found: list[Tensor] = []
+    for layer in cache.layers:
+        if keeps_state(layer):
+            found += [x for state in layer.memory for x in tensors(state).values()]
+        elif layer.is_initialized:
+            found += [layer.keys, layer.values]
+    return found
+
+
+def pack(held: Sequence[Tensor]) -> Tensor:
+    """Copy tensors into one of bytes: by themselves, hundreds of small ones would take half as much memory again."""
+    return torch.cat([x.flatten().view(torch.uint8) for x in held])
+
+
+def unpack(form: Cache, packed: Tensor, shapes: Sequence[torch.Size], tokens: int) -> Cache:
+    """Make a cache with the tensors of given shapes that `pack` copied; `form` is any cache of the same model."""
+    sizes = [shape.numel() * x.itemsize for shape, x in zip(shapes, tensors_of(form), strict=True)]
+    parts = zip(packed.split(sizes), shapes, strict=True)
+
+    def take_next(name: str, x: Tensor) -> Tensor:
+        part, shape = next(parts)
+        return part.clone().view(x.dtype).view(shape)  # its own memory begins where any type may
+
+    cache = copy_cache(form, take_next)
+    cut_padding(cache, tokens)  # there is none, but layers count their tokens
+    return cache
 
 
 def cut_padding(cache: Cache, longest: int) -> None:

@@ -46,6 +46,8 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         with self.wake:
             self.closed = True
+            for row in [*self.waiting, *self.prompts.rows, *self.rows]:
+                row.abandoned = True  # or a long prompt would be read to its end
             self.wake.notify()
         self.thread.join()
 

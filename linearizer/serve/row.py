@@ -61,7 +61,6 @@ class Row:
     ends: frozenset[int] = frozenset()  # tokens that end a text
 
     cache: Cache | None = None  # until it joins the batch
-    cache_is_kept: bool = False  # for later requests
     reused: int = 0  # tokens whose state was kept
     abandoned: bool = False  # its client has gone
     done: bool = False

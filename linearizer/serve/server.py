@@ -61,7 +61,9 @@ def serve(
         from linearizer.serve.endpoint import Served, make_endpoint
         from linearizer.serve.engine import Engine
         from linearizer.teacher.load import load_teacher_of
+        from linearizer.teacher.ram import bound_shape_caches
 
+        bound_shape_caches()
         if teacher:
             loaded = load_teacher_of(run.plan, inspection=run.inspection)
             model, tokenizer = loaded.model, loaded.tokenizer
@@ -71,6 +73,6 @@ def serve(
         with Engine(model, max_state_bytes) as engine:
             served = Served(name, model, tokenizer, run.positions, engine, max_seconds)
             app = make_endpoint(served, host in LOCAL_HOSTS, api_key)
-            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSING_SECONDS)
+            config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=CLOSING_SECONDS)
             ready(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1", name)
             uvicorn.Server(config).run([listening])

@@ -17,6 +17,7 @@ from linearizer.run.stopping import is_out_of_memory
 Product = TypeVar("Product")
 CONTAINER = Path("/sys/fs/cgroup")
 HEAPS, MAPPED, ON_TOP = -8, -3, -1  # options of malloc.h: heaps, bytes that are mapped, and bytes that stay on top
+KNOWN_SHAPES = 64  # more than the products of a model have for one number of tokens
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -90,6 +91,15 @@ def trim_heaps() -> None:
     """Let what has been freed so far go back to the system, where the C library can."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def bound_shape_caches() -> None:
+    """Let oneDNN, if it has not begun, remember how it multiplies matrices of few shapes only.
+
+    Its two caches hold 1,024 shapes each, which take some 0.3 MB in bf16, and every length of a text is another shape.
+    """
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KNOWN_SHAPES))
 
 
 def change_heap(options: Mapping[int, int]) -> None:

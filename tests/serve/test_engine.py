@@ -1,16 +1,22 @@
 """Texts that join and leave a running batch are written as if each were alone."""
 
+import sys
+import threading
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
 from linearizer.plan.head_bytes import Head
 from linearizer.serve import engine as engines
 from linearizer.serve import prompts
+from linearizer.serve.cache_rows import copy_cache, tensors_of
 from linearizer.serve.engine import Engine
 from linearizer.serve.prompts import KeptStates
 from linearizer.serve.row import Row
-from linearizer.student.state import tensors
 from linearizer.teacher.logits import fresh_cache
+from linearizer.teacher.ram import status_bytes
 from tests.support.models import MIXED, student_of, teacher_of, tokens
 
 ROOM = 2**30
@@ -131,36 +137,31 @@ def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
     kept, small = KeptStates(3 * first.bytes), KeptStates(first.bytes - 1)
     for text in texts[:3]:
         keep(kept, text)
-    assert kept.find_longest([*texts[0], 5])[0] == 12  # used: now the second is the oldest
+
+    def found():
+        return [getattr(kept.find_longest(text), "tokens", 0) for text in texts]
+
+    assert kept.find_longest([*texts[0], 5]).tokens == 12  # used: now the second is the oldest
     for _ in range(2):
         keep(kept, texts[3])
-        assert [kept.find_longest(text)[0] for text in texts] == [12, 0, 12, 12] and kept.bytes == 3 * first.bytes
+        assert found() == [12, 0, 12, 12] and kept.bytes == 3 * first.bytes
     keep(small, texts[0])
     assert not small.states and not small.bytes
 
 
 @pytest.mark.parametrize("heads", [SLOTS, SMALL, None], ids=["16 bits", "8 bits", "teacher"])
 def test_what_is_kept_takes_the_memory_that_is_counted(heads):
-    """Nothing of the buffers in which a text is read on, nor of the batch that it was read in."""
+    """One tensor of bytes, and nothing of the batch that the text was read in."""
     engine = Engine(teacher_of("llama") if heads is None else student_of("llama", heads), ROOM)
     rows = [row_of(tokens(1, size, size)[0].tolist(), 4) for size in (30, 30, 30, 41, 17)]
     work(engine, {0: rows[:3], 2: rows[3:]})
     assert len(engine.kept.states) >= 5
     for kept in engine.kept.states.values():
-        held = [x for layer in kept.cache.layers for x in tensors_of(layer)]
-        assert held and all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in held)
-        assert all(not vars(state).keys() & {"token_buffer", "layer_in_c"} for state in states_of(kept.cache))
-        assert kept.bytes >= sum(x.untyped_storage().nbytes() for x in held) + 400 * len(held)
+        held = tensors_of(engine.kept.restore(kept))
+        assert kept.packed.untyped_storage().nbytes() == sum(x.untyped_storage().nbytes() for x in held)
+        python = sys.getsizeof(kept.shapes) + sum(map(sys.getsizeof, kept.shapes))
+        assert kept.bytes >= kept.packed.nbytes + python
     assert engine.kept.bytes == sum(kept.bytes for kept in engine.kept.states.values())
-
-
-def states_of(cache):
-    return [state for layer in cache.layers for state in getattr(layer, "memory", None) or []]
-
-
-def tensors_of(layer):
-    states = [tensors(state).values() for state in getattr(layer, "memory", None) or []]
-    return [layer.keys, layer.values] if not states else [x for each in states for x in each]
 
 
 def test_a_listener_that_leaves_frees_its_row_and_the_others_go_on():
@@ -182,6 +183,50 @@ def test_a_listener_that_leaves_frees_its_row_and_the_others_go_on():
     work(engine, {})
     for row in rows[1:3]:
         assert row.tokens == alone(student, row.prompt, 20)
+
+
+def test_small_tensors_of_kept_states_take_no_more_memory_than_their_bytes_by_a_third():
+    """In the process: what else it has freed before may only make it less."""
+    student = student_of("llama", [Head(window=64, slots=64, bits=8)])
+    cache, kept = fresh_cache(student), KeptStates(ROOM)
+    with torch.inference_mode():
+        student(tokens(1, 200), past_key_values=cache)
+        kept.keep([0], cache)
+        count, before = 2**26 // kept.bytes, status_bytes("RssAnon")
+        for number in range(count):
+            kept.keep([1, number], copy_cache(cache, lambda name, x: x.clone()))
+    assert len(kept.states) == count + 1
+    assert status_bytes("RssAnon") - before < 1.3 * kept.bytes
+
+
+def test_a_long_prompt_is_not_read_to_its_end_once_the_engine_closes(monkeypatch):
+    monkeypatch.setattr(prompts, "CHUNK", 16)
+    student, begun, read = student_of("llama"), threading.Event(), []
+    engine, before = Engine(student, ROOM), student.forward
+
+    def forward(**given):
+        read.append(1)
+        begun.set()
+        while not engine.closed:
+            time.sleep(0.001)
+        return before(**given)
+
+    monkeypatch.setattr(student, "forward", forward)
+    with engine:
+        assert engine.submit(row_of(tokens(1, 500)[0].tolist(), 20), row_of(tokens(1, 500, 1)[0].tolist(), 20))
+        assert begun.wait(60)
+    assert len(read) == 1
+
+
+def test_a_state_that_cannot_be_restored_fails_its_row_alone():
+    student = student_of("llama")
+    engine, first = Engine(student, ROOM), row_of(tokens(1, 20)[0].tolist(), 3)
+    work(engine, {0: [first]})
+    for key, kept in engine.kept.states.items():
+        engine.kept.states[key] = replace(kept, packed=kept.packed[:-1])
+    same, other = row_of(first.prompt, 3), row_of(tokens(1, 20, 1)[0].tolist(), 3)
+    work(engine, {0: [same, other]})
+    assert "writing failed" in same.heard[-1].error and other.tokens == alone(student, other.prompt, 3)
 
 
 @pytest.mark.parametrize("fault", ["error", "weights"])
