@@ -156,6 +156,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     checkpoint.restore_type(student, teacher.stored)
     kept = teacher.inspection.links and not run.plan.changes_weights
     files = local_weight_files(teacher.source) if kept else ()
+    remove(run.folder / DIGESTS)  # of an earlier checkpoint: a kill from here on must not leave them beside the new one
     checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
     write_digests(run, files)
 

@@ -13,11 +13,13 @@ from linearizer.cli.text import describe_run
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.hub.models import find_model
 from linearizer.method import allocate_run
+from linearizer.method.checkpoint import load_of_run
 from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import USUAL_LENGTH, Plan
 from linearizer.progress import finish
+from linearizer.run.files import UNFINISHED, remove
 from linearizer.run.folder import Trained, read_training
 from linearizer.run.prices import Candidate, Candidates
 from linearizer.run.weight_digests import DIGESTS, read_digests
@@ -181,6 +183,21 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
     (run.folder / "allocation.json").unlink()
     with pytest.raises(FolderError, match=r"has lost its allocation\.json: start a new run"):
         list(linearize(run))
+
+
+def test_digests_of_a_checkpoint_that_was_removed_do_not_condemn_the_next(begin):
+    """Also where the work ends between the new checkpoint and its digests."""
+    run = begin(plan=Plan("demo", steps=0, **QUICK))
+    finish(linearize(run))
+    remove(run.checkpoint)
+    reallocate(run, replace(run.plan, budget=48))
+    (fault := run.folder / f"{DIGESTS}{UNFINISHED}").mkdir()  # they cannot be written
+    with pytest.raises(FolderError, match=f"{DIGESTS}' cannot be written"):
+        finish(linearize(run))
+    fault.rmdir()
+    assert run.checkpoint.is_dir() and not run.done
+    finish(linearize(run))
+    assert run.done and load_of_run(run)
 
 
 def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub, tmp_path):
