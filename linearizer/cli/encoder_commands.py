@@ -59,10 +59,10 @@ def serve_run(arguments: argparse.Namespace) -> bool:
     if unknown := [name for name in asked if name not in known]:
         raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
     pictures = absolute_path(arguments.pictures) if arguments.pictures else None
-    given = {name: value for name, value in changes.items() if name in known}
-    given |= {"pictures": pictures, "slots": arguments.slots}
-    plan = EncoderPlan(**{**given, "model": absolute_path(given["model"])})
-    if "text" in given:
+    choices = {name: value for name, value in changes.items() if name in known}
+    choices |= {"pictures": pictures, "slots": arguments.slots}
+    plan = EncoderPlan(**{**choices, "model": absolute_path(choices["model"])})
+    if "text" in choices:
         plan = EncoderPlan(**{**asdict(plan), "text": absolute_source(plan.text)})
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")

@@ -51,7 +51,8 @@ class BothWays:
         ends = self.first, tokens - self.last
         query = query * scale
         edge = [*range(ends[0]), *range(ends[1], tokens)]
-        inner = self.attend_within(*(x[:, :, ends[0] : ends[1]] for x in (query, key, value)), key, value, edge, grid)
+        own, inner_keys, inner_values = (x[:, :, ends[0] : ends[1]] for x in (query, key, value))
+        inner = self.attend_within(own, inner_keys, inner_values, key[:, :, edge], value[:, :, edge], grid)
         outer = scaled_dot_product_attention(query[:, :, edge], key, value, scale=1.0)
         return torch.cat([outer[:, :, : self.first], inner, outer[:, :, self.first :]], 2)
 
@@ -60,16 +61,14 @@ class BothWays:
         query: torch.Tensor,  # scaled
         key: torch.Tensor,
         value: torch.Tensor,
-        all_keys: torch.Tensor,
-        all_values: torch.Tensor,
-        edge: list[int],
+        edge_keys: torch.Tensor,  # of the global tokens
+        edge_values: torch.Tensor,
         grid: Sequence[int],
     ) -> torch.Tensor:
         """Attend with all tokens but the global ones, which are seen by each."""
         tokens = key.shape[2]
         blocks = block_layout(tuple(grid) or (tokens,), self.block, key.device)
         slots = Slots.of(query, key, value, self.slots) if self.slots else None
-        edge_keys, edge_values = all_keys[:, :, edge], all_values[:, :, edge]
         padded = [pad(x, (0, 0, 0, 1)) for x in (query, key, value)]
         outputs = []
         for members, near in blocks.chunks(CHUNK):

@@ -92,7 +92,7 @@ def read_texts_whole(
 
 def read_pictures(folder: str, files: EncoderFiles, count: int) -> list[Inputs]:
     """Read the pictures of a folder, in the order of their names, through the processor of an encoder."""
-    pictures = []
+    pictures = list[Inputs]()
     for path in list_pictures(folder):
         if len(pictures) == count:
             break
