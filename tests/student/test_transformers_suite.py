@@ -8,13 +8,15 @@ import pytest
 import torch
 from transformers.testing_utils import torch_device
 
+from linearizer.plan.head_bytes import Head
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from tests.support.models import student_of, tokens
+from tests.support.models import MIXED, student_of, tokens
 from tests.support.transformers_suite import CHECKOUT, fetch_tests, import_mixins
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of tests that are not ours
 
 TWO_LAYERS = {"gpt2": dict(n_layer=2), "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"])}
+HELD = {"mixed": MIXED, "memories": [Head(4, 6, memory="gdn"), Head(4, slots=6, bits=4), Head(5, 8, memory="kda")]}
 OWN_ATTENTION = "the attention of a student is its own and cannot be exchanged"
 NO_WEIGHTS = "a student computes no weights between tokens, so its attentions are None"
 NO_KEYS = "looks for the keys of all tokens in the cache, and a student keeps a state"
@@ -53,9 +55,9 @@ def mixins(tmp_path_factory, pytestconfig):
 
 
 @functools.cache
-def config_of(family):
+def config_of(family, held):
     """Give the config of a family's student, which takes a teacher to make."""
-    return student_of(family, num_hidden_layers=2, **TWO_LAYERS.get(family, {})).config
+    return student_of(family, HELD[held], num_hidden_layers=2, **TWO_LAYERS.get(family, {})).config
 
 
 class Inputs:
@@ -64,19 +66,19 @@ class Inputs:
     batch_size, seq_length, num_hidden_layers, num_attention_heads, hidden_size = 3, 12, 2, 4, 64
     is_training = True
 
-    def __init__(self, family):
-        self.family = family
+    def __init__(self, family, held):
+        self.family, self.held = family, held
 
     def get_config(self):
-        return copy.deepcopy(config_of(self.family))
+        return copy.deepcopy(config_of(self.family, self.held))
 
     def prepare_config_and_inputs_for_common(self):
         ids = tokens(self.batch_size, self.seq_length).to(torch_device)
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def suite_of(family, mixins):
-    """Make the class whose tests a model of this family has to pass."""
+def suite_of(family, held, mixins):
+    """Make the class whose tests a student of this family has to pass."""
 
     class Suite(*mixins, unittest.TestCase):
         all_model_classes = (LinearizedForCausalLM,)
@@ -84,7 +86,7 @@ def suite_of(family, mixins):
         test_all_params_have_gradient = False  # experts that no token chose, and how slots merge
 
         def setUp(self):
-            self.model_tester = Inputs(family)
+            self.model_tester = Inputs(family, held)
 
         def _prepare_for_class(self, inputs, model_class, return_labels=False):
             inputs = super()._prepare_for_class(inputs, model_class, return_labels=return_labels)
@@ -94,13 +96,19 @@ def suite_of(family, mixins):
 
 
 @pytest.mark.parametrize("mixin, least", [("ModelTesterMixin", 60), ("GenerationTesterMixin", 20)])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral"])
-def test_a_student_passes_what_every_model_of_transformers_passes(family, mixin, least, mixins):
-    suite, failed, passed = suite_of(family, mixins), [], 0
+@pytest.mark.parametrize(
+    "family, held",
+    [*((name, "mixed") for name in ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral"]), ("llama", "memories")],
+)
+def test_a_student_passes_what_every_model_of_transformers_passes(family, held, mixin, least, mixins):
+    suite, failed, passed = suite_of(family, held, mixins), [], 0
     (tests,) = (each for each in mixins if each.__name__ == mixin)
     names = [name for name in unittest.TestLoader().getTestCaseNames(suite) if hasattr(tests, name)]
     if not names:
-        pytest.skip(f"{mixin} is in no source distribution: name the tests of a checkout by {CHECKOUT}")
+        pytest.skip(
+            f"{mixin} is in no source distribution: test_generation.py holds its properties; for its own tests name "
+            f"those of a checkout by {CHECKOUT}"
+        )
     for name in names:
         if name not in EXCLUDED:
             result = unittest.TestResult()
