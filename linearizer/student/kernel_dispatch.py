@@ -1,27 +1,28 @@
 """The one place that chooses between Triton's kernels and PyTorch, once a trial has found them right (kernel_trial.py).
 
-Kernels attend with texts to windows and features, and with a token to windows and slots.
+Kernels attend with texts to windows, features and slots, and with a token to windows and slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .features_torch import CHUNK, ScaledMap, attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
-from .state import ABSENT, Columns, FeatureState, working_dtype
+from .slots_torch import SlotText, read_together
+from .state import ABSENT, Columns, FeatureState, is_traced, working_dtype
 
 try:
     from .kernel_text_gradients import FeatureAttention
-    from .kernel_token import attend_token
+    from .kernel_text_slots import launch_texts
+    from .kernel_token import launch_token
 except ImportError as missing:
     if missing.name != "triton":
         raise
-    FeatureAttention = attend_token = None  # type: ignore[assignment, misc]
+    FeatureAttention = launch_texts = launch_token = None  # type: ignore[assignment, misc]
 
 TRIAL_WINDOW = 16
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
@@ -57,7 +58,7 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
             out.append(attend_text_with_features(*part, features, TRIAL_WINDOW, None, state, attend=attend).to(dtype))
         results = [torch.cat(out, -2), state.level, state.mean]
         if gradients:
-            results += torch.autograd.grad([x.square().sum() for x in results], inputs)
+            results += torch.autograd.grad(sum(x.square().sum() for x in results), inputs)  # type: ignore[arg-type]
         return results
 
     return passes_trial("attention and its gradients" if gradients else "attention", q, sizes, compute)
@@ -79,21 +80,19 @@ def attend_chunks_by_kernel(
     return out
 
 
-def kernel_serves_token(buffer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether a kernel may attend with a token to what a TokenBuffer holds, which is tried on a copy of it."""
-    if attend_token is None or not kernels_accept(q, k, v):
-        return False
+def may_run_in_triton(*tensors: Tensor) -> bool:
+    """Whether kernels may read with windows and slots: they compute no gradients."""
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return launch_texts is not None and not gradients and not is_traced() and kernels_accept(*tensors)
 
-    def compute(by_kernel: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        work, out = torch.promote_types(dtype, torch.float32), q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype)
-        held = [x.to(dtype, copy=True) if x.is_floating_point() else x.clone() for x in buffer.buffers]
-        copy = replace(buffer, buffers=held, level=buffer.level.to(work, copy=True))
-        attend, results = attend_token if by_kernel else type(buffer).attend_rows, list[Tensor]()
-        for _ in range(2):  # the second token sees the first
-            attend(copy, q.to(dtype), k.to(dtype), v.to(dtype), scale, out)
-            results.append(out.clone())
-            copy.count = copy.count + 1
-        return [*results, copy.level.exp()]
 
-    sizes = (q.shape[2], q.shape[-1], v.shape[-1], buffer.sinks[0].shape[2], buffer.bits, buffer.turns is not None)
-    return passes_trial("attention of tokens", q, sizes, compute)
+def read_slots(texts: Sequence[SlotText], by_kernel: bool) -> list[Tensor]:
+    """Read one text with heads that have slots; return what each gives."""
+    if not by_kernel:
+        return read_together(texts)
+    read: dict[int, Tensor] = {}
+    for dtype in {text.q.dtype for text in texts}:
+        alike = [index for index, text in enumerate(texts) if text.q.dtype == dtype]
+        seen = launch_texts(texts[alike[0]].state.count, [texts[index] for index in alike])
+        read.update((index, texts[index].end(out)) for index, out in zip(alike, seen, strict=True))
+    return [read[index] for index in range(len(texts))]

@@ -1,9 +1,11 @@
 """Attention with one token to all that a buffer holds, as Triton kernels. The reference is in token_buffer.py.
 
-The rows of a head (its ring and its slots) are cut into parts, so that few heads keep a whole GPU at work:
+Every token launches the same three kernels for each number of bits, so a graph may repeat them. The rows of a head (its
+ring and its slots) are cut into parts, so that few heads keep a whole GPU at work:
 
-  attend_part  turn the query, remember the token in the part that has its row, attend to the rows of one part
-  join_parts   one softmax over all parts, turned back
+  merge_leaving  merge the block that leaves a window before the token, if one does (kernel_merging.py)
+  attend_part    turn the query, remember the token in the part that has its row, attend to the rows of one part
+  join_parts     one softmax over all parts, turned back
 
 Rows are read in the bits in which they are kept: a logit is the product with the codes, times the scale of the row.
 The new token is attended to as it was rounded. Sinks belong to the first part.
@@ -11,7 +13,6 @@ The new token is attended to as it was rounded. Sinks belong to the first part.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +23,15 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .kernel_common import EMPTY, Constants, load_tile, on_device_of_first, padded, precision, update_softmax
-from .rounding import HIGHEST, LOWEST, TINIEST, TRIED, rotation
+from .kernel_common import EMPTY, load_tile, on_device_of_first, padded, precision, update_softmax
+from .kernel_merging import launch_merging
+from .kernel_packed_rows import PackedConstants, load_codes, store_rows
+from .rounding import rotation
 from .state import made_once
 
 Tensor = torch.Tensor
 NUMBERS_AT_ONCE = 4096  # of the keys, or of the values, of some rows: more would not fit into registers
 PROGRAMS = 264  # of a launch, where there are rows enough: two for each processor of the largest GPUs
-LEAST, MOST, TINY = tl.constexpr(2.0**LOWEST), tl.constexpr(2.0**HIGHEST), tl.constexpr(TINIEST)
-SECOND, THIRD = tl.constexpr(TRIED[1]), tl.constexpr(TRIED[2])  # of the scales tried; the first is 1
-HALVES = tl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken away again, it rounds half to even
-
-
-@dataclass(frozen=True)
-class TokenConstants(Constants):
-    """What a kernel of this file is compiled for, also."""
-
-    BITS: Any = None  # of a number in a row
-    LEVELS: Any = None  # numbers that so many bits tell apart
-    TURNED: Any = None  # whether rows hold turned vectors
 
 
 @triton.jit
@@ -81,89 +72,7 @@ def load_query(q_ptr, stride, steps_ptr, matrix_ptr, scale, root, C: tl.constexp
 
 
 @triton.jit
-def load_codes(rows_ptr, rows, live, width, DIM: tl.constexpr, WP: tl.constexpr, C: tl.constexpr):
-    """The codes of rows, and their scales: (rows, WP), (rows,)."""
-    od = tl.arange(0, WP)
-    row_ptr, inside = rows_ptr + rows.to(tl.int64) * width, live[:, None] & (od < DIM)[None, :]
-    if C.BITS == 16:
-        return tl.load(row_ptr[:, None] + od[None, :], mask=inside, other=0.0).to(C.ACC), tl.where(live, 1.0, 0.0)
-    if C.BITS == 8:
-        codes = tl.load(row_ptr[:, None] + od[None, :], mask=inside, other=0).to(C.ACC)
-        exponent = tl.load(row_ptr + DIM, mask=live, other=0).to(tl.int32)
-        return codes, ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-    half: tl.constexpr = DIM // 2
-    low = tl.load(row_ptr[:, None] + (od % half)[None, :], mask=inside, other=0).to(tl.int32)
-    codes = (low >> (od // half * 4)[None, :]) & 15
-    if C.BITS > 4:
-        more: tl.constexpr = C.BITS - 4
-        part: tl.constexpr = DIM * more // 8
-        high = tl.load(row_ptr[:, None] + (od % part + half)[None, :], mask=inside, other=0).to(tl.int32)
-        codes |= ((high >> (od // part * more)[None, :]) & (C.LEVELS // 16 - 1)) << 4
-    first = tl.load(row_ptr + width - 2, mask=live, other=0).to(tl.int32)
-    second = tl.load(row_ptr + width - 1, mask=live, other=0).to(tl.int32)
-    scale = ((first | second << 8) << 16).to(tl.float32, bitcast=True)
-    return tl.where(inside, codes.to(C.ACC) - (C.LEVELS - 1) / 2, 0.0), scale
-
-
-@triton.jit
-def codes_at(x, scale, inside, C: tl.constexpr):
-    """Codes of a few bits at a scale, and how far they move the vector."""
-    limit: tl.constexpr = (C.LEVELS - 1) / 2
-    bits = scale.to(tl.int32, bitcast=True)  # to 8 digits, half to even, which not every version's bf16 does
-    scale = ((bits + 0x7FFF + (bits >> 16 & 1)) & -65536).to(tl.float32, bitcast=True)
-    scale = tl.where(scale > TINY, scale, 0.0)
-    codes = tl.minimum(tl.maximum(tl.floor(x / tl.maximum(scale, TINY)) + 0.5, -limit), limit)
-    moved = tl.where(inside, codes * scale - x, 0.0)
-    return codes, scale, tl.sum(moved * moved, 0)
-
-
-@triton.jit
-def round_vector(x, DIM: tl.constexpr, WP: tl.constexpr, C: tl.constexpr):
-    """The codes of a vector, and their scale."""
-    inside = tl.arange(0, WP) < DIM
-    top = tl.max(tl.where(inside, tl.abs(x), 0.0), 0).to(tl.float32)
-    if C.BITS == 8:
-        power = (top.to(tl.int32, bitcast=True) + 0x1FFFF) & 0x7F800000
-        scale = tl.minimum(tl.maximum(power.to(tl.float32, bitcast=True) * 0.015625, LEAST), MOST)
-        return (x / scale).to(tl.float32) + HALVES - HALVES, scale
-    top /= (C.LEVELS - 1) / 2
-    codes, scale, error = codes_at(x, top, inside, C)
-    for share in tl.static_range(2):
-        others, other, moved = codes_at(x, top * (SECOND if share == 0 else THIRD), inside, C)
-        codes, scale = tl.where(moved < error, others, codes), tl.where(moved < error, other, scale)
-        error = tl.minimum(error, moved)
-    return codes, scale
-
-
-@triton.jit
-def store_row(row_ptr, x, codes, scale, width, DIM: tl.constexpr, WP: tl.constexpr, C: tl.constexpr):
-    """Write a vector into its row, as rounding.pack_vectors does."""
-    od = tl.arange(0, WP)
-    if C.BITS == 16:
-        tl.store(row_ptr + od, x.to(row_ptr.dtype.element_ty), mask=od < DIM)
-    elif C.BITS == 8:
-        tl.store(row_ptr + od, codes.to(tl.int8), mask=od < DIM)
-        tl.store(row_ptr + DIM, ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int8))
-    else:
-        half: tl.constexpr = DIM // 2
-        numbers = tl.where(od < DIM, (codes + (C.LEVELS - 1) / 2).to(tl.int32), 0)[:, None]
-        low = (numbers & 15) << (od // half * 4)[:, None]
-        for begin in range(0, width - 2, C.DS):
-            at = begin + tl.arange(0, C.DS)
-            bytes = tl.sum(tl.where(at[None, :] == (od % half)[:, None], low, 0), 0)
-            if C.BITS > 4:
-                more: tl.constexpr = C.BITS - 4
-                part: tl.constexpr = DIM * more // 8
-                high = (numbers >> 4) << (od // part * more)[:, None]
-                bytes += tl.sum(tl.where(at[None, :] == (od % part + half)[:, None], high, 0), 0)
-            tl.store(row_ptr + at, bytes.to(tl.uint8), mask=at < width - 2)
-        kept = scale.to(tl.int32, bitcast=True) >> 16
-        tl.store(row_ptr + width - 2, (kept & 255).to(tl.uint8))
-        tl.store(row_ptr + width - 1, ((kept >> 8) & 255).to(tl.uint8))
-
-
-@triton.jit
-def attend_part(given, kept, turns, part_ptr, sizes, factors, C: tl.constexpr):
+def attend_part(given, kept, turns, part_ptr, codes_ptr, sizes, factors, C: tl.constexpr):
     """Attend to the sinks and rows of one part; grid (text and head, part)."""
     q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
     keys_ptr, values_ptr, sink_k_ptr, sink_v_ptr, level_ptr, count_ptr, window_ptr, head_ptr = kept
@@ -212,17 +121,14 @@ def attend_part(given, kept, turns, part_ptr, sizes, factors, C: tl.constexpr):
             od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
             k = tl.load(k_ptr + od, mask=od < C.D, other=0.0).to(C.ACC)
             v = tl.load(v_ptr + ov, mask=ov < C.DV, other=0.0).to(C.ACC)
-        key_scale, value_scale, key, value = 1.0, 1.0, k, v
-        if C.BITS < 16:
-            key, key_scale = round_vector(k, C.D, C.DP, C)
-            value, value_scale = round_vector(v, C.DV, C.VP, C)
-        store_row(keys_ptr + place.to(tl.int64) * KEY_WIDTH, k, key, key_scale, KEY_WIDTH, C.D, C.DP, C)
-        store_row(values_ptr + place.to(tl.int64) * VALUE_WIDTH, v, value, value_scale, VALUE_WIDTH, C.DV, C.VP, C)
+        at, codes_ptr = place + tl.zeros([1], tl.int32), codes_ptr + own * (C.DP + C.VP)
+        key = store_rows(keys_ptr, at, at >= 0, k[None, :], KEY_WIDTH, codes_ptr, C.D, C.DP, C)
+        value = store_rows(values_ptr, at, at >= 0, v[None, :], VALUE_WIDTH, codes_ptr + C.DP, C.DV, C.VP, C)
         tl.store(level_ptr + place, 0.0)
-        logit = tl.sum(q * (key * key_scale)[None, :], 1)
+        logit = tl.sum(q * key, 1)
         new = tl.maximum(top, logit)
         old, weight = tl.exp(top - new), tl.exp(logit - new)
-        acc = acc * old[:, None] + weight[:, None] * (value * value_scale)[None, :]
+        acc = acc * old[:, None] + weight[:, None] * value
         top, total = new, total * old + weight
     og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
     part_ptr += (own * tl.num_programs(1) + part) * C.GP * (C.VP + 2)
@@ -268,11 +174,6 @@ def join_parts(part_ptr, out, heads, value_middle_ptr, matrix_ptr, PARTS, C: tl.
             store_tile_at(out_ptr, og, out_group, od, turned, C)
 
 
-def attend_token(buffer: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
-    """Remember a token in a TokenBuffer and attend with it, into `out`; all are those of the whole layer."""
-    launch_token(q, k, v, scale, out, buffer)
-
-
 @made_once
 def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
@@ -281,7 +182,12 @@ def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @on_device_of_first
 def launch_token(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, buffer: Any) -> None:
-    """Remember a token in a buffer and attend with it, into `out`; all are those of the whole layer."""
+    """Remember a token in a TokenBuffer and attend with it, into `out`; all are those of the whole layer.
+
+    What leaves a window is merged first, as the device decides: what is launched is the same for every token.
+    """
+    if buffer.merging is not None:
+        launch_merging(buffer.count, buffer)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (texts, heads, rows, key_width), value_width = buffer.buffers[0].shape[1:], buffer.buffers[-1].shape[-1]
     work, turned, dims = buffer.level.dtype, buffer.turns is not None, (q.shape[-1], v.shape[-1])
@@ -303,12 +209,13 @@ def launch_token(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, buf
     kept += [buffer.count, buffer.windows, buffer.heads]
     given = [q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]]
     scratch = q.new_empty(texts * heads * parts * padded(q.shape[2]) * (padded(dims[1]) + 2), dtype=work)
+    codes = scratch if buffer.bits > 6 else q.new_empty(texts * heads * sum(map(padded, dims)), dtype=torch.uint8)
     launch = {"num_warps": 8, "num_stages": 2}
     attend_part[(texts * heads, parts)](
-        tuple(given), tuple(kept), tuple(turns), scratch, (heads, rows, each, key_width, value_width),
-        (scale, scale**0.5), TokenConstants(BITS=buffer.bits, LEVELS=2**buffer.bits, **constants), **launch,
+        tuple(given), tuple(kept), tuple(turns), scratch, codes, (heads, rows, each, key_width, value_width),
+        (scale, scale**0.5), PackedConstants(BITS=buffer.bits, LEVELS=2**buffer.bits, **constants), **launch,
     )  # fmt: skip
     join_parts[(texts * heads,)](
         scratch, (out, *out.stride()[:3]), (buffer.heads, heads), turns[2], turns[5], parts,
-        TokenConstants(**constants), **launch,
+        PackedConstants(**constants), **launch,
     )  # fmt: skip

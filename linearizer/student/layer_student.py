@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap
-from .kernel_dispatch import linear_attention
+from .kernel_dispatch import linear_attention, may_run_in_triton, read_slots
 from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import read_in_c
 from .kernel_trial import kernels_accept, passes_trial
@@ -22,15 +22,16 @@ from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import Turns, first_columns, first_tokens, pack_state, round_tokens, unpack_state
 from .rounding import FEWER, can_turn, round_vectors
 from .slots_merging import Merger, Merging
-from .slots_torch import SlotSteps, read_text, read_together
+from .slots_torch import SlotText
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .token_buffer import WindowGroup, attend_token_in_buffer
 from .update_rules import UPDATE_RULES
 
 Tensor = torch.Tensor
 SOFTMAX = "softmax"
-TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # of heads on which the kernel in C is tried, of each number of bits
-TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 30), 0.5, 0.125  # of the calls for its text
+FAMILIES = {"in_c": "heads in C", "in_triton": "windows and slots"}  # of kernels
+TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # of heads on which kernels are tried, of each number of bits
+TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 19, 30), 0.5, 0.125  # of the calls for its text
 
 
 def generator_at(seed: int, *place: int) -> torch.Generator:
@@ -102,12 +103,12 @@ class SlotGroup(HeadGroup):
         super().__init__(heads, window, sinks, bits, can_turn(bits, key_dim, value_dim))
         self.slots, self.block, self.merger = slots, block, Merger(len(heads), key_dim)
 
-    def read(
+    def lay(
         self, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState | None
-    ) -> tuple[SlotSteps, SlotState]:
-        """Begin to read a text; return the reading, and the state that it brings up to date."""
+    ) -> SlotText:
+        """Lay out a text to be read."""
         state = SlotState.empty(k, v, self.window, self.sinks, self.slots) if state is None else state
-        return read_text(q, k, v, merging, real, state), state
+        return SlotText.of(q, k, v, merging, real, state)
 
     def merging(self, scale: float) -> Merging:
         metric, gain, mean_query = self.merger()
@@ -177,7 +178,8 @@ class LayerStudent(nn.Module):
         self.turns = Turns(len(held), key_dim, value_dim) if any(each.turns for each in self.groups) else None
         self.exact_values = False  # keep values of any size as they are: to measure attention's weights, without memory
         self.in_c: bool | None = None  # whether the kernel in C reads; None: where a trial finds it right
-        self.found_right: set[tuple] = set()  # the types and sizes for which a trial did
+        self.in_triton: bool | None = None  # the same of Triton's kernels
+        self.found_right: set[tuple] = set()  # the kernels, types and sizes for which a trial did
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
@@ -233,13 +235,14 @@ class LayerStudent(nn.Module):
         done: list[int] = []
         if self.reads_in_c(query, key, value):
             done = read_in_c(groups, memory, *inputs, self.turns, self.exact_values)
+        in_triton = len(done) < len(groups) and self.reads_in_triton(query, key, value)
         if len(done) < len(groups):
-            done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns)
+            done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns, in_triton)
         if memory is not None:
             memory += [None] * (len(groups) - len(memory))
         left = {index: group for index, group in enumerate(groups) if index not in done}
         taken = {index: self.take(group, *inputs[:5], memory and memory[index]) for index, group in left.items()}
-        parts = self.read_with_slots(left, taken, scale, real)
+        parts = self.read_with_slots(left, taken, scale, real, in_triton)
         for index, group in left.items():
             q, k, v, state = taken.pop(index)
             part, state = parts.pop(index) if index in parts else group(q, k, v, scale, real, state)
@@ -267,47 +270,60 @@ class LayerStudent(nn.Module):
         return q, k, v, state and unpack_state(state, group.bits, k.dtype, v.dtype)
 
     def read_with_slots(
-        self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None
+        self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None, in_triton: bool
     ) -> dict[int, tuple[Tensor, SlotState]]:
         """Let all groups with slots read a text, so that they merge a block at once; return what each gives."""
-        readings, states = {}, {}
+        texts = {}
         for index, group in groups.items():
             if isinstance(group, SlotGroup):
                 q, k, v, state = taken[index]
                 merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
-                readings[index], states[index] = group.read(q * scale, k, v, merging, real, state)
-        parts = read_together([*readings.values()])
-        return {index: (part, states[index]) for index, part in zip(readings, parts, strict=True)}
+                texts[index] = group.lay(q * scale, k, v, merging, real, state)
+        parts = read_slots([*texts.values()], in_triton)
+        return {index: (part, text.state) for (index, text), part in zip(texts.items(), parts, strict=True)}
 
     def reads_in_c(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the kernel in C may read such a text; the first call compares it with PyTorch."""
-        if not may_run_in_c(q, k, v) or kernels_accept(q, k, v):
+        """Whether the kernel in C may read such a text."""
+        return may_run_in_c(q, k, v) and not kernels_accept(q, k, v) and self.is_right("in_c", q, v)
+
+    def reads_in_triton(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether Triton's kernels may read such a text, or token, with windows and slots."""
+        if self.exact_values or not may_run_in_triton(q, k, v):
             return False
-        if self.in_c is not None:
-            return self.in_c
+        whole = all(group.block <= group.window for group in self.groups if isinstance(group, SlotGroup))
+        return whole and self.is_right("in_triton", q, v)
+
+    def is_right(self, way: str, q: Tensor, v: Tensor) -> bool:
+        """Whether a kernel may read as it does, "in_c" or "in_triton"; the first call compares it with PyTorch."""
+        if (chosen := getattr(self, way)) is not None:
+            return chosen
         group, *dims = sizes = q.shape[2], q.shape[-1], q.shape[-1] if self.exact_values else v.shape[-1]
-        if (q.dtype, *sizes) in self.found_right:
+        if (way, q.dtype, *sizes) in self.found_right:
             return True
 
+        @torch.no_grad()
         def compute(bits: int, by_kernel: bool, dtype: torch.dtype) -> list[Tensor]:
-            trial: Any = LayerStudent([[*kind, bits] for kind in TRIAL_HELD], 1, dims[0], "prf", dims[1])
+            held = TRIAL_HELD if way == "in_c" else TRIAL_HELD[:1]  # texts of windows alone have kernels of their own
+            trial: Any = LayerStudent([[*kind, bits] for kind in held], 1, dims[0], "prf", dims[1])
             trial.reset(generator := generator_at(0))
-            trial.in_c, heads, tokens = by_kernel, len(TRIAL_HELD), TRIAL_ENDS[-1]
+            trial.in_c = trial.in_triton = False
+            setattr(trial, way, by_kernel)
+            heads, tokens = len(held), TRIAL_ENDS[-1]
             if bits in FEWER:  # an error of a sum may change what a spread, of two bytes there, is rounded to
                 trial.groups[0].merger.gain.zero_()
             trial.groups[0].merger.mean_query.fill_(TRIAL_QUERY)
             queries = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
             drawn = (torch.randn(1, heads, tokens, dim, generator=generator) for dim in dims)
             inputs = queries, *trial.stable(bits, TRIAL_SCALE, *drawn)
-            text, memory = [x.to(q.dtype).to(dtype) for x in inputs], []  # type: ignore[var-annotated]
-            trial.to(dtype)
+            text, memory = [x.to(q.device, q.dtype).to(dtype) for x in inputs], []  # type: ignore[var-annotated]
+            trial.to(q.device, dtype)
             edges = zip((0, *TRIAL_ENDS), TRIAL_ENDS, strict=False)
             return [trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, memory) for begin, end in edges]
 
-        trials = (("heads in C", q, (*sizes, bits), partial(compute, bits)) for bits in self.kinds_of_bits)
+        trials = ((FAMILIES[way], q, (*sizes, bits), partial(compute, bits)) for bits in self.kinds_of_bits)
         if not all(passes_trial(*trial) for trial in trials):
             return False
-        self.found_right.add((q.dtype, *sizes))
+        self.found_right.add((way, q.dtype, *sizes))
         return True
 
     def stable(self, bits: int, scale: float, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ slots. A block adds as many slots as it has tokens; then as many as are too many
 places whose rows see the same slots are a period.
 
 Attention to them: token by token, the reference, and for a text, many periods at once (slots_torch.py); for a token of
-all heads of a layer (token_buffer.py); for both in C (kernel_layer_in_c.py). Shapes as in features_torch.py.
+all heads of a layer (token_buffer.py); for both in C (kernel_layer_in_c.py) and in Triton (kernel_text_slots.py,
+kernel_token.py). Shapes as in features_torch.py.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ def slot_levels(slots: SlotState | Slots, merging: Merging) -> Tensor:
     return torch.addcmul(slots.weight.log(), merging.gain.to(slots.weight.dtype)[:, None], slots.spread)
 
 
-def read_together(readings: Sequence[SlotSteps]) -> list[Tensor]:
+def read_together(texts: Sequence[SlotText]) -> list[Tensor]:
     """Let heads of several kinds read one text, so that all of them merge a block at once; return what each gives."""
+    readings = [read_text(text) for text in texts]
     requests = {index: next(reading) for index, reading in enumerate(readings)}
     outputs: dict[int, Tensor] = {}
     while requests:
@@ -83,14 +84,36 @@ def read_together(readings: Sequence[SlotSteps]) -> list[Tensor]:
     return [outputs[index] for index in range(len(readings))]
 
 
-def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> SlotSteps:
+@dataclass
+class SlotText:
+    """A text laid out for heads that read it: new tokens behind the window, real ones at the right end."""
+
+    q: Tensor  # (batch, heads, group, tokens, dim)
+    columns: Columns
+    merging: Merging
+    state: SlotState
+    order: Tensor | None  # (batch, tokens) of the tokens, where some are no real ones
+    new: Tensor | int  # how many are real
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> SlotText:
+        order = None if real is None else real.to(torch.int8).argsort(dim=-1, stable=True)
+        columns = lay_columns(k, v, merging.window, real, state)
+        remember_sinks(state, columns)
+        q = q if order is None else take_tokens(q, order)
+        return cls(q, columns, merging, state, order, q.shape[-2] if real is None else real.sum(-1))
+
+    def end(self, out: Tensor) -> Tensor:
+        """Let the state count and remember the tokens; return what they saw in the order in which they came."""
+        self.state.count = self.state.count + self.new
+        remember_window(self.state, self.columns, self.q.shape[-2])
+        return out if self.order is None else take_tokens(out, self.order.argsort(-1))
+
+
+def read_text(text: SlotText) -> SlotSteps:
     """Read a text: yield some periods at a time, be sent what their rows see, return what all tokens see."""
-    tokens, window, block, order = q.shape[-2], merging.window, merging.block, None
-    if real is not None:
-        order = real.to(torch.int8).argsort(dim=-1, stable=True)
-        q = take_tokens(q, order)
-    columns = lay_columns(k, v, window, real, state)
-    remember_sinks(state, columns)
+    q, columns, merging, state = text.q, text.columns, text.merging, text.state
+    tokens, window, block = q.shape[-2], merging.window, merging.block
     first, end = state.count, columns.first + window + tokens
     period = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
     periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
@@ -105,13 +128,9 @@ def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | 
         queries = take_tokens(q, (place[:, chunk].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
         request = MergeRequest(queries, place[:, chunk], period[:, chunk] * block, leaving, columns, merging, state)
         parts.append((yield request))
-    state.count = end
-    remember_window(state, columns, tokens)
-    if tokens == 1:
-        return parts[0]
     place = end[:, None] - tokens + torch.arange(tokens, device=q.device)
-    out = take_tokens(torch.cat(parts, -2), (place - start[:, :1]).clamp_min(0))
-    return out if order is None else take_tokens(out, order.argsort(-1))
+    out = torch.cat(parts, -2) if tokens > 1 else parts[0]
+    return text.end(take_tokens(out, (place - start[:, :1]).clamp_min(0)) if tokens > 1 else out)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .kernel_dispatch import attend_token, kernel_serves_token
+from .kernel_dispatch import launch_token
 from .packed_state import Turns, pack_counts, unpack_counts
 from .rounding import codes_in, pack_vectors, scales_in, unpack_vectors
 from .slots_merging import Merging
@@ -46,6 +46,40 @@ class WindowGroup:
     def sinks(self) -> int:
         return self.state.sink_k.shape[-2]
 
+    @property
+    def slots(self) -> int:
+        return self.state.slot_k.shape[-2]
+
+
+@dataclass
+class BufferMerging:
+    """What the kernel that merges needs of all heads of a buffer; those without slots have blocks of no tokens."""
+
+    parameters: tuple[Tensor, ...]  # Merging.rows, gain, slots and block of each head
+    counts: tuple[Tensor, Tensor]  # weight and spread of slots (batch, heads, most), of which the states have views
+    most: int
+    block: int  # the largest
+
+    @classmethod
+    def of(cls, groups: list[WindowGroup], spots: list[Any], shape: tuple[int, int], like: Tensor) -> BufferMerging:
+        """Move what the states of groups count into tensors of all heads."""
+        merging = [(group, spot) for group, spot in zip(groups, spots, strict=True) if group.merging is not None]
+        first, width = merging[0][0].state.weight, merging[0][0].state.sink_k.shape[-1] + 1
+        most, largest = max(group.slots for group, _ in merging), 0
+        counts = first.new_zeros(*shape, most), first.new_zeros(*shape, most)
+        metric, gain = like.new_zeros(shape[1], width, width), like.new_zeros(shape[1])
+        slots, block = (torch.zeros(shape[1], dtype=torch.int32, device=like.device) for _ in range(2))
+        for group, spot in merging:
+            assert group.merging is not None
+            own = group.merging
+            metric[spot], gain[spot] = own.rows.to(like.dtype), own.gain.to(like.dtype)
+            slots[spot], block[spot] = group.slots, own.block
+            largest = max(largest, own.block)
+            for name, count in zip(("weight", "spread"), counts, strict=True):
+                view = count[:, spot, : group.slots]
+                setattr(group.state, name, view.copy_(getattr(group.state, name)))
+        return cls((metric, gain, slots, block), counts, most, largest)
+
 
 @dataclass
 class TokenBuffer:
@@ -60,15 +94,18 @@ class TokenBuffer:
     level: Tensor  # (batch, heads, sinks and rows)
     views: list[dict[str, Tensor]]  # of every state
     count: Tensor  # (batch,) tokens read, as all states have it
-    places: list[int]  # the same, known without asking a device
     ring: Tensor  # (keys and values, or 1, batch, heads) the row of a buffer where each ring begins
     windows: Tensor  # (heads,)
     bits: int  # of a number in keys and values
     kinds: int  # buffers that the layer has, one for each number of bits
     turns: Turns | None  # of the layer, where these heads turn what they take
+    by_kernel: bool  # whether a kernel attends and merges, and counts in place, so that a graph may repeat it
+    merging: BufferMerging | None  # for the kernel, where heads have slots
 
     @classmethod
-    def of(cls, served: dict[int, WindowGroup], k: Tensor, turns: Turns | None, kinds: int) -> TokenBuffer:
+    def of(
+        cls, served: dict[int, WindowGroup], k: Tensor, turns: Turns | None, kinds: int, count: Tensor, by_kernel: bool
+    ) -> TokenBuffer:
         """Lay the states of some groups, by their indices, into a buffer, for tokens of a layer with keys like k."""
         dtype = working_dtype(k)
         groups = list(served.values())
@@ -96,17 +133,20 @@ class TokenBuffer:
                     view.copy_(tensor)
                     setattr(group.state, f"{name}_{kind}", view)
                 row += size
-            group.state.count = first.count
+            group.state.count = count
             views.append(group_views)
         parts = len(buffers[0])
         ring = (torch.arange(parts * shape[0] * shape[1], device=device) * rows).view(parts, *shape)
         sizes = {head: group.window for group in groups for head in group.heads}
         windows = torch.tensor([sizes[head] for head in order], device=device)
         heads = torch.tensor(order, device=device), order == list(range(k.shape[1]))
-        kept = first.count, first.count.tolist(), ring, windows, groups[0].bits, kinds, turns
+        merging = None
+        if by_kernel and any(group.merging is not None for group in groups):
+            merging = BufferMerging.of(groups, spots, shape, level)
+        kept = count, ring, windows, groups[0].bits, kinds, turns, by_kernel, merging
         result = cls(groups, list(served), spots, order, *heads, buffers, sinks, level, views, *kept)  # type: ignore[arg-type]
         for index in range(len(groups)):
-            result.see(index, [place - 1 for place in result.places])
+            result.see(index, [place - 1 for place in count.tolist()])
         return result
 
     def holds(self, memory: list) -> bool:
@@ -122,16 +162,15 @@ class TokenBuffer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
         """Attend with a token, into `out`; q (batch, heads, group, 1, dim), k and v are those of the whole layer."""
-        before = self.places
+        if self.by_kernel:
+            launch_token(q, k, v, scale, out, self)
+            return
+        places = self.count.tolist()
         for index, group in enumerate(self.groups):
-            if any(merges(group, place) for place in before):
-                self.merge(index, k.dtype if self.turns is None else self.level.dtype)
-                self.see(index, before)
-        attend = attend_token if kernel_serves_token(self, q, k, v, scale) else TokenBuffer.attend_rows
-        attend(self, q, k, v, scale, out)
-        self.count, self.places = self.count + 1, [place + 1 for place in before]
-        for group in self.groups:
-            group.state.count = self.count
+            if any(merges(group, place) for place in places):
+                self.merge(index, places, k.dtype if self.turns is None else self.level.dtype)
+                self.see(index, places)
+        self.attend_rows(q, k, v, scale, out)
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
         """Remember the token, then let its queries look at all rows."""
@@ -212,7 +251,7 @@ class TokenBuffer:
         """Return the levels of a group's heads: (batch, heads, rows)."""
         return self.level[:, self.spots[index]]
 
-    def merge(self, index: int, dtype: torch.dtype) -> None:
+    def merge(self, index: int, places: list[int], dtype: torch.dtype) -> None:
         """Merge the blocks that leave the windows of a group, in `dtype`, before the next token."""
         group, state, window = self.groups[index], self.groups[index].state, self.groups[index].window
         assert group.merging is not None
@@ -222,7 +261,7 @@ class TokenBuffer:
         vectors = {"window_k": k[:, :, :window], "window_v": v[:, :, :window]}
         vectors |= {"slot_k": k[:, :, window:], "slot_v": v[:, :, window:]}
         before = replace(state, **vectors, **unpack_counts(state, self.level.dtype))
-        slots = merge_leaving(before, group.merging, self.places)
+        slots = merge_leaving(before, group.merging, places)
         counts = pack_counts(slots, bits)
         state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
         for rows, new in zip(kept, self.joined(slots.k, slots.v), strict=True):
@@ -252,7 +291,7 @@ def merged_before(group: WindowGroup, place: int) -> int:
 
 def attend_token_in_buffer(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
-    out: Tensor, done: Sequence[int], turns: Turns | None = None,
+    out: Tensor, done: Sequence[int], turns: Turns | None = None, by_kernel: bool = False,
 ) -> list[int]:  # fmt: skip
     """Attend with a token, all windows and slots at once, into `out`; return the indices of the groups served.
 
@@ -262,24 +301,33 @@ def attend_token_in_buffer(
         return []
     if torch.is_grad_enabled() or is_traced():
         return []
-    served: list[int] = []
-    for buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, turns, done):
+    buffers = held_buffers(memory, by_kernel) or make_buffers(groups, memory, k, scale, turns, done, by_kernel)
+    for buffer in buffers:
         buffer.attend(q, k, v, scale, out)
-        served += buffer.indices
+    served = [index for buffer in buffers for index in buffer.indices]
+    if buffers and by_kernel:
+        buffers[0].count.add_(1)
+    elif buffers:
+        count = buffers[0].count + 1
+        for buffer in buffers:
+            buffer.count = count
+        for index in served:
+            memory[index].count = count
     return served
 
 
-def held_buffers(memory: list) -> list[TokenBuffer]:
+def held_buffers(memory: list, by_kernel: bool) -> list[TokenBuffer]:
     """List the buffers in which the last token was attended to, if the states that lay there still do."""
     buffers = [state.token_buffer for state in memory if getattr(state, "token_buffer", None) is not None]
-    if any(len(buffers) != buffer.kinds or not buffer.holds(memory) for buffer in buffers):
+    if any(len(buffers) != x.kinds or x.by_kernel != by_kernel or not x.holds(memory) for x in buffers):
         return []
     return buffers
 
 
 def make_buffers(
-    groups: Sequence[Any], memory: list, k: Tensor, scale: float, turns: Turns | None, done: Sequence[int]
-) -> list[TokenBuffer]:
+    groups: Sequence[Any], memory: list, k: Tensor, scale: float, turns: Turns | None, done: Sequence[int],
+    by_kernel: bool,
+) -> list[TokenBuffer]:  # fmt: skip
     """Lay the states of windows and slots into buffers, one for each number of bits, once all sinks are there."""
     kinds: dict[int, dict[int, WindowGroup]] = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
@@ -287,10 +335,12 @@ def make_buffers(
         if found is not None and found.window and state.sink_k.device == k.device:
             state.token_buffer = None
             kinds.setdefault(group.bits, {})[index] = found
-    made = []
+    states = [group.state for same_bits in kinds.values() for group in same_bits.values()]
+    if not states or min(states[0].count.tolist()) < states[0].sink_k.shape[-2]:
+        return []
+    count, made = states[0].count.clone(), []
     for bits, same_bits in kinds.items():
-        first = next(iter(same_bits.values())).state
-        if min(first.count.tolist()) >= first.sink_k.shape[-2]:
-            first.token_buffer = TokenBuffer.of(same_bits, k, turns if bits < 16 else None, len(kinds))
-            made.append(first.token_buffer)
+        own = TokenBuffer.of(same_bits, k, turns if bits < 16 else None, len(kinds), count, by_kernel)
+        next(iter(same_bits.values())).state.token_buffer = own
+        made.append(own)
     return made

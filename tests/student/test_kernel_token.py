@@ -1,50 +1,153 @@
-"""A token by kernels gives what PyTorch gives, and leaves the same state, in every number of bits."""
+"""Texts and tokens by kernels give what PyTorch gives, and leave the same states, in every number of bits."""
+
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
 
 pytest.importorskip("triton")
 
-from linearizer.student import kernel_token, token_buffer
-from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU
+from linearizer.student import (
+    kernel_dispatch,
+    kernel_merging,
+    kernel_text_slots,
+    kernel_token,
+    kernel_trial,
+    layer_student,
+)
+from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate
 from tests.support.layers import assert_same_states, layer, read, text
 
-LENGTH = 24
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that hold nothing
+ENDS = (14, 15, 16, 17, 24)  # of calls: blocks leave in texts, and before two of the three tokens
 ROWS = {  # what KV heads hold, and the sizes of keys and values
-    "16 bits": ([[8, 0, 6, 4], [9, 0], [5, 0, 7, 4]], 4, 4),
+    "16 bits": ([[8, 0, 6, 4], [5, 0, 7, 4]], 4, 4),
     "16 bits, other values": ([[8, 0, 6, 4], [9, 0]], 4, 3),
-    "8 bits": ([[8, 0, 6, 4, 8], [9, 0, 0, 0, 8]], 4, 4),
-    "8 bits, turned": ([[8, 0, 6, 4, 8], [9, 0, 0, 0, 8]], 8, 16),
-    "6 bits": ([[8, 0, 6, 4, 6], [9, 0, 0, 0, 6]], 8, 8),
-    "5 bits": ([[8, 0, 6, 4, 5], [9, 0, 0, 0, 5]], 8, 8),
-    "4 bits": ([[8, 0, 6, 4, 4], [9, 0, 0, 0, 4]], 24, 16),
+    "8 bits": ([[7, 0, 5, 4, 8], [9, 0, 0, 0, 8]], 4, 4),
+    "8 bits, turned": ([[7, 0, 5, 4, 8]], 8, 16),
+    "6 bits": ([[7, 0, 5, 4, 6], [9, 0, 0, 0, 6]], 8, 8),
+    "5 bits": ([[7, 0, 5, 4, 5]], 8, 8),
+    "4 bits": ([[7, 0, 5, 4, 4]], 24, 16),
     "all kinds in a layer": (
-        [[9, 0, 0, 0, 4], [8, 0, 6, 4, 8], "softmax", [5, 0, 7, 4, 4], [6, 0, 3, 2], [4, 5]],
+        [[9, 0, 0, 0, 4], [7, 0, 6, 4, 8], "softmax", [5, 0, 7, 5, 4], [6, 0, 3, 3], [4, 5]],
         8,
         8,
     ),
-    "several parts": ([[70, 0, 6, 4, 8], [9, 0, 80, 2, 8]], 8, 8),
+    "several parts": ([[12, 0, 34, 2, 8], [70, 0, 0, 0, 8]], 8, 8),
 }
 
 
-def read_rows(name, by_kernel, monkeypatch):
-    """Read a text, then tokens; return what they saw, and the states."""
+def read_rows(name, by_kernel, monkeypatch, ends=ENDS, texts=1, dtype=EXACT):
+    """Read texts and tokens; return what they saw, and the states. Of two texts, the second has gaps."""
     held, dim, value_dim = ROWS[name]
-    student = layer(held, dim, value_dim, EXACT).to(DEVICE)
+    student = layer(held, dim, value_dim, dtype).to(DEVICE)
     if student.turns is not None:
         for turned in student.turns.parameters():
             turned.data += torch.rand(turned.shape, generator=torch.Generator().manual_seed(1)).to(turned)
-    student.in_c = False
-    monkeypatch.setattr(token_buffer, "kernel_serves_token", lambda *_: by_kernel)
-    given = [x.to(DEVICE) for x in text(len(held), LENGTH, dim, value_dim, EXACT)]
-    return read(student, given, [10, *range(11, LENGTH + 1)])
+    student.in_c, student.in_triton = False, by_kernel
+    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
+    given = [x.to(DEVICE) for x in text(len(held), ends[-1], dim, value_dim, dtype)]
+    real = torch.ones(2, ends[-1], dtype=torch.bool, device=DEVICE)
+    real[1, [0, 3, 7]] = False
+    out, states = read(student, [x[:texts] for x in given], ends, None if texts == 1 else real)
+    return out if texts == 1 else out * real[:, None, :, None], states
+
+
+def assert_alike(name, monkeypatch, **given):
+    expected, states = read_rows(name, False, monkeypatch, **given)
+    out, mine = read_rows(name, True, monkeypatch, **given)
+    torch.testing.assert_close(out, expected, rtol=CLOSE, atol=CLOSE)
+    assert_same_states(mine, states, rtol=CLOSE, atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_tokens_by_kernels_are_those_of_pytorch(name, monkeypatch):
+def test_texts_and_tokens_by_kernels_are_those_of_pytorch(name, monkeypatch):
     if not ON_GPU:
         monkeypatch.setattr(kernel_token, "NUMBERS_AT_ONCE", 256)
-    expected, states = read_rows(name, False, monkeypatch)
-    out, mine = read_rows(name, True, monkeypatch)
-    torch.testing.assert_close(out, expected, rtol=CLOSE, atol=CLOSE)
-    assert_same_states(mine, states, rtol=CLOSE, atol=CLOSE)
+    assert_alike(name, monkeypatch)
+
+
+def test_texts_of_several_lengths_are_read_a_few_periods_at_a_time(monkeypatch):
+    monkeypatch.setattr(kernel_text_slots, "PERIOD_BYTES", 1)
+    assert_alike("16 bits, other values", monkeypatch, texts=2, ends=(3, 16, 17))
+
+
+MUTATIONS = [  # a line of a kernel, and what it is exchanged for
+    (kernel_merging, "cost, INFINITE) * (tl.maximum", "-cost, INFINITE) * (tl.maximum"),
+    (kernel_merging, "best * (place + 1)", "best"),
+    (kernel_merging, "-= 2 * multiply_rows(v_ptr", "-= multiply_rows(v_ptr"),
+    (kernel_merging, "tl.maximum(important[:, None], ", "tl.minimum(important[:, None], "),
+    (kernel_merging, "tl.sum(shares * square[None, :], 1) + own", "own"),
+    (kernel_merging, "EMPTY, mask=om < block)", "0.0, mask=om < block)"),
+    (kernel_merging, "tl.store(list_ptr + om, into, mask=live)", ""),
+    (kernel_text_slots, "(os < C.S) & (os < merged)", "os < C.S"),
+    (kernel_text_slots, "<= place[:, None])", "< place[:, None])"),
+    (kernel_text_slots, "C.DP, C) + level", "C.DP, C)"),
+]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
+@pytest.mark.parametrize("module, line, mutation", MUTATIONS, ids=[line for _, line, _ in MUTATIONS])
+def test_a_wrong_line_of_a_kernel_is_found(module, line, mutation, monkeypatch, tmp_path):
+    mutate(module, line, mutation, tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_alike("16 bits, other values", monkeypatch, ends=(48, 49))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of PyTorch by name, and launches of kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.launches = Counter(), 0
+
+    def launch(self, run, *args, **kwargs):
+        self.launches += 1
+        with _disable_current_modes():  # what the interpreter runs
+            return run(*args, **kwargs)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def default(monkeypatch):
+    """Read with heads as `best` allocates them, by kernels, one after the other."""
+    monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
+    monkeypatch.setattr(kernel_dispatch, "passes_trial", lambda *_: True)
+    student = layer([[7, 0, 5, 4, 4], [9, 0, 0, 0, 6]], dtype=torch.float32).to(DEVICE)
+    student.in_c, student.in_triton = False, True
+    given, memory = [x[:1].to(DEVICE) for x in text(2, 60, dtype=torch.float32)], []
+
+    @torch.no_grad()
+    def go(begin, end):
+        kind, seen = JITFunction if ON_GPU else InterpretedFunction, Operations()
+        with monkeypatch.context() as patch, seen:
+            run = kind.run
+            patch.setattr(kind, "run", lambda *args, **kwargs: seen.launch(run, *args, **kwargs))
+            student(*(x[:, :, begin:end] for x in given), 0.5, None, memory)
+        return seen
+
+    return go
+
+
+def test_a_token_runs_no_operation_of_pytorch_and_waits_for_no_device(default, monkeypatch):
+    default(0, 14), default(14, 15)  # which lays the states out for tokens
+    for name in ("item", "tolist", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for a device"))
+    for token in (15, 16):  # before the first a block merges
+        seen = default(token, token + 1)
+        assert seen.launches == 5
+        assert seen.counts.pop("add_") == 1  # of the number of tokens read
+        assert {*seen.counts} <= {"new_empty", "slice", "select", "unbind", "view", "unsqueeze", "permute"}
+
+
+def test_reading_a_longer_text_takes_no_more_operations(default):
+    default(0, 12)
+    short, long = default(12, 24), default(24, 60)
+    assert not {"bmm", "baddbmm", "_softmax", "logsumexp"} & {*short.counts, *long.counts}
+    assert long.counts.total() <= short.counts.total() and long.launches == short.launches

@@ -49,7 +49,7 @@ def launches(monkeypatch):
     for holder, name in (
         (attention_loss_kernels, "losses"),
         (kernel_dispatch.FeatureAttention, "apply"),
-        (kernel_token, "launch_token"),
+        (kernel_dispatch, "launch_texts"),
     ):
         run = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *args, run=run, name=name: (counted.append(name), run(*args))[1])
@@ -76,7 +76,7 @@ def train():
 def write():
     student = layers.layer([[4, 0, 3, 2, 8]], dtype=torch.float32).to(DEVICE)
     student.in_c, given = False, [x.to(DEVICE) for x in layers.text(1, 5, dtype=torch.float32)]
-    return layers.read(student, given, [4, 5])[0]
+    return layers.read(student, given, [5])[0]
 
 
 def compare():
@@ -86,7 +86,7 @@ def compare():
 DOORS = {
     "attention": (read, "apply"),
     "attention and its gradients": (train, "apply"),
-    "attention of tokens": (write, "launch_token"),
+    "windows and slots": (write, "launch_texts"),
     "losses of attention rows": (compare, "losses"),
 }
 
@@ -106,7 +106,7 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
-    "attention of tokens": (kernel_token, "= new, total * old + weight", "= new, total * old"),
+    "windows and slots": (kernel_token, "= new, total * old + weight", "= new, total * old"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, merge_block, merge_slots
-from linearizer.student.slots_torch import read_text, read_together
+from linearizer.student.slots_torch import SlotText, read_together
 from linearizer.student.state import SlotState
 from tests.support.log_features import reference as attend_exactly
 from tests.support.models import student_of, tokens
@@ -36,7 +36,7 @@ def merging(heads=3, window=WINDOW, block=4):
 
 
 def attend_text(*inputs):
-    return read_together([read_text(*inputs)])[0]
+    return read_together([SlotText.of(*inputs)])[0]
 
 
 def attend(q, k, v, slots, edges=(), block=4, real=None):

@@ -1,0 +1,408 @@
+"""Slots that merge, as Triton kernels: one program merges for one head of one text. slots_merging.py has the reference.
+
+A slot lies in a row of the head's workspace, and stays there while it lives; `place` has its place in the order of
+tokens, infinity where the row is free. What pairs cost is kept, and measured again where a slot of them has changed:
+those rows are listed. A program works in memory that only it uses, and waits for its own threads between two steps.
+
+  read_slots     copy the slots of a state into rows
+  add_block      take the tokens of a block that leaves the window into free rows
+  merge_rows     merge the cheapest pairs until there are as many slots as the head may have
+  write_slots    copy the rows into the state, in the order of their tokens
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+try:  # as in kernel_common.py
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+from .kernel_common import EMPTY, on_device_of_first, padded, precision
+from .kernel_packed_rows import PackedConstants, as_bf16, load_codes, round_rows, store_rows
+from .packed_state import MOST_TOKENS
+from .slots_merging import MOST_IMPORTANT, TINY
+
+Tensor = torch.Tensor
+ROWS_AT_ONCE = 32
+LIMIT, LEAST_DISTANCE = tl.constexpr(MOST_IMPORTANT), tl.constexpr(TINY)
+HEAVIEST = tl.constexpr(MOST_TOKENS)
+INFINITE = tl.constexpr(float("inf"))
+NUMBERS = tl.constexpr(7)  # of a row, in the order of numbers_of
+LISTS = tl.constexpr(4)  # of rows: changed (twice as long as a list), gone or free, kept in order
+
+
+@triton.jit
+def numbers_of(work):
+    """Where the weight, spread, |metric·k|², |v|², importance, place and least cost of rows lie."""
+    number_ptr, room = work[3], work[6]
+    return (
+        number_ptr, number_ptr + room, number_ptr + 2 * room, number_ptr + 3 * room, number_ptr + 4 * room,
+        number_ptr + 5 * room, number_ptr + 6 * room,
+    )  # fmt: skip
+
+
+@triton.jit
+def workspace_of(own, float_ptr, list_ptr, ROOM, C: tl.constexpr):
+    """The part of a program: metric·k, v and k of rows, their numbers, costs of pairs, lists, and how many rows."""
+    float_ptr += own * ROOM * (2 * C.DP + C.VP + NUMBERS + ROOM)
+    v_ptr = float_ptr + ROOM * C.DP
+    k_ptr = v_ptr + ROOM * C.VP
+    number_ptr = k_ptr + ROOM * C.DP
+    return float_ptr, v_ptr, k_ptr, number_ptr, number_ptr + NUMBERS * ROOM, list_ptr + own * ROOM * LISTS, ROOM
+
+
+@triton.jit
+def load_row_tile(pointer, rows, WP: tl.constexpr):
+    """Whole rows of a workspace."""
+    return tl.load(pointer + rows[:, None] * WP + tl.arange(0, WP)[None, :])
+
+
+@triton.jit
+def put_rows(work, rows, live, k, v, weight, spread, place, C: tl.constexpr):
+    """Write slots into rows of a workspace."""
+    weight_ptr, spread_ptr, _, _, _, place_ptr, _ = numbers_of(work)
+    od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
+    tl.store(work[2] + rows[:, None] * C.DP + od[None, :], k, mask=live[:, None])
+    tl.store(work[1] + rows[:, None] * C.VP + ov[None, :], v, mask=live[:, None])
+    tl.store(weight_ptr + rows, weight, mask=live)
+    tl.store(spread_ptr + rows, spread, mask=live)
+    tl.store(place_ptr + rows, place, mask=live)
+
+
+@triton.jit
+def read_slots(work, state, slots, C: tl.constexpr):
+    """Copy the slots of a state into rows; return how many there are, all of them listed as changed."""
+    keys_ptr, values_ptr, weight_ptr, spread_ptr, key_width, value_width = state
+    weights_ptr, room, count = work[3], work[6], 0
+    for begin in range(0, room, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        weight = tl.load(weight_ptr + rows, mask=rows < slots, other=0).to(C.ACC)
+        spread = tl.load(spread_ptr + rows, mask=rows < slots, other=0)
+        if C.BITS < 8:
+            spread = (spread.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        live = weight > 0
+        codes, scales = load_codes(keys_ptr, rows, live, key_width, C.D, C.DP, C)
+        k = codes * scales[:, None]
+        codes, scales = load_codes(values_ptr, rows, live, value_width, C.DV, C.VP, C)
+        place = tl.where(live, rows.to(C.ACC), INFINITE)
+        put_rows(work, rows, rows >= 0, k, codes * scales[:, None], weight + (~live), spread.to(C.ACC), place, C)
+        for number in tl.static_range(2, 5):  # of free rows, too, so that nothing is computed of what lay here before
+            tl.store(weights_ptr + number * room + rows, tl.zeros([C.BT], C.ACC))
+        tl.store(work[0] + rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], tl.zeros([C.BT, C.DP], C.ACC))
+        tl.store(work[5] + rows, rows, mask=live)
+        count += tl.sum(live.to(tl.int32), 0)
+    tl.debug_barrier()
+    return count, count
+
+
+@triton.jit
+def add_block(work, window, tokens, missing, block, count, changed, C: tl.constexpr):
+    """Take tokens of a block into free rows, all but the first `missing`, which are sinks; list them as changed.
+
+    `tokens` (MP,) are their rows in a window. Return how many slots there are, and how many are listed.
+    """
+    keys_ptr, values_ptr, key_width, value_width = window
+    place_ptr, list_ptr, room = numbers_of(work)[5], work[5], work[6]
+    free_ptr, found = list_ptr + 2 * room, 0
+    for begin in range(0, room, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        free = (tl.load(place_ptr + rows) == INFINITE).to(tl.int32)
+        tl.store(free_ptr + found + tl.cumsum(free, 0) - 1, rows, mask=free > 0)
+        found += tl.sum(free, 0)
+    tl.debug_barrier()
+    om = tl.arange(0, C.MP)
+    live, index = (om >= missing) & (om < block), om - missing
+    rows = tl.load(free_ptr + index, mask=live, other=0)
+    codes, scales = load_codes(keys_ptr, tokens, live, key_width, C.D, C.DP, C)
+    k = codes * scales[:, None]
+    codes, scales = load_codes(values_ptr, tokens, live, value_width, C.DV, C.VP, C)
+    none = tl.zeros([C.MP], C.ACC)
+    put_rows(work, rows, live, k, codes * scales[:, None], none + 1, none, (count + index).to(C.ACC), C)
+    tl.store(list_ptr + changed + index, rows, mask=live)
+    tl.debug_barrier()
+    new = tl.maximum(block - missing, 0)
+    return count + new, changed + new
+
+
+@triton.jit
+def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
+    """Compute what merging needs of each slot that is listed as changed."""
+    x_ptr, v_ptr, k_ptr, _, _, list_ptr, _ = work
+    _, _, key_ptr, value_ptr, importance_ptr, _, _ = numbers_of(work)
+    od, query_ptr = tl.arange(0, C.DP), metric_ptr + C.D * (C.D + 1)
+    for begin in range(0, changed, C.BT):
+        at = begin + tl.arange(0, C.BT)
+        live = at < changed
+        rows = tl.load(list_ptr + at, mask=live, other=0)
+        x, asked = tl.zeros([C.BT, C.DP], C.ACC), tl.zeros([C.BT], C.ACC)
+        for d in range(0, C.DP, C.DS):
+            inner = d + tl.arange(0, C.DS)
+            k = tl.load(k_ptr + rows[:, None] * C.DP + inner[None, :])
+            inside = (inner < C.D)[:, None] & (od < C.D)[None, :]
+            metric = tl.load(metric_ptr + od[None, :] * (C.D + 1) + inner[:, None], mask=inside, other=0.0)
+            x = tl.dot(k, metric, acc=x, out_dtype=C.ACC, input_precision=C.PRECISION)
+            query = tl.load(query_ptr + inner, mask=inner < C.D, other=0.0)
+            asked += tl.sum(k * query[None, :], 1)
+        asked = tl.minimum(tl.maximum(asked - tl.load(query_ptr + C.D), -LIMIT), LIMIT)
+        v = load_row_tile(v_ptr, rows, C.VP)
+        tl.store(x_ptr + rows[:, None] * C.DP + od[None, :], x, mask=live[:, None])
+        tl.store(key_ptr + rows, tl.sum(x * x, 1), mask=live)
+        tl.store(value_ptr + rows, tl.sum(v * v, 1), mask=live)
+        tl.store(importance_ptr + rows, tl.exp(asked), mask=live)
+    tl.debug_barrier()
+
+
+@triton.jit
+def multiply_rows(pointer, rows, columns, WP: tl.constexpr, C: tl.constexpr):
+    """Products of some rows of a workspace with others."""
+    out = tl.zeros([rows.shape[0], columns.shape[0]], C.ACC)
+    for d in range(0, WP, C.DS):
+        inner = (d + tl.arange(0, C.DS))[None, :]
+        x, y = tl.load(pointer + rows[:, None] * WP + inner), tl.load(pointer + columns[:, None] * WP + inner)
+        out = tl.dot(x, tl.trans(y), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
+    return out
+
+
+@triton.jit
+def measure_pairs(work, changed, C: tl.constexpr):
+    """Compute what merging costs each pair of which a slot is listed as changed, but for its place."""
+    x_ptr, v_ptr, _, _, cost_ptr, list_ptr, room = work
+    weight_ptr, _, key_ptr, value_ptr, importance_ptr, _, _ = numbers_of(work)
+    for begin in range(0, changed, C.BT):
+        at = begin + tl.arange(0, C.BT)
+        live = at < changed
+        rows = tl.load(list_ptr + at, mask=live, other=0)
+        key, value = tl.load(key_ptr + rows), tl.load(value_ptr + rows)
+        inverse, important = 1 / tl.load(weight_ptr + rows), tl.load(importance_ptr + rows)
+        for start in range(0, room, C.BN):
+            columns = start + tl.arange(0, C.BN)
+            apart = key[:, None] + tl.load(key_ptr + columns)[None, :]
+            apart -= 2 * multiply_rows(x_ptr, rows, columns, C.DP, C)
+            values = value[:, None] + tl.load(value_ptr + columns)[None, :]
+            values -= 2 * multiply_rows(v_ptr, rows, columns, C.VP, C)
+            cost = apart * apart / (inverse[:, None] + (1 / tl.load(weight_ptr + columns))[None, :])
+            cost = cost * cost * tl.maximum(values, LEAST_DISTANCE)
+            cost *= tl.maximum(important[:, None], tl.load(importance_ptr + columns)[None, :])
+            tl.store(cost_ptr + rows[:, None] * room + columns[None, :], cost, mask=live[:, None])
+            tl.debug_barrier()  # a pair of two changed slots is written twice
+            tl.store(cost_ptr + columns[None, :] * room + rows[:, None], cost, mask=live[:, None])
+            tl.debug_barrier()
+
+
+@triton.jit
+def choose_gone(work, most, C: tl.constexpr):
+    """List the `most` slots that cost least to merge with one before them; mark them by a negative least cost."""
+    cost_ptr, list_ptr, room = work[4], work[5], work[6]
+    _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
+    for begin in range(0, room, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        place, best = tl.load(place_ptr + rows), tl.full([C.BT], INFINITE, C.ACC)
+        for start in range(0, room, C.BN):
+            columns = start + tl.arange(0, C.BN)
+            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :])
+            before = tl.load(place_ptr + columns)[None, :] < place[:, None]
+            best = tl.minimum(best, tl.min(tl.where(before, cost, INFINITE), 1))
+        tl.store(least_ptr + rows, tl.where(place < INFINITE, best * (place + 1), INFINITE))
+    tl.debug_barrier()
+    for begin in range(0, room, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        place, least, rank = tl.load(place_ptr + rows), tl.load(least_ptr + rows), tl.zeros([C.BT], tl.int32)
+        for start in range(0, room, C.BN):
+            columns = start + tl.arange(0, C.BN)
+            other, others = tl.load(place_ptr + columns)[None, :], tl.load(least_ptr + columns)[None, :]
+            first = (others < least[:, None]) | ((others == least[:, None]) & (other < place[:, None]))
+            rank += tl.sum(first.to(tl.int32), 1)
+        tl.store(list_ptr + 2 * room + rank, rows, mask=(place < INFINITE) & (rank < most))
+    tl.debug_barrier()
+
+
+@triton.jit
+def choose_partners(work, gone, live, C: tl.constexpr):
+    """Mark the slots that go, and return for each the slot that stays with which merging costs least."""
+    cost_ptr, room = work[4], work[6]
+    _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
+    tl.store(least_ptr + gone, -1.0, mask=live)
+    tl.debug_barrier()
+    place, into = tl.load(place_ptr + gone), tl.zeros([C.MP], tl.int32)
+    best, found = tl.full([C.MP], INFINITE, C.ACC), tl.full([C.MP], INFINITE, C.ACC)
+    for start in range(0, room, C.BN):
+        columns = start + tl.arange(0, C.BN)
+        other = tl.load(place_ptr + columns)
+        other = tl.where(tl.load(least_ptr + columns) < 0, INFINITE, other)[None, :]
+        cost = tl.load(cost_ptr + gone[:, None] * room + columns[None, :])
+        cost = tl.where(other < INFINITE, cost, INFINITE) * (tl.maximum(place[:, None], other) + 1)
+        least = tl.min(cost, 1)
+        first = tl.min(tl.where(cost == least[:, None], other, INFINITE), 1)  # of those that cost the same
+        at = tl.sum(tl.where((other == first[:, None]) & (other < INFINITE), columns[None, :], 0), 1)
+        better = (least < best) | ((least == best) & (first < found))
+        into, best, found = tl.where(better, at, into), tl.where(better, least, best), tl.where(better, first, found)
+    return into
+
+
+@triton.jit
+def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, C: tl.constexpr):
+    """Merge the cheapest pairs until `most` slots are left, rounded to `bits` and to the type that `kept` points to.
+
+    Return how many slots there are, and how many are listed as changed.
+    """
+    if count > most:
+        x_ptr, v_ptr, k_ptr, _, _, list_ptr, room = work
+        weight_ptr, spread_ptr, key_ptr, _, _, place_ptr, least_ptr = numbers_of(work)
+        measure_rows(work, metric_ptr, changed, C)
+        measure_pairs(work, changed, C)
+        choose_gone(work, count - most, C)
+        om = tl.arange(0, C.MP)
+        live = om < count - most
+        gone = tl.load(list_ptr + 2 * room + om, mask=live, other=0)
+        into = choose_partners(work, gone, live, C)
+        own, weights = tl.load(weight_ptr + into), tl.load(weight_ptr + gone, mask=live, other=0.0)
+        shares = tl.where((into[:, None] == into[None, :]) & live[None, :], weights[None, :], 0.0)
+        total = own + tl.sum(shares, 1)
+        square = tl.load(key_ptr + gone) + tl.load(spread_ptr + gone)
+        spread = tl.sum(shares * square[None, :], 1) + own * (tl.load(key_ptr + into) + tl.load(spread_ptr + into))
+        x = mix_rows(x_ptr, into, gone, shares, own, C.DP, C) / total[:, None]
+        spread = tl.maximum(spread / total - tl.sum(x * x, 1), 0.0)
+        k = mix_rows(k_ptr, into, gone, shares, own, C.DP, C) / total[:, None]
+        v = mix_rows(v_ptr, into, gone, shares, own, C.VP, C) / total[:, None]
+        k, v = k.to(kept.dtype.element_ty).to(C.ACC), v.to(kept.dtype.element_ty).to(C.ACC)
+        codes, scales = round_rows(k, bits, levels, C.D, C.DP)
+        k = codes * scales[:, None]
+        codes, scales = round_rows(v, bits, levels, C.DV, C.VP)
+        v = codes * scales[:, None]
+        if bits < 8:
+            total, spread = tl.minimum(total, HEAVIEST), as_bf16(spread.to(tl.float32)).to(C.ACC)
+        left, place = tl.where(live, tl.load(place_ptr + gone), INFINITE), tl.load(place_ptr + into)
+        tl.debug_barrier()
+        put_rows(work, into, live, k, v, total, spread, place, C)
+        tl.store(list_ptr + om, into, mask=live)
+        close_gaps(work, left, C)
+        changed, count = count - most, most
+    return count, changed
+
+
+@triton.jit
+def close_gaps(work, left, C: tl.constexpr):
+    """Free the rows of slots that went from these places, and number those that stay."""
+    _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
+    for begin in range(0, work[6], C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        place = tl.load(place_ptr + rows)
+        before = tl.sum((left[None, :] < place[:, None]).to(C.ACC), 1)
+        goes = (tl.load(least_ptr + rows) < 0) | (place == INFINITE)
+        tl.store(place_ptr + rows, tl.where(goes, INFINITE, place - before))
+    tl.debug_barrier()
+
+
+@triton.jit
+def mix_rows(pointer, into, gone, shares, own, WP: tl.constexpr, C: tl.constexpr):
+    """The weighted sums of slots that merge."""
+    x = load_row_tile(pointer, into, WP) * own[:, None]
+    return tl.dot(shares, load_row_tile(pointer, gone, WP), acc=x, out_dtype=C.ACC, input_precision=C.PRECISION)
+
+
+@triton.jit
+def levels_of(work, rows, live, gain, C: tl.constexpr):
+    """What is added to the logits of slots."""
+    weight_ptr, spread_ptr, _, _, _, _, _ = numbers_of(work)
+    weight, spread = tl.load(weight_ptr + rows, mask=live, other=1.0), tl.load(spread_ptr + rows, mask=live, other=0.0)
+    return tl.where(live, tl.log(weight) + gain * spread, EMPTY)
+
+
+@triton.jit
+def write_slots(work, state, slots, count, level_ptr, gain, codes_ptr, C: tl.constexpr):
+    """Copy the rows into a state, in the order of their tokens, and zeros behind them; write their levels, too."""
+    keys_ptr, values_ptr, weight_ptr, spread_ptr, key_width, value_width = state
+    weights_ptr, spreads_ptr, _, _, _, place_ptr, _ = numbers_of(work)
+    order_ptr, room = work[5] + 3 * work[6], work[6]
+    for begin in range(0, room, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        place = tl.load(place_ptr + rows)
+        tl.store(order_ptr + tl.where(place < INFINITE, place, 0.0).to(tl.int32), rows, mask=place < INFINITE)
+    tl.debug_barrier()
+    for begin in range(0, slots, C.BT):
+        at = begin + tl.arange(0, C.BT)
+        inside, live = at < slots, at < count
+        rows = tl.load(order_ptr + at, mask=live, other=0)
+        k, v = load_row_tile(work[2], rows, C.DP), load_row_tile(work[1], rows, C.VP)
+        store_rows(keys_ptr, at, inside, tl.where(live[:, None], k, 0.0), key_width, codes_ptr, C.D, C.DP, C)
+        store_rows(values_ptr, at, inside, tl.where(live[:, None], v, 0.0), value_width, codes_ptr, C.DV, C.VP, C)
+        weight = tl.load(weights_ptr + rows, mask=live, other=0.0)
+        spread = tl.load(spreads_ptr + rows, mask=live, other=0.0)
+        if C.BITS < 8:
+            spread = spread.to(tl.float32).to(tl.int32, bitcast=True) >> 16
+        tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=inside)
+        tl.store(spread_ptr + at, spread.to(spread_ptr.dtype.element_ty), mask=inside)
+        tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=inside)
+
+
+def merging_constants(dims: tuple[int, ...], most: int, bits: int, like: Tensor, sinks: int) -> PackedConstants:
+    """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many."""
+    some = padded(max(dims))
+    return PackedConstants(
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
+        BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), S=sinks, BITS=bits, LEVELS=2**bits,
+        **precision(like),
+    )  # fmt: skip
+
+
+def make_workspace(programs: int, rows: int, dims: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Return memory for programs that merge so many rows each, and the number of rows, filled up."""
+    room = triton.cdiv(rows, 2 * ROWS_AT_ONCE) * 2 * ROWS_AT_ONCE
+    numbers = 2 * padded(dims[0]) + padded(dims[1]) + NUMBERS.value + room
+    return (
+        like.new_empty(programs * room * numbers),
+        like.new_empty(programs * room * LISTS.value, dtype=torch.int32),
+        room,
+    )
+
+
+@triton.jit
+def merge_leaving(kept, merging, workspace, codes_ptr, sizes, C: tl.constexpr):
+    """Merge the block that leaves the window before the next token, if any does; grid (text and head,)."""
+    keys_ptr, values_ptr, level_ptr, count_ptr, window_ptr, weight_ptr, spread_ptr = kept
+    metric_ptr, gain_ptr, slots_ptr, block_ptr = merging
+    float_ptr, list_ptr, ROOM = workspace
+    H, ROWS, MOST, KEY_WIDTH, VALUE_WIDTH = sizes
+    own = tl.program_id(0).to(tl.int64)
+    head = own % H
+    count, window = tl.load(count_ptr + own // H).to(tl.int32), tl.load(window_ptr + head).to(tl.int32)
+    slots, block = tl.load(slots_ptr + head), tl.load(block_ptr + head)
+    if (block > 0) & (count >= window) & ((count - window) % tl.maximum(block, 1) == 0):
+        keys_ptr, values_ptr = keys_ptr + own * ROWS * KEY_WIDTH, values_ptr + own * ROWS * VALUE_WIDTH
+        level_ptr, metric_ptr = level_ptr + own * (C.S + ROWS) + C.S, metric_ptr + head * (C.D + 1) * (C.D + 1)
+        begin, gain = window.to(tl.int64), tl.load(gain_ptr + head)
+        work = workspace_of(own, float_ptr, list_ptr, ROOM, C)
+        state = (
+            keys_ptr + begin * KEY_WIDTH, values_ptr + begin * VALUE_WIDTH, weight_ptr + own * MOST,
+            spread_ptr + own * MOST, KEY_WIDTH, VALUE_WIDTH,
+        )  # fmt: skip
+        have, changed = read_slots(work, state, slots, C)
+        first, om = count - window, tl.arange(0, C.MP)
+        tokens, missing = (first + om) % window, tl.minimum(tl.maximum(C.S - first, 0), block)
+        ring = keys_ptr, values_ptr, KEY_WIDTH, VALUE_WIDTH
+        have, changed = add_block(work, ring, tokens, missing, block, have, changed, C)
+        kept_ptr = metric_ptr if C.BITS < 16 else keys_ptr
+        have, changed = merge_rows(work, metric_ptr, C.BITS, C.LEVELS, have, slots, changed, kept_ptr, C)
+        codes_ptr += own * C.BT * (C.DP + C.VP)
+        write_slots(work, state, slots, have, level_ptr + window, gain, codes_ptr, C)
+        tl.store(level_ptr + tokens, EMPTY, mask=om < block)
+
+
+@on_device_of_first
+def launch_merging(count: Tensor, buffer: Any) -> None:
+    """Merge what leaves the windows of a TokenBuffer before the next token; `count` (batch,) tokens were read."""
+    (texts, heads, rows, key_width), value_width = buffer.buffers[0].shape[1:], buffer.buffers[-1].shape[-1]
+    merging, dims = buffer.merging, tuple(x.shape[-1] for x in buffer.sinks)
+    floats, lists, room = make_workspace(texts * heads, merging.most + merging.block, dims, buffer.level)
+    codes = count.new_empty(texts * heads * ROWS_AT_ONCE * sum(map(padded, dims)), dtype=torch.uint8)
+    kept = buffer.buffers[0][0], buffer.buffers[-1][-1], buffer.level, count, buffer.windows, *merging.counts
+    constants = merging_constants(dims, merging.block, buffer.bits, buffer.level, buffer.sinks[0].shape[2])
+    merge_leaving[(texts * heads,)](
+        kept, merging.parameters, (floats, lists, room), codes, (heads, rows, merging.most, key_width, value_width),
+        constants, num_warps=8, num_stages=1,
+    )  # fmt: skip

@@ -1,0 +1,132 @@
+"""Vectors in few bits as Triton kernels read, round and write them; the reference is in rounding.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+try:  # as in kernel_common.py
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+from .kernel_common import Constants
+from .rounding import HIGHEST, LOWEST, TINIEST, TRIED
+
+LEAST, MOST, TINY = tl.constexpr(2.0**LOWEST), tl.constexpr(2.0**HIGHEST), tl.constexpr(TINIEST)
+SECOND, THIRD = tl.constexpr(TRIED[1]), tl.constexpr(TRIED[2])  # of the scales tried; the first is 1
+HALVES = tl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken away again, it rounds half to even
+
+
+@dataclass(frozen=True)
+class PackedConstants(Constants):
+    """What a kernel is compiled for that reads packed rows."""
+
+    BITS: Any = None  # of a number in a row
+    LEVELS: Any = None  # numbers that so many bits tell apart
+    TURNED: Any = None  # whether rows hold turned vectors
+    MP: Any = None  # tokens that leave a window at once, padded
+
+
+@triton.jit
+def load_codes(rows_ptr, rows, live, width, DIM: tl.constexpr, WP: tl.constexpr, C: tl.constexpr):
+    """The codes of rows, and their scales: (rows, WP), (rows,)."""
+    od = tl.arange(0, WP)
+    row_ptr, inside = rows_ptr + rows.to(tl.int64) * width, live[:, None] & (od < DIM)[None, :]
+    if C.BITS == 16:
+        return tl.load(row_ptr[:, None] + od[None, :], mask=inside, other=0.0).to(C.ACC), tl.where(live, 1.0, 0.0)
+    if C.BITS == 8:
+        codes = tl.load(row_ptr[:, None] + od[None, :], mask=inside, other=0).to(C.ACC)
+        exponent = tl.load(row_ptr + DIM, mask=live, other=0).to(tl.int32)
+        return codes, ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    half: tl.constexpr = DIM // 2
+    low = tl.load(row_ptr[:, None] + (od % half)[None, :], mask=inside, other=0).to(tl.int32)
+    codes = (low >> (od // half * 4)[None, :]) & 15
+    if C.BITS > 4:
+        more: tl.constexpr = C.BITS - 4
+        part: tl.constexpr = DIM * more // 8
+        high = tl.load(row_ptr[:, None] + (od % part + half)[None, :], mask=inside, other=0).to(tl.int32)
+        codes |= ((high >> (od // part * more)[None, :]) & (C.LEVELS // 16 - 1)) << 4
+    first = tl.load(row_ptr + width - 2, mask=live, other=0).to(tl.int32)
+    second = tl.load(row_ptr + width - 1, mask=live, other=0).to(tl.int32)
+    scale = ((first | second << 8) << 16).to(tl.float32, bitcast=True)
+    return tl.where(inside, codes.to(C.ACC) - (C.LEVELS - 1) / 2, 0.0), scale
+
+
+@triton.jit
+def as_bf16(x):
+    """fp32 numbers with 8 digits, half to even, which not every version's bf16 does."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def codes_at(x, scale, inside, limit):
+    """Codes of a few bits at the scales of rows, and how far they move each row."""
+    scale = as_bf16(scale)
+    scale = tl.where(scale > TINY, scale, 0.0)
+    codes = tl.minimum(tl.maximum(tl.floor(x / tl.maximum(scale, TINY)[:, None]) + 0.5, -limit), limit)
+    moved = tl.where(inside, codes * scale[:, None] - x, 0.0)
+    return codes, scale, tl.sum(moved * moved, 1)
+
+
+@triton.jit
+def round_rows(x, bits, levels, DIM: tl.constexpr, WP: tl.constexpr):
+    """The codes of rows (rows, WP), and their scales: rows of 16 bits stay what they are."""
+    inside = (tl.arange(0, WP) < DIM)[None, :]
+    codes, top = x, tl.max(tl.where(inside, tl.abs(x), 0.0), 1).to(tl.float32)
+    scale = tl.full(top.shape, 1.0, tl.float32)
+    if bits == 8:
+        power = (top.to(tl.int32, bitcast=True) + 0x1FFFF) & 0x7F800000
+        scale = tl.minimum(tl.maximum(power.to(tl.float32, bitcast=True) * 0.015625, LEAST), MOST)
+        codes = ((x / scale[:, None]).to(tl.float32) + HALVES - HALVES).to(x.dtype)
+    elif bits < 8:
+        limit = (levels - 1) / 2
+        top /= limit
+        codes, scale, error = codes_at(x, top, inside, limit)
+        for share in tl.static_range(2):
+            others, other, moved = codes_at(x, top * (SECOND if share == 0 else THIRD), inside, limit)
+            codes, scale = tl.where((moved < error)[:, None], others, codes), tl.where(moved < error, other, scale)
+            error = tl.minimum(error, moved)
+        codes = tl.where(inside, codes, 0.0)
+    return codes, scale
+
+
+@triton.jit
+def store_rows(rows_ptr, rows, live, x, width, codes_ptr, DIM: tl.constexpr, WP: tl.constexpr, C: tl.constexpr):
+    """Write vectors into rows, as rounding.pack_vectors does, and return them as they were rounded.
+
+    `codes_ptr` is room for the codes, a byte each, out of which the numbers are taken that share a byte.
+    """
+    od = tl.arange(0, WP)
+    row_ptr, inside = rows_ptr + rows.to(tl.int64) * width, live[:, None] & (od < DIM)[None, :]
+    codes, scale = round_rows(x, C.BITS, C.LEVELS, DIM, WP)
+    if C.BITS == 16:
+        tl.store(row_ptr[:, None] + od[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
+    elif C.BITS == 8:
+        tl.store(row_ptr[:, None] + od[None, :], codes.to(tl.int8), mask=inside)
+        tl.store(row_ptr + DIM, ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int8), mask=live)
+    else:
+        half: tl.constexpr = DIM // 2
+        from_ptr = codes_ptr + tl.arange(0, x.shape[0])[:, None] * WP
+        tl.store(from_ptr + od[None, :], (codes + (C.LEVELS - 1) / 2).to(tl.uint8), mask=inside)
+        tl.debug_barrier()
+        within = live[:, None] & (od < half)[None, :]
+        low = tl.load(from_ptr + od[None, :], mask=within, other=0).to(tl.int32) & 15
+        bytes = low | (tl.load(from_ptr + half + od[None, :], mask=within, other=0).to(tl.int32) & 15) << 4
+        tl.store(row_ptr[:, None] + od[None, :], bytes.to(tl.uint8), mask=within)
+        if C.BITS > 4:
+            more: tl.constexpr = C.BITS - 4
+            part: tl.constexpr = DIM * more // 8
+            within = live[:, None] & (od < part)[None, :]
+            bytes = tl.zeros([x.shape[0], WP], tl.int32)
+            for place in tl.static_range(8 // more):
+                high = tl.load(from_ptr + place * part + od[None, :], mask=within, other=0).to(tl.int32) >> 4
+                bytes |= high << place * more
+            tl.store(row_ptr[:, None] + half + od[None, :], bytes.to(tl.uint8), mask=within)
+        kept = scale.to(tl.int32, bitcast=True) >> 16
+        tl.store(row_ptr + width - 2, (kept & 255).to(tl.uint8), mask=live)
+        tl.store(row_ptr + width - 1, ((kept >> 8) & 255).to(tl.uint8), mask=live)
+        tl.debug_barrier()
+    return codes * scale[:, None]
