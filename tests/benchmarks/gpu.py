@@ -39,7 +39,8 @@ ALL_SECONDS = 25 * 60
 LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 300}  # seconds
 TESTED = (
     "tests/student/test_kernel_text_features.py",
-    "tests/train/test_attention_loss_kernels.py", "tests/student/test_kernel_trial.py",
+    "tests/student/test_kernel_token.py", "tests/train/test_attention_loss_kernels.py",
+    "tests/student/test_kernel_trial.py",
 )  # fmt: skip
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text
@@ -135,7 +136,8 @@ def kernels(tiny):
         wanted = READ.get(tokens)
         yield from attempted("prefill", lambda n=tokens: [prefill_row(n, *layer, features)], wanted)
         if wanted or tiny:
-            yield from attempted("slots", lambda n=tokens: [slots_row(n, *layer)], wanted)
+            kinds = ("slots", "slots and windows in few bits")
+            yield from attempted("slots", lambda n=tokens: (slots_row(n, *layer, kind) for kind in kinds), wanted)  # noqa: B023
     yield from attempted("loss", lambda: [loss_row(*((1, 64) if tiny else (8, 2048)), *layer, features)])
 
 

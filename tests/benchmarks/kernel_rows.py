@@ -18,9 +18,7 @@ from linearizer.student.attention_interface import attending
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
 from linearizer.student.kernel_dispatch import linear_attention
 from linearizer.student.layer_student import FeatureGroup, LayerStudent
-from linearizer.student.slots_merging import GAIN, Merging
-from linearizer.student.slots_torch import read_text, read_together
-from linearizer.student.state import FeatureState, SlotState, tensors
+from linearizer.student.state import FeatureState, tensors
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.losses import hidden_states
 from linearizer.train.settings import TrainingSettings
@@ -30,13 +28,13 @@ from tests.support.log_features import reference
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
 MAX_COMPILED = 8192  # tokens: dynamo unrolls the loop over chunks, which takes minutes for longer texts
-WINDOW, SLOTS, BLOCK = 64, 64, 16
 READ, SINKS = 512, 4
 TOKENS = 16  # timed together: a block, so that slots are merged once
 KINDS = {  # what KV heads hold, in turn
     "features": [[0, 128]],
     "four kinds": [[64, 0], [256, 0], [64, 64], [0, 128]],
     "slots": [[64, 0, 64, 16]],
+    "slots and windows in few bits": [[96, 0, 128, 16, 4], [64, 0, 283, 16, 5], [256, 0, 0, 0, 6], [64, 0, 76, 16, 4]],
     "slots and windows in 8 bits": [[64, 0, 64, 16, 8], [128, 0, 96, 16, 8], [128, 0, 0, 0, 8]],
 }
 
@@ -162,19 +160,25 @@ def fla(q, k, v, feature_map, normalize):
     return call
 
 
+def layer_of(kind, heads, dim):
+    """A layer whose KV heads hold what a kind says, in turn."""
+    student = LayerStudent([KINDS[kind][head % len(KINDS[kind])] for head in range(heads)], SINKS, dim, "prf")
+    student.reset(torch.Generator().manual_seed(0))
+    return student.to(DEVICE).eval()
+
+
 @torch.no_grad()
-def slots_row(tokens, heads, group, dim):
-    """Read a text with slots."""
-    q, k, v = draw_text(1, tokens, heads, group, dim)
-    metric, gain = torch.eye(dim, device=DEVICE).expand(heads, -1, -1), torch.full((heads,), GAIN, device=DEVICE)
-    query, scale = torch.zeros(heads, dim + 1, device=DEVICE), dim**-0.5
-    merging = Merging(metric * dim**-0.25, gain, query, WINDOW, BLOCK)
-
-    def read():
-        read_together([read_text(q * scale, k, v, merging, None, SlotState.empty(k, v, WINDOW, 4, SLOTS))])
-
-    rivals = {name: attempt(make) for name, make in softmax_rivals(q, k, v, scale).items()}
-    return {"op": "slots", "tokens": tokens, "slots": SLOTS, "ours": attempt(lambda: read), "rivals": rivals}
+def slots_row(tokens, heads, group, dim, kind):
+    """Read a text with windows and slots."""
+    scale, (q, k, v) = dim**-0.5, draw_text(1, tokens, heads, group, dim)
+    student, eager = layer_of(kind, heads, dim), layer_of(kind, heads, dim)
+    eager.in_c = eager.in_triton = False
+    rivals = softmax_rivals(q, k, v, scale)
+    if tokens <= MAX_COMPILED:
+        rivals["pytorch"] = lambda: lambda: eager(q.flatten(1, 2), k, v, scale, None, [])
+    row = {"op": "slots", "tokens": tokens, "kind": kind}
+    row["ours"] = attempt(lambda: lambda: student(q.flatten(1, 2), k, v, scale, None, []))
+    return row | {"rivals": {name: attempt(make) for name, make in rivals.items()}}
 
 
 @torch.no_grad()
@@ -182,10 +186,7 @@ def decode_rows(batch, heads, group, dim, kinds=KINDS):
     """Read a token more of a layer, by what its KV heads hold, beside softmax over a context."""
     text = [draw(batch, heads * many, READ + 1, dim, seed=n) for n, many in enumerate((group, 1, 1))]
     for kind in kinds:
-        held = [KINDS[kind][head % len(KINDS[kind])] for head in range(heads)]
-        student = LayerStudent(held, SINKS, dim, "prf").to(DEVICE).eval()
-        student.reset(torch.Generator().manual_seed(0))
-        memory: list = []
+        student, memory = layer_of(kind, heads, dim), []
         student(*(x[:, :, :READ] for x in text), dim**-0.5, None, memory)
         token = [x[:, :, READ:].contiguous() for x in text]
 
