@@ -181,7 +181,7 @@ def test_runs_are_listed_with_what_came_of_them_and_two_are_set_side_by_side(loc
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
         card, verdict = page.locator(f"#runs [data-run='{done}']"), judge_run(Run(runs / done))
-        card.get_by_text("done", exact=True).wait_for()
+        card.locator(".lz-done").wait_for()
         said = card.inner_text()
         assert "features" in said and f"{verdict.kl:.4f}" in said and f"{verdict.agreement:.1%}" in said
         assert card.locator("svg").count() == (len(verdict.lengths) > 1)
@@ -207,9 +207,9 @@ def test_on_its_card_a_run_is_resumed_renamed_copied_and_deleted(local, browser,
     with looking(browser, url, viewport={"width": 390, "height": 844}) as page:
         page.goto(f"{url}runs")
         card = page.locator("[data-run=unwanted]")
-        card.get_by_text("lost", exact=True).wait_for()
+        card.locator(".lz-lost").wait_for()
         card.get_by_role("button", name="Resume").click()
-        card.get_by_text("done", exact=True).wait_for(timeout=LONG)
+        card.locator(".lz-done").wait_for(timeout=LONG)
         page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         card.get_by_role("button", name="Copy the plan").click()
         wait_until_true(page, "document.querySelector('#heard').textContent == 'Copied'")

@@ -27,7 +27,7 @@ def test_what_is_shown_is_what_the_results_say():
 @pytest.mark.parametrize("width, height", [(1440, 900), (390, 844)])
 def test_a_budget_is_chosen_among_recorded_ones_and_the_field_is_on_the_first_screen(local, browser, width, height):
     with looking(browser, local.url, viewport={"width": width, "height": height}) as page:
-        page.wait_for_selector("#gain svg >> nth=0")
+        page.wait_for_selector("#gain svg:visible >> nth=0")
         field = page.locator("#model").bounding_box()
         assert field["y"] + field["height"] < height
         for place, budget in enumerate(landing.read_model().budgets):
