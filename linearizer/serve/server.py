@@ -14,6 +14,7 @@ HOST, PORT = "127.0.0.1", 8000
 LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # to listen on, for this machine alone
 MAX_STATE_BYTES = 2**30  # of states kept between requests
 MAX_SECONDS = 3600.0  # of a request
+KEEP_ALIVE_SECONDS = 75  # of a connection: more than clients keep it, or they would send into a closing connection
 CLOSING_SECONDS = 2  # that requests have to finish when the server is stopped
 LONGEST_SECONDS = 2**31  # that a request may take
 
@@ -73,6 +74,11 @@ def serve(
         with Engine(model, max_state_bytes) as engine:
             served = Served(name, model, tokenizer, run.positions, engine, max_seconds)
             app = make_endpoint(served, host in LOCAL_HOSTS, api_key)
-            config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=CLOSING_SECONDS)
+            config = uvicorn.Config(
+                app,
+                log_level="error",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=CLOSING_SECONDS,
+            )
             ready(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1", name)
             uvicorn.Server(config).run([listening])

@@ -7,27 +7,16 @@ work: until the last answer, and, as the mean over requests, until the first tok
 
 Writes results/serving-cpu.json. Rows of it that are not asked for stay, so that each may be measured by itself:
 --context 8192 --at-once 32 --subject student.
-
-With --seconds nothing is compared: many clients ask `linearizer serve` for that time, half of whom leave or send
-garbage or huge bodies, and some read slowly. Printed are the times of /health, which another process asks for, answers
-by status, how many equal the answer alone, and the server's memory above that at its start, by what it counts.
 """
 
 import argparse
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
-from random import Random
 
 import httpx
 import torch
@@ -49,18 +38,6 @@ RESULTS = Path(__file__).parent / "results" / "serving-cpu.json"
 AT_ONCE, CONTEXT, WRITTEN, WORDS = (1, 8, 32), 512, 32, 16
 KEPT_BYTES = 2**32  # enough for what 32 texts of 8192 tokens leave of the teacher
 SUBJECTS = ("teacher", "student")
-LOAD_BYTES = 2**28  # of states, which the load fills
-HUGE = b'{"prompt": "' + b"word " * 2**20 + b'"}'
-GARBAGE = (
-    b"",
-    b"{",
-    b"[" * 10**5,
-    b"\xff\xfe",
-    b'{"model": 1}',
-    b'{"prompt": [1, true]}',
-    b'{"seed": ' + b"9" * 10**4 + b"}",
-)
-ROLES = ("answer", "answer", "slow", "stream", "stream", "leave", "leave", "leave", "garbage", "huge")
 
 
 def main(arguments=None):
@@ -71,15 +48,11 @@ def main(arguments=None):
     parser.add_argument("--at-once", type=int, nargs="+", default=AT_ONCE, help="requests (default: 1 8 32)")
     parser.add_argument("--subject", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="(default: both)")
     parser.add_argument("--written", type=int, default=WRITTEN, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="of load, instead of all else")
-    parser.add_argument("--clients", type=int, default=200, help="of the load (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run = find_run(arguments.run) if arguments.run else demo_run(Path(folder) / "demo", arguments.budget)
-        if arguments.seconds:
-            return print(columns([*bear_load(run, arguments.clients, arguments.seconds).items()]))
         for result in measure_all(run, arguments):
             arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     rows = result["rows"]
@@ -188,88 +161,6 @@ async def send(url, name, prompts, written):
         start = time.process_time()
         firsts, answers = zip(*await asyncio.gather(*(ask(client, prompt) for prompt in prompts)), strict=True)
         return time.process_time() - start, sum(firsts) / len(firsts), answers
-
-
-def bear_load(run, clients, seconds):
-    """Serve the student of a run in a process of its own, and let many clients ask it; return what was measured."""
-    command = [sys.executable, "-m", "linearizer", "serve", str(run.folder), "--port", "0", "--json"]
-    server = subprocess.Popen([*command, "--max-state-bytes", str(LOAD_BYTES)], stdout=subprocess.PIPE, text=True)
-    with server, ProcessPoolExecutor(1, get_context("spawn")) as pool, httpx.Client(timeout=60) as client:
-        said, times, peak = "", [], 0
-        while not said.endswith("}\n"):
-            said += server.stdout.readline()
-        served = json.loads(said)
-        ask = {"model": served["model"], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-        asked = [
-            {**ask, "prompt": f"{word} is " * (1 + 20 * i)} for i, word in enumerate("A module,The,def,x".split(","))
-        ]
-        alone = [client.post(f"{served['url']}/completions", json=each).json()["choices"][0]["text"] for each in asked]
-        before, health = memory_of(server), {"rows": 1}
-        load = pool.submit(send_load, served["url"], list(zip(asked, alone, strict=True)), clients, seconds)
-        while not load.done() or health["rows"] or health["waiting"]:
-            begin = time.perf_counter()
-            health = client.get(served["url"].replace("v1", "health")).json()
-            times.append(time.perf_counter() - begin)
-            peak = max(peak, memory_of(server) - before)
-            time.sleep(0.1)
-        above = memory_of(server) - before
-        server.send_signal(signal.SIGINT)
-    counted, times = health["kept_state_bytes"], sorted(times)
-    return {
-        "/health s, p50, p99, max": " ".join(f"{times[int(share * (len(times) - 1))]:.3f}" for share in (0.5, 0.99, 1)),
-        "MB of states, counted": counted >> 20,
-        "MB above the start, peak": f"{above >> 20} {peak >> 20}, {above / counted:.2f} of what is counted",
-        **load.result(),
-    }
-
-
-def memory_of(process):
-    """Return the resident bytes of a process."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
-
-
-def send_load(url, known, clients, seconds):
-    """Let clients ask until the time is over; count their answers."""
-    counts, end = Counter(), time.monotonic() + seconds
-
-    async def send_all():
-        limits = httpx.Limits(max_connections=clients)
-        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-            await asyncio.gather(*(be_client(client, Random(i), ROLES[i % len(ROLES)], known) for i in range(clients)))
-
-    async def be_client(client, draw, role, known):
-        while time.monotonic() < end:
-            try:
-                await ask_once(client, draw, role, *draw.choice(known))
-            except httpx.HTTPError as error:
-                counts[f"{role}: {type(error).__name__}"] += 1
-            await asyncio.sleep(draw.random())
-
-    async def ask_once(client, draw, role, asked, alone):
-        if role == "leave":  # a text of its own, which is left after its first token
-            asked = {**asked, "prompt": f"{draw.random()} {asked['prompt']}", "max_tokens": 200}
-        body = {
-            "content": HUGE if role == "huge" else draw.choice(GARBAGE),
-            "headers": {"Content-Type": "application/json"},
-        }
-        if role not in ("huge", "garbage"):
-            body = {"json": {**asked, "stream": role != "answer"}}
-        text = ""
-        async with client.stream("POST", "completions", **body) as answer:
-            counts[f"{role}: {answer.status_code}"] += 1
-            if role == "answer" and answer.status_code == 200:
-                text = json.loads(await answer.aread())["choices"][0]["text"]
-            async for line in answer.aiter_lines():
-                if role == "leave":
-                    return
-                text += json.loads(line[6:])["choices"][0]["text"] if line.startswith("data: {") else ""
-                await asyncio.sleep(0.1 if role == "slow" else 0)
-        if role in ("answer", "slow", "stream") and answer.status_code == 200:
-            counts["equal to the answer alone" if text == alone else "other than the answer alone"] += 1
-
-    asyncio.run(send_all())
-    return dict(sorted(counts.items()))
 
 
 if __name__ == "__main__":
