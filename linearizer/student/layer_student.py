@@ -177,6 +177,7 @@ class LayerStudent(nn.Module):
         self.kinds_of_bits = sorted({int(each.bits) for each in self.groups})  # type: ignore[arg-type]
         self.turns = Turns(len(held), key_dim, value_dim) if any(each.turns for each in self.groups) else None
         self.exact_values = False  # keep values of any size as they are: to measure attention's weights, without memory
+        self.keeps_bytes = True  # of numbers of few bits; else the rounded numbers, as graphs for other runtimes do
         self.in_c: bool | None = None  # whether the kernel in C reads; None: where a trial finds it right
         self.in_triton: bool | None = None  # the same of Triton's kernels
         self.found_right: set[tuple] = set()  # the kernels, types and sizes for which a trial did
@@ -247,7 +248,8 @@ class LayerStudent(nn.Module):
             q, k, v, state = taken.pop(index)
             part, state = parts.pop(index) if index in parts else group(q, k, v, scale, real, state)
             if memory is not None:
-                memory[index] = state if group.bits == 16 else pack_state(state, group.bits, memory[index])
+                packs = self.keeps_bytes and group.bits < 16
+                memory[index] = pack_state(state, group.bits, memory[index]) if packs else state
             heads = as_slice(group.heads)
             if self.turns is not None and group.turns and not self.exact_values:
                 part = self.turns(self.turns.turn_back, part, heads)
@@ -267,7 +269,7 @@ class LayerStudent(nn.Module):
             q, k, turned = self.turns(self.turns.turn, q, k, None if self.exact_values else v, scale**0.5, heads)
             v = v if turned is None else turned
         k, v = round_tokens(k, group.bits, first), v if self.exact_values else round_tokens(v, group.bits, first)
-        return q, k, v, state and unpack_state(state, group.bits, k.dtype, v.dtype)
+        return q, k, v, unpack_state(state, group.bits, k.dtype, v.dtype) if state and self.keeps_bytes else state
 
     def read_with_slots(
         self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None, in_triton: bool

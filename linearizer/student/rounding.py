@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .state import made_once, number, working_dtype
+from .state import is_traced, made_once, number, working_dtype
 
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
 FEWER = (4, 5, 6)  # bits of a number whose four lowest lie two numbers to a byte, the others in bytes after them
@@ -77,8 +77,11 @@ def scale_of(x: Tensor) -> Tensor:
 
     What is above 127/128 of a power of two takes the next.
     """
-    largest = x.abs().amax(-1, keepdim=True).float().view(torch.int32) + whole(0x1FFFF, x)
-    scale = largest.bitwise_and_(whole(0x7F800000, x)).view(torch.float32)
+    largest = x.abs().amax(-1, keepdim=True).float()
+    if is_traced():  # other runtimes do not look at bits
+        scales = torch.arange(LOWEST, HIGHEST + 1, dtype=torch.float32, device=x.device).exp2()
+        return scales[(largest > 127 * scales[:-1]).sum(-1, keepdim=True)]
+    scale = (largest.view(torch.int32) + whole(0x1FFFF, x)).bitwise_and_(whole(0x7F800000, x)).view(torch.float32)
     return scale.mul_(number(2.0**-6, torch.float32, x.device)).clamp_(2.0**LOWEST, 2.0**HIGHEST)
 
 
@@ -89,7 +92,11 @@ def whole(value: int, like: Tensor) -> Any:
 def codes_by_error(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """Return codes half way between whole numbers, none beyond a limit, and the best of the scales tried."""
     top = x.abs().amax(-1, keepdim=True)[..., None] / limit
-    tried = (top * shares_tried(x.dtype, x.device)).to(torch.bfloat16).to(x.dtype)
+    if is_traced():  # a branch of a graph makes no constants
+        tried = torch.cat([top * share for share in TRIED], -2)
+    else:
+        tried = top * shares_tried(x.dtype, x.device)
+    tried = tried.to(torch.bfloat16).to(x.dtype)
     tried = torch.nn.functional.threshold(tried, TINIEST, 0.0)
     codes = (x[..., None, :] / tried.clamp_min(TINIEST)).floor_().add_(0.5).clamp_(-limit, limit)
     best = (codes * tried).sub_(x[..., None, :]).square_().sum(-1).argmin(-1)[..., None, None]

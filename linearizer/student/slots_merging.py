@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from .packed_state import round_slots
-from .state import first_rows, made_once
+from .state import first_rows, is_traced, made_once
 
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
 MOST_IMPORTANT = 20.0  # logarithm beyond which an importance counts no further: costs stay within single precision
@@ -229,6 +229,9 @@ def choose_pairs(
     gone = gone + first_rows(count, size, device)[:, None]
     partner = cost.flatten(0, 1).index_select(0, gone.flatten()).view(count, most, size).add_(goes[:, None]).argmin(-1)
     partner += first_rows(count, size, device)[:, None]
+    if is_traced():  # a graph does not know how many are not 0
+        stay = goes.sort(dim=-1, stable=True).indices[:, : size - most] + first_rows(count, size, device)[:, None]
+        return stay.flatten(), gone, partner
     return (goes == 0).flatten().nonzero()[:, 0], gone, partner
 
 

@@ -6,7 +6,7 @@ The rows of a period see the same slots: those that hold until the next block le
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,7 @@ from .state import (
     Columns,
     SlotState,
     first_rows,
+    is_traced,
     lay_columns,
     remember_sinks,
     remember_window,
@@ -116,7 +117,9 @@ def read_text(text: SlotText) -> SlotSteps:
     tokens, window, block = q.shape[-2], merging.window, merging.block
     first, end = state.count, columns.first + window + tokens
     period = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
-    periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
+    periods = (tokens + block - 2) // block + 1  # at most, wherever the text begins
+    if not is_traced():
+        periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
     period = period[:, None] + torch.arange(periods, device=q.device)
     start = window + block * (period - 1)  # the first place that sees a period's blocks merged
     begin, rows = (start, block) if tokens > 1 else (first[:, None], 1)
@@ -204,18 +207,19 @@ def merge_blocks(requests: list[MergeRequest]) -> list[Slots]:
     for block, step in zip(new.movedim(2, 0), plan, strict=True):
         if step.comes:
             both, most = torch.cat([now, block], 2), block.shape[2]
-            now = (
-                merge_rows(both, most, dims, rounding, step.full, step.left if step.drops else None)
-                if step.merges
-                else drop_empty(both, most, step.left)
-            )
+            if is_traced():
+                now = merge_in_graph(now, block, step.left, dims, rounding)
+            elif step.merges:
+                now = merge_rows(both, most, dims, rounding, step.full, step.left if step.drops else None)
+            else:
+                now = drop_empty(both, most, step.left)
         after.append(now)
     each = torch.stack(after, 1)  # (batch, periods, heads, room, numbers)
     slots, begin = [], 0
     for request, state, (heads, count) in zip(requests, states, sizes, strict=True):
         of_request = slots_of_rows(each[:, : request.merged.shape[1], begin : begin + heads, room - count :], dims)
         last = Slots(*(x[:, -1] for x in of_request.all()))
-        if not bool(last.weight.all()):
+        if is_traced() or not bool(last.weight.all()):
             last = keep_slots(last, count)
         state.slot_k, state.slot_v = last.k.to(state.slot_k.dtype), last.v.to(state.slot_v.dtype)
         state.weight, state.spread, begin = last.weight, last.spread, begin + heads
@@ -223,12 +227,27 @@ def merge_blocks(requests: list[MergeRequest]) -> list[Slots]:
     return slots
 
 
+def merge_in_graph(now: Tensor, block: Tensor, left: Tensor, dims: tuple[int, int], rounding: Rounding) -> Tensor:
+    """Merge a block in the texts to which it comes; what runs the graph computes nothing where it comes to none."""
+    comes = (block[..., -1:] > 0).any(2, keepdim=True)
+
+    def merge(now: Tensor, block: Tensor, left: Tensor, comes: Tensor, metric: Tensor) -> Tensor:
+        both, own = torch.cat([now, block], 2), replace(rounding, metric=metric)
+        return torch.where(comes, merge_rows(both, block.shape[2], dims, own, False, left), now)
+
+    def keep(now: Tensor, *others: Tensor) -> Tensor:
+        return now.clone()
+
+    given = now, block.contiguous(), left.contiguous(), comes, rounding.metric
+    return torch.cond(comes.any(), merge, keep, given)
+
+
 def rows_of_state(request: MergeRequest) -> Tensor:
     """Lay out the slots of a state, those that are empty before the others: (batch, heads, slots, numbers)."""
     state, work = request.state, request.state.weight.dtype
     slots = Slots(state.slot_k.to(work), state.slot_v.to(work), state.weight, state.spread)
     rows, full, size = lay_rows(slots, request.merging.rows), (state.weight > 0).sum(-1), state.weight.shape[-1]
-    if bool((full == size).all()):
+    if not is_traced() and bool((full == size).all()):
         return rows
     index = (full[..., None] + torch.arange(size, device=full.device)) % size
     return take_rows(rows.flatten(0, 1), index.flatten(0, 1)).unflatten(0, full.shape)
@@ -255,9 +274,14 @@ class Step:
 
 
 def plan_merging(held: Tensor, comes: Tensor, counts: Tensor) -> list[Step]:
-    """Plan the steps; held (batch, heads, room), comes (batch, heads, periods, block), counts (heads,)."""
+    """Plan the steps; held (batch, heads, room), comes (batch, heads, periods, block), counts (heads,).
+
+    A graph that is being made knows no numbers: there all that may happen does.
+    """
     before, new, block = held.sum(-1, keepdim=True), comes.sum(-1), comes.shape[-1]
     left = torch.minimum(before + new.cumsum(-1), counts[:, None])
+    if is_traced():
+        return [Step(True, True, True, False, own) for own in left.flatten(0, 1).unbind(-1)]
     have = torch.cat([before, left[..., :-1]], -1) + new
     facts = torch.stack([new > 0, have > left, have < left + block, have < held.shape[-1] + block])
     numbers = zip(*facts.flatten(1, 2).any(1).tolist(), left.flatten(0, 1).unbind(-1), strict=True)

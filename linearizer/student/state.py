@@ -21,7 +21,15 @@ HEADROOM = 60.0  # fp32 spans e^±87: shifting by 60 leaves 147 below a stabilis
 Tensor = torch.Tensor
 
 
-made_once = functools.lru_cache(maxsize=512)  # keeps what a function makes of sizes
+def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep what a function makes of sizes; what is made in a graph belongs to it alone."""
+    keep = functools.lru_cache(maxsize=512)(make)
+
+    @functools.wraps(make)
+    def made(*sizes: Any) -> Tensor:
+        return make(*sizes) if is_traced() else keep(*sizes)
+
+    return made
 
 
 def number(value: float, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,0 +1,244 @@
+"""A student as a graph for other runtimes: tokens and its whole state go in, logits and the state after them come out.
+
+A state has a fixed size, so the graph has fixed shapes, and what runs it needs no cache of its own. Heads of few bits
+keep the numbers that their bytes stand for, which take more memory, but need no operation that a runtime may lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from linearizer.errors import FolderError, RequestError, first_line
+from linearizer.method import checkpoint
+from linearizer.progress import Progress, Steps
+from linearizer.quiet import quiet
+from linearizer.run.files import replacing, write_whole
+from linearizer.run.folder import Run
+from linearizer.student.cache import CACHE, LinearizedCache, LinearizedLayer
+from linearizer.student.layer_student import FeatureGroup, SoftmaxGroup
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.state import EMPTY, tensors
+
+Tensor = torch.Tensor
+MODEL, STATE, ABOUT = "model.onnx", "empty_state.npz", "README.md"
+NEEDED = ("onnx", "onnxscript")
+COUNT = "count"  # of the tokens that each text has read: the same in all states
+NOT_EXPORTED = "; a checkpoint runs in transformers as it is, and `linearizer serve` serves it"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The folder of a graph, and what it reads at once."""
+
+    folder: str
+    texts: int
+    tokens: int
+    state_bytes: int
+
+
+class Step(nn.Module):
+    """A student that reads a fixed number of tokens; its state is given and returned as a list of tensors."""
+
+    def __init__(self, student: LinearizedForCausalLM, texts: int = 1) -> None:
+        super().__init__()
+        self.student, self.empty = student, empty_cache(student, texts)
+        self.names = [*state_of(self.empty)]
+
+    def forward(self, input_ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        cache, given = self.empty.fork(), dict(zip(self.names, state, strict=True))
+        for index, layer in enumerate(linearized_layers(cache)):
+            layer.tokens_read = 1  # attention looks into its state, and no other code at how many
+            layer.memory = [
+                replace(held, **{name: given.get(name_of(index, part, name), x) for name, x in tensors(held).items()})
+                for part, held in enumerate(layer.memory)
+            ]
+        positions = given[COUNT][:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        out = self.student(input_ids=input_ids, position_ids=positions, use_cache=True, **{CACHE: cache})
+        after = state_of(cache)
+        return out.logits, [after[name] for name in self.names]
+
+
+@torch.no_grad()
+def empty_cache(student: LinearizedForCausalLM, texts: int) -> LinearizedCache:
+    """Make the state that has read nothing: a token is read to learn its sizes."""
+    cache = student.empty_cache()
+    with keeping_numbers(student):
+        student(input_ids=torch.zeros(texts, 1, dtype=torch.long), use_cache=True, **{CACHE: cache})
+    return cache.copied(lambda name, x: torch.full_like(x, EMPTY if name == "level" else 0))
+
+
+@contextmanager
+def keeping_numbers(student: LinearizedForCausalLM) -> Iterator[None]:
+    """While this lasts, heads of few bits keep numbers instead of bytes, and no kernel in C reads for them."""
+    layers = student.students()
+    before = [(layer.keeps_bytes, layer.in_c) for layer in layers]
+    for layer in layers:
+        layer.keeps_bytes, layer.in_c = False, False
+    try:
+        yield
+    finally:
+        for layer, kept in zip(layers, before, strict=True):
+            layer.keeps_bytes, layer.in_c = kept
+
+
+def linearized_layers(cache: LinearizedCache) -> list[LinearizedLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, LinearizedLayer)]
+
+
+def name_of(layer: int, group: int, tensor: str) -> str:
+    return COUNT if tensor == COUNT else f"{layer}.{group}.{tensor}"
+
+
+def state_of(cache: LinearizedCache) -> dict[str, Tensor]:
+    """Return the tensors of all states that hold a number, by name."""
+    return {
+        name_of(index, part, name): x
+        for index, layer in enumerate(linearized_layers(cache))
+        for part, held in enumerate(layer.memory)
+        for name, x in tensors(held).items()
+        if x.numel()
+    }
+
+
+def refuse_what_grows(student: LinearizedForCausalLM, tokens: int) -> None:
+    """Refuse students that no graph of fixed shapes computes."""
+    groups = [group for layer in student.students() for group in layer.groups]
+    if None in student.config.layers or any(isinstance(group, SoftmaxGroup) for group in groups):
+        raise RequestError(
+            "heads of this student keep a cache that grows, or their teacher's own window, and a graph has fixed "
+            f"shapes: allocate without --may-grow, if that is why{NOT_EXPORTED}"
+        )
+    if tokens > 1 and has_features(student):
+        raise RequestError("heads with features or a memory are traced for single tokens alone")
+
+
+def has_features(student: LinearizedForCausalLM) -> bool:
+    groups = [group for layer in student.students() for group in layer.groups]
+    return any(isinstance(group, FeatureGroup) and group.features for group in groups)
+
+
+def trace(step: Step, tokens: int = 1) -> torch.export.ExportedProgram:
+    """Make the graph of a step that reads a number of tokens at once."""
+    refuse_what_grows(step.student, tokens)
+    state = state_of(step.empty)
+    ids = torch.zeros(len(state[COUNT]), tokens, dtype=torch.long)
+    try:
+        with torch.no_grad(), keeping_numbers(step.student):
+            return torch.export.export(step, (ids, [*state.values()]), strict=False)
+    except Exception as error:  # of the code of the teacher's architecture, too
+        raise RequestError(f"this architecture cannot be traced ({first_line(error)}){NOT_EXPORTED}") from error
+
+
+def export_run(run: Run, folder: Path, texts: int = 1, tokens: int = 1) -> Steps[Exported]:
+    """Write the student of a run as ONNX."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise RequestError(f"ONNX needs {' and '.join(missing)}: pip install 'linearizer[onnx]'")
+    if min(texts, tokens) < 1:
+        raise RequestError("--texts and --tokens are at least 1")
+    if folder.exists():
+        raise FolderError(f"{str(folder)!r} exists already: name another folder with --out, or remove it")
+    with quiet():
+        student = checkpoint.load_student(run, dtype=torch.float32)
+        tokenizer = checkpoint.load_tokenizer_of(run)
+    return (yield from write_onnx(student, tokenizer, run.inspection.name, folder, texts, tokens))
+
+
+def write_onnx(
+    student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase, name: str, folder: Path, texts: int, tokens: int
+) -> Steps[Exported]:
+    """Write a student as ONNX, with its tokenizer, its empty state and a description."""
+    if has_features(student):
+        raise RequestError(f"ONNX is written for heads with windows and slots, not with features{NOT_EXPORTED}")
+    yield Progress("export", 0, 3, "parts")
+    step = Step(student, texts)
+    program = trace(step, tokens)
+    yield Progress("export", 1, 3, "parts")
+    model = to_onnx(program, step.names)
+    yield Progress("export", 2, 3, "parts")
+    state: dict[str, Any] = {name: x.numpy() for name, x in state_of(step.empty).items()}
+    exported = Exported(str(folder), texts, tokens, sum(x.nbytes for x in state.values()))
+    with replacing(folder) as unfinished:
+        unfinished.mkdir(parents=True)
+        model.save(unfinished / MODEL)
+        numpy.savez(unfinished / STATE, **state)
+        checkpoint.save_tokenizer(tokenizer, unfinished)
+        write_whole(unfinished / ABOUT, describe(name, exported, state))
+    yield Progress("export", 3, 3, "parts")
+    return exported
+
+
+def to_onnx(program: torch.export.ExportedProgram, names: list[str]) -> Any:
+    """Translate a graph without optimising it, which takes longer than all else: a runtime does that as it loads it."""
+    from onnxscript import opset18 as op
+
+    def sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+        """Sort as torch.sort does: TopK orders equal numbers by their place."""
+        size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
+        return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
+
+    model: Any = torch.onnx.export(
+        program,
+        dynamo=True,
+        input_names=["input_ids", *names],
+        output_names=["logits", *(f"{name}.after" for name in names)],
+        custom_translation_table={torch.ops.aten.sort.stable: sort},
+        optimize=False,
+        verbose=False,
+    )
+    for node in model.model.graph.all_nodes():
+        node.metadata_props.clear()  # which line of this machine's files made it, in most of the file's bytes
+    return model
+
+
+def describe(name: str, exported: Exported, state: dict[str, Any]) -> str:
+    """Describe the inputs and outputs of a graph, and how it is called."""
+    sizes = {"teacher": name, "texts": exported.texts, "tokens": exported.tokens}
+    rows = "\n".join(f"| `{name}` | {x.dtype} | {' × '.join(map(str, x.shape))} |" for name, x in state.items())
+    return Template(TEXT).substitute(sizes, rows=rows, megabytes=f"{exported.state_bytes / 1e6:.3g}")
+
+
+TEXT = """\
+# A step of a linearized model
+
+`model.onnx` is a student of $teacher. It reads $tokens token(s) of $texts text(s) at each call. Its whole memory of a
+text is the state, $megabytes MB of any length, which is given at each call, and returned as it is after it.
+`empty_state.npz` is the state that has read nothing.
+
+```python
+import numpy as np
+import onnxruntime
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+session = onnxruntime.InferenceSession("model.onnx")
+state = dict(np.load("empty_state.npz"))
+
+
+def read(tokens):  # returns the likeliest next token
+    global state
+    ids = np.array(tokens, dtype=np.int64).reshape($texts, $tokens)
+    logits, *after = session.run(None, {"input_ids": ids, **state})
+    state = dict(zip(state, after))
+    return int(logits[-1, -1].argmax())
+```
+
+| input | type | shape |
+| --- | --- | --- |
+| `input_ids` | int64 | $texts × $tokens |
+$rows
+
+The outputs are `logits` ($texts × $tokens × tokens of the vocabulary, float32), then each tensor of the state in the
+order of the inputs, its name followed by `.after`. `count` is the number of tokens that each text has read: texts may
+be of different lengths, and a text begins anew where its part of each tensor is that of the empty state.
+"""
