@@ -300,13 +300,14 @@ class LayerStudent(nn.Module):
         if (chosen := getattr(self, way)) is not None:
             return chosen
         group, *dims = sizes = q.shape[2], q.shape[-1], q.shape[-1] if self.exact_values else v.shape[-1]
+        sinks = 1 if way == "in_c" else self.sinks  # for which Triton's kernels are compiled
         if (way, q.dtype, *sizes) in self.found_right:
             return True
 
         @torch.no_grad()
         def compute(bits: int, by_kernel: bool, dtype: torch.dtype) -> list[Tensor]:
             held = TRIAL_HELD if way == "in_c" else TRIAL_HELD[:1]  # texts of windows alone have kernels of their own
-            trial: Any = LayerStudent([[*kind, bits] for kind in held], 1, dims[0], "prf", dims[1])
+            trial: Any = LayerStudent([[*kind, bits] for kind in held], sinks, dims[0], "prf", dims[1])
             trial.reset(generator := generator_at(0))
             trial.in_c = trial.in_triton = False
             setattr(trial, way, by_kernel)
@@ -322,7 +323,7 @@ class LayerStudent(nn.Module):
             edges = zip((0, *TRIAL_ENDS), TRIAL_ENDS, strict=False)
             return [trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, memory) for begin, end in edges]
 
-        trials = ((FAMILIES[way], q, (*sizes, bits), partial(compute, bits)) for bits in self.kinds_of_bits)
+        trials = ((FAMILIES[way], q, (*sizes, sinks, bits), partial(compute, bits)) for bits in self.kinds_of_bits)
         if not all(passes_trial(*trial) for trial in trials):
             return False
         self.found_right.add((way, q.dtype, *sizes))

@@ -39,7 +39,7 @@ ALL_SECONDS = 25 * 60
 LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 300}  # seconds
 TESTED = (
     "tests/student/test_kernel_text_features.py",
-    "tests/student/test_kernel_token.py", "tests/train/test_attention_loss_kernels.py",
+    "tests/student/test_kernel_slots.py", "tests/train/test_attention_loss_kernels.py",
     "tests/student/test_kernel_trial.py",
 )  # fmt: skip
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be

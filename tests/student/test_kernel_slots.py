@@ -18,6 +18,7 @@ from linearizer.student import (
     kernel_trial,
     layer_student,
 )
+from tests.support import layers
 from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate
 from tests.support.layers import assert_same_states, layer, read, text
 
@@ -73,6 +74,11 @@ def test_texts_and_tokens_by_kernels_are_those_of_pytorch(name, monkeypatch):
 def test_texts_of_several_lengths_are_read_a_few_periods_at_a_time(monkeypatch):
     monkeypatch.setattr(kernel_text_slots, "PERIOD_BYTES", 1)
     assert_alike("16 bits, other values", monkeypatch, texts=2, ends=(3, 16, 17))
+
+
+def test_heads_may_have_no_sinks(monkeypatch):
+    monkeypatch.setattr(layers, "SINKS", 0)
+    assert_alike("5 bits", monkeypatch)
 
 
 MUTATIONS = [  # a line of a kernel, and what it is exchanged for
