@@ -24,7 +24,7 @@ LENGTHS = (512, 2048, 8192, 32768)  # tokens, at which the share of attention is
 def add_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("an encoder: --budget counts the tokens that each token sees")
     group.add_argument("--pictures", metavar="FOLDER", help="the pictures to learn from and to judge on")
-    about = "let tokens outside of the window share slots (default: in texts)"
+    about = "let tokens outside of the window share slots (default: yes)"
     group.add_argument("--slots", action=argparse.BooleanOptionalAction, default=None, help=about)
 
 
@@ -60,7 +60,7 @@ def serve_run(arguments: argparse.Namespace) -> bool:
         raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
     pictures = absolute_path(arguments.pictures) if arguments.pictures else None
     choices = {name: value for name, value in changes.items() if name in known}
-    choices |= {"pictures": pictures, "slots": arguments.slots}
+    choices |= {"pictures": pictures, "slots": arguments.slots is not False}
     plan = EncoderPlan(**{**choices, "model": absolute_path(choices["model"])})
     if "text" in choices:
         plan = EncoderPlan(**{**asdict(plan), "text": absolute_source(plan.text)})

@@ -27,7 +27,7 @@ class EncoderPlan(JsonProduct):
     length: int | None = option(None, least=4)  # tokens of a text; None: as many as the model has positions for
     text: str = "builtin"
     pictures: str | None = None  # a folder
-    slots: bool | None = None  # whether far tokens share slots; None: in texts
+    slots: bool = True  # whether far tokens share slots; otherwise they are not seen
     texts: int = option(16, least=4)  # texts or pictures to judge on
     steps: int = option(32, least=0)  # of distillation
     batch: int = option(4, least=1)
@@ -67,5 +67,5 @@ def block_of(keys: float, axes: int) -> tuple[int, ...] | None:
     if axes == 1:
         return (int(keys) // AROUND,) if keys >= AROUND else None
     most = int(keys) // AROUND**2
-    sizes = [(high, most // high) for high in range(1, math.isqrt(most) + 1) if most // high <= 2 * high]
+    sizes = [(high, min(most // high, 2 * high)) for high in range(1, math.isqrt(most) + 1)]
     return max(sizes, key=lambda size: (math.prod(size), size[0]), default=None)

@@ -68,7 +68,7 @@ def compare(teacher: Outputs, student: Outputs, keys: float) -> Quality:
         agreement = (expected.argmax(-1) == found.argmax(-1)).float().mean()
     else:
         expected, found = alike(teacher.means), alike(student.means)
-        count = min(NEAREST, expected.shape[-1] - 1)
+        count = min(NEAREST, max(1, (expected.shape[-1] - 1) // 2))  # all the others would always agree
         pairs = expected.topk(count).indices[:, :, None] == found.topk(count).indices[:, None]
         agreement = pairs.any(-1).float().mean()
     tokens = zip(teacher.hidden, student.hidden, strict=True)

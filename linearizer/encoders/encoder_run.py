@@ -75,10 +75,9 @@ class EncoderRun:
 
     @cached_property
     def both_ways(self) -> BothWays:
-        """How the student attends: pictures without slots, since a search in linear time finds no good ones there."""
-        axes, slots = (1, True) if self.reads_texts else (2, False)
-        slots = slots if self.plan.slots is None else self.plan.slots
-        return spend_keys(self.plan.budget, axes, self.files.first, self.files.last, slots)
+        """How the student attends."""
+        axes = 1 if self.reads_texts else 2
+        return spend_keys(self.plan.budget, axes, self.files.first, self.files.last, self.plan.slots)
 
     @property
     def quality(self) -> dict[str, Quality]:

@@ -100,7 +100,7 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     code, out, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "run", "--json")
     assert code == 0, error
     product = json.loads(out)
-    assert product["tokens"] == 197 and product["both_ways"] == {"block": [2, 2], "slots": 0, "first": 1, "last": 0}
+    assert product["tokens"] == 197 and product["both_ways"] == {"block": [1, 1], "slots": 21, "first": 1, "last": 0}
     (tmp_path / "pictures" / "0.png").write_bytes(b"none")
     code, _, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "again")
     assert code == 2 and "0.png' is not a picture that can be read" in error
