@@ -188,8 +188,7 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
 
 def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, browser):
     with looking(browser, local.url) as page:
-        shown(page, "#hero", "keeps every token that it has read")
-        shown(page, "#hero", "it agrees with its teacher on")  # what came of the example
+        shown(page, "#hero", "its KV cache grows with the text")
         page.click("#example")
         shown(page, "#verdict", "agrees with its teacher")
         shown(page, "#note", "a finished example that comes with Linearizer")
