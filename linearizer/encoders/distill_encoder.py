@@ -19,21 +19,24 @@ RATE = 1e-4  # of Adam at first; it falls to nothing
 
 
 def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> Steps[None]:
-    """Train the layers of a student, embeddings aside, on each input once.
+    """Train the layers of a student, embeddings aside, on each input once but those of the last batch.
 
-    The teacher is the student as it was: its outputs are read before the weights that they come from change.
+    These decide: a student that training did not bring nearer to its teacher there is left as it was. The teacher is
+    the student as it was: its outputs are read before the weights that they come from change.
     """
     groups = list(batches(list(inputs), batch))
     targets = []
     for number, group in enumerate(groups):
         targets.append(read_states(student, group, "sdpa"))
         yield Progress("read teacher", number + 1, len(groups), "batches")
-    weights = layer_weights(student)
+    *learnt, check = zip(groups, targets, strict=True)
+    weights, before = layer_weights(student), check_loss(student, *check)
+    kept = [weight.detach().clone() for weight in weights]
     for weight in weights:
         weight.requires_grad_(True)
     optimizer = torch.optim.Adam(weights, RATE)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, len(groups))
-    for number, (group, target) in enumerate(zip(groups, targets, strict=True)):
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(1, len(learnt)))
+    for number, (group, target) in enumerate(learnt):
         loss = states_loss(read_states(student, group, IMPLEMENTATION), target)
         if not torch.isfinite(loss):
             raise LinearizerError(f"the loss of step {number + 1} is not finite: ask for --steps 0, or another seed")
@@ -42,8 +45,17 @@ def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> 
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
-        yield Progress("distil", number + 1, len(groups), "steps", {"loss": loss.item()})
+        yield Progress("distil", number + 1, len(learnt), "steps", {"loss": loss.item()})
     student.requires_grad_(False)
+    if not check_loss(student, *check) < before:
+        for weight, value in zip(weights, kept, strict=True):
+            weight.copy_(value)
+
+
+def check_loss(student: LinearizedEncoder, inputs: Inputs, target: Sequence[torch.Tensor]) -> float:
+    """Return the loss on inputs that nothing is learnt from."""
+    with torch.no_grad():
+        return float(states_loss(read_states(student, inputs, IMPLEMENTATION), target))
 
 
 def layer_weights(student: LinearizedEncoder) -> list[nn.Parameter]:
@@ -57,7 +69,7 @@ def read_states(student: LinearizedEncoder, inputs: Inputs, implementation: str)
     base: PreTrainedModel = student.base
     base.set_attn_implementation(implementation)
     try:
-        with torch.set_grad_enabled(implementation == IMPLEMENTATION):
+        with torch.set_grad_enabled(implementation == IMPLEMENTATION and torch.is_grad_enabled()):
             device = next(student.parameters()).device
             out = student(**{name: x.to(device) for name, x in inputs.items()}, output_hidden_states=True)
     finally:

@@ -9,7 +9,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-from linearizer.encoders import encoder_run
+from linearizer.encoders import distill_encoder, encoder_run
 from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.distill_encoder import distil, read_states, states_loss
 from linearizer.encoders.encoder_plan import EncoderPlan
@@ -106,7 +106,9 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     assert code == 2 and "0.png' is not a picture that can be read" in error
 
 
-def test_distillation_brings_a_student_nearer_to_its_teacher(sentence_encoder, text, tmp_path):
+def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
+    sentence_encoder, text, tmp_path, monkeypatch
+):
     plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=4, steps=8, batch=1)
     run = encoder_run.begin(tmp_path / "run", plan)
     learnt, _ = encoder_run.read_inputs(run, None)
@@ -118,7 +120,11 @@ def test_distillation_brings_a_student_nearer_to_its_teacher(sentence_encoder, t
         with torch.no_grad():
             return float(states_loss(read_states(student, learnt[0], IMPLEMENTATION), target))
 
-    before = loss()
+    before, weights = loss(), {name: x.clone() for name, x in student.state_dict().items()}
+    with monkeypatch.context() as patched:
+        patched.setattr(distill_encoder, "RATE", 10.0)
+        finish(distil(student, learnt, 1))
+    assert all(torch.equal(x, weights[name]) for name, x in student.state_dict().items())  # it only did harm
     finish(distil(student, learnt, 1))
     assert loss() < 0.9 * before
     assert not any(weight.requires_grad for weight in student.parameters())
