@@ -212,7 +212,7 @@ def wire_compare(ui: SimpleNamespace) -> None:
     stopped = ui.stop_writing.click(None, None, None, cancels=[writing, reading], **QUICK)
     stopped.then(handlers.show_stopped, [ui.memory, ui.chat], outputs, **QUICK)
     ui.end_chat.click(handlers.end_chat, [ui.memory, ui.chat], outputs, cancels=[writing, reading], **QUICK)
-    ui.with_window.change(lambda shown: gr.Column(visible=shown), ui.with_window, ui.window_place, **QUICK)
+    ui.with_window.change(lambda shown: gr.Column(visible=bool(shown)), ui.with_window, ui.window_place, **QUICK)
     ui.prompt.input(lambda: "", None, ui.prompt_note, **QUICK)
     for title, button in ui.prompts.items():
         filled = [ui.prompt, ui.as_chat, ui.prompt_note]
