@@ -46,7 +46,7 @@ def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
 
 def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
     """Shrink the options that yield to what the text of a plan has."""
-    plan = replace(plan, texts=plan.kept_texts, length=plan.kept_length(inspection.max_positions))
+    plan = plan.sized(inspection.max_positions)
     if plan.text != "self":
         tokens = count_tokens(plan.text, load_tokenizer(source, token), needed_tokens(plan), token)
         plan = fit_to_text(plan, tokens, yielding)

@@ -115,9 +115,9 @@ def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> N
 
 def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
     """Count what a plan asks for, also where it leaves that out."""
+    plan = plan.sized(inspection.max_positions)
     amounts: dict[str, float] = {name: getattr(plan, name) or 0 for name in MAX_OF_PLAN}
-    sizes = {"texts": plan.kept_texts, "length": plan.kept_length(inspection.max_positions)}
-    return amounts | sizes | {"window": plan.kept_window, "sinks": plan.kept_sinks, "lora": plan.kept_lora}
+    return amounts | {"window": plan.kept_window, "sinks": plan.kept_sinks, "lora": plan.kept_lora}
 
 
 def check_memory(plan: Plan, inspection: Inspection, limits: Limits) -> None:

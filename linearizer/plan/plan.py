@@ -23,6 +23,7 @@ USUAL_TEXTS, USUAL_LENGTH = 8, 512
 MEASURED_TOKENS = 2**13  # of all texts: the longer they are, the fewer
 FEWEST_TEXTS = 3  # where they are long: one to price heads on, and two to compare students on
 BUDGETS_IN_LENGTH = 16  # tokens of a text for each token of the budget: what fits into a state whole has no price
+PRICED_LENGTH = 4096  # tokens of a text that heads are priced on, at least: beyond it a student leaves its teacher
 MIN_SAMPLES, MAX_SAMPLES = 32, 1024  # queries and keys of a head, half and half
 MAX_STEPS = 10**9
 ALLOCATION = "what heads hold"  # options by which an allocation is decided again from what a run has measured
@@ -100,7 +101,8 @@ class Plan(JsonProduct):
     length: int | None = measuring(
         None,
         "tokens of a text, at most what the model's positions allow",
-        f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}; fewer where the source is short",
+        f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}, or {PRICED_LENGTH} where heads have prices; "
+        "fewer where the source is short",
         least=1,
     )
     steps: int = training(
@@ -243,12 +245,18 @@ class Plan(JsonProduct):
     @property
     def usual_length(self) -> int:
         """The tokens of a text where the plan names no number: several times what the state can hold whole."""
-        return max(USUAL_LENGTH, BUDGETS_IN_LENGTH * (self.budget or 0))
+        least = PRICED_LENGTH if self.rules.decided_by == "prices" else USUAL_LENGTH
+        return max(least, BUDGETS_IN_LENGTH * (self.budget or 0))
 
     def kept_length(self, positions: int | None) -> int:
         """The plan's tokens of a text, or the usual number, within the model's positions."""
         length = self.length or self.usual_length
         return min(length, positions or length)
+
+    def sized(self, positions: int | None) -> Plan:
+        """Decide how many tokens a text has, within the model's positions, and then how many texts there are."""
+        plan = replace(self, length=self.kept_length(positions))
+        return replace(plan, texts=plan.kept_texts)
 
     @property
     def drawn_tokens(self) -> int:

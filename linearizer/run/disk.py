@@ -52,7 +52,8 @@ def rows_of(plan: Plan, layer: Layer) -> int:
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate what resuming needs: samples of queries, keys and values, texts, and the state of training."""
-    length = plan.kept_length(inspection.max_positions)
+    plan = plan.sized(inspection.max_positions)
+    length = plan.kept_length(None)
     kept = plan.samples // 2 + (length if plan.memory else 0)
     samples = kept * sum(
         layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)

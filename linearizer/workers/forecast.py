@@ -111,7 +111,8 @@ def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: f
 
 def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     """Estimate the seconds of all steps."""
-    layers, length = inspection.replaced_layers, plan.kept_length(inspection.max_positions)
+    plan = plan.sized(inspection.max_positions)
+    layers, length = inspection.replaced_layers, plan.kept_length(None)
     products, heads = product_speed(plan, inspection, speeds), sum(layer.kv_heads for layer in layers)
     teacher, student, logits = text_seconds(plan, inspection, speeds)
     judging = JUDGING_PASSES * (teacher + student + logits)
@@ -126,7 +127,8 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
 
 def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[float, float, float]:
     """Estimate the seconds that teacher, student and logits take for one text of a run."""
-    layers, length = inspection.replaced_layers, plan.kept_length(inspection.max_positions)
+    plan = plan.sized(inspection.max_positions)
+    layers, length = inspection.replaced_layers, plan.kept_length(None)
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     teacher = length * (2 * inspection.active + attention) / product_speed(plan, inspection, speeds)
     student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students
@@ -201,7 +203,8 @@ def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: f
 
 def run_memory(plan: Plan, inspection: Inspection) -> float:
     """Estimate the bytes of memory of a run: the weights, and the needs of its most expensive step."""
-    layers, length = inspection.replaced_layers, plan.kept_length(inspection.max_positions)
+    plan = plan.sized(inspection.max_positions)
+    layers, length = inspection.replaced_layers, plan.kept_length(None)
     weights: float = bytes_in_memory(inspection, plan.dtype, plan.device)
     if streams(inspection, plan.dtype, plan.device):
         weights = min(weights, bytes_for_weights(plan.device))
