@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 from linearizer.errors import TextError
 
@@ -44,7 +45,8 @@ def write_text() -> int:
     """Write the text of the PDF at the standard input to the standard output."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with suppress(ValueError, OSError):  # not every system bounds memory so; time is bounded everywhere
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
         from pypdf import PdfReader
     except ModuleNotFoundError:
