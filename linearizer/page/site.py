@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import threading
@@ -284,6 +285,8 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
+    gc.collect()
+    gc.freeze()  # later collections of garbage would visit all modules, and stop every thread for up to a second
     site.launch(
         server_name=host or ("0.0.0.0" if on_space() else None),
         server_port=port,

@@ -28,6 +28,7 @@ from linearizer.serve.row import Row, TextDelta
 from linearizer.teacher.logits import vocabulary
 
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
+LATE_SECONDS = 10  # after the time of a request, in which a client may read the sentence that says so
 RETRY_SECONDS = 5  # after which a client that was turned away may ask again
 WRONG_KEY = "this server needs its key, and the request has none or another: send it as the API key"
 
@@ -75,7 +76,8 @@ class Work:
     body: Body
     rows: list[Row]
     received: asyncio.Queue[tuple[int, TextDelta]]
-    alarm: asyncio.TimerHandle | None = None  # ends it when its time is over
+    deadline: float  # on the clock of the event loop
+    alarm: asyncio.TimerHandle | None = None  # ends it then
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -127,6 +129,8 @@ def make_endpoint(served: Served, local: bool = True, key: str | None = None) ->
     @app.get("/health")
     async def health() -> dict[str, Any]:
         engine = served.engine
+        if engine.closed:
+            raise Refusal(503, STOPPED)
         return {"rows": len(engine.rows), "waiting": engine.unread, "kept_state_bytes": engine.kept.bytes}
 
     @app.get("/metrics")
@@ -159,7 +163,7 @@ def response_of(refusal: Refusal) -> JSONResponse:
 
 async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     """Answer a request, at once or as a stream."""
-    deadline = time.monotonic() + served.max_seconds
+    deadline = asyncio.get_running_loop().time() + served.max_seconds
     if not served.engine.has_room(1):  # before a body is received and read for nothing
         raise turned_away(served)
     body = await read_body(request, kind, served.positions)
@@ -220,13 +224,11 @@ async def begin(served: Served, body: Body, deadline: float) -> Work:
     except RequestError as error:
         raise Refusal(400, str(error)) from error
     rows = [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
-    work = Work(body, rows, received)
+    work = Work(body, rows, received, deadline)
     if not served.engine.submit(*rows):
         raise turned_away(served)
     why = f"the answer was not complete after {served.max_seconds:g} seconds: ask for fewer max_tokens, or stream it"
-    work.alarm = loop.call_later(
-        deadline - time.monotonic(), received.put_nowait, (0, TextDelta(error=why, status=504))
-    )
+    work.alarm = loop.call_at(deadline, received.put_nowait, (0, TextDelta(error=why, status=504)))
     return work
 
 
@@ -260,15 +262,18 @@ def end(served: Served, work: Work) -> None:
 
 
 class Stream(StreamingResponse):
-    """An answer as events while it is written; a client that goes away ends it, even before the first."""
+    """An answer as events while it is written; a client that goes away, or does not read on, ends it."""
 
     def __init__(self, served: Served, work: Work) -> None:
         super().__init__(events_of(served, work), media_type="text/event-stream")
-        self.leave = partial(end, served, work)
+        self.leave, self.latest = partial(end, served, work), work.deadline + LATE_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left = self.latest - asyncio.get_running_loop().time()
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait_for(super().__call__(scope, receive, send), left)
+        except asyncio.TimeoutError:  # the client does not read
+            pass
         except asyncio.CancelledError:  # by the server, which has waited long enough
             last = event(Refusal(503, STOPPED).content).encode()
             with suppress(Exception):  # a client may have gone by now

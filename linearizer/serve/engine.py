@@ -76,14 +76,20 @@ class Engine:
             self.wake.notify()
 
     def work(self) -> None:
-        """Serve until closed."""
-        while True:
+        """Serve until closed; after an error that nothing else handles, end all rows, and admit no more."""
+        try:
+            while True:
+                with self.wake:
+                    self.wake.wait_for(lambda: self.closed or self.unread or self.rows)
+                    if self.closed:
+                        return
+                with torch.inference_mode():
+                    self.step()
+        except Exception as error:
             with self.wake:
-                self.wake.wait_for(lambda: self.closed or self.unread or self.rows)
-                if self.closed:
-                    return
-            with torch.inference_mode():
-                self.step()
+                self.closed = True
+            fail_rows([*self.waiting, *self.prompts.rows, *self.rows], error)
+            raise
 
     def step(self) -> None:
         """Read a part of the prompts that wait, and write a token of every row."""

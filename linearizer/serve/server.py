@@ -15,6 +15,7 @@ LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # to listen on, for this 
 MAX_STATE_BYTES = 2**30  # of states kept between requests
 MAX_SECONDS = 3600.0  # of a request
 KEEP_ALIVE_SECONDS = 75  # of a connection: more than clients keep it, or they would send into a closing connection
+UNREAD_SECONDS = 300  # of a connection whose client reads nothing of what has been sent
 CLOSING_SECONDS = 2  # that requests have to finish when the server is stopped
 LONGEST_SECONDS = 2**31  # that a request may take
 
@@ -27,7 +28,10 @@ def listen(host: str, port: int) -> socket.socket:
         if b"\0" in host.encode("idna"):  # an invalid name is found here: the socket would stay open
             raise ValueError("it has a null character")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
+        listening = socket.create_server((host, port), family=family)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # in Linux; every connection takes it over
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_SECONDS)
+        return listening
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise RequestError(
@@ -62,7 +66,7 @@ def serve(
         from linearizer.serve.endpoint import Served, make_endpoint
         from linearizer.serve.engine import Engine
         from linearizer.teacher.load import load_teacher_of
-        from linearizer.teacher.ram import bound_shape_caches
+        from linearizer.teacher.ram import bound_shape_caches, short_collections
 
         bound_shape_caches()
         if teacher:
@@ -71,7 +75,7 @@ def serve(
         else:
             model, tokenizer = checkpoint.load_of_run(run)
         name = run.folder.resolve().name + ("-teacher" if teacher else "")
-        with Engine(model, max_state_bytes) as engine:
+        with Engine(model, max_state_bytes) as engine, short_collections():
             served = Served(name, model, tokenizer, run.positions, engine, max_seconds)
             app = make_endpoint(served, host in LOCAL_HOSTS, api_key)
             config = uvicorn.Config(

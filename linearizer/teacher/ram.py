@@ -6,7 +6,8 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -100,6 +101,17 @@ def bound_shape_caches() -> None:
     """
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KNOWN_SHAPES))
+
+
+@contextmanager
+def short_collections() -> Iterator[None]:
+    """Let the collector of garbage pass over the objects of now: a visit of all stops every thread for a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def change_heap(options: Mapping[int, int]) -> None:

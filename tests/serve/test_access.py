@@ -1,5 +1,6 @@
 """An endpoint asks for its key, gives up what lasts too long, turns away what has no room, and counts it all."""
 
+import asyncio
 import json
 import re
 import time
@@ -8,7 +9,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from linearizer.serve import endpoint
 from linearizer.serve import engine as engines
+from linearizer.serve.bodies import CompletionBody
 from linearizer.serve.metrics import Metrics
 from tests.support.serving import complete, listening
 
@@ -47,6 +50,24 @@ def test_a_request_that_lasts_too_long_is_given_up_and_frees_its_place(served, s
             time.sleep(0.01)
         assert max(kept.tokens for kept in engine.kept.states.values()) < 400  # it did not write to the end
     assert complete(served, max_tokens=2).status_code == 200
+
+
+def test_a_stream_that_nobody_reads_ends_with_its_time(served, monkeypatch):
+    monkeypatch.setattr(endpoint, "LATE_SECONDS", 0.05)
+    known, sent = limited(served, max_seconds=0.05), []
+
+    async def wait(*_):
+        sent.append(1)
+        await asyncio.Event().wait()
+
+    async def stream():
+        body = CompletionBody(model="tiny", prompt="Once", max_tokens=500, stream=True)
+        work = await endpoint.begin(known, body, asyncio.get_running_loop().time() + known.max_seconds)
+        await endpoint.Stream(known, work)({"type": "http", "asgi": {"spec_version": "2.4"}}, wait, wait)
+        return work.rows
+
+    (row,) = asyncio.run(asyncio.wait_for(stream(), 60))
+    assert sent and (row.abandoned or row.done)
 
 
 def test_what_has_no_room_may_come_again(served, monkeypatch):

@@ -246,3 +246,14 @@ def test_a_model_that_breaks_ends_its_rows_in_a_sentence_and_serves_the_next(mon
     monkeypatch.undo()
     work(engine, {0: [row := row_of(broken.prompt, 5)]})
     assert row.tokens == alone(student, row.prompt, 5)
+
+
+def test_an_engine_that_cannot_go_on_ends_its_rows_and_takes_no_more(monkeypatch):
+    engine, row = Engine(student_of("llama"), ROOM), row_of(tokens(1, 12)[0].tolist(), 3)
+    monkeypatch.setattr(engine, "admit", lambda: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with engine:
+        assert engine.submit(row)
+        engine.thread.join(60)
+        assert engine.closed and not engine.submit(row_of(row.prompt, 3))
+    assert "ZeroDivisionError" in row.heard[-1].error

@@ -9,6 +9,9 @@ import sys
 import threading
 
 import httpx
+import pytest
+
+from linearizer.serve import server
 
 
 def test_a_run_is_served_until_it_is_stopped(quick_run):
@@ -72,6 +75,19 @@ def ask_until_stopped(served, name, stop):
         assert '"text"' in next(lines)
         stop()
         assert "the server was stopped" in [line for line in lines if line][-1]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="of Linux")
+def test_a_connection_whose_client_reads_nothing_ends(monkeypatch):
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 1)
+    with server.listen("127.0.0.1", 0) as listening, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listening.getsockname())
+        connection, _ = listening.accept()
+        with connection, pytest.raises(TimeoutError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            while True:
+                connection.sendall(b"x" * 2**16)
 
 
 def test_what_cannot_be_served_is_said_at_once(quick_run, tmp_path, said):
