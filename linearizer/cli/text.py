@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, duration, size
-from linearizer.plan.state_size import ROW_TITLES, Reading, StateSize
+from linearizer.plan.allocation import ROW_TITLES, Reading, StateSize
 from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import kl_sentences

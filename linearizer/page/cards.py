@@ -12,7 +12,7 @@ from typing import Any
 from linearizer.amounts import ago, duration, size
 from linearizer.errors import LinearizerError
 from linearizer.page.visitors import on_space
-from linearizer.plan.state_size import StateSize
+from linearizer.plan.allocation import StateSize
 from linearizer.progress import Progress
 from linearizer.report import markup
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list

@@ -26,9 +26,9 @@ from linearizer.page.chats import (
 )
 from linearizer.page.loaded_models import lent_models
 from linearizer.page.visitors import Visitor, is_example, on_space
+from linearizer.plan.allocation import StateSize
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import Plan
-from linearizer.plan.state_size import StateSize
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from linearizer.amounts import size
-from linearizer.plan.state_size import StateSize
+from linearizer.plan.allocation import StateSize
 from linearizer.report.markup import announcement, message_box, values_list
 from linearizer.run.folder import Run
 

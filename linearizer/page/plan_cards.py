@@ -12,11 +12,10 @@ from linearizer.amounts import count_in_words, duration, from_length, size
 from linearizer.errors import BudgetError, LinearizerError, RequestError
 from linearizer.page.cards import candidates_card
 from linearizer.plan import head_bytes
-from linearizer.plan.allocation import Allocation
+from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize, size_row
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
-from linearizer.plan.state_size import ROW_TITLES, StateSize, size_row
 from linearizer.report import allocation_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.prediction import predict_kl

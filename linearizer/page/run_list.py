@@ -11,7 +11,7 @@ from html import escape
 from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
 from linearizer.page.cards import STEP_SENTENCES, state_sign, step_bar
-from linearizer.plan.state_size import StateSize
+from linearizer.plan.allocation import StateSize
 from linearizer.report.line_chart import Line, draw_spark
 from linearizer.report.markup import folded, message_box, sentence_html, table
 from linearizer.report.tables import describe_heads

@@ -18,8 +18,7 @@ from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import decidable, offers_of
 from linearizer.page import cards, chat
 from linearizer.plan import head_bytes
-from linearizer.plan.allocation import Allocation
-from linearizer.plan.state_size import StateSize
+from linearizer.plan.allocation import Allocation, StateSize
 from linearizer.report import allocation_charts, markup, training_charts
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import find_correction

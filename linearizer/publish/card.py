@@ -20,11 +20,10 @@ from huggingface_hub import EvalResult, ModelCardData
 import linearizer
 from linearizer.amounts import count_in_words
 from linearizer.hub.models import DEMO
-from linearizer.plan.allocation import Allocation
+from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
-from linearizer.plan.state_size import ROW_TITLES, StateSize
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
 from linearizer.report.tables import Table, describe_environment, describe_heads

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
-from linearizer.plan.state_size import StateSize
+from linearizer.plan.allocation import StateSize
 from linearizer.report import chart_style as style
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from linearizer.plan.state_size import StateSize
+from linearizer.plan.allocation import StateSize
 from linearizer.run.folder import Run
 from linearizer.run.results import LengthResult, Part, ShortPredictions
 

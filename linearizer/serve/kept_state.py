@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.method import checkpoint
+from linearizer.plan.allocation import Reading
 from linearizer.plan.head_bytes import CACHED, Layer, cache_bytes
-from linearizer.plan.state_size import Reading
 from linearizer.progress import Progress, Steps
 from linearizer.quiet import quiet
 from linearizer.run.files import writing

@@ -8,10 +8,9 @@ from plotly.colors import sample_colorscale
 
 from linearizer.evaluate.kivi_control import RIVAL_BITS
 from linearizer.plan import head_bytes
-from linearizer.plan.allocation import Allocation
+from linearizer.plan.allocation import Allocation, StateSize
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from linearizer.plan.state_size import StateSize
 from linearizer.report import allocation_charts, chart_style, parts, training_charts
 from linearizer.run.prices import Prices
 from tests.support.evaluation_results import TYPED

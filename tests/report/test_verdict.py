@@ -6,7 +6,7 @@ import pytest
 
 from linearizer.cli.text import describe_run
 from linearizer.page.cards import verdict_card
-from linearizer.plan.state_size import StateSize
+from linearizer.plan.allocation import StateSize
 from linearizer.publish.card import write_card
 from linearizer.publish.push import list_warnings
 from linearizer.report.verdict import judge_lengths, judge_run
