@@ -28,7 +28,7 @@ SEAMS = {  # library -> the only places that may import it
     "uvicorn": ["serve"],
     "spaces": ["page/zerogpu.py"],
     "huggingface_hub": [
-        *(f"hub/{name}.py" for name in ("models", "errors", "upload", "repository", "jobs_api")),
+        *(f"hub/{name}.py" for name in ("models", "errors", "repository", "jobs_api")),
         *(f"publish/{name}.py" for name in ("card", "space")),
     ],
     "plotly": ["report"],

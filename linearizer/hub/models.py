@@ -1,6 +1,6 @@
 """Reads the Hub: finds a model, pins its revision, downloads its files, and streams data sets. No code of it is run.
 
-hub/upload.py writes to the Hub. A token is sent only if the caller gives one, or if its owner uses this machine:
+hub/repository.py writes to the Hub. A token is sent only if the caller gives one, or if its owner uses this machine:
 a Space never uses its own token for a visitor.
 """
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from linearizer.errors import FaultError, RequestError
 from linearizer.hub.models import access_token
 from linearizer.hub.repository import (
+    Content,
     Preview,
     Published,
     Repository,
@@ -16,8 +17,8 @@ from linearizer.hub.repository import (
     name_repository,
     refuse_other_content,
     unchecked_note,
+    upload,
 )
-from linearizer.hub.upload import Content, upload
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import CitedTeacher, write_card, write_snippet

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import SpaceCardData
 
 from linearizer.errors import RequestError
-from linearizer.hub.upload import Content
+from linearizer.hub.repository import Content
 from linearizer.run.files import PACKAGE, find_carried, project_folder
 
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space

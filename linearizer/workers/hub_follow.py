@@ -20,7 +20,7 @@ from typing import TypeVar
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, status_of
-from linearizer.hub.upload import bytes_of
+from linearizer.hub.repository import bytes_of
 from linearizer.publish.space import job_requirements, package_files
 from linearizer.run.events import EventName, append_line, newest_events, parse_line, parse_lines
 from linearizer.run.files import UNFINISHED, remove

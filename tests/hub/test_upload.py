@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from linearizer.errors import LinearizerError, PublishError
-from linearizer.hub.upload import LARGE_BYTES
+from linearizer.hub.repository import LARGE_BYTES
 from linearizer.progress import finish
 from linearizer.publish import push
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, copy_run, files_of, publish

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 from linearizer.errors import FaultError
-from linearizer.hub import upload
+from linearizer.hub import repository
 from linearizer.publish import push
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
@@ -32,7 +32,7 @@ def test_an_upload_that_broke_goes_on_where_it_was(hub, run):
 
 
 def test_a_long_upload_shows_that_it_goes_on_and_can_be_left(hub, run, monkeypatch):
-    monkeypatch.setattr(upload, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(repository, "HEARTBEAT_SECONDS", 0.01)
     hub.fail_next("PUT /lfs/", "hold")
     steps = push.publish(run, "me/student", token=ME)
     said = []
