@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.method.block_gradients import Recording, gradients_by_layer
-from linearizer.method.blockwise_pass import chain_of
+from linearizer.method.blockwise_pass import Recording, chain_of, gradients_by_layer
 from linearizer.method.substitute import Begin, make_layer_student
 from linearizer.plan.head_bytes import BLOCK, Head, Layer
 from linearizer.progress import Progress, Steps

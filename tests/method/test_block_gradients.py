@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from linearizer.method.block_gradients import at_once, by_blocks
-from linearizer.method.blockwise_pass import chain_of
+from linearizer.method.blockwise_pass import at_once, by_blocks, chain_of
 from linearizer.method.head_prices import recording_of
 from linearizer.method.substitute import attending_with
 from linearizer.teacher.layers import blocks_of
