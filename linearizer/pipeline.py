@@ -45,8 +45,7 @@ from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.inspect_model import inspect_model
-from linearizer.teacher.kept_texts import texts_of_run
-from linearizer.teacher.load import Teacher, load_config, load_teacher_of
+from linearizer.teacher.load import Teacher, load_config, load_teacher_of, texts_of_run
 from linearizer.teacher.streaming import spreads, streams
 from linearizer.train.train_run import train
 

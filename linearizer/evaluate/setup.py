@@ -35,8 +35,7 @@ from linearizer.run.results import MadeWith, Recall
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, describe_device
-from linearizer.teacher.kept_texts import read_kept_texts
-from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.load import load_teacher_of, read_kept_texts
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
 
 PACKAGES = ("torch", "transformers", "lm_eval")

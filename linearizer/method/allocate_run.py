@@ -32,8 +32,7 @@ from linearizer.run.prices import KlOfLayer, Prices
 from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.student.layer_student import LayerStudent
-from linearizer.teacher.kept_texts import texts_of_run
-from linearizer.teacher.load import Teacher
+from linearizer.teacher.load import Teacher, texts_of_run
 
 GATE_STEPS = 60
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window

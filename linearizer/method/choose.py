@@ -26,8 +26,7 @@ from linearizer.run.folder import Run
 from linearizer.run.prices import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.student.attention_interface import attention_modules, device_of
-from linearizer.teacher.kept_texts import texts_of_run
-from linearizer.teacher.load import Teacher
+from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.logits import kl_of, logits_of
 from linearizer.teacher.streaming import bytes_for_weights, is_streamed
 from linearizer.teacher.text import start_tokens

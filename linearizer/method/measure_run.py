@@ -22,8 +22,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.stopping import interruptible, log_progress
-from linearizer.teacher.kept_texts import texts_of_run
-from linearizer.teacher.load import Teacher
+from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.logits import check_logits
 from linearizer.teacher.streaming import is_streamed
 

@@ -18,10 +18,11 @@ from linearizer.teacher.support import (
     build_blueprint,
     check_config,
     check_windows,
+    names_in_files,
     run_blueprint,
     watch_layers,
+    whole_of,
 )
-from linearizer.teacher.text_tower import names_in_files, whole_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

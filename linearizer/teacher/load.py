@@ -1,4 +1,4 @@
-"""Loads the config, tokenizer and weights of a source. Code of the model's repository is never run."""
+"""Loads the config, tokenizer and weights of a source, and the texts of a run. Code of its repository is never run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,28 @@ from safetensors import SafetensorError
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.hub.gguf_files import load_gguf_config, read_gguf
 from linearizer.hub.models import CONFIG, Source, fetch, find_model
-from linearizer.hub.weight_files import INDEX, SINGLE, damaged_weights, list_shards, read_json
+from linearizer.hub.weight_files import (
+    INDEX,
+    SINGLE,
+    damaged_weights,
+    list_shards,
+    read_json,
+    read_tensors,
+    write_tensors,
+)
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.json_products import quote
 from linearizer.plan.plan import Plan
 from linearizer.quiet import quiet
+from linearizer.run.events import EventName
+from linearizer.run.files import remove
+from linearizer.run.folder import Run
 from linearizer.run.weight_digests import TOKENIZER
 from linearizer.teacher.devices import choose_device
-from linearizer.teacher.gptq_awq import expand_weights
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.quantised import (
     READ_HERE,
+    expand_weights,
     expand_while_loading,
     forget_quantisation,
     is_packed,
@@ -33,9 +44,8 @@ from linearizer.teacher.quantised import (
 )
 from linearizer.teacher.ram import return_freed_memory
 from linearizer.teacher.streaming import leave_states_in_place, place_weights, streamed_weights
-from linearizer.teacher.support import build_blueprint
+from linearizer.teacher.support import build_blueprint, names_in_files, text_tower, whole_of
 from linearizer.teacher.text import read_texts
-from linearizer.teacher.text_tower import names_in_files, text_tower, whole_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +56,7 @@ KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # which transformers does no
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
     "do_sample": (bool,),
 }
+TEXTS = "state/texts.safetensors"  # of a run's folder
 
 
 def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
@@ -272,3 +283,30 @@ def texts_of(
     return read_texts(
         plan.text, teacher.tokenizer, length, texts, least=least, model=teacher.model, seed=plan.seed, token=token
     )
+
+
+def texts_of_run(
+    run: Run, teacher: Teacher, texts: int, token: str | None, least: int | None = None
+) -> torch.Tensor:  # (texts, tokens)
+    """Take the first texts of a run; what its source holds later changes none of those that were read before."""
+    kept, asked = read_kept_texts(run)
+    if asked >= texts and len(kept) >= (texts if least is None else least):  # fewer only where the source ended
+        return kept[:texts]
+    read = texts_of(run.plan, teacher, texts, token, least)
+    if asked:
+        read = torch.cat([kept, read[len(kept) :]])
+    write_tensors(run.folder / TEXTS, {"texts": read.int()}, str(texts))
+    return read[:texts]
+
+
+def read_kept_texts(run: Run) -> tuple[torch.Tensor, int]:  # (texts, tokens)
+    """Read the first texts of a source that a run has kept, and how many were asked for; drop damaged texts."""
+    try:
+        tensors, asked = read_tensors(run.folder / TEXTS)
+        return tensors["texts"].long(), int(asked)
+    except FileNotFoundError:
+        pass
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        run.log(EventName.DROPPED, file=TEXTS, why=str(error))
+        remove(run.folder / TEXTS)
+    return torch.empty(0, 0, dtype=torch.long), 0

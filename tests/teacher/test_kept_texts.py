@@ -5,8 +5,7 @@ import torch
 
 from linearizer import pipeline
 from linearizer.plan.plan import Plan
-from linearizer.teacher.kept_texts import TEXTS, texts_of_run
-from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.load import TEXTS, load_teacher_of, texts_of_run
 
 
 @pytest.fixture

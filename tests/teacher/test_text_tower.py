@@ -19,7 +19,7 @@ from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.streaming import measure_weights
-from linearizer.teacher.text_tower import TOWERS
+from linearizer.teacher.support import TOWERS
 from tests.support.families import FAMILIES, GROUPED
 from tests.support.models import tokens
 from tests.support.runs import weights_of
