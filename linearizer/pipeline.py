@@ -34,12 +34,11 @@ from linearizer.plan.profile import Profile
 from linearizer.progress import Progress, Steps, finish
 from linearizer.publish.card import add_card
 from linearizer.quiet import quiet
-from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.prices import CANDIDATES
-from linearizer.run.results import Comparison, Part
+from linearizer.run.results import Comparison, Part, Request
 from linearizer.run.sharing import ALONE, Helpers, Share
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
@@ -225,8 +224,7 @@ def evaluate(
 def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:
     """Resume the evaluation that was last requested; the caller holds the lock of the run."""
     with log_end(run.evaluating):
-        plain, again, done = newest_request(run)
-        request = Request.of(plain)
+        request, again, done = newest_request(run)
     anew = tuple(part for part in request.chosen if again and part not in done)
     return (yield from evaluate(run, request, anew, token, held=True))
 

@@ -11,7 +11,7 @@ from typing import Any
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.plan.recipes import RECIPES, STRATEGIES, measured_quality
-from linearizer.run.evaluation_request import Request
+from linearizer.run.results import Request
 from linearizer.student.update_rules import beginning
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group

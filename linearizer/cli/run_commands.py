@@ -34,10 +34,10 @@ from linearizer.report.markup import write_page
 from linearizer.report.parts import evaluation_report
 from linearizer.report.prediction import predict_kl
 from linearizer.report.verdict import judge_run
-from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
+from linearizer.run.results import Request
 from linearizer.workers import control
 
 Product = TypeVar("Product")

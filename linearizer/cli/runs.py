@@ -19,7 +19,6 @@ from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.plan.plan import Plan
 from linearizer.progress import Progress
 from linearizer.report.parts import evaluation_report
-from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.names import find_run, runs_root
 from linearizer.workers import control
@@ -108,7 +107,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
 
 
 def describe_newest_evaluation(run: Run) -> str:
-    results, chosen = run.results, Request.of(newest_request(run)[0]).chosen
+    results, chosen = run.results, newest_request(run)[0].chosen
     return evaluation_report({part: results[part] for part in chosen if part in results})
 
 

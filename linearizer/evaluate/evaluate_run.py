@@ -22,10 +22,9 @@ from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject, read_together
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
 from linearizer.progress import Progress, Steps
-from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.results import Part, Result, Scored, Tasks, TextRead
+from linearizer.run.results import Part, Request, Result, Scored, Tasks, TextRead
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.text import document_numbers, start_tokens
 

@@ -36,11 +36,10 @@ from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
 from linearizer.report import markup
 from linearizer.report.verdict import Verdict, judge_run
-from linearizer.run.evaluation_request import PARTS, Request
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.names import runs_root
-from linearizer.run.results import Held
+from linearizer.run.results import PARTS, Held, Request
 from linearizer.workers import control, runs
 from linearizer.workers.control import Status
 

@@ -19,11 +19,11 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.plan.plan import Plan
 from linearizer.run import events
-from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.names import HubName, id_of_address
+from linearizer.run.results import Request
 from linearizer.workers import control
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from linearizer.run.events import Event, EventName, append_event, events_of_stud
 from linearizer.run.files import UNFINISHED, link_error, open_in_place, seal, unseal, write_whole, writing
 from linearizer.run.locks import Lock
 from linearizer.run.prices import CANDIDATES, Candidates, Prices
-from linearizer.run.results import RESULTS, Part, read_part
+from linearizer.run.results import RESULTS, Part, Request, read_part
 
 Product = TypeVar("Product")
 FILES_OF_RUN = {
@@ -363,7 +363,7 @@ def parse_plan(name: str, content: bytes) -> Plan:
         raise RequestError(f"{name!r} cannot be read ({error}): name a plan.json") from error
 
 
-def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+def newest_request(run: Run) -> tuple[Request, bool, tuple[str, ...]]:
     """Return the newest request for an evaluation, whether it measures all again, and the parts done since."""
     done: list[str] = []
     for event in newest_events(run.log_file):
@@ -371,7 +371,7 @@ def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
             if event["event"] == EventName.EXAMINED:
                 done.append(event["part"])
             if "request" in event:
-                return event["request"], event.get("again", False), tuple(done)
+                return Request.of(event["request"]), event.get("again", False), tuple(done)
     raise RequestError(f"{str(run.folder)!r} has no request for an evaluation: `linearizer evaluate` makes it")
 
 

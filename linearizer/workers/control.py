@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 from linearizer.errors import FolderError, RequestError
 from linearizer.plan.plan import Plan
-from linearizer.run.evaluation_request import PARTS
 from linearizer.run.events import STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
 from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
+from linearizer.run.results import PARTS
 
 STATE_AFTER = {
     EventName.QUEUED: "queued",

@@ -22,8 +22,8 @@ from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
 from linearizer.run.disk import NUMBER, resume_bytes, rows_of, run_bytes
-from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run, newest_request
+from linearizer.run.results import Request
 from linearizer.student.kernel_dispatch import FeatureAttention
 from linearizer.student.kernel_in_c import find_compiler
 from linearizer.student.layer_student import LayerStudent
@@ -157,8 +157,7 @@ def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, spe
 def short_evaluation(run: Run) -> bool:
     """Whether the evaluation that a run was asked for takes a few minutes at most, and finds room in what is free."""
     plan, inspection, device = run.plan, run.inspection, choose_device(run.plan.device)
-    request = Request.of(newest_request(run)[0])
-    if evaluation_seconds(request, plan, inspection, measure_speeds(device)) > SHORT_SECONDS:
+    if evaluation_seconds(newest_request(run)[0], plan, inspection, measure_speeds(device)) > SHORT_SECONDS:
         return False
     return run_memory(plan, inspection) <= free_bytes(torch.device(device))
 

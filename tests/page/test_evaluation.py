@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from linearizer.report.parts import PART_VIEWS
-from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
+from linearizer.run.results import PARTS
 from linearizer.workers import control
 from tests.support.evaluation_results import STORED
 from tests.support.page_server import FITS, LONG, client_of, looking, shown, wait_until_true, wrong_in_both_schemes

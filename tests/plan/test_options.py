@@ -14,7 +14,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.plan import ALLOCATION, BY_RECIPE, MAX_SAMPLES, Plan
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, measured_quality
-from linearizer.run.evaluation_request import Request
+from linearizer.run.results import Request
 from linearizer.student.update_rules import UPDATE_RULES
 
 

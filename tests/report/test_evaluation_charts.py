@@ -8,9 +8,8 @@ import pytest
 from linearizer.plan.plan import Plan
 from linearizer.report.markup import part_html, write_page
 from linearizer.report.parts import PART_VIEWS, evaluation_report
-from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
-from linearizer.run.results import Speed, read_part
+from linearizer.run.results import PARTS, Speed, read_part
 from tests.support.evaluation_results import NAMES, STORED, TYPED
 
 

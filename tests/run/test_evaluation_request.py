@@ -7,8 +7,8 @@ import pytest
 from linearizer.errors import RequestError
 from linearizer.page import limits
 from linearizer.plan.plan import Plan
-from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
+from linearizer.run.results import Request
 from linearizer.workers import control
 from tests.support.runs import inspection_of
 

@@ -20,8 +20,8 @@ from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import ProfileSettings
 from linearizer.progress import finish
-from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
+from linearizer.run.results import Request
 from linearizer.serve.engine import Engine
 from linearizer.serve.row import Row
 from linearizer.student.attention_interface import attention_modules, device_of

@@ -7,8 +7,8 @@ import pytest
 
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
-from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
+from linearizer.run.results import Request
 from linearizer.workers import control, device_queue
 from linearizer.workers.device_queue import OVERTAKEN, take_ticket
 from linearizer.workers.forecast import SHORT_SECONDS, Speeds, evaluation_seconds

@@ -13,8 +13,8 @@ from linearizer.errors import FolderError, RequestError
 from linearizer.pipeline import evaluate, linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
+from linearizer.run.results import Request
 from linearizer.workers import control
 from linearizer.workers.worker import work_in_foreground
 from tests.support.runs import QUICK, process_of, wait_for
