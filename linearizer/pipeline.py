@@ -46,7 +46,7 @@ from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.load import Teacher, load_config, load_teacher_of, texts_of_run
 from linearizer.teacher.streaming import spreads, streams
-from linearizer.train.train_run import train
+from linearizer.train.distill import train
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:

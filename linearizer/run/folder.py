@@ -388,7 +388,12 @@ class Trained:
 
 
 def read_training(run: Run) -> Trained:
-    """Read from the log of a run how its training ended; a resumed phase counts as it ended last."""
-    ends = {event.get("phase", 0): event for event in events_of_student(run.events(), EventName.DISTILLED)}
+    """Read from the log of a run how its training ended."""
+    ends = ends_of_phases(run)
     done = sum(event["steps"] for event in ends.values())
     return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))
+
+
+def ends_of_phases(run: Run) -> dict[int, Event]:
+    """Read from the log of a run how each phase of its training ended; a resumed phase counts as it ended last."""
+    return {event.get("phase", 0): event for event in events_of_student(run.events(), EventName.DISTILLED)}

@@ -1,4 +1,7 @@
-"""Trains the feature maps of a student on its own teacher; a training can be stopped and resumed at any step."""
+"""Trains the student of a run as its plan says: its feature maps on its own teacher, or the maps by which layers write.
+
+A training of feature maps can be stopped and resumed at any step.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,35 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from linearizer.errors import RequestError, TextError
+from linearizer.errors import RequestError
 from linearizer.hub.weight_files import digest
+from linearizer.method.initialise import initialise
+from linearizer.method.recorder import samples_of
+from linearizer.plan.allocation import Allocation
 from linearizer.plan.options import differences
+from linearizer.plan.plan import FITTED, Plan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
+from linearizer.run.files import writing
+from linearizer.run.folder import Run, ends_of_phases
+from linearizer.run.stopping import log_progress
 from linearizer.student.attention_interface import attending
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
 from linearizer.teacher.logits import check_logits
+from linearizer.train.fit_outputs import fit_maps
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
-from linearizer.train.settings import TrainingSettings
+from linearizer.train.settings import TrainingResult, TrainingSettings, check_text, training_settings
 from linearizer.train.trainer import TEACHER, Losses, Trainer, read_state, remove_states, write_state
 
 DEFAULTS = TrainingSettings()
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """The result of a training, which changed the student itself."""
-
-    steps: int
-    start: Mapping[int, float]  # excess loss of each layer on the first batch
-    end: Mapping[int, float]  # its running mean at the end
-    given_up: tuple[int, ...]  # layers that returned to an earlier state and trained no more
-    events: tuple[str, ...]  # sentences about what went wrong
 
 
 def distill(
@@ -161,10 +161,39 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
             p.grad = None
 
 
-def check_text(texts: torch.Tensor, settings: TrainingSettings) -> None:
-    """Refuse text that does not fill one batch."""
-    if len(texts) < settings.batch or texts.shape[1] < 2:
-        raise TextError(
-            f"the source gives {len(texts)} texts of {texts.shape[1]} tokens, and one batch takes "
-            f"{settings.batch}: give more text, or ask for a smaller batch or shorter texts"
-        )
+def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:
+    """Initialise the student from the profile's samples, and train it in the phases of the plan."""
+    initialise(student, samples_of(run), run.plan.seed)
+    for number, settings in phases(run.plan, allocation):
+        yield from train_phase(run, student, settings, texts, number)
+    run.clear_request("use")  # not before: it is meant for the losses that are still to come, too
+
+
+def phases(plan: Plan, allocation: Allocation) -> list[tuple[int, TrainingSettings]]:
+    """List the phases of a training in which there is something to train."""
+    features = any(head.features for row in allocation.heads for head in row)
+    numbered = enumerate(training_settings(plan))
+    return [
+        (number, each) for number, each in numbered if each.steps and (each.lora or features or each.loss == FITTED)
+    ]
+
+
+def train_phase(
+    run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int
+) -> Steps[None]:
+    """Train with one loss, from where it stands to the steps at which it ended, perhaps early."""
+    folder = run.folder / "state" / "training" / str(number)
+    begun = folder.exists()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    end = ends_of_phases(run).get(number, {"steps": settings.steps})["steps"] if begun else settings.steps
+
+    def enough(step: int) -> bool:
+        return step >= end or run.has_request("use")
+
+    if settings.loss == FITTED:
+        steps = fit_maps(student, texts, settings, enough)
+    else:
+        steps = distill(student, texts, settings, folder=folder, resume=begun, enough=enough)
+    result = yield from log_progress(run, steps)
+    run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))

@@ -26,8 +26,7 @@ from linearizer.student.attention_interface import attending, attention_modules
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import is_transposed, layer_number, matrices, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS
-from linearizer.train.distill import TrainingResult, check_text
-from linearizer.train.settings import TrainingSettings, draw_batch
+from linearizer.train.settings import TrainingResult, TrainingSettings, check_text, draw_batch
 from linearizer.train.trainer import TEACHER, without_denormals
 
 RIDGE = 0.03  # of the mean square of what a map is given, below which the texts say little: the teacher's map stays

@@ -45,7 +45,7 @@ from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
 from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher import load as teacher_module
-from linearizer.train import train_run
+from linearizer.train import distill
 from tests.benchmarks.ablation import without_far, without_window
 from tests.benchmarks.quality_rows import ROWS, STEPS, is_control, share_of
 from tests.benchmarks.quality_table import LENGTH, PASSAGE, RESULTS, Table, edges_of, gaps_of
@@ -194,7 +194,7 @@ def made(run, teacher, row):
         allocation = with_slots(allocation, layers)
     student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
-    finish(train_run.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    finish(distill.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 

@@ -38,7 +38,7 @@ from linearizer.progress import finish
 from linearizer.quiet import quiet
 from linearizer.run.files import write_whole
 from linearizer.teacher import load as teacher_module
-from linearizer.train import train_run
+from linearizer.train import distill
 from linearizer.workers.forecast import forecast_seconds, measure_speeds
 from tests.benchmarks.quality import begun, controlled
 from tests.benchmarks.quality_rows import ROWS, is_control
@@ -231,7 +231,7 @@ class Bench:
             allocation = finish(choose_student(run, teacher, allocation, None))
         student = pipeline.begin_student(run, teacher, allocation)
         learnt, _ = pipeline.training_and_judging_texts(run, teacher, None)
-        finish(train_run.train(run, student, allocation, learnt))
+        finish(distill.train(run, student, allocation, learnt))
         return student.eval(), allocation
 
     def measure_once(self, run, teacher, costs):
