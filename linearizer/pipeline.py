@@ -30,7 +30,6 @@ from linearizer.method.measure_run import measure_teacher, min_texts
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import YIELDING, Plan
-from linearizer.plan.profile import Profile
 from linearizer.progress import Progress, Steps, finish
 from linearizer.publish.card import add_card
 from linearizer.quiet import quiet
@@ -180,16 +179,6 @@ def training_and_judging_texts(run: Run, teacher: Teacher, token: str | None) ->
     texts = texts_of_run(run, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
     judged = min(JUDGING.texts, len(texts) - least + 1)
     return texts[:-judged][:wanted], texts[-judged:]
-
-
-def profile(run: Run, token: str | None = None, held: bool = False) -> Steps[Profile]:
-    """Do the first step alone; the run stops with its profile."""
-    with logged_work(run, held):
-        with interruptible(run):
-            teacher = load_teacher_of(run.plan, token, run.inspection)
-        measured = yield from measure_teacher(run, teacher, token)
-        run.log(EventName.STOPPED)
-    return measured
 
 
 def reallocate(run: Run, plan: Plan) -> Allocation:

@@ -15,7 +15,7 @@ from linearizer.hub.models import find_model
 from linearizer.method import allocate_run
 from linearizer.method.checkpoint import load_of_run
 from linearizer.method.head_prices import options_to_price
-from linearizer.pipeline import linearize, profile, reallocate
+from linearizer.pipeline import linearize, reallocate
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import USUAL_LENGTH, Plan
 from linearizer.progress import finish
@@ -236,17 +236,6 @@ def test_the_revision_is_pinned_when_a_run_begins_and_the_same_words_resume_it(t
         with pytest.raises(RequestError, match=r"another plan \(budget 65 instead of 64\)"):
             pipeline.begin(run.folder, replace(plan, budget=65), resume=True)
     assert not [line for line in hub.requests if "safetensors" in line]
-
-
-def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):
-    demo = find_model("demo").folder
-    hub.add("org/moving", demo)
-    run, whole = begin("run", Plan("org/moving", steps=2, **QUICK)), begin("whole", Plan("demo", steps=2, **QUICK))
-    finish(profile(run))
-    hub.add("org/moving", {"config.json": b"{}"})
-    finish(linearize(run))
-    finish(linearize(whole))
-    assert student(run) == student(whole)
 
 
 WORDS = "the state of the student takes as many bytes as its teacher's cache "  # 15 tokens or so

@@ -99,7 +99,6 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     """Add the options of a request to evaluate; an option that is not given has the request's default."""
     for option in options_of(Request).values():
         add_option(command.add_argument, option)
-    command.add_argument("--charts", type=Path, metavar="FILE.html", help="write tables and charts as a page, too")
     command.add_argument("--again", action="store_true", help="measure again what was measured")
     command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
 

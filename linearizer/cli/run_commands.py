@@ -1,4 +1,4 @@
-"""The commands that make and judge a student: inspect, run, profile, allocate, evaluate."""
+"""The commands that make and judge a student: inspect, run, allocate, evaluate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from linearizer.cli.options import (
 from linearizer.cli.text import (
     describe_allocation,
     describe_inspection,
-    describe_profile,
     describe_run,
     print_product,
     show_progress,
@@ -30,11 +29,9 @@ from linearizer.errors import RequestError, Stopped
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, Plan
 from linearizer.progress import Steps, finish
-from linearizer.report.markup import write_page
 from linearizer.report.parts import evaluation_report
 from linearizer.report.prediction import predict_kl
 from linearizer.report.verdict import judge_run
-from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
 from linearizer.run.results import Request
@@ -50,7 +47,6 @@ def add_commands(add: AddCommand) -> None:
     run.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
     add_job_options(run)
     encoder_commands.add_options(run)
-    add_run_options(add("profile", serve_profile, "measure how many degrees of freedom each head uses", "model"))
     about = "share out another budget, from the measurements of a run; other options stay as in its plan"
     add_plan_options(add("allocate", serve_allocate, about, "run"), ALLOCATION)
     about = "what the student kept, what it costs, where it breaks"
@@ -151,14 +147,6 @@ def say_queued(arguments: argparse.Namespace, run: Run) -> None:
     print_product(arguments, {"run": str(run.folder), "state": control.state_of(run)}, text)
 
 
-def serve_profile(arguments: argparse.Namespace) -> None:
-    from linearizer import pipeline
-
-    run = begin_run(arguments)
-    profile = work_here(run, pipeline.profile(run, held=True))
-    print_product(arguments, asdict(profile), describe_profile(profile) + f"\nin {run.folder}")
-
-
 def serve_allocate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
@@ -175,8 +163,6 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
 
     run = find_run(arguments.run)
     request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
-    if arguments.detach and arguments.charts:
-        raise RequestError("--charts is written when the evaluation ends: repeat the command without --detach then")
     if arguments.detach:
         control.evaluate(run, asdict(request), arguments.again)
         say_queued(arguments, run.evaluating)
@@ -186,7 +172,5 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     work_here(run.evaluating, steps, f"`linearizer evaluate {run.folder}`", **details)
     results = run.results
     parts = {name: results[name] for name in request.chosen if name in results}
-    if arguments.charts:
-        write_whole(arguments.charts, write_page(run, parts))
     report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])
     print_product(arguments, {name: part.to_plain() for name, part in parts.items()}, report)

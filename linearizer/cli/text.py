@@ -17,7 +17,7 @@ from linearizer.plan.allocation import ROW_TITLES, Reading, StateSize
 from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import kl_sentences
-from linearizer.report.tables import describe_heads, format_mean, write_tables
+from linearizer.report.tables import describe_heads, write_tables
 from linearizer.report.verdict import judge_run
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from linearizer.plan.allocation import Allocation
     from linearizer.plan.head_bytes import Layer
     from linearizer.plan.inspection import Inspection
-    from linearizer.plan.profile import Profile
     from linearizer.run.folder import Run
     from linearizer.run.results import Comparison, Side
 
@@ -144,26 +143,6 @@ def describe_memory(inspection: Inspection) -> str:
     if spreads(inspection):
         where = "more than is free on one device, so they are spread over several"
     return f"{size(bytes_in_memory(inspection))} of weights, {where}"
-
-
-def describe_profile(profile: Profile) -> str:
-    """Describe a profile, layer by layer."""
-    settings, window = profile.settings, profile.windows[-1]
-    title = ("layer", "N(λ) by KV head", "in sinks", f"in window {window}", "nats")
-    rows: list[Sequence[object]] = [title]
-    for index, layer in enumerate(profile.layers):
-        if not layer.heads:
-            rows.append((index, "bounded by itself", *[""] * 3))
-            continue
-        counts = (f"{settings.at_reference(head.freedoms):.1f}{'*' * head.saturated}" for head in layer.heads)
-        of_heads = [(head.sink_mass, head.window_mass[-1], head.entropy) for head in layer.heads]
-        columns_of_heads = zip((".0%", ".0%", ".2f"), zip(*of_heads, strict=True), strict=True)
-        means = (format_mean(values, form) for form, values in columns_of_heads)
-        rows.append((index, " ".join(counts), *means))
-    lines = [columns(rows), f"degrees of freedom at λ = {settings.reference:g}, from {profile.tokens:,} tokens"]
-    if any(head.saturated for layer in profile.layers for head in layer.heads):
-        lines.append(f"* more than a quarter of the {settings.samples} samples: ask for more or longer texts")
-    return "\n".join(lines)
 
 
 def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:

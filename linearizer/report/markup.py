@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from string import Template
 
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import Table, describe_environment
 from linearizer.run.files import project_folder
-from linearizer.run.folder import Run
 from linearizer.run.names import runs_root
 from linearizer.run.results import Part
-
-PAGE = Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title><style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; font-size: .9rem; width: 100%; } .lz-scroll { overflow-x: auto; }
-th, td { text-align: right; white-space: nowrap; padding: .4rem .75rem .4rem 0; border-bottom: 1px solid #e6e6e1; }
-th:first-child { text-align: left; } thead th { font-weight: 400; }
-</style><script>$plotly</script></head><body><h1>$title</h1>$parts</body></html>
-""")
 
 
 def message_box(text: str, kind: str = "note") -> str:
@@ -118,29 +106,3 @@ def glossary_html() -> str:
         '<div id="glossary" class="lz-glossary" popover role="dialog" aria-label="Glossary">'
         f"<h2>Glossary</h2><dl>{words}</dl></div>"
     )
-
-
-def write_page(run: Run, parts: Mapping[str, Part]) -> str:
-    """Write the tables and charts of parts as one page of HTML."""
-    from plotly.offline import get_plotlyjs
-
-    sections = "".join(write_section(name, part) for name, part in parts.items())
-    return PAGE.substitute(title=escape(f"What {run.plan.model} kept"), plotly=get_plotlyjs(), parts=sections)
-
-
-def write_section(name: str, part: Part) -> str:
-    """Write the tables and charts of one part."""
-    charts = []
-    for number, chart in enumerate(PART_VIEWS[name].charts, 1):
-        figure = chart.draw(part)
-        if figure is None:
-            continue
-        drawn = figure.to_html(
-            full_html=False,
-            include_plotlyjs=False,
-            div_id=f"{name}-{number}",
-            config={"displayModeBar": False, "responsive": True},
-        )
-        charts.append(f"<h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>{drawn}")
-    lead = part_lead(name).replace("<h3", "<h2").replace("</h3>", "</h2>")
-    return f"<section>{lead}{''.join(charts)}{part_html(name, part)}</section>"

@@ -13,12 +13,15 @@ from contextlib import suppress
 import pytest
 import torch
 
-from linearizer.cli.main import main
+from linearizer.cli.main import main, parser
+from linearizer.cli.run_commands import begin_run
 from linearizer.cli.text import show_progress
 from linearizer.method.checkpoint import load
+from linearizer.method.measure_run import measure_teacher
 from linearizer.plan.plan import Plan
-from linearizer.progress import Progress
+from linearizer.progress import Progress, finish
 from linearizer.run.folder import Run
+from linearizer.teacher.load import load_teacher_of
 from tests.support.runs import weights_of
 
 SMALL = ["--texts", "2", "--length", "64", "--dtype", "float32"]
@@ -63,7 +66,8 @@ def test_json_is_all_there_is_on_standard_output(done, said):
 
 def test_a_profile_is_taken_up_by_the_run_that_follows(tmp_path, said):
     folder = tmp_path / "run"
-    assert said("profile", "demo", "--out", folder, *QUICK)[0] == 0
+    run = begin_run(parser().parse_args(["run", "demo", "--out", str(folder), *QUICK]))
+    finish(measure_teacher(run, load_teacher_of(run.plan)))
     profile = (folder / "profile.json").stat().st_mtime_ns
     assert said("allocate", folder, "--features", "32")[0] == 0
     assert Run.open(folder).plan.features == 32

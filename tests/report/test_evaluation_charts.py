@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer.plan.plan import Plan
-from linearizer.report.markup import part_html, write_page
+from linearizer.report.markup import part_html
 from linearizer.report.parts import PART_VIEWS, evaluation_report
-from linearizer.run.folder import Run
 from linearizer.run.results import PARTS, Speed, read_part
 from tests.support.evaluation_results import NAMES, STORED, TYPED
 
@@ -140,11 +138,3 @@ def test_words_from_elsewhere_are_no_markup():
     subject = tasks.result.subjects[0]
     scored = replace(subject, scores=(replace(subject.scores[0], task=hostile),))
     assert "<img" not in part_html("tasks", replace(tasks, result=replace(tasks.result, subjects=(scored,))))
-
-
-def test_a_page_holds_all_charts_and_needs_nothing_from_elsewhere(tmp_path):
-    run = Run.create(tmp_path / "run", Plan("a<b", budget=64))
-    text = write_page(run, {name: measured_twice(part) for name, part in TYPED.items()})
-    assert "What a&lt;b kept" in text and "Plotly.newPlot" in text
-    assert text.count('class="plotly-graph-div"') == sum(len(figures(part)) for part in PARTS)
-    assert '<script src="http' not in text and "cdn.plot.ly/plotly" not in text

@@ -119,7 +119,7 @@ WORDS = (
     st.sampled_from(ODD) | st.text(max_size=12).filter(lambda word: not word.startswith("-")) | st.integers().map(str)
 )
 UNLIMITED = {"app", "runs"}  # what listens until it is stopped, and what may go on with a run
-ENDS = {"run": ["--text", "file:absent"], "profile": ["--text", "file:absent"], "push": ["--dry-run"]}
+ENDS = {"run": ["--text", "file:absent"], "push": ["--dry-run"]}
 ENDLESS = ("-h", "--help", "--detach", "--job")  # flags that end, or leave for another process
 
 

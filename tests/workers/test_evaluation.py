@@ -123,16 +123,6 @@ def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
     assert not run.folder.exists()
 
 
-def test_tables_and_charts_are_written_as_one_page(run, capsys, tmp_path):
-    page = tmp_path / "page.html"
-    said(capsys, "evaluate", run.folder, "--parts", "language", "--texts", "2", "--charts", page)
-    text = page.read_text()
-    assert text.startswith("<!doctype html>") and text.count('class="plotly-graph-div"') == 1 and "calibration" in text
-    assert (run.checkpoint / "README.md").read_text().count("### Language") == 1
-    assert main(["evaluate", str(run.folder), "--charts", str(page), "--detach"]) == 2
-    assert "repeat the command without --detach" in capsys.readouterr().err
-
-
 def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     lines = run.log_file.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["event"] == "done"
