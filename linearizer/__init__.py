@@ -10,7 +10,7 @@ print("".join(ask(run, "In short:", Path("text.state"))))
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from linearizer.version import __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from linearizer.errors import LinearizerError as LinearizerError

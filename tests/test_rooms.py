@@ -12,7 +12,7 @@ ROOT = Path("linearizer")
 ORDER = """cli page serve workers pipeline checks publish encoders report evaluate train method teacher student hub run
 plan""".split()  # importing to the right
 TABLES = ("linearizer.student.update_rules.",)  # which checkpoints carry and plans read
-GROUND = {"errors", "progress", "amounts", "quiet", "version"}
+GROUND = {"errors", "progress", "amounts", "quiet"}
 HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "safetensors"}
 PURE = [
     "plan",

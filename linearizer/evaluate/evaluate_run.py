@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,18 +13,16 @@ from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation
 from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import measure_language
-from linearizer.evaluate.needle import MIN_NEEDLE_TOKENS, measure_needle, needle_lengths
-from linearizer.evaluate.recall import RepeatReader, measure_recall
-from linearizer.evaluate.ruler import RULER, measure_ruler
+from linearizer.evaluate.recall import MIN_NEEDLE_TOKENS, RepeatReader, measure_needle, measure_recall, needle_lengths
 from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject, read_together
-from linearizer.evaluate.tasks import find_tasks, measure_tasks
+from linearizer.evaluate.tasks import RULER, find_tasks, measure_ruler, measure_tasks
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.results import Part, Request, Result, Scored, Tasks, TextRead
-from linearizer.run.stopping import interruptible, log_progress
+from linearizer.run.stopping import log_progress
 from linearizer.teacher.text import document_numbers, start_tokens
 
 JUDGING = Request(("language", "recall"), short=True)  # of a student that has just been made
@@ -53,8 +50,9 @@ def measure_parts(
         if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in anew:
             continue
         details = {"part": name, "place": place, "parts": len(request.chosen)}
-        steps = measure_whole_part(run, measure(setup, request), details, step)
-        measured = Part(fields, made_with, *(yield from log_progress(run, steps)))
+        # without patience: a part is stored whole or not at all
+        steps = log_progress(run, measure(setup, request), 0.0, step, **details)
+        measured = Part(fields, made_with, *(yield from steps))
         run.write_evaluation(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:
             run.log(EventName.EXAMINED, part=name)
@@ -74,20 +72,6 @@ def check_request(setup: Setup, request: Request) -> None:
         setup.beyond(length)
     if (harness := tasks_of_harness(request)) and request.chosen != ("tasks",):  # the part itself looks for them first
         find_tasks(harness, task_folder(request))
-
-
-def measure_whole_part(
-    run: Run, steps: Steps[Measured], details: Mapping[str, object], step: str | None
-) -> Steps[Measured]:
-    """End a part at once when a stop is requested: a part is stored whole or not at all."""
-    with closing(steps):
-        while True:
-            try:
-                with interruptible(run):
-                    progress = next(steps)
-            except StopIteration as end:
-                return end.value
-            yield replace(progress, step=step or progress.step, details={**progress.details, **details})
 
 
 def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:

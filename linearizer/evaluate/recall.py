@@ -1,18 +1,33 @@
-"""Memory over a distance: the loss on a passage that is repeated."""
+"""How far back a student recalls: a passage that comes again, or a needle, a pair key → value that is hidden in a text.
+
+Keys and values are tokens drawn from the text itself: the model knows them, whatever its tokenizer, and nothing but the
+pair predicts their order. A text ends in the key of one of its pairs; the value should follow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_into
+from linearizer.errors import RequestError
+from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_end, read_into
 from linearizer.progress import Progress, Steps
-from linearizer.run.results import Recall, Repeated
+from linearizer.run.results import Grid, Needle, Recall, Repeated
 from linearizer.teacher.logits import fresh_cache, losses_of, texts_at_once
+from linearizer.teacher.ram import run_if_it_fits
 from linearizer.teacher.text import repeated_passages
 
 Tensor = torch.Tensor
+DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the question
+KEY, VALUE = 8, 8  # tokens
+PAIRS = 4  # the question is about one of them
+# share of the value's tokens that a subject would have written, loss on the value, loss when the pair is new
+PairScore = tuple[float | None, float | None, float | None]
+NO_SCORE: PairScore = (None, None, None)  # memory does not reach
+MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
 
 
 def doubling_gaps(length: int, passage: int) -> tuple[int, ...]:
@@ -87,3 +102,85 @@ class RepeatReader:
             first, second = (torch.cat(parts).mean(0).tolist() for parts in zip(*batches, strict=True))
             rows.append(Repeated(name, tuple(first), tuple(second)))
         return Recall(self.passage, self.gaps, tuple(rows))
+
+
+def needle_lengths(usual: int, positions: int) -> tuple[int, ...]:
+    """Choose lengths of texts around that of the training's texts, as far as positions reach."""
+    lengths = (usual // 2, usual, 2 * usual, 4 * usual)
+    fitting = tuple(length for length in lengths if MIN_NEEDLE_TOKENS <= length <= positions)
+    return fitting or (min(MIN_NEEDLE_TOKENS, positions),)
+
+
+@dataclass(frozen=True)
+class HiddenPairs:
+    """Texts that hold pairs and end in a question."""
+
+    ids: Tensor  # (texts, tokens), the value being last
+    place: int  # where the pair of the question begins
+    key: int = KEY  # tokens of that pair
+    value: int = VALUE
+
+
+def hide_pairs(windows: Tensor, depth: float, seed: int) -> HiddenPairs:
+    """Hide pairs in texts of the same length, the first at a depth, the others elsewhere; end in the first again."""
+    texts, length = windows.shape
+    if length < MIN_NEEDLE_TOKENS:
+        raise RequestError(
+            f"{PAIRS} pairs do not fit into a text of {length} tokens: ask for lengths from {MIN_NEEDLE_TOKENS} on"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    words = windows.flatten()  # with the frequency that the texts have
+    drawn = words[torch.randint(len(words), (texts, PAIRS, KEY + VALUE), generator=generator)]
+    room = length - (PAIRS + 1) * (KEY + VALUE)  # tokens of text
+    target = min(room - 1, max(1, round(depth * room)))
+    elsewhere = [place + 1 for place in torch.randperm(room - 1, generator=generator).tolist() if place + 1 != target]
+    places = sorted([(target, 0), *zip(elsewhere, range(1, PAIRS), strict=False)])
+    pairs = [(place, drawn[:, number]) for place, number in places]
+    ids = torch.cat([insert_tokens(windows[:, :room], pairs), drawn[:, 0]], 1)
+    return HiddenPairs(ids, target + (KEY + VALUE) * places.index((target, 0)))
+
+
+def insert_tokens(text: Tensor, inserted: Sequence[tuple[int, Tensor]]) -> Tensor:  # (…, tokens)
+    """Insert tokens before places of a text, which rise."""
+    pieces, before = [], 0
+    for place, tokens in inserted:
+        pieces += [text[..., before:place], tokens]
+        before = place
+    return torch.cat([*pieces, text[..., before:]], -1)
+
+
+def measure_needle(
+    subjects: Sequence[Subject],
+    windows: Tensor,  # (texts, at least the largest length)
+    lengths: Sequence[int],
+    positions: int,
+    seed: int = 0,
+) -> Steps[Needle]:
+    """Ask all subjects for pairs at every depth of every length; a subject out of memory misses all longer texts."""
+    lengths = sorted(lengths)
+    cells = [(length, depth) for length in lengths for depth in DEPTHS]
+    answers: list[list[PairScore]] = [[] for _ in subjects]
+    for done, (length, depth) in enumerate(cells):
+        hidden = hide_pairs(windows[:, :length], depth, seed + done)
+        for row, subject in zip(answers, subjects, strict=True):
+            fits = not row or row[-1] != NO_SCORE
+            row.append((run_if_it_fits(partial(ask_subject, subject, hidden)) if fits else None) or NO_SCORE)
+        yield Progress("needle", done + 1, len(cells), "cells")
+    begins = range(0, len(cells), len(DEPTHS))
+    tables = ([tuple(x[a : a + len(DEPTHS)] for a in begins) for x in zip(*row, strict=True)] for row in answers)
+    grids = tuple(Grid(subject.name, *table) for subject, table in zip(subjects, tables, strict=True))
+    return Needle(tuple(lengths), DEPTHS, tuple(length > positions for length in lengths), grids)
+
+
+def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:
+    """Score how a subject predicts the value at the question, and when the pair is new; means over the texts."""
+    ids, cache = hidden.ids, fresh_cache(subject.model)
+    pair, question = hidden.place, ids.shape[1] - hidden.key - hidden.value
+    after = pair + hidden.key + hidden.value
+    new, again = (
+        read_end(subject, ids[:, begin:end], place - begin, cache)[:, hidden.key - 1 : -1]
+        for begin, place, end in ((0, pair, after), (after, question, ids.shape[1]))
+    )
+    value = ids[:, -hidden.value :].to(again.device)
+    correct = (again.argmax(-1) == value).double().mean().item()
+    return correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item()

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
-from linearizer.evaluate.ruler import frequent_words, lay_out_all
 from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.tasks import frequent_words, lay_out_all
 from linearizer.run.results import Comparison, Difference, Held, Side
 from linearizer.teacher.logits import bytes_held, fresh_cache
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens

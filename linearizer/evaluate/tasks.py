@@ -1,26 +1,52 @@
-"""Scores on tasks of lm_eval, the harness that published figures come from: all go through its own code alike."""
+"""Scores on tasks: those of lm_eval, from which published figures come, through its own code; and generated tasks.
+
+Generated tasks are in the manner of RULER (Hsieh et al. 2024): facts hidden in text, and a question at its end. Words
+are drawn from the text itself: the model knows them, whatever its language. A task is scored by the share of the
+answer's words whose every token is the likeliest, at each depth of each length, and by the loss of the answer at all
+depths: that also tells models apart which are too small to be right.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
+import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
-from linearizer.errors import RequestError, first_line
-from linearizer.evaluate.subjects import Subject
+from linearizer.errors import RequestError, TextError, first_line
+from linearizer.evaluate.recall import insert_tokens
+from linearizer.evaluate.subjects import Subject, read_last
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored, Tasks
+from linearizer.teacher.text import start_tokens
 
 DRAWN = 1000  # times that results are drawn again, for the errors of metrics that are no means
 INSTALL = "pip install 'linearizer[tasks]'"
+RULER = "ruler"  # the name among tasks
+LOSS = "loss of the answer"  # in nats a token
+SAMPLES = 8  # of a task at a depth and a length
+DEPTHS = (0.1, 0.5, 0.9)  # of the text before the fact that is asked about
+KEYS, VALUES, HOPS, LISTED, COMMON = 6, 4, 4, 12, 5
+WORDS = 400  # the most frequent of the text, to draw from
+FEWEST_WORDS = 2 * (KEYS + LISTED)
+
+Tensor = torch.Tensor
+LaidOut = tuple[Tensor, list[int]]  # a text (1, tokens), and the tokens of each word of its answer
 
 
 def measure_tasks(
@@ -115,3 +141,139 @@ def silent() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Facts in their order, at depths from 0 to 1; a question, and the words that answer it."""
+
+    facts: Sequence[tuple[float, str]]
+    question: str
+    answer: Sequence[str]
+
+
+def measure_ruler(
+    subjects: Sequence[Subject],
+    tokenizer: PreTrainedTokenizerBase,
+    windows: Tensor,  # (texts, at least the largest length)
+    lengths: Sequence[int],
+    samples: int | None = None,
+    seed: int = 0,
+) -> Steps[list[Scored]]:
+    """Let all subjects answer the same questions, task by task."""
+    words = frequent_words(tokenizer, windows)
+    cells = [(kind, length, depth) for kind in KINDS for length in sorted(lengths) for depth in DEPTHS]
+    scores: list[list[Score]] = [[] for _ in subjects]
+    losses: list[list[float]] = [[] for _ in subjects]  # of the answers to a task at a length
+    for done, (kind, length, depth) in enumerate(cells):
+        texts = lay_out_all(kind, depth, words, windows[:, :length], tokenizer, samples or SAMPLES, seed)
+        for subject, rows, lost in zip(subjects, scores, losses, strict=True):
+            answers = score_answers(subject, texts)
+            lost += [loss for _, loss in answers]
+            rows.append(score_of(f"{kind}, {length} tokens", f"depth {depth:.0%}", [share for share, _ in answers]))
+            if depth == DEPTHS[-1]:
+                rows.append(score_of(f"{kind}, {length} tokens", LOSS, lost))
+                lost.clear()
+        yield Progress("ruler", done + 1, len(cells), "cells")
+    return [Scored(subject.name, tuple(rows), None) for subject, rows in zip(subjects, scores, strict=True)]
+
+
+def lay_out_all(
+    kind: str,
+    depth: float,
+    words: Sequence[str],
+    windows: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    seed: int = 0,
+) -> list[LaidOut]:
+    """Draw puzzles of a kind, and lay each into a text."""
+    drawn = random.Random(f"{seed} {kind} {windows.shape[1]} {depth}")
+    puzzles = [KINDS[kind](drawn.sample(words, FEWEST_WORDS), depth, drawn) for _ in range(samples)]
+    return [lay_out(puzzle, windows[n % len(windows)], tokenizer) for n, puzzle in enumerate(puzzles)]
+
+
+def frequent_words(tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> list[str]:
+    """List the words of some texts from the most frequent on."""
+    text = " ".join(tokenizer.batch_decode(windows, skip_special_tokens=True))
+    counts = Counter(re.findall(r"(?<=\s)[^\W\d_]{3,}(?=[\s.,;:])", text))
+    words = [word for word, _ in counts.most_common(WORDS)]
+    if len(words) < FEWEST_WORDS:
+        raise TextError(
+            f"the text has {len(words)} words to make tasks of, and {FEWEST_WORDS} are needed: name a longer text"
+        )
+    return words
+
+
+def hide_keys(words: Sequence[str], depth: float, drawn: random.Random, count: int = KEYS) -> Puzzle:
+    """Several keys have a value each; the question asks for the value of the first."""
+    pairs = zip(words[:count], words[count : 2 * count], strict=True)
+    facts = [(drawn.random() if n else depth, f" The secret word of {k} is {v}.") for n, (k, v) in enumerate(pairs)]
+    return Puzzle(facts, f" The secret word of {words[0]} is", [words[count]])
+
+
+def hide_many_values(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
+    """One key has several values, all stated from the depth on; the question asks for them in their order."""
+    key, *values = words[: VALUES + 1]
+    places = sorted(depth + (1 - depth) * 0.9 * drawn.random() for _ in values)
+    told = [f" The next secret word of {key} is {value}." for value in values]
+    return Puzzle(list(zip(places, told, strict=True)), f" The secret words of {key} are, one after the other:", values)
+
+
+def hide_variables(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
+    """Each variable is the one before; the value of the last is asked for."""
+    value, *names = words[: HOPS + 1]
+    places = sorted([depth, *(depth + (1 - depth) * 0.9 * drawn.random() for _ in names[1:])])
+    told = [f" Let {name} be {before}." for before, name in zip([value, *names], names, strict=False)]
+    chain = "".join(f" {name} is" for name in reversed(names))
+    return Puzzle(list(zip(places, told, strict=True)), f" So{chain}", [value])
+
+
+def hide_common_words(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
+    """One word of a list comes several times."""
+    common, *others = words[: LISTED + 1]
+    listed = [*others, *[common] * COMMON]
+    drawn.shuffle(listed)
+    return Puzzle([(depth, f" A list: {', '.join(listed)}.")], " The word that comes most often in the list:", [common])
+
+
+KINDS: Mapping[str, Callable[[Sequence[str], float, random.Random], Puzzle]] = {
+    "single key": partial(hide_keys, count=1),
+    "many keys": hide_keys,
+    "many values": hide_many_values,
+    "variable tracking": hide_variables,
+    "common words": hide_common_words,
+}
+
+
+def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) -> LaidOut:
+    """Lay a puzzle into a text of the window's length, the answer last; return the tokens of each answer word, too."""
+
+    def tokens(text: str) -> Tensor:
+        return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=window.dtype)
+
+    facts = [(depth, tokens(words)) for depth, words in sorted(puzzle.facts, key=lambda pair: pair[0])]
+    answer = [tokens(f" {word}") for word in puzzle.answer]
+    end = torch.cat([tokens(puzzle.question), *answer])
+    first = len(start_tokens(tokenizer))
+    room = len(window) - len(end) - sum(len(fact_tokens) for _, fact_tokens in facts)
+    if room <= first:
+        raise TextError(f"a task does not fit into a text of {len(window)} tokens: ask for longer --lengths")
+    places = [(first + int(depth * (room - first)), fact_tokens) for depth, fact_tokens in facts]
+    return torch.cat([insert_tokens(window[:room], places), end])[None], [len(word) for word in answer]
+
+
+def score_answers(subject: Subject, texts: Sequence[LaidOut]) -> list[tuple[float, float]]:
+    """Return of each answer the share of words that a subject would have written, and the loss of its tokens."""
+    ids, answers, scores = torch.cat([text for text, _ in texts]), [answer for _, answer in texts], []
+    for row, answer, logits in zip(ids, answers, read_last(subject, ids, list(map(sum, answers))), strict=True):
+        wanted, logits = row[-len(logits) :], logits.cpu()
+        right = (logits.argmax(-1) == wanted).split(answer)
+        scores.append((fmean(bool(word.all()) for word in right), cross_entropy(logits, wanted).item()))
+    return scores
+
+
+def score_of(task: str, metric: str, values: Sequence[float]) -> Score:
+    """Average values; several have a standard error."""
+    error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return Score(task, metric, fmean(values), error, len(values))

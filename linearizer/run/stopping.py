@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import TypeVar
 
@@ -73,16 +74,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
 
 
-def log_progress(run: Run, steps: Steps[Product]) -> Steps[Product]:
-    """Write a step's progress into the run's log, too, and end it early if the run is to stop."""
+def log_progress(
+    run: Run, steps: Steps[Product], patience: float = YIELD_SECONDS, step: str | None = None, **details: object
+) -> Steps[Product]:
+    """Write a step's progress into the run's log, too, and end it early if the run is to stop.
+
+    The step has some seconds of patience to end by itself. Its progress gets other details, and another name.
+    """
     pace, progress = LogPace(), None
     with closing(steps):  # a step that is stopped saves its state
         while True:
             try:
-                with interruptible(run, YIELD_SECONDS, progress):
+                with interruptible(run, patience, progress):
                     progress = next(steps)
             except StopIteration as end:
                 return end.value
+            progress = replace(progress, step=step or progress.step, details={**progress.details, **details})
             stop = run.has_request("stop")
             if pace.due(progress) or stop:
                 run.log(progress.step, **counts_of(progress), **pace.left(progress), **progress.details)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from linearizer.evaluate.evaluate_run import JUDGING, MAX_APPROXIMATION_TEXTS, MAX_WRITTEN_TOKENS
-from linearizer.evaluate.needle import DEPTHS
+from linearizer.evaluate.recall import DEPTHS
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.plan.head_bytes import Head, Layer

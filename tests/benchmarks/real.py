@@ -21,11 +21,11 @@ import torch
 
 from linearizer import pipeline
 from linearizer.errors import BudgetError
-from linearizer.evaluate.needle import DEPTHS
-from linearizer.evaluate.ruler import DEPTHS as TASK_DEPTHS
-from linearizer.evaluate.ruler import KINDS
+from linearizer.evaluate.recall import DEPTHS
 from linearizer.evaluate.setup import environment
 from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.tasks import DEPTHS as TASK_DEPTHS
+from linearizer.evaluate.tasks import KINDS
 from linearizer.hub.models import find_model
 from linearizer.hub.weight_files import digest
 from linearizer.method import allocate_run

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from linearizer.errors import UnsupportedModel
 from linearizer.evaluate.language import join_scores, scores_of
-from linearizer.evaluate.needle import DEPTHS, HiddenPairs
-from linearizer.evaluate.ruler import DEPTHS as TASK_DEPTHS
-from linearizer.evaluate.ruler import KINDS, frequent_words, lay_out_all, score_answers
+from linearizer.evaluate.recall import DEPTHS, HiddenPairs
 from linearizer.evaluate.subjects import Subject, read_last, read_logits
+from linearizer.evaluate.tasks import DEPTHS as TASK_DEPTHS
+from linearizer.evaluate.tasks import KINDS, frequent_words, lay_out_all, score_answers
 from linearizer.hub.weight_files import digest
 from linearizer.teacher.logits import fresh_cache, logits_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linearizer.errors import TextError
-from linearizer.evaluate.needle import DEPTHS
+from linearizer.evaluate.recall import DEPTHS
 from linearizer.evaluate.subjects import Subject
 from linearizer.hub.models import find_model
 from linearizer.teacher.load import load_teacher, load_tokenizer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.needle import DEPTHS, KEY, MIN_NEEDLE_TOKENS, PAIRS, VALUE, hide_pairs, measure_needle
+from linearizer.evaluate.recall import DEPTHS, KEY, MIN_NEEDLE_TOKENS, PAIRS, VALUE, hide_pairs, measure_needle
 from linearizer.progress import finish
 from linearizer.teacher.ram import PeakMemory, run_if_it_fits
 from tests.support.looking_up import looking_up

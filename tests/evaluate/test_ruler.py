@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linearizer.errors import TextError
-from linearizer.evaluate.ruler import DEPTHS, KINDS, LOSS, frequent_words, lay_out, measure_ruler
+from linearizer.evaluate.tasks import DEPTHS, KINDS, LOSS, frequent_words, lay_out, measure_ruler
 from linearizer.hub.models import find_model
 from linearizer.progress import finish
 from linearizer.teacher.load import load_tokenizer
