@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
@@ -169,8 +169,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
             teacher = load_teacher_of(run.plan, token, run.inspection)
         except ModelNotAvailable as error:
             student = checkpoint.load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
-            tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
-            yield Setup(run, student, student, tokenizer, None, str(error))
+            yield Setup(run, student, student, checkpoint.load_tokenizer_of(run), None, str(error))
             return
         student = control = checkpoint.load_beside(run, teacher.model)
         adapted = student.base is not teacher.model and not share_weights(student.base, teacher.model)

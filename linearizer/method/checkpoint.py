@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.hub.models import fetch, find_model
 from linearizer.hub.weight_files import teacher_files
+from linearizer.method.substitute import make_students
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.json_products import parse_json
@@ -26,7 +27,6 @@ from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, weight_files
-from linearizer.student.attention_interface import attention_modules, device_of
 from linearizer.student.layer_student import LayerStudent, generator_at
 from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device
@@ -66,15 +66,11 @@ def make_layer_students(
     student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation, seed: int = 0
 ) -> tuple[LayerStudent, ...]:
     """Make untrained layer students of another allocation, to swap into a student."""
-    layer_students, first = [], next(student.parameters()).device
-    rows = zip(layer_configs(allocation, layers), attention_modules(student.base), strict=True)
-    for index, (row, module) in enumerate(rows):
-        if row is not None:
-            sizes = row["key_dim"], student.config.feature_map, row["value_dim"]
-            layer = LayerStudent(row["heads"], allocation.sinks, *sizes)
-            layer_students.append(layer.to(device_of(module, first)).eval())
-            layer.reset(generator_at(seed, index))
-    return tuple(layer_students)
+
+    def begin(layer_student: LayerStudent, index: int) -> None:
+        layer_student.reset(generator_at(seed, index))
+
+    return tuple(make_students(student, layers, allocation, begin, student.config.feature_map).values())
 
 
 def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:

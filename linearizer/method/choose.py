@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.method.decide import allocate_alike
 from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin, attending_with, make_layer_student
+from linearizer.method.substitute import Begin, attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
@@ -25,7 +25,6 @@ from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.prices import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import interruptible, log_progress
-from linearizer.student.attention_interface import attention_modules, device_of
 from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.logits import kl_of, logits_of
 from linearizer.teacher.streaming import bytes_for_weights, is_streamed
@@ -141,11 +140,6 @@ def logits_of_student(
     teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], allocation: Allocation, begin: Begin
 ) -> torch.Tensor:  # (texts, tokens, vocabulary)
     """Return the logits of one student, whose heads hold what the allocation says."""
-    devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
-    students = {
-        index: make_layer_student(layer, heads, allocation.sinks, begin, index, devices[index])
-        for index, (layer, heads) in enumerate(zip(layers, allocation.heads, strict=True))
-        if heads
-    }
+    students = make_students(teacher, layers, allocation, begin)
     with attending_with(teacher, students):
         return logits_of(teacher, texts)

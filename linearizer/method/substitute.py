@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules
+from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules, device_of
 from linearizer.student.layer_student import LayerStudent
 
 UNTRAINED = "codebook"  # the feature map that heads are priced with: as good as any before training
@@ -55,9 +56,29 @@ def fixed_answer(block: nn.Module, answer: Any) -> AbstractContextManager[None]:
 
 
 def make_layer_student(
-    layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, index: int, device: torch.device
+    layer: Layer,
+    heads: Sequence[Head],
+    sinks: int,
+    begin: Begin,
+    index: int,
+    device: torch.device,
+    feature_map: str = UNTRAINED,
 ) -> LayerStudent:
     """Make the student of a layer, which has this number, whose KV heads hold these options."""
-    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED, layer.value_dim)
+    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, feature_map, layer.value_dim)
     begin(student, index)
     return student.to(device).eval()
+
+
+def make_students(
+    model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, begin: Begin, feature_map: str = UNTRAINED
+) -> dict[int, LayerStudent]:
+    """Make the students of a model's layers, by their numbers, whose KV heads hold what an allocation says."""
+    check_allocation(allocation, layers)
+    devices = [device_of(module, model.device) for module in attention_modules(model)]
+    rows = enumerate(zip(layers, allocation.heads, devices, strict=True))
+    return {
+        index: make_layer_student(layer, heads, allocation.sinks, begin, index, device, feature_map)
+        for index, (layer, heads, device) in rows
+        if heads
+    }
