@@ -155,14 +155,12 @@ def describe_predictions(
     """Reduce the scores of one subject."""
     loss = over.estimate(own.loss)
     ends = [*edges[1:], own.loss.shape[1]]
-    ranges = [over.estimate(own.loss, slice(a, b)) for a, b in zip(edges, ends, strict=True)]
     return Predictions(
         name=subject.name,
         state_bytes=state,
         loss=loss,
         perplexity=math.exp(min(loss.mean, 700.0)),
-        by_position=tuple(estimate.mean for estimate in ranges),
-        position_intervals=tuple(estimate.interval for estimate in ranges),
+        by_position=tuple(own.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
         excess=None if teacher is None else over.estimate(own.loss - teacher),
         kl=None if teacher is None else over.estimate(own.kl),
         agreement=None if teacher is None else over.estimate(own.agreement),

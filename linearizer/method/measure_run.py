@@ -29,6 +29,7 @@ from linearizer.teacher.streaming import is_streamed
 FEW_TEXTS, MIN_LENGTH = 2, 32  # that defaults shrink to where a text is short
 MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
 DEFAULTS = ProfileSettings()
+Freedoms = tuple[float, ...]  # N(λ) of one sample, for every ridge
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,6 @@ class Measurement:
 
     profile: Profile
     samples: Samples
-
-
-@dataclass(frozen=True)
-class Freedoms:
-    """The curve of one sample."""
-
-    counts: tuple[float, ...]  # N(λ) for every ridge
-    saturated: bool  # N(reference) > samples / 4: more samples would give more
 
 
 def measure_profile(
@@ -57,9 +50,8 @@ def measure_profile(
     keep_text: bool = False,
 ) -> Steps[Measurement]:
     """Measure the attention of a model on texts; the samples may keep the whole first text besides."""
-    windows = tuple(window for window in (16 << power for power in range(30)) if window < texts.shape[1])
-    draw = draw_sample(texts, settings.samples, settings.rows, settings.sinks, settings.seed)
-    recorder = Recorder(layers, draw, windows, keep_text)
+    draw = draw_sample(texts, settings.samples, settings.sinks, settings.seed)
+    recorder = Recorder(layers, draw, keep_text)
     size = max(1, batch_tokens // texts.shape[1])
     if is_streamed(model) and (chain := chain_of(model, texts)):
         yield from record_by_blocks(model, chain, texts.split(size), recorder)
@@ -77,7 +69,7 @@ def measure_profile(
         None if record is None else LayerSamples(record.queries, record.keys, record.values, record.text)
         for record in records
     )
-    return Measurement(Profile(settings, texts.numel(), windows, rows), Samples(samples))
+    return Measurement(Profile(settings, texts.numel(), rows), Samples(samples))
 
 
 def record_by_blocks(
@@ -119,7 +111,7 @@ def layer_details(
     """Report the degrees of freedom of a layer's KV heads, once all of them are known."""
     if len(curves) != len(record.keys):
         return {}
-    return {"layer": index, "freedoms": [settings.at_reference(curve.counts) for curve in curves]}
+    return {"layer": index, "freedoms": [settings.at_reference(curve) for curve in curves]}
 
 
 @contextmanager
@@ -168,9 +160,8 @@ def join_in_gauge(queries: torch.Tensor, keys: torch.Tensor, gauge: str) -> torc
 def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: torch.device) -> Freedoms:
     """Compute N(λ) of one sample at every ridge."""
     points = points.to(device if device.type == "cuda" else "cpu")  # other accelerators have no float64
-    ridges = (*settings.ridges, settings.reference)
-    *counts, at_reference = degrees_of_freedom(points, ridges, settings.reference).tolist()
-    return Freedoms(round_to_six_digits(counts), at_reference > len(points) / 4)
+    counts = degrees_of_freedom(points, settings.ridges, settings.reference).tolist()
+    return tuple(float(f"{count:.6g}") for count in counts)  # six digits, so that a profile stays a few kilobytes
 
 
 def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: ProfileSettings) -> LayerProfile:
@@ -178,17 +169,7 @@ def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: Profile
     heads, queries = curves[: len(record.keys)], curves[len(record.keys) :]
     if settings.per == "query" and is_multi_head(record):
         queries = heads
-    attention = [round_to_six_digits(row) for row in (record.attention / len(record.draw.rows)).tolist()]
-    profiles = tuple(
-        HeadProfile(curve.counts, curve.saturated, sink_mass, tuple(window_mass), entropy)
-        for curve, (entropy, sink_mass, *window_mass) in zip(heads, attention, strict=True)
-    )
-    return LayerProfile(profiles, tuple(curve.counts for curve in queries))
-
-
-def round_to_six_digits(numbers: list[float]) -> tuple[float, ...]:
-    """Keep six digits, so that a profile stays a few kilobytes."""
-    return tuple(float(f"{number:.6g}") for number in numbers)
+    return LayerProfile(tuple(map(HeadProfile, heads)), tuple(queries))
 
 
 def profile_settings(plan: Plan) -> ProfileSettings:

@@ -1,4 +1,4 @@
-"""Records a model's attention while it runs: a sample of queries, keys and values, and a few sums over the text."""
+"""Records a sample of a model's queries, keys and values while it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from linearizer.teacher.layers import layer_number
 SAMPLES = "state/samples.safetensors"  # of a run's folder
 TENSORS = ("queries", "keys", "values")
 TEXT = "text."  # how the names of the parts of a whole text begin
-SCORES = 2**23  # attention scores that are held at once
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,11 @@ def samples_of(run: Run) -> Samples:
 class Draw:
     """The sampled tokens, drawn before the model runs, so that batches do not change the result."""
 
-    sinks: int  # first tokens of each text, of which none is drawn
     keys: torch.Tensor  # (samples / 2,) positions in the flattened texts, rising
     queries: torch.Tensor  # (samples / 2,) drawn apart from the keys
-    rows: torch.Tensor  # (rows,) the queries whose whole attention is computed
 
 
-def draw_sample(texts: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
+def draw_sample(texts: torch.Tensor, samples: int, sinks: int, seed: int) -> Draw:
     """Draw tokens of texts (texts, tokens) that are not sinks, without replacement."""
     eligible = torch.arange(texts.numel()).view(texts.shape)[:, sinks:].flatten()
     if texts.shape[1] <= sinks:
@@ -97,23 +94,19 @@ def draw_sample(texts: torch.Tensor, samples: int, rows: int, sinks: int, seed: 
     def pick(count: int) -> torch.Tensor:
         return eligible[torch.randperm(len(eligible), generator=generator)[:count]].sort().values
 
-    return Draw(sinks, pick(samples // 2), pick(samples // 2), pick(rows))
+    return Draw(pick(samples // 2), pick(samples // 2))
 
 
 class LayerRecord:
-    """The record of one layer; its sums are over the drawn rows, each a mean over the query group of a KV head."""
+    """The record of one layer."""
 
-    def __init__(
-        self, layer: Layer, draw: Draw, windows: tuple[int, ...], device: torch.device, keeps_text: bool = False
-    ) -> None:
+    def __init__(self, layer: Layer, draw: Draw, device: torch.device, keeps_text: bool = False) -> None:
         heads = layer.kv_heads
         self.keeps_text, self.text = keeps_text, None  # type: bool, LayerSamples | None
-        self.layer, self.draw, self.windows, self.device = layer, draw, windows, device
+        self.draw, self.device = draw, device
         self.keys = torch.zeros(heads, len(draw.keys), layer.key_dim)
         self.values = torch.zeros(heads, len(draw.keys), layer.value_dim)
         self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
-        # (kv heads, 2 + windows): entropy, mass on sinks, mass within each window
-        self.attention = torch.zeros(heads, 2 + len(windows), dtype=torch.float64, device=device)
 
     def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
         """Add a batch whose first text is number `first`; query and key contain the scaling."""
@@ -125,15 +118,6 @@ class LayerRecord:
             slots, places = find_within(positions, first * length, (first + texts) * length)
             places = places.to(vectors.device)
             sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
-        for text in range(texts):
-            _, rows = find_within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
-            self.add_attention(query[text], key[text], rows.to(query.device))
-
-    def add_attention(self, query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add the whole attention of some rows of one text, a block at a time."""
-        for block in rows.split(max(1, SCORES // (query.shape[0] * query.shape[1]))):
-            grouped = query[:, block].unflatten(0, (self.layer.kv_heads, -1))  # (kv heads, group, rows, key_dim)
-            self.attention += attention_sums(grouped, key, block, self.draw.sinks, self.windows)
 
 
 def find_within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
@@ -142,33 +126,11 @@ def find_within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, t
     return slice(low, high), positions[low:high] - begin
 
 
-def attention_sums(
-    query: torch.Tensor,  # (kv heads, group, rows, key_dim)
-    key: torch.Tensor,  # (kv heads, tokens, key_dim)
-    rows: torch.Tensor,  # (rows,) where the queries stand among the tokens
-    sinks: int,
-    windows: tuple[int, ...],
-) -> torch.Tensor:  # (kv heads, 2 + windows)
-    """Sum entropy, mass on sinks, and mass within each window (sinks apart) over the rows."""
-    place = torch.arange(key.shape[1], device=rows.device)
-    seen, is_sink = place <= rows[:, None], place < sinks
-    logs = (query @ key.unsqueeze(1).mT).masked_fill(~seen, -torch.inf).log_softmax(-1)  # (…, rows, tokens)
-    mass = logs.exp()
-    entropy = -(mass * logs.masked_fill(~seen, 0)).sum(-1)
-    before = (mass * ~is_sink).cumsum(-1)
-    edges = rows[:, None] - rows.new_tensor(windows)  # (rows, windows): the last token outside
-    outside = before.gather(-1, edges.clamp(min=0).expand(*mass.shape[:3], -1)) * (edges >= 0)
-    sums = [entropy.unsqueeze(-1), (mass * is_sink).sum(-1, keepdim=True), before[..., -1:] - outside]
-    return torch.cat(sums, -1).double().mean(1).sum(1)
-
-
 class Recorder:
     """Observes a model while it runs, and keeps a record of every layer that the teacher does not bound itself."""
 
-    def __init__(
-        self, layers: tuple[Layer, ...], draw: Draw, windows: tuple[int, ...], keeps_text: bool = False
-    ) -> None:
-        self.layers, self.draw, self.windows, self.keeps_text = layers, draw, windows, keeps_text
+    def __init__(self, layers: tuple[Layer, ...], draw: Draw, keeps_text: bool = False) -> None:
+        self.layers, self.draw, self.keeps_text = layers, draw, keeps_text
         self.records: dict[int, LayerRecord] = {}
         self.first = 0  # number of the batch's first text
 
@@ -200,7 +162,7 @@ class Recorder:
                     "load the model in float32"
                 )
         if index not in self.records:
-            self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device, self.keeps_text)
+            self.records[index] = LayerRecord(layer, self.draw, query.device, self.keeps_text)
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
         self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
 

@@ -1,4 +1,4 @@
-"""The profile of a model: how many features each KV head needs, and where its attention falls."""
+"""The profile of a model: how many features each KV head needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class ProfileSettings:
 
     text: str = ""  # its source
     samples: int = 1024  # queries and keys of a head, half and half: a multiple of 8
-    rows: int = 1024  # queries whose whole attention is read
     sinks: int = 4  # first tokens of each text that are left out
     per: Literal["kv", "query"] = "kv"  # one curve for every KV head; or for every query head, too
     gauge: Literal["raw", "centred"] = "centred"  # keys as they are, or less their mean, to which a softmax is blind
@@ -33,13 +32,9 @@ class ProfileSettings:
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """One KV head, with the queries of its group. Masses and entropy are means over queries."""
+    """One KV head, with the queries of its group."""
 
     freedoms: tuple[float, ...]  # N(λ) for every ridge of the profile
-    saturated: bool  # N(reference) > samples / 4: more samples would give more
-    sink_mass: float  # attention that falls on the sinks
-    window_mass: tuple[float, ...]  # attention within each window of the profile, sinks apart
-    entropy: float  # nats
 
 
 @dataclass(frozen=True)
@@ -56,12 +51,11 @@ class Profile(JsonProduct):
 
     settings: ProfileSettings
     tokens: int  # no padding among them
-    windows: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Read a profile; those of older versions also hold errors of the far field, which nothing uses."""
+        """Read a profile; those of older versions also say where attention falls, which nothing uses."""
         return read_json(cls, text, "ignore")
 
 

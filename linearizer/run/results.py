@@ -42,7 +42,6 @@ class Predictions:
     loss: Estimate
     perplexity: float
     by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`
-    position_intervals: tuple[Interval, ...]
     excess: Estimate | None  # loss above the teacher's on the same tokens
     kl: Estimate | None  # of the next-token distribution from the teacher's
     agreement: Estimate | None  # how often the likeliest tokens are the same

@@ -190,8 +190,6 @@ def test_a_window_control_takes_no_more_bytes_than_the_student_in_as_many_bits(s
 def test_intervals_hold_the_mean_and_vanish_where_all_texts_are_alike(subjects):
     for result in measured(subjects, tokens(8, 40)).subjects:
         assert result.loss.interval[0] < result.loss.mean < result.loss.interval[1]
-        for mean, (low, high) in zip(result.by_position, result.position_intervals, strict=True):
-            assert low < mean < high
     for result in measured(subjects, tokens(1, 40).expand(8, 40)).subjects:
         assert result.loss.interval == pytest.approx((result.loss.mean, result.loss.mean))
 

@@ -22,12 +22,12 @@ NATIVE = Layer(4, 2, 16, 16, native_window=64)
 def head_of(need, steepness):
     """A curve like a measured one: it starts below 1 and grows, a head's own way."""
     freedoms = tuple(need * ridge**-steepness for ridge in RIDGES)
-    return HeadProfile(freedoms, False, 0.1, (), 1.0)
+    return HeadProfile(freedoms)
 
 
 def profile_of(rows, queries=()):
     layers = tuple(LayerProfile(tuple(head_of(*head) for head in row), queries) for row in rows)
-    return Profile(ProfileSettings(ridges=RIDGES), 1000, (), layers)
+    return Profile(ProfileSettings(ridges=RIDGES), 1000, layers)
 
 
 @st.composite

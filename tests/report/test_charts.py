@@ -27,9 +27,9 @@ def profile_of(scales):
 
     def head(scale):
         counts = tuple(scale * ridge**-0.5 for ridge in options.ridges)
-        return HeadProfile(counts, False, 1.0, (0.5,), 1.0)
+        return HeadProfile(counts)
 
-    return Profile(options, 1000, (16,), tuple(LayerProfile(tuple(map(head, row))) for row in scales))
+    return Profile(options, 1000, tuple(LayerProfile(tuple(map(head, row))) for row in scales))
 
 
 PROFILE = profile_of([(1.0, 2.0), (), (3.0, 4.0)])

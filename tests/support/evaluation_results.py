@@ -14,7 +14,7 @@ def estimate(mean):
 def predictions(name, loss):
     return {
         "name": name, "state_bytes": 262144, "loss": estimate(loss), "perplexity": 33.0,
-        "by_position": [loss + 0.1, loss - 0.1], "position_intervals": [[loss, loss + 0.3], [loss - 0.2, loss]],
+        "by_position": [loss + 0.1, loss - 0.1],
         "excess": estimate(0.1), "kl": estimate(0.2),
         "agreement": estimate(0.8), "calibration_error": 0.04,
         "tail": {"kl_99": 1.2345, "kl_999": 2.3456, "probability_change": 0.0321},

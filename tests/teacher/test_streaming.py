@@ -145,7 +145,7 @@ def pair(little, tmp_path):
 
 
 def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, reads):
-    texts, settings = tokens(6, 64), ProfileSettings(samples=64, rows=8, sinks=2)
+    texts, settings = tokens(6, 64), ProfileSettings(samples=64, sinks=2)
     chain_of(pair[1], texts)
     assert set(reads.values()) == {1} and set(reads) == {name for name, _ in streamed_weights(pair[1])}
     reads.clear()
