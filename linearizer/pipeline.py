@@ -22,10 +22,11 @@ from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import Reader, write_in_turns
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
-from linearizer.method.allocate_run import allocate, help_pricing
+from linearizer.method.allocate_run import ALONE, Helpers, allocate, help_pricing
 from linearizer.method.blockwise_pass import is_chain
 from linearizer.method.choose import choose_student
 from linearizer.method.decide import decide
+from linearizer.method.head_prices import Share
 from linearizer.method.measure_run import measure_teacher, min_texts
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
@@ -38,7 +39,6 @@ from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.prices import CANDIDATES
 from linearizer.run.results import Comparison, Part, Request
-from linearizer.run.sharing import ALONE, Helpers, Share
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.student.modeling_linearized import LinearizedForCausalLM

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from linearizer.errors import RequestError
 from linearizer.method.by_prices import MIN_KL
 from linearizer.method.choose import kl_by_token
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
-from linearizer.method.head_prices import Part, estimate_prices, options_to_price, with_repeats
+from linearizer.method.head_prices import ALL, Part, Share, estimate_prices, options_to_price, with_repeats
 from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin, attending_with
 from linearizer.plan.allocation import Allocation
@@ -29,7 +30,6 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
 from linearizer.run.prices import KlOfLayer, Prices
-from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.load import Teacher, texts_of_run
@@ -42,6 +42,30 @@ GATE_RATE = 0.02
 GATE_SPARSITY = 0.05  # weight of the mean α in the loss
 GATE_BATCH = 2  # texts
 Tensor = torch.Tensor
+Product = TypeVar("Product")
+
+
+class Helpers(Protocol):
+    """Other processes that price some of the heads."""
+
+    @property
+    def count(self) -> int:
+        """How many processes there are, with that of the run itself."""
+
+    def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
+        """Let the others price their shares while the steps of this process's share are taken."""
+
+
+class Alone:
+    """No helpers."""
+
+    count = 1
+
+    def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
+        return (yield from steps)
+
+
+ALONE = Alone()
 
 
 def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers = ALONE) -> Steps[Allocation]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +28,6 @@ from linearizer.plan.head_bytes import BLOCK, Head, Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.prices import SMALLEST, KlOfLayer, Prices
-from linearizer.run.sharing import ALL, Share
 from linearizer.student.attention_interface import attention_modules, device_of
 from linearizer.student.layer_student import generator_at
 from linearizer.teacher.logits import vocabulary
@@ -40,6 +40,30 @@ MAX_GRADIENTS = 2**27  # of several texts together, with their logits
 
 Tensor = torch.Tensor
 Part = tuple[int, int]  # a layer, and the first of a group of texts
+
+
+@dataclass(frozen=True)
+class Share:
+    """The layers that one of several processes, each with a device, prices: no price hangs on another.
+
+    A run's own process has the share with number 0, and is the only one that writes its log.
+    """
+
+    number: int = 0
+    count: int = 1
+
+    def part_of(self, costs: Mapping[int, float]) -> list[int]:
+        """List the layers of this process by what each costs: the dearest first, each to the process with the least."""
+        loads, layers = [0.0] * self.count, []
+        for layer in sorted(costs, key=lambda layer: (-costs[layer], layer)):
+            least = min(range(self.count), key=loads.__getitem__)
+            loads[least] += costs[layer]
+            if least == self.number:
+                layers.append(layer)
+        return sorted(layers)
+
+
+ALL = Share()
 
 
 def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = ()) -> tuple[Head, ...]:

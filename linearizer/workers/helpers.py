@@ -22,7 +22,6 @@ from typing import TypeVar
 from linearizer.errors import FaultError, LinearizerError
 from linearizer.progress import Steps
 from linearizer.run.folder import Run
-from linearizer.run.sharing import Helpers, Share
 from linearizer.run.stopping import check_stop, memory_explained
 from linearizer.teacher.devices import choose_device, device_kind, device_name, visible_name
 from linearizer.workers.control import end_process, start_process
@@ -63,8 +62,8 @@ def seen_by(number: int, device: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible_name(number)} if device_kind(device) == "cuda" else {}
 
 
-class HelperProcesses(Helpers):
-    """The processes that help with a run."""
+class HelperProcesses:
+    """The processes that help with a run (allocate_run.Helpers)."""
 
     def __init__(self, run: Run, token: str | None = None) -> None:
         self.run, self.token = run, token
@@ -75,7 +74,7 @@ class HelperProcesses(Helpers):
         return devices_of(self.run)
 
     @property
-    def count(self) -> int:  # type: ignore[override]
+    def count(self) -> int:
         return len(self.devices)
 
     def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
@@ -124,6 +123,7 @@ def main() -> int:
     """Price a share of a run's heads."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_run, daemon=True).start()
+    from linearizer.method.head_prices import Share
     from linearizer.pipeline import help_with
     from linearizer.quiet import quiet
 

@@ -9,12 +9,12 @@ from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
 from linearizer.method import allocate_run
+from linearizer.method.allocate_run import ALONE
 from linearizer.method.measure_run import measure_teacher
 from linearizer.method.recorder import SAMPLES, samples_of
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.sharing import ALONE
 from linearizer.teacher import load as teacher_module
 
 ASKED = dict(model="demo", budget=24, texts=2, length=32, sinks=1, dtype="float32")

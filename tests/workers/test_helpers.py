@@ -11,10 +11,11 @@ import pytest
 from linearizer import pipeline
 from linearizer.errors import FaultError
 from linearizer.method import allocate_run
+from linearizer.method.allocate_run import ALONE
+from linearizer.method.head_prices import Share
 from linearizer.method.measure_run import measure_teacher
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.run.sharing import ALONE, Share
 from linearizer.teacher.devices import device_name
 from linearizer.teacher.load import load_teacher_of
 from linearizer.workers import control, device_queue, helpers
