@@ -108,7 +108,7 @@ def settle(run: Run, token: str | None = None) -> None:
 def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers = ALONE) -> Steps[Allocation]:
     """Make the student of a run from where the run stands; `held`: the caller holds its lock.
 
-    The work begins at once. `jobs.control.start` and the command line wait for their turn at the device. Helpers are
+    The work begins at once. `workers.control.start` and the command line wait for their turn at the device. Helpers are
     other processes, with a device each, that price some of the heads.
     """
     if not run.done:

@@ -65,7 +65,7 @@ def put_student_into(
 def make_layer_students(
     student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation, seed: int = 0
 ) -> tuple[LayerStudent, ...]:
-    """Make untrained layer students of another allocation, to swap into a student."""
+    """Make untrained layer students of another allocation, to exchange for a student's own."""
 
     def begin(layer_student: LayerStudent, index: int) -> None:
         layer_student.reset(generator_at(seed, index))

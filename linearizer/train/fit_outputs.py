@@ -117,7 +117,7 @@ def fit_blocks(
     batches = [draw_batch(texts, settings, step).to(device) for step in range(settings.steps)]
     with attending(base, TEACHER):
         chain = chain_of(base, batches[0])
-        assert chain is not None  # else the door refuses the plan
+        assert chain is not None  # else checks.py refuses the plan
         their_calls = [calls_of(base, chain, ids) for ids in batches]
         outputs = output_projections(base, batches[0][:1, :PROBE_TOKENS])
     own_calls = [calls_of(base, chain, ids) for ids in batches]

@@ -2,10 +2,8 @@
 
 Layer by layer, on the queries, keys and values of the teacher's layer:
   softmax  cross-entropy of the teacher's attention rows against the student's; its excess is their KL divergence
-  l2       squared error of the kernel, divided by its largest value: the paper compares with it
   output   squared error of the attention output after the output projection, divided by the output's own square:
-           directions that the network does not read cost nothing
-The last two are means of the parts' losses where memory splits a batch into parts.
+           directions that the network does not read cost nothing. Where memory splits a batch, the parts' mean
 End to end, on the hidden states from which the logits are made, a few tokens' logits at a time:
   direct   the negative log-likelihood of the next token
   logits   the KL divergence of the student's next-token distribution from the teacher's
@@ -25,9 +23,8 @@ from transformers import PreTrainedModel
 from linearizer.errors import RequestError
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
 from linearizer.student.layer_student import FeatureGroup, LayerStudent
-from linearizer.student.state import EMPTY
 from linearizer.teacher.layers import featured, matrix
-from linearizer.train.attention_loss import attention_loss, products_of_features
+from linearizer.train.attention_loss import attention_loss
 
 EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
 TRAINED_LOGITS = 2**23  # held at once, in fp32, with what their gradients need
@@ -68,34 +65,20 @@ def layer_loss(kind: str, student: LayerStudent, inputs: AttentionInputs, projec
         loss = output_loss(student, inputs, projection)
         return LayerLoss(loss, loss.detach())
     groups = featured(student)
-    losses = [rows_loss(kind, group, inputs) for group in groups]
+    losses = [rows_loss(group, inputs) for group in groups]
     shares = [len(group.heads) / sum(len(group.heads) for group in groups) for group in groups]
     loss, excess = (sum(s * x for s, x in zip(shares, part, strict=True)) for part in zip(*losses, strict=True))
     return LayerLoss(loss, excess)
 
 
-def rows_loss(kind: str, group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+def rows_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of some heads; return the loss and its excess."""
     q, k, _ = inputs.of_heads(group.heads)
     features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
     u, w = features.queries(q), features.keys(k)
     q, k = inputs.query.unflatten(1, (inputs.key.shape[1], -1))[:, group.heads], inputs.key[:, group.heads]
-    if kind == "l2":
-        loss = squared_error(u, w, q * inputs.scale, k, group.window, group.sinks)
-        return loss, loss.detach()
     loss, least = attention_loss(u, w, q, k, group.window, group.sinks, inputs.scale)
     return loss, loss.detach() - least
-
-
-def squared_error(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int) -> Tensor:
-    """Compute the mean of (e^S - A)² e^{-2 max S} over pairs of a text, all at once; exact pairs have no error."""
-    place = torch.arange(k.shape[2], device=k.device)
-    seen, far = place <= place[:, None], (place <= place[:, None] - window) & (place >= sinks)
-    scores = (q @ k[:, :, None].mT).masked_fill(~seen, EMPTY)
-    largest = scores.amax((0, 2, 3, 4), keepdim=True)
-    products, bound = zip(*map(products_of_features, u, w), strict=True)
-    error = (scores - largest).exp() - torch.stack(products) * (torch.stack(bound) - largest).exp()
-    return error.masked_fill(~far, 0).square().sum() / (scores[..., 0, 0].numel() * seen.sum())
 
 
 def projection_by_head(inputs: AttentionInputs, projection: nn.Module) -> Tensor:  # (kv heads, group, size, hidden)

@@ -88,8 +88,8 @@ class Trainer:
         if not self.active():
             reasons = {optimizer.status.given_up for optimizer in self.optimizers.values()}
             raise FaultError(
-                f"no layer is left to train at step {self.step} ({'; '.join(sorted(map(str, reasons)))}): use a "
-                f"smaller learning rate than rate={self.settings.rate:g}, or another loss than {self.settings.loss!r}"
+                f"no layer is left to train at step {self.step} ({'; '.join(sorted(map(str, reasons)))}): ask for "
+                f"another --loss than {self.settings.loss!r}, or train nothing (--steps 0)"
             )
 
     def active(self) -> dict[int, LayerOptimizer]:

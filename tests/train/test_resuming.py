@@ -125,8 +125,8 @@ def test_resuming_otherwise_is_refused_with_the_difference(tmp_path):
     finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
     for change, said in (
         (
-            dict(settings=TrainingSettings(steps=9, batch=2, save_every=3, loss="l2")),
-            "loss 'l2' instead of 'softmax'; steps 9",
+            dict(settings=TrainingSettings(steps=9, batch=2, save_every=3, loss="output")),
+            "loss 'output' instead of 'softmax'; steps 9",
         ),
         (dict(texts=tokens(12, 32, seed=1)), "another text"),
         (dict(student=a_student("prf")), "another student"),
