@@ -25,7 +25,6 @@ from linearizer.student.cache import CACHE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-
 Product = TypeVar("Product")
 WATCHED_TOKENS = 4
 
