@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from linearizer.amounts import size
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.hub.models import fetch, find_model
 from linearizer.hub.weight_files import teacher_files
@@ -163,8 +164,8 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
     needed, free = loaded_bytes(run.checkpoint, options.get("dtype")), free_bytes(torch.device("cpu"))
     if needed > free:
         raise RequestError(
-            f"{str(run.checkpoint)!r} has weights that take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory "
-            "are free: free memory, or use a larger machine"
+            f"{str(run.checkpoint)!r} has weights that take {size(needed)}, and {size(free)} of memory are free: free "
+            "memory, or use a larger machine"
         )
     check_weights(run)
     try:

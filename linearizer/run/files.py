@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from linearizer.amounts import size
 from linearizer.errors import FolderError
 
 PACKAGE = Path(__file__).parents[1]
@@ -127,6 +128,6 @@ def check_free_disk(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise FolderError(
-            f"{str(folder)!r} is on a disk with {free / 1e9:.2f} GB free, and {needed / 1e9:.2f} GB are needed: make "
-            "room, or name another folder"
+            f"{str(folder)!r} is on a disk with {size(free)} free, and {size(needed)} are needed: make room, or name "
+            "another folder"
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from linearizer.amounts import size
 from linearizer.errors import RequestError
 from linearizer.plan.inspection import Inspection
 from linearizer.teacher.devices import choose_device, choose_dtype, device_kind
@@ -114,9 +115,9 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
         needed = source.weights.bytes if is_packed(config) else measure_weights(config, dtype).whole
         if needed > free:
             raise RequestError(
-                f"its quantised weights take {needed / 1e9:.2f} GB here, where {free / 1e9:.2f} GB of memory may be "
-                "taken, and are not read block by block: free memory, name the model that it was quantised from, or "
-                "use a larger machine"
+                f"its quantised weights take {size(needed)} here, where {size(free)} of memory may be taken, and "
+                "are not read block by block: free memory, name the model that it was quantised from, or use a larger "
+                "machine"
             )
         return None
     if source.weights.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
@@ -126,16 +127,16 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
     place = torch.device(choose_device(device))
     if weights.streamed > free or "block" not in weights.blocks.values():
         raise RequestError(
-            f"its weights take {weights.whole / 1e9:.2f} GB in {str(dtype).removeprefix('torch.')}, and "
-            f"{weights.streamed / 1e9:.2f} GB block by block, where {free / 1e9:.2f} GB of memory may be taken: free "
-            "memory, or use a larger machine"
+            f"its weights take {size(weights.whole)} in {str(dtype).removeprefix('torch.')}, and "
+            f"{size(weights.streamed)} block by block, where {size(free)} of memory may be taken: free memory, or use "
+            "a larger machine"
         )
     fits_ram = place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu"))
     elsewhere = "cpu" if fits_ram else "disk"
     if elsewhere == "disk" and weights.merged:
         raise RequestError(
-            f"its weights take {weights.whole / 1e9:.2f} GB, where {free / 1e9:.2f} GB of memory may be taken, and its "
-            "experts are merged while they are loaded, so they cannot be read from its files: use a larger machine"
+            f"its weights take {size(weights.whole)}, where {size(free)} of memory may be taken, and its experts "
+            "are merged while they are loaded, so they cannot be read from its files: use a larger machine"
         )
     return {name: elsewhere if kind else str(place) for name, kind in weights.blocks.items()}
 
