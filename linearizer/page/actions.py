@@ -27,7 +27,6 @@ from linearizer.hub.repository import Preview, Published
 from linearizer.page import chat as answers
 from linearizer.page import chats, limits, plan_cards, sending, zerogpu
 from linearizer.page.calls import endpoint
-from linearizer.page.chat_cards import explain_speed
 from linearizer.page.chats import Settings
 from linearizer.page.planning import EFFORTS, examine_model, make_plan
 from linearizer.page.visitors import Visitor, check_name, on_space
@@ -306,8 +305,7 @@ def compare_models(
     """
     choices = prompt, tokens, seed, sample, Settings(as_chat, system, window), chat
     *_, (talk, _) = answers.compare_models(visitor, run, *choices)
-    last = talk.turns[-1]
-    return {**asdict(last), "why_slower": explain_speed(visitor.find_run(run), last.teacher, last.student)}
+    return asdict(talk.turns[-1])
 
 
 def read_document(

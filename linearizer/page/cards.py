@@ -14,12 +14,9 @@ from linearizer.errors import LinearizerError
 from linearizer.page.visitors import on_space
 from linearizer.plan.allocation import StateSize
 from linearizer.progress import Progress
-from linearizer.report import markup
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
 from linearizer.report.parts import PART_VIEWS
-from linearizer.report.prediction import candidates_table, find_correction
 from linearizer.report.tables import with_half_width
-from linearizer.report.training_charts import ERRORS
 from linearizer.report.verdict import Verdict, judge_run, of_subject
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
@@ -50,6 +47,7 @@ STEP_SENTENCES = {
 }
 
 
+ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step of training
 EVALUATION_ENDS = {
     "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
     "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
@@ -61,16 +59,16 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     if status is None:
         return ""
     plan = status.run.plan
-    state = STATE_SENTENCES[status.state]
+    before = turn_line(status.run, now) if status.state in ("queued", "running") else ""  # a run at work may pause
+    state = STATE_SENTENCES[status.state] if before or status.state != "queued" else "starting"
     moving = status.step if status.state in LIVE else None
     # in quarters, so that a screen reader speaks only four times
     done = f", {step_title(moving)}, {25 * int(4 * share_done(moving))}%" if moving else ""
     loud = announcement(f"{plan.model}: {state}{done}")
-    lines = [f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
+    lines = [state_line(status.state, state, loud)]
     if moving:
         lines.append(step_bar(moving, now))
-    if status.state in ("queued", "running"):  # which may pause
-        lines.append(turn_line(status.run, now))
+    lines.append(before)
     if status.error and status.state in ("failed", "stopped"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     facts = [plan.model, plan.dial, name, f"begun {ago(status.begun, now)}"]
@@ -109,8 +107,9 @@ def time_left(step: Mapping[str, Any], now: float) -> str:
     return f"{duration(max(1.0, left - (now - step['time'])))} left" if known else ""
 
 
-def state_sign(state: str) -> str:
-    return f'<span aria-hidden="true">{STATE_SIGNS[state]}</span>'
+def state_line(state: str, words: str, loud: str = "") -> str:
+    sign = f'<span aria-hidden="true">{STATE_SIGNS[state]}</span>'
+    return f'<p class="lz-state lz-{state}"{loud}>{sign} {escape(words)}</p>'
 
 
 def step_title(step: Mapping[str, Any]) -> str:
@@ -143,16 +142,13 @@ def trains(run: Run) -> bool:
     return run.plan.trains and (features or run.plan.changes_weights)
 
 
-def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: float) -> str:
-    """Show the progress of a training."""
+def training_card(status: Status, events: Sequence[Mapping[str, Any]]) -> str:
+    """Show what a training has reached; how far it is, the card of the run says."""
     if not events:
         return message_box("Training begins when the teacher is measured.")
     last = events[-1]
-    pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]
+    pairs = [("tokens a second", f"{last['tokens_per_second']:,.0f}")]
     pairs += [(title, f"{last[name]:.4f}") for name, title in ERRORS.items() if last.get(name) is not None]
-    if status.state in LIVE and last["done"] < last["total"]:
-        pairs.append(("time left", duration(last["seconds_left"])))
-    pairs.append(("last saved", "not yet" if status.saved is None else ago(status.saved, now)))
     ended = status.state == "done" and last["done"] < last["total"]
     early = message_box(f"Training was ended at {last['done']} of {last['total']} steps.") if ended else ""
     warnings = [message_box(str(text)) for event in events for text in event.get("events", ())][-3:]
@@ -178,7 +174,7 @@ def numbers_card(run: Run) -> str:
     pairs = [
         ("agrees with its teacher", with_half_width(student.agreement, ".1%")),
         ("a window of the same bytes does", with_half_width(window.agreement, ".1%")),
-        (f"{'kl' if student.kl else 'loss'}, nats per token", with_half_width(student.kl or student.loss, ".4f")),
+        (f"{'KL' if student.kl else 'loss'}, nats per token", with_half_width(student.kl or student.loss, ".4f")),
         (
             f"state; the cache at {length:,} tokens: {size(state.teacher_bytes(length))}",
             size(state.student_bytes(length)),
@@ -196,17 +192,6 @@ def use_card(run: Run) -> str:
         f"linearizer serve {run.folder.absolute()}\n\nfrom transformers import AutoModelForCausalLM\n\nmodel = {load}"
     )
     return folded("Use this student", f'<div class="lz-card"><pre tabindex="0">{escape(code)}</pre></div>')
-
-
-def candidates_card(run: Run) -> str:
-    """Compare a student's prediction with its measurement; the other allocations that were measured are folded."""
-    if (candidates := run.candidates) is None:
-        return ""
-    correction = find_correction(run)
-    line = "" if correction is None else f'<p class="lz-faint">{escape(correction.in_words)}.</p>'
-    return line + folded(
-        candidates.why, markup.table_html("Allocations that were measured", candidates_table(candidates))
-    )
 
 
 def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
@@ -241,12 +226,12 @@ def evaluation_card(status: Status | None, now: float) -> str:
     if status.state in LIVE:
         state, step = STATE_SENTENCES[status.state], status.step
         loud = announcement(f"Evaluation: {state}")
-        line = f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>'
+        line = state_line(status.state, state, loud)
         return line + (turn_line(status.run, now) if status.state == "queued" or step is None else part_bar(step))
     if status.state == "failed":
         return message_box(status.error or "it failed", "bad")
     if status.state == "done":
-        return message_box("Evaluated. The card of the student holds it, too, once it is published.", "good")
+        return message_box("Evaluated. The model card will show it, too.", "good")
     why = f"{status.error}. " if status.state == "stopped" and status.error else ""
     return message_box(why + EVALUATION_ENDS[status.state])
 

@@ -7,9 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from linearizer.amounts import size
-from linearizer.plan.allocation import StateSize
+from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import announcement, message_box, values_list
-from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import MemoryPrompt
@@ -20,7 +19,6 @@ HOLDS = {"teacher": "the teacher's cache", "student": "the student's state", "wi
 MIN_TIMED_TOKENS = 16  # written, from which on their pace is told: that of fewer is chance
 MIN_METERED_TOKENS = 64  # read, from which on a meter is shown
 SHOWN_BEGIN, SHOWN_END = 80, 160  # characters of a long prompt
-WIDE, HIGH = 600, 120  # of the meter's chart
 
 
 def column(turns: Sequence[Comparison], name: str) -> str:
@@ -53,8 +51,8 @@ def writing_card(side: Side | None, difference: Difference | None, own: str) -> 
     return f"<p>{escape(difference.alike)}<mark>{escape(own)}</mark>{escape(rest)}</p>"
 
 
-def comparison_note(now: Comparison, why_slower: str) -> str:
-    """Say how much of the teacher's text the others write, and why the student is slower, where it is."""
+def comparison_note(now: Comparison) -> str:
+    """Say how much of the teacher's text the others write."""
     others = {name: side for name, side in (("student", now.student), ("window", now.window)) if side is not None}
     total = now.teacher.tokens
     alike = {name: same_tokens(now.teacher, side) for name, side in others.items()}
@@ -67,7 +65,7 @@ def comparison_note(now: Comparison, why_slower: str) -> str:
             f"the {name} {count} of {total} ({count / max(total, 1):.0%})" for name, count in alike.items()
         )
         said = f"Tokens as the teacher's, before the first that differs, which is marked: {shares}."
-    return message_box(f"{said} {why_slower}".strip())
+    return message_box(said)
 
 
 def same_tokens(teacher: Side, side: Side) -> int:
@@ -123,38 +121,11 @@ def draw_course(course: Sequence[Held]) -> str:
     """Draw a line for each model: bytes over the tokens that were read, up to what the teacher will hold at the end."""
     now = course[-1]
     most = max(*now.bytes.values(), now.bytes["teacher"] * now.total // max(now.tokens, 1), 1)
-    lines = ""
-    for name in now.bytes:
-        places = ((WIDE * held.tokens / held.total, HIGH * (1 - held.bytes[name] / most)) for held in course)
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        start = f"0,{HIGH if name == 'teacher' else HIGH * (1 - course[0].bytes[name] / most):.1f}"
-        lines += f'<polyline class="lz-{name}" points="{start} {points}"/>'
-    label = escape(f"Bytes over tokens: {told_sizes(now.bytes)} after {now.tokens:,} tokens", quote=True)
-    view = f'viewBox="0 -3 {WIDE} {HIGH + 6}" preserveAspectRatio="none"'
-    return f'<svg role="img" aria-label="{label}" {view}>{lines}</svg>'
-
-
-def explain_speed(run: Run, teacher: Side, student: Side) -> str:
-    """Explain why the student writes more slowly than its teacher; empty where it does not."""
-    from linearizer.student.kernel_in_c import find_compiler
-
-    if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
-        return ""
-    allocation, read = run.require_allocation(), student.tokens_read
-    state, heads = StateSize.of(allocation, run.layers), [head for row in allocation.heads for head in row]
-    until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is larger)"
-    reasons = {
-        f"after {read:,} tokens its teacher's cache is still smaller than its state{until}": state.breakeven is None
-        or read < state.breakeven,
-        "tokens that leave a window have to be merged into slots": any(head.slots for head in heads),
-        "every token is written into a memory": any(head.memory for head in heads),
-        "queries and keys have to be turned into features": any(head.features and not head.memory for head in heads),
-    }
-    named = [reason for reason, holds in reasons.items() if holds] or ["its state has to be kept up to date"]
-    if run.evaluation_file["made_with"].get("device", "").startswith("cpu"):
-        if any(head.features for head in heads):
-            named.append("the kernels that do this at once need a GPU")
-        elif find_compiler() is None:
-            named.append("the kernels that do this at once need a C compiler")
-    share = student.tokens_per_second / teacher.tokens_per_second
-    return f"The student writes {share:.0%} as fast here, because {', and '.join(named)}."
+    begin = {name: 0 if name == "teacher" else held for name, held in course[0].bytes.items()}
+    lines = [
+        Line(name, [(0, begin[name]), *((held.tokens, held.bytes[name]) for held in course)], f"lz-{name}")
+        for name in now.bytes
+    ]
+    about = f"Bytes over tokens: {told_sizes(now.bytes)} after {now.tokens:,} tokens"
+    across = Axis(0, now.total, [(count, f"{count:,}") for count in (0, now.total)], log=False)
+    return draw_lines(about, across, Axis(0, most, [(0, "0"), (most, "")], log=False), lines, marks=False)

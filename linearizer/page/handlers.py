@@ -27,7 +27,7 @@ SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
 MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
-WRITTEN = ("meter", "teacher", "student", "window", "compare_note")  # of Compare, empty in a new chat
+WRITTEN = ("prompt_note", "meter", "teacher", "student", "window", "compare_note")  # of Compare, empty in a new chat
 LOADING = "Loading the models."
 COMPARED = ("prompt", *WRITTEN, "teacher_card", "student_card", "window_card")
 ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
@@ -154,10 +154,8 @@ def compare_models(
     for talk, now in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*how), name):
         yield show_progress(talk, now, course)
     if talk is not None and talk.turns:
-        last = talk.turns[-1]
-        why = chat_cards.explain_speed(browser.find_run(), last.teacher, last.student)
         said = {"prompt": ""} if talk.templated else {}
-        yield show_chat(**show_turns(talk), **said, compare_note=chat_cards.comparison_note(last, why))
+        yield show_chat(**show_turns(talk), **said, compare_note=chat_cards.comparison_note(talk.turns[-1]))
 
 
 @handler
@@ -168,7 +166,8 @@ def read_document(browser: Browser, name: str, path: str | None, *how: Any) -> I
     yield show_chat(**{**empty, "compare_note": markup.message_box(LOADING)})
     for talk, held in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*how), name):
         yield show_progress(talk, held, course)
-    yield show_chat(compare_note=markup.message_box("Now ask about the document."))
+    asked = dict.fromkeys(chat_cards.HOLDS, "")  # an answer may have been on its way
+    yield show_chat(**asked, compare_note=markup.message_box("Now ask about the document."))
 
 
 def take_text(path: str | None) -> str:
@@ -224,21 +223,27 @@ def show_stopped(browser: Browser, name: str) -> list[Any]:
 
 @handler
 def end_chat(browser: Browser, name: str) -> list[Any]:
-    """Begin a new chat: what was read and said is forgotten."""
+    """Begin a new chat, as the template of the model has it: what was read and said is forgotten."""
+    return [True, *show_ended(browser, name)]
+
+
+def show_ended(browser: Browser, name: str, **shown: str) -> list[Any]:
+    """End a chat, and empty what shows it."""
     actions.end_chat(browser.visitor, browser.run_name, name)
-    empty = {f"{name}_card": chat_cards.side_card(None) for name in chat_cards.HOLDS}
-    return show_chat(**dict.fromkeys(WRITTEN, ""), **empty)
+    empty = {f"{side}_card": chat_cards.side_card(None) for side in chat_cards.HOLDS}
+    return show_chat(**{**dict.fromkeys(WRITTEN, ""), **empty, **shown})
 
 
 def take_prompt(title: str) -> Callable:
-    """Return the handler of a button that fills in a prompt; what needs memory is a text to continue, not a chat."""
+    """Return the handler of a button that fills in a prompt; what needs memory is a text of its own, not a chat."""
 
     @handler
-    def take(browser: Browser, tokens: float) -> tuple[str, Any, str]:
+    def take(browser: Browser, name: str, tokens: float) -> list[Any]:
         if title in chat.SAMPLE_PROMPTS:
-            return chat.SAMPLE_PROMPTS[title], gr.skip(), ""
+            return [gr.skip(), *show_chat(prompt=chat.SAMPLE_PROMPTS[title], prompt_note="")]
         prompt, state = chat.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
-        return prompt.text, False, chat_cards.memory_note(prompt, state)
+        note = chat_cards.memory_note(prompt, state)
+        return [False, *show_ended(browser, name, prompt=prompt.text, prompt_note=note)]
 
     return take
 
@@ -304,17 +309,17 @@ def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
 
 
 @handler
-def list_runs(browser: Browser, busy: bool) -> tuple[Any, Any, Any]:
-    """List the visitor's runs, unless they are `busy` with a card; all can be compared but damaged ones."""
+def list_runs(browser: Browser, busy: bool) -> list[Any]:
+    """List the visitor's runs, unless they are `busy` with a card; two of them that are not damaged can be compared."""
     if busy:
-        return gr.skip(), gr.skip(), gr.skip()
+        return [gr.skip()] * 4
     try:
         statuses = control.runs_in(browser.visitor.home)
     except LinearizerError as error:
-        return markup.message_box(str(error), "bad"), gr.skip(), gr.skip()
-    names = [status.run.folder.name for status in statuses if status.plan is not None]
-    either = gr.Dropdown(choices=names + [EXAMPLE_NAME] * has_example())
-    return run_list.run_cards(statuses), either, either
+        return [markup.message_box(str(error), "bad"), gr.Column(visible=False), *[gr.skip()] * 2]
+    own = [status.run.folder.name for status in statuses if status.plan is not None]
+    names = own + [EXAMPLE_NAME] * has_example()
+    return [run_list.run_cards(statuses), gr.Column(visible=len(names) > 1), *[gr.Dropdown(choices=names)] * 2]
 
 
 @handler

@@ -77,8 +77,8 @@ def gain_sentence() -> str:
     model = read_model()
     budget = model.budgets[len(model.budgets) // 2]
     return (
-        f"Measured on {escape(model.model)} at {model.lengths[-1]:,} tokens: "
-        f"<b>{budget.rows[0].agreement[-1]:.0%} of its tokens stay the same, in {size(budget.state_bytes)} instead of "
+        f"At {model.lengths[-1]:,} tokens the student of {escape(model.model)} <b>chooses the same next token "
+        f"{budget.rows[0].agreement[-1]:.0%} of the time, in {size(budget.state_bytes)} instead of "
         f"{size(model.cache_bytes[-1])}</b>."
     )
 
@@ -88,7 +88,7 @@ def real_model_html() -> str:
     model = read_model()
     middle = len(model.budgets) // 2
     dial = (
-        '<label class="lz-dial">Budget: the state takes as many bytes as this many tokens of the cache'
+        '<label class="lz-dial">Budget, in tokens of the cache'
         f'<input type="range" id="real-budget" min="0" max="{len(model.budgets) - 1}" value="{middle}" '
         f'aria-valuetext="{model.budgets[middle].tokens} tokens"></label>'
     )

@@ -11,22 +11,21 @@ import gradio as gr
 from linearizer.page import landing, plan_form
 from linearizer.page.chat import MEMORY_PROMPTS, SAMPLE_PROMPTS
 from linearizer.page.limits import LIMITS
-from linearizer.page.plan_form import USUAL_PAPER, recipe_choices, way_choices
-from linearizer.page.planning import EFFORTS
+from linearizer.page.plan_form import USUAL_PAPER, effort_choices, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import glossary_html, message_box, part_lead
 from linearizer.report.parts import PART_VIEWS
 
-SEARCH_ABOUT = "a name on the Hub, as HuggingFaceTB/SmolLM2-135M: type to search; or a folder, or a GGUF file"
+SEARCH_ABOUT = "a name on the Hub, such as HuggingFaceTB/SmolLM2-135M, a folder, or a GGUF file"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 WHEN_JUDGED = "It is drawn once the student is judged."
 ABOUT_BUDGET = (
-    "The student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so many tokens."
+    "The student’s memory (its state) may take as many bytes as the teacher’s KV cache takes after this many tokens."
 )
 ABOUT_COMPARE = (
-    "One chat with three models. They answer in turns, a token each, so none slows the others down. A file is read by "
-    "all of them, and its text stays in what each remembers."
+    "One chat with three models, which answer in turns, a token each. All of them read a file, and then answer from "
+    "what each remembers of it."
 )
 COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 ABOUT_JOBS = (
@@ -71,7 +70,7 @@ def run_above_steps(ui: SimpleNamespace) -> None:
 def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: SimpleNamespace) -> None:
     """Place the choice of a visitor, and the choice of a run to read; one of both is shown."""
     with gr.Column(visible=False) as of_run:
-        lead(f"The {name}", "It is that of the run that you see. Another run can begin with its choices.")
+        lead(f"The {name}", f"This is the {name} of the run that you see. Another run can start with the same choices.")
         setattr(ui, f"run_{name}", gr.HTML(elem_id=f"run-{name}"))
         setattr(ui, f"change_{name}", gr.Button("Change and start again", elem_id=f"change-{name}"))
     with gr.Column() as choice:
@@ -82,18 +81,19 @@ def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: Simple
 
 def choose_model(ui: SimpleNamespace) -> None:
     gr.HTML(
-        '<div class="lz-hero"><h2>Which model?</h2><p>A language model keeps the keys and values of every token that '
-        "it has read, so its KV cache grows with the text. Linearizer makes a student of it whose memory stays the "
-        f"same, and measures what that costs. {landing.gain_sentence()}</p></div>",
+        '<div class="lz-hero"><h2>Which model?</h2><p>A language model keeps the keys and values of every token, '
+        "so its KV cache grows with the text. Linearizer turns the model into a student whose memory has a fixed size, "
+        f"and measures what that costs. {landing.gain_sentence()}</p></div>",
         elem_id="hero",
     )
     with gr.Row(equal_height=False, elem_classes="lz-pick"):
         typed: dict[str, Any] = {"allow_custom_value": True, "scale": 5, "min_width": 260}
         ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, elem_id="model", **typed)
-        ui.demo = gr.Button("Take the demo", scale=1, min_width=180, elem_id="demo")
+        ui.demo = gr.Button("Take the demo (14 MB)", scale=1, min_width=180, elem_id="demo")
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
-    example = f'<p class="lz-links"><a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example</a></p>'
+    link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
+    example = f'<p class="lz-links">{link}</p>'
     ui.last_runs = gr.HTML(elem_id="last-runs")
     gr.HTML(example * has_example() + landing.real_model_html(), elem_id="gain")
 
@@ -142,9 +142,8 @@ def place_ways(ui: SimpleNamespace) -> None:
         elem_id="may-grow",
     )
     lead("How thorough?", "The effort decides how much text is read, and how long training takes.", "h3")
-    ui.effort = gr.Radio(list(EFFORTS), value="Quick", show_label=False, label="How thorough", elem_id="effort")
-    ui.efforts = gr.HTML(elem_id="efforts")
-    ui.machine = gr.HTML(elem_id="machine")
+    efforts: dict[str, Any] = {"value": "Quick", "show_label": False, "label": "How thorough", "elem_id": "effort"}
+    ui.effort = gr.Radio(effort_choices({}), **efforts)
 
 
 def place_job(ui: SimpleNamespace) -> None:
@@ -169,37 +168,27 @@ def place_job(ui: SimpleNamespace) -> None:
 
 def profile_step(ui: SimpleNamespace) -> None:
     about = (
-        "A head is a part of the model that looks back at earlier tokens. The teacher reads text, and each is measured."
+        "A head is a part of the model that looks back at earlier tokens. The model as it was, the teacher, reads "
+        "text, and each head is measured."
     )
     lead("What does each head need?", about)
+    later = "It is drawn once all heads are measured."
     with gr.Column(min_width=320) as ui.prices_place:
         ui.prices = chart(
             "Price of every head",
-            "The kl at the model's output, in thousandths of a nat per token, if this head alone gets an equal "
-            "share of the budget. Bytes are worth most where it is large.",
-            later="It is drawn once all heads are priced.",
+            "The KL at the model's output, in thousandths of a nat per token, if this head alone gets an equal "
+            "share of the budget. Bytes help most where it is large.",
+            later=later,
         )
-    later = "It is drawn once all heads are measured."
-    with gr.Row(visible=False) as ui.freedoms_place:
-        with gr.Column(min_width=320):
-            ui.map = chart(
-                "Degrees of freedom",
-                "How many features a head's attention needs for a given error, filled as layers are measured.",
-            )
-        with gr.Column(min_width=320):
-            ui.curves = chart(
-                "How many features it takes",
-                "The features that each layer needs, by the error λ that is allowed: a smaller error, to the right, "
-                "takes more. The map shows them at one λ.",
-                later=later,
-            )
+    with gr.Column(visible=False) as ui.freedoms_place:
+        about = "How many features the attention of each head needs for a given error."
+        ui.map = chart("Degrees of freedom", about, later=later)
     ui.other = gr.Slider(
         MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
     )
     ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", later)
     ui.other_card = gr.HTML(elem_id="other-card")
-    ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
-    gr.HTML('<p class="lz-faint">The other run uses what was measured here. This run goes on.</p>')
+    ui.branch = gr.Button("Start a run with this budget, without measuring again", elem_id="branch", interactive=False)
 
 
 def distil_step(ui: SimpleNamespace) -> None:
@@ -209,26 +198,22 @@ def distil_step(ui: SimpleNamespace) -> None:
         "student fits copies of some of its teacher's weights.",
     )
     ui.training = gr.HTML(elem_id="training")
-    later = "It is drawn once training has begun."
-    ui.losses = chart(
-        "Loss of each layer", "Distance to the smallest possible loss; a line for each layer.", None, later
-    )
-    about = "The mean error of attention over the layers, or the KL at the model's output, in nats."
-    ui.error = chart("Error", about, None, later)
+    about, later = "Distance to the smallest possible loss.", "It is drawn once training has begun."
+    ui.losses = chart("Loss of each layer", about, later=later)
 
 
 def result_step(ui: SimpleNamespace) -> None:
     gr.HTML('<h2 class="lz-lead">Result</h2>')
     ui.awaited = gr.HTML(message_box("The student of this run is not judged yet."), elem_id="awaited")
     ui.verdict = gr.HTML(elem_id="verdict")
-    ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {part: [] for part in PART_VIEWS}
+    ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
     with gr.Row():
-        leading = PART_VIEWS["language"].charts[0]
-        with gr.Column(min_width=320) as place:
-            ui.part_charts["language"] += [place, chart(leading.title, leading.text, later=WHEN_JUDGED)]
+        with gr.Column(min_width=320):
+            later = f"{WHEN_JUDGED[:-1]} on texts of several lengths."
+            ui.part_charts["language"] = chart("Quality by length", PART_VIEWS["language"].shows, later=later)
         with gr.Column(min_width=320):
             about = (
-                "KL to the teacher, lower is better, by what is remembered. Markers were measured at this run's length."
+                "KL to the teacher, lower is better, by bytes of memory. Markers were measured at this run's length."
             )
             ui.frontier = chart("Quality by bytes", about, later=WHEN_JUDGED)
     ui.usage = gr.HTML(elem_id="use-card")
@@ -286,15 +271,12 @@ def place_measurements(ui: SimpleNamespace) -> None:
     """Place all that was measured, which is drawn once it is opened, and what can be measured besides."""
     ui.evaluating = gr.HTML(elem_id="evaluating")
     with gr.Accordion("All measurements", open=False, elem_id="all") as ui.all:
-        about = "Bytes of the teacher's cache and the student's state, by length of text."
-        ui.memory_plot = chart("Memory", about, later=WHEN_JUDGED)
         for part, view in PART_VIEWS.items():
             with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
-                gr.HTML(part_lead(part))
-                with gr.Row():
-                    for figure in view.charts[len(ui.part_charts[part]) > 0 :]:  # the first may stand above
-                        with gr.Column(min_width=440) as place:
-                            ui.part_charts[part] += [place, chart(figure.title, figure.text)]
+                if part in ui.part_charts:  # which stands above
+                    gr.HTML(part_lead(part))
+                else:
+                    ui.part_charts[part] = chart(view.title, view.about)
                 ui.part_tables[part] = gr.HTML()
         place_evaluation(ui)
 

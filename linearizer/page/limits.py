@@ -107,9 +107,7 @@ def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> N
             f"{inspection.name!r} has {inspection.expanded_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
             f"{limits.gigabytes:g} GB: choose a smaller model, or {ELSEWHERE}"
         )
-    for name, amount in amounts_of(plan, inspection).items():
-        if amount > MAX_OF_PLAN[name]:
-            raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_PLAN[name]}): {ELSEWHERE}")
+    check_amounts(amounts_of(plan, inspection), MAX_OF_PLAN)
     check_memory(plan, inspection, limits)
 
 
@@ -145,9 +143,13 @@ def check_request(request: Request) -> None:
     longest = max(request.lengths, default=0)
     amounts = {"texts": request.texts, "length": max(request.length or 0, longest), "seconds": request.seconds}
     amounts |= {"limit": request.limit or 0, "tasks": len(request.tasks), "lengths": len(request.lengths)}
+    check_amounts(amounts, MAX_OF_REQUEST)
+
+
+def check_amounts(amounts: Mapping[str, float], most: Mapping[str, int]) -> None:
     for name, amount in amounts.items():
-        if amount > MAX_OF_REQUEST[name]:
-            raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_REQUEST[name]}): {ELSEWHERE}")
+        if amount > most[name]:
+            raise RequestError(f"{name} {amount} is more than this Space serves ({most[name]}): {ELSEWHERE}")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import count_in_words, duration, from_length, size
 from linearizer.errors import BudgetError, LinearizerError, RequestError
-from linearizer.page.cards import candidates_card
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize, size_row
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
-from linearizer.report import allocation_charts
+from linearizer.report import run_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.prediction import predict_kl
 from linearizer.run.folder import Run
@@ -51,16 +50,19 @@ def model_card(inspection: Inspection) -> str:
 
 
 def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence[str]], kl: str = "") -> str:
-    """Show the size of a state, its kl where that is known, and the memory of teacher and student by length."""
-    pairs = [("state", state), ("smaller than the cache", smaller), *[("kl, nats", kl)] * bool(kl)]
+    """Show the size of a state, its KL and how that is known, and the memory of teacher and student by length."""
+    kl, _, how = kl.partition(": ")
+    pairs = [("state", state), ("smaller than the cache", smaller), *[("KL, nats per token", kl)] * bool(kl)]
     if features:
         pairs.append(("mean features per KV head", f"{features:.1f}"))
     loud = announcement(f"state {state}, smaller than the cache {smaller}")
-    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table('Memory of teacher and student', ROW_TITLES, rows)}</div>"
+    known = f'<p class="lz-faint">KL: {escape(how)}.</p>' if how else ""
+    sizes = table("Memory of teacher and student", ROW_TITLES, rows)
+    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{known}{sizes}</div>"
 
 
 def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
-    """Show the most that the state of a budget can take, before anything is measured, and its kl where that is known.
+    """Show the most that the state of a budget can take, before anything is measured, and its KL where that is known.
 
     Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
     part in proportion to the length, so at a greater length it takes at most as many times more.
@@ -86,12 +88,13 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
 
 
 def expected_kl(run: Run | None, plan: Plan) -> str:
-    """Describe the kl that a run of the same model predicts for a budget; empty where it priced another recipe."""
+    """Describe the KL that a run of the same model predicts for a budget; empty where it priced another recipe."""
     if run is None or plan.budget is None or (plan.recipe, plan.may_grow) != (run.plan.recipe, run.plan.may_grow):
         return ""
     with suppress(LinearizerError):  # the run may be gone, or its prices may not reach to the budget
-        if predicted := predict_kl(run, *share_out(run, plan.budget)).partition(":")[0]:
-            return f"{predicted}, by the prices of {run.folder.name}"
+        predicted, _, how = predict_kl(run, *share_out(run, plan.budget)).partition(": ")
+        most = how.partition("; ")[2]
+        return f"{predicted}: by the prices of {run.folder.name}{f'; {most}' * bool(most)}" * bool(predicted)
     return ""
 
 
@@ -112,15 +115,6 @@ def allocation_card(allocation: Allocation, layers: Sequence[Layer], positions: 
         length_row(each, state.teacher_bytes(each), state.student_bytes(each)) for each in stated_lengths(positions)
     ]
     return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), rows, kl)
-
-
-def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str) -> str:
-    """Show the time, memory and disk of every effort; the chosen effort has a mark."""
-    rows = [
-        [name + " ✓" * (name == chosen), duration(each.seconds), size(each.memory_bytes), size(each.disk_bytes)]
-        for name, each in forecasts.items()
-    ]
-    return table("What it takes, about", ("effort", "time", "memory", "disk"), rows)
 
 
 def plan_card(plan: Plan) -> str:
@@ -149,28 +143,13 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
     if machine is None:
         return message_box(f"On a CPU {takes} The work is done on a GPU that is lent for a while, which is faster.")
     if machine.fits(forecast):
-        return message_box(f"Fits: {takes}", "good")
+        return message_box(f"Fits on {machine.device}: {takes}", "good")
     less = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer or shorter texts"
     return message_box(
         f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
         f"of disk are free. Make room, ask for {less} (under Advanced) or a smaller model, or use another machine.",
         "bad",
     )
-
-
-def machine_card(machine: Machine | None) -> str:
-    """Describe the machine that a run works on."""
-    if machine is None:
-        return ""
-    pairs = [
-        ("device", machine.device),
-        ("GPU", "yes" if machine.has_gpu else "none here"),
-        ("computes in", machine.dtype),
-        ("kernels", machine.kernels),
-        ("free memory", size(machine.free_memory)),
-        ("free disk", size(machine.free_disk)),
-    ]
-    return values_list(pairs, "lz-wide")
 
 
 def share_out(run: Run, budget: int | None = None) -> tuple[Plan, Allocation]:
@@ -210,5 +189,5 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
     card = allocation_card(allocation, run.layers, run.positions, predict_kl(run, plan, allocation))
     note = f'<p class="lz-faint">{own if decided else other}</p>'
-    figure = allocation_charts.draw_allocation(allocation, run.layers, fix)
-    return figure.to_json(), note + card + (candidates_card(run) if decided else "")
+    figure = run_charts.draw_allocation(allocation, run.layers, fix)
+    return figure.to_json(), note + card

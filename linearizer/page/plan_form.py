@@ -16,10 +16,9 @@ from linearizer.errors import RequestError
 from linearizer.page.planning import EFFORTS, make_plan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.plan.recipes import RECIPES, measured_quality
+from linearizer.plan.recipes import RECIPES
 from linearizer.student.update_rules import beginning
 
-SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
 TITLES = {"lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")
 GROUPS = (MEASURING, TRAINING, ALLOCATION, MACHINE)
@@ -59,13 +58,6 @@ LISTED = tuple(name for name in RECIPES if name not in {way.recipe for way in WA
 USUAL_PAPER = "paper"
 
 
-def expected_quality(recipe: str) -> str:
-    """Describe the result of a recipe on the demo model, where it was measured."""
-    row = next((row for row in measured_quality().get(recipe, ()) if row.budget == SHOWN_BUDGET), None)
-    untrained = ", untrained" if row and row.untrained else ""
-    return f"On the demo at {SHOWN_BUDGET} tokens: {row.kl:.2g} nats of kl{untrained}." if row else ""
-
-
 def way_of(recipe: str) -> str:
     """Name the way that offers a recipe."""
     return next((name for name, way in WAYS.items() if way.recipe == recipe), "paper")
@@ -81,14 +73,19 @@ def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     return [(join_lines(way.title, way.does, times.get(name)), name) for name, way in WAYS.items()]
 
 
+def effort_choices(times: dict[str, str]) -> list[tuple[str, str]]:
+    """Return the efforts as choices, with the time that each takes here where that is known."""
+    return [(", ".join(filter(None, (name, times.get(name)))), name) for name in EFFORTS]
+
+
 def recipe_choices() -> list[tuple[str, str]]:
-    """Return the listed recipes as choices of several lines: name, meaning, reference, quality."""
+    """Return the listed recipes as choices of several lines: name, meaning, reference."""
     choices = []
     for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
         recipe = RECIPES[name]
         like = f"{beginning(name)}.".removeprefix(".")
         sentences = f"{name_fields(recipe.about)}.", recipe.reference or "Ours.", like
-        choices.append((join_lines(recipe.label, *sentences, expected_quality(name)), name))
+        choices.append((join_lines(recipe.label, *sentences), name))
     return choices
 
 

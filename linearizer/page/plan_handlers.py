@@ -15,7 +15,7 @@ from linearizer.page import actions, plan_cards, plan_form, planning
 from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, describe_reach
-from linearizer.page.plan_form import WAYS, name_fields, recipe_of, way_choices
+from linearizer.page.plan_form import WAYS, effort_choices, name_fields, recipe_of, way_choices
 from linearizer.page.planning import Examined, make_plan
 from linearizer.plan.plan import YIELDING
 from linearizer.report import markup
@@ -73,7 +73,8 @@ def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
     """Describe a budget, the time of each way and effort here, and the command that does the same elsewhere."""
     budget, effort, may_grow, way, *rest = choices
     card, times = show_budget(chosen, *choices), dict[str, str]()
-    takes, table, here, command, written = [""] * 5
+    takes, command, written = "", "", ""
+    efforts = dict[str, str]()
 
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
@@ -85,14 +86,14 @@ def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
     with suppress(LinearizerError):  # the card says what is wrong
         plan = make_plan(*read_form(chosen, *choices))
         command, written = plan.command(), plan.to_json()
-        efforts = {name: forecast(name, way) for name in planning.EFFORTS}
-        table, machine = plan_cards.efforts_table(efforts, effort), chosen.machine(plan) if chosen else None
-        takes, here = plan_cards.forecast_card(machine, efforts[effort]), plan_cards.machine_card(machine)
+        takes = plan_cards.forecast_card(chosen.machine(plan) if chosen else None, forecast(effort, way))
+        efforts = {name: f"about {duration(forecast(name, way).seconds)}" for name in planning.EFFORTS}
         for name in WAYS:
             with suppress(LinearizerError):  # a way that cannot be combined with the other choices
                 times[name] = f"About {duration(forecast(effort, name).seconds)} here."
     listed = gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
-    return card, takes, table, here, gr.Radio(choices=way_choices(times)), listed, command, written
+    shown = gr.Radio(choices=effort_choices(efforts)), gr.Radio(choices=way_choices(times)), listed
+    return card, takes, *shown, command, written
 
 
 @handler

@@ -66,12 +66,11 @@ class Examined:
 
     def machine(self, plan: Plan) -> Machine | None:
         """Describe what a plan would run on here; None: a GPU that is lent only for the work."""
-        from linearizer.teacher.load import stored_dtype
         from linearizer.workers import forecast
 
         if zerogpu.on_zerogpu():
             return None
-        return forecast.describe_machine(plan, stored_dtype(self.config), runs_root())
+        return forecast.describe_machine(plan, runs_root())
 
 
 def examine_model(visitor: Visitor, model: str) -> Examined:

@@ -29,11 +29,11 @@ from linearizer.run.folder import Run
 from linearizer.workers import control
 
 EXAMPLE_NOTE = (
-    "This is a finished example that comes with Linearizer: a run of the demo model, as it was measured. Its student "
-    "is made again when you compare; it can neither be evaluated further nor be published."
+    "This is a finished example that comes with Linearizer, a run of the demo model. Chat with its student under "
+    "Compare; it cannot be evaluated further or published."
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
-PLOTS = ("map", "prices", "curves", "frontier", "memory_plot", "losses", "error")
+PLOTS = ("map", "prices", "frontier", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
 TABS, PLACES = ("step_2", "step_3", "step_4", "step_5", "step_6"), ("prices_place", "freedoms_place", "awaited")
@@ -135,7 +135,7 @@ def show_attached(run: Run | None) -> dict[str, Any]:
         return {**shown, "run_model": "", "run_plan": ""}
     decided_by = run.plan.rules.decided_by
     shown["prices_place"] = gr.Column(visible=decided_by == "prices")
-    shown["freedoms_place"] = gr.Row(visible=decided_by == "freedoms")
+    shown["freedoms_place"] = gr.Column(visible=decided_by == "freedoms")
     shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     shown["run_plan"] = plan_cards.plan_card(run.plan)
     if run.has_file("inspection.json"):
@@ -191,15 +191,15 @@ def draw_parts(browser: Browser, seen: dict[str, Any], opened: bool) -> list[Any
     live = name is not None and pieces["evaluating"].value in control.LIVE
     student = name is not None and pieces["can"].value["student"]
     new = {part: mark for part, mark in part_marks(pieces).items() if opened or part == LEADING_PART}
-    before = seen.get("marks", {}) if seen.get("run") == name else {}
+    drawn = seen.get("marks", {})
+    before = drawn if seen.get("run") == name else {}
     outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
-    for part, view in PART_VIEWS.items():
-        outputs.append(gr.Column(visible=part in new))
-        if part not in new or before.get(part) == new[part]:
-            outputs += [gr.skip()] * (1 + 2 * len(view.charts))  # a place and a chart for each
-            continue
-        tables, figures = pieces[PART_PREFIX + part].value()  # drawn when it is first shown
-        outputs.append(tables)
-        for figure in figures:
-            outputs += [gr.Column(visible=figure is not None), plot_json(figure)]
+    for part in PART_VIEWS:
+        sent = [gr.skip()] * 2
+        if part in new and before.get(part) != new[part]:
+            tables, figure = pieces[PART_PREFIX + part].value()  # drawn when it is first shown
+            sent = [tables, plot_json(figure)]
+        elif part in drawn and part not in new:  # of another run
+            sent = ["", None]
+        outputs += [gr.Column(visible=part in new), *sent]
     return outputs

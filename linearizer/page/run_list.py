@@ -10,16 +10,16 @@ from html import escape
 
 from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
-from linearizer.page.cards import STEP_SENTENCES, state_sign, step_bar
+from linearizer.page.cards import STEP_SENTENCES, state_line, step_bar
 from linearizer.plan.allocation import StateSize
-from linearizer.report.line_chart import Line, draw_spark
+from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, message_box, sentence_html, table
+from linearizer.report.run_charts import MIN_DRAWN_KL
 from linearizer.report.tables import describe_heads
 from linearizer.report.verdict import judge_run, of_subject
 from linearizer.run.folder import Run
 from linearizer.workers.control import LIVE, Status
 
-RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 RESUMED = ("stopped", "failed", "lost")  # states of runs that can go on
 
 
@@ -52,7 +52,7 @@ def list_run(status: Status, now: float) -> str:
     said = sentence_html(status.error) if status.error else quality_line(status.run)
     return (
         f'<article class="lz-card" data-run="{name}"><header><h2>{title}</h2><small>{what}</small></header>'
-        f'<p class="lz-state lz-{status.state}">{state_sign(status.state)} {escape(state_words(status))}</p>{bar}'
+        f"{state_line(status.state, state_words(status))}{bar}"
         f'<div>{said}</div><p class="lz-faint">{escape(" · ".join(facts))}</p><div class="lz-acts">{"".join(acts)}'
         "</div></article>"
     )
@@ -69,18 +69,22 @@ def rename_form(name: str) -> str:
 
 
 def quality_line(run: Run) -> str:
-    """Show the verdict on a run's student, and the kl of student and window over the length of texts."""
+    """Show the verdict on a run's student, and the KL of student and window over the length of texts."""
     with suppress(LinearizerError):  # a damaged file of one run must not hide the others
         if (verdict := judge_run(run)) is None:
             return ""
         lengths, lines = run.results["language"].result.lengths, []
         for name in ("window", "student"):
             judged = [(each.length, of_subject(each, name).kl) for each in lengths]
-            points = [(float(length), kl.mean) for length, kl in judged if kl is not None]
+            points = [(float(length), max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]
             lines += [Line(name, points, f"lz-{name}")] * (len(points) > 1)
         about = f"KL over texts of {lengths[0].length:,} to {lengths[-1].length:,} tokens, student and window"
         first = verdict.sentence.partition(". ")[0]
-        return (draw_spark(about, lines) if lines else "") + f"<p>{sentence_html(first)}.</p>"
+        drawn = ""
+        if lines:
+            x, y = (Axis.around([point[side] for line in lines for point in line.points]) for side in (0, 1))
+            drawn = draw_lines(about, x, y, lines, marks=False)
+        return f"{drawn}<p>{sentence_html(first)}.</p>"
     return ""
 
 
@@ -103,17 +107,6 @@ def state_words(status: Status) -> str:
         return status.state
     done, total = int(status.step["done"]), max(1, int(status.step["total"]))
     return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total}%"
-
-
-def quality_cells(run: Run) -> tuple[str, str]:
-    """Return the kl and the agreement of a run's student; a dash where it is not judged."""
-    try:
-        verdict = judge_run(run)
-    except LinearizerError:  # a damaged file of one run must not hide the others
-        verdict = None
-    if verdict is None or verdict.kl is None or verdict.agreement is None:
-        return "–", "–"
-    return f"{verdict.kl:.4f}", f"{verdict.agreement:.1%}"
 
 
 def deleting_card(status: Status) -> str:
@@ -150,21 +143,12 @@ def show_option(value: object) -> str:
 
 def run_facts(run: Run) -> dict[str, str]:
     """Return the results of a run by their names."""
-    kl, agreement = quality_cells(run)
-    facts = {"kl, nats per token": kl, "agreement with the teacher": agreement}
+    facts: dict[str, str] = {}
+    if (verdict := judge_run(run)) is not None and verdict.kl is not None:
+        facts |= {"KL, nats per token": f"{verdict.kl:.4f}", "agreement with the teacher": f"{verdict.agreement:.1%}"}
     if (allocation := run.allocation) is not None:
         state = StateSize.of(allocation, run.layers)
         facts["state"] = growing(state.fixed, state.growth)
         facts["smaller from"] = "never" if state.breakeven is None else f"{state.breakeven:,} tokens on"
         facts["heads hold"] = describe_heads(allocation)
-    subjects = run.results["speed"].result.subjects if "speed" in run.results else ()
-    paces = {course.name: [pace for pace in course.paces if pace.extrapolated is None] for course in subjects}
-    for title, rate in RATES.items():
-        measured = {name: {pace.length: getattr(pace, rate) for pace in paces[name]} for name in paces}
-        lengths = [length for length, speed in measured.get("student", {}).items() if speed]
-        facts[title] = "not evaluated yet"
-        if lengths:
-            length, teacher = max(lengths), measured["teacher"].get(max(lengths))
-            facts[title] = f"{measured['student'][length]:,.0f} after {length:,} tokens"
-            facts[title] += f"; its teacher {teacher:,.0f}" if teacher else ""
     return facts

@@ -17,9 +17,10 @@ from typing import Any
 from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import decidable, offers_of
 from linearizer.page import cards, chat
+from linearizer.page.visitors import is_example
 from linearizer.plan import head_bytes
-from linearizer.plan.allocation import Allocation, StateSize
-from linearizer.report import allocation_charts, markup, training_charts
+from linearizer.plan.allocation import Allocation
+from linearizer.report import markup, run_charts
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import find_correction
 from linearizer.report.verdict import judge_run
@@ -52,7 +53,6 @@ class RunState:
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.Lock()
         self.place, self.begun = 0, 0.0
-        self.freedoms: dict[int, list[float]] = {}
         self.training: list[dict[str, Any]] = []  # steps are counted over all losses
         self.begin, self.ends = 0, dict[int, int]()  # of the loss that is at work, and of each that ended, in this list
         self.pieces: dict[str, Piece] = {}
@@ -72,9 +72,7 @@ class RunState:
         """Read what is new in the log."""
         new, self.place = events.read_events(self.run.log_file, self.place)
         for event in new:
-            if event["event"] == EventName.PROFILE and "layer" in event:
-                self.freedoms[event["layer"]] = event["freedoms"]
-            elif event["event"] == EventName.DISTILL and self.run.owns_event(event):
+            if event["event"] == EventName.DISTILL and self.run.owns_event(event):
                 self.add_step(event)
             elif event["event"] == EventName.DISTILLED and self.run.owns_event(event):
                 self.begin = self.ends.setdefault(event.get("phase", 0), len(self.training))
@@ -108,33 +106,28 @@ class RunState:
             "trains": cards.trains(run),
             "can": possible_actions(status),
             "card": cards.run_card(status, run.folder.name, now),
-            "training": cards.training_card(status, self.training, now),
+            "training": cards.training_card(status, self.training),
             "evaluating": "" if evaluation is None else evaluation.state,
-            "evaluating card": cards.evaluation_card(evaluation, now),
+            "evaluating card": "" if is_example(run) else cards.evaluation_card(evaluation, now),
         }
         for name, value in kept.items():
             self.put(name, value, lambda value=value: value)
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
             self.drawn, steps = now, self.training
             mark = (len(steps), steps[-1]["done"] if steps else 0)
-            self.put("losses", mark, lambda: training_charts.draw_training_losses(steps).to_json() if steps else None)
-            self.put("error", mark, lambda: training_charts.draw_errors(steps).to_json() if steps else None)
+            self.put("losses", mark, lambda: run_charts.draw_training_losses(steps).to_json() if steps else None)
         self.draw_profile()
         self.draw_evaluation()
 
     def draw_profile(self) -> None:
-        """Draw the map as layers are measured, and the curves once all are."""
+        """Draw the degrees of freedom or the prices of heads, once all are measured, where they decide."""
         run = self.run
         by_freedoms = run.plan.rules.decided_by == "freedoms"
-        if by_freedoms and "curves" not in self.pieces and (profile := run.profile) is not None:
-            self.freedoms = allocation_charts.read_freedoms(profile)
-            self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        if by_freedoms and run.has_file("inspection.json"):
-            draw_map = partial(allocation_charts.draw_freedom_map, self.freedoms, run.layers)
-            self.put("map", len(self.freedoms), lambda: draw_map().to_json())
+        if by_freedoms and "map" not in self.pieces and (profile := run.profile) is not None:
+            self.put("map", "measured", lambda: run_charts.draw_freedom_map(profile, run.layers).to_json())
         if "prices" not in self.pieces and run.has_file("prices.json") and (prices := run.prices) is not None:
-            option = allocation_charts.priced_alike(prices, run.layers, run.plan.budget or 0)  # of an equal share
-            draw_prices = partial(allocation_charts.draw_price_map, prices, run.layers, option)
+            option = run_charts.priced_alike(prices, run.layers, run.plan.budget or 0)  # of an equal share
+            draw_prices = partial(run_charts.draw_price_map, prices, run.layers, option)
             self.put("prices", "measured", lambda: draw_prices().to_json())
         if "shares" in self.pieces or decidable(run):
             path = run.folder / "allocation.json"
@@ -155,8 +148,6 @@ class RunState:
             self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)) + cards.numbers_card(run))
             self.put("usage", mark, lambda: cards.use_card(run))
             self.put("frontier", mark, lambda: self.draw_frontier(allocation, parts["language"]))
-            state = StateSize.of(allocation, run.layers)
-            self.put("memory_plot", mark, lambda: training_charts.draw_state_size(state, run.positions).to_json())
         self.evaluated = mark
 
     def draw_frontier(self, allocation: Allocation, part: Part[Language]) -> str:
@@ -176,15 +167,13 @@ class RunState:
         correction = find_correction(self.run)
         factor = 1.0 if correction is None else correction.factor
         cache_bytes = head_bytes.cache_bytes(layers, length)
-        return allocation_charts.draw_frontier(points, measured, cache_bytes, layers, factor).to_json()
+        return run_charts.draw_frontier(points, measured, cache_bytes, layers, factor).to_json()
 
 
-def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:
-    """Show the result of a part: its charts in the order of their captions, and its tables, folded where it has any."""
-    figures = [chart.draw(part) for chart in PART_VIEWS[name].charts]
-    return markup.part_html(name, part, opened=not any(figures)), [
-        None if figure is None else figure.to_json() for figure in figures
-    ]
+def draw_part(name: str, part: Part) -> tuple[str, str | None]:
+    """Show the result of a part: its tables, folded where it has a chart, and the chart."""
+    figure = PART_VIEWS[name].draw(part)
+    return markup.part_html(name, part, opened=figure is None), figure and figure.to_json()
 
 
 def step_of_page(status: Status) -> int:

@@ -97,17 +97,18 @@ def runs_page(page: gr.Blocks) -> None:
     """List all runs on a page of its own."""
     memory = browser_memory()
     layout.header("p")
-    layout.lead("Runs", "All that was begun. Each goes on by itself; open one to watch it.", "h1")
+    layout.lead("Runs", "Each goes on by itself; open one to watch it.", "h1")
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm")
     listed, busy = gr.HTML(elem_id="runs", js_on_load="actOnRuns(element, trigger)"), gr.Checkbox(visible="hidden")
-    layout.lead("Two runs side by side", "Plan, what the heads hold, kl, agreement, bytes and speed.", "h2")
-    with gr.Row(elem_classes="lz-pick"):
-        pair = [gr.Dropdown([], label=label, allow_custom_value=True, elem_id=name) for label, name in PAIR]
-    compared = gr.HTML(elem_id="compared")
+    with gr.Column(visible=False) as two:
+        layout.lead("Two runs side by side", "Plans, heads, quality and bytes.", "h2")
+        with gr.Row(elem_classes="lz-pick"):
+            pair = [gr.Dropdown([], label=label, allow_custom_value=True, elem_id=name) for label, name in PAIR]
+        compared = gr.HTML(elem_id="compared")
     gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
     acted = listed.click(handlers.act_on_run, memory, None, **ONCE)
-    shown: dict[str, Any] = {"inputs": [memory, busy], "outputs": [listed, *pair], **QUICK}
+    shown: dict[str, Any] = {"inputs": [memory, busy], "outputs": [listed, two, *pair], **QUICK}
     acted.success(handlers.list_runs, **shown)
     gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, js="askWhetherBusy", **shown)
 
@@ -148,7 +149,7 @@ def open_budget() -> tuple[gr.Tabs, gr.Tab]:
 def wire_plan(ui: SimpleNamespace) -> None:
     form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values()]
     choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
-    shown = [ui.budget_card, ui.forecast, ui.efforts, ui.machine, ui.way, ui.listed, ui.command, ui.plan]
+    shown = [ui.budget_card, ui.forecast, ui.effort, ui.way, ui.listed, ui.command, ui.plan]
     last = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     changes = [part.change for part in changed]
     ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **last)
@@ -196,7 +197,7 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
     ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():
-        shown += [place, ui.part_tables[part], *ui.part_charts[part]]
+        shown += [place, ui.part_tables[part], ui.part_charts[part]]
     ui.all.expand(None, None, ui.opened, js="() => true", **QUICK)
     changes = [ui.examined.change, ui.opened.change]
     gr.on(changes, polling.draw_parts, [ui.memory, ui.examined_seen, ui.opened], shown, **QUICK)
@@ -212,12 +213,13 @@ def wire_compare(ui: SimpleNamespace) -> None:
     reading = ui.file.upload(handlers.read_document, [ui.memory, ui.chat, ui.file, *manner], outputs, **busy)
     stopped = ui.stop_writing.click(None, None, None, cancels=[writing, reading], **QUICK)
     stopped.then(handlers.show_stopped, [ui.memory, ui.chat], outputs, **QUICK)
-    ui.end_chat.click(handlers.end_chat, [ui.memory, ui.chat], outputs, cancels=[writing, reading], **QUICK)
+    again = [ui.as_chat, *outputs]
+    ui.end_chat.click(handlers.end_chat, [ui.memory, ui.chat], again, cancels=[writing, reading], **QUICK)
     ui.with_window.change(lambda shown: gr.Column(visible=bool(shown)), ui.with_window, ui.window_place, **QUICK)
     ui.prompt.input(lambda: "", None, ui.prompt_note, **QUICK)
     for title, button in ui.prompts.items():
-        filled = [ui.prompt, ui.as_chat, ui.prompt_note]
-        button.click(handlers.take_prompt(title), [ui.memory, ui.tokens], filled, show_progress_on=ui.prompt, **SLOW)
+        take, sent = handlers.take_prompt(title), [ui.memory, ui.chat, ui.tokens]
+        button.click(take, sent, again, show_progress_on=ui.prompt, **SLOW)
 
 
 def wire_publish(ui: SimpleNamespace) -> None:

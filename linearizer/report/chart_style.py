@@ -42,7 +42,7 @@ COUNTS_AXIS = {"type": "log", "tickformat": "~s", "nticks": 4}  # of bytes or to
 SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
-    "window": ("window control", ORANGE, "square", "dash"),
+    "window": ("plain window", ORANGE, "square", "dash"),
     "untrained": ("untrained student", GREEN, "cross", "dashdot"),
     "cache, 2 bits": ("cache, 2 bits", PURPLE, "triangle-down", "longdash"),
     "cache, 3 bits": ("cache, 3 bits", PURPLE, "star", "longdashdot"),
@@ -59,27 +59,18 @@ def new_figure(height: int, x: Options = NO_OPTIONS, y: Options = NO_OPTIONS, **
     return Figure(layout={**LAYOUT, "height": height, "xaxis": {**XAXIS, **x}, "yaxis": {**YAXIS, **y}, **layout})
 
 
-def new_grid(height: int, titles: Sequence[str], columns: int, coloraxis: dict[str, Any], **spacing: float) -> Figure:
-    """Create a figure of several pairs of axes that share one scale of colours."""
-    from plotly.subplots import make_subplots
-
-    rows = -(-len(titles) // columns)
-    figure = make_subplots(rows, columns, subplot_titles=titles, shared_yaxes=True, **spacing)
-    return figure.update_layout(LAYOUT, height=height, coloraxis=coloraxis).update_xaxes(XAXIS).update_yaxes(YAXIS)
-
-
 def thin_points(points: Sequence[T]) -> list[T]:
     """Keep at most MAX_POINTS of the points of a line, the first and the last among them."""
     every = max(1, -(-len(points) // (MAX_POINTS - 1)))
     return [*points[:-1:every], *points[-1:]]
 
 
-def layer_line(number: int, count: int, width: float) -> dict[str, Any]:
+def layer_line(number: int, count: int) -> dict[str, Any]:
     """Describe the line of a layer: colours go from the first to the last, and neighbours differ by dashes, too."""
     from plotly.colors import sample_colorscale
 
     colour = str(sample_colorscale(LAYER_COLOURS, number / max(1, count - 1))[0])
-    return {"color": colour, "width": width, "dash": LAYER_DASHES[number % len(LAYER_DASHES)]}
+    return {"color": colour, "width": 1.5, "dash": LAYER_DASHES[number % len(LAYER_DASHES)]}
 
 
 def subject_line(name: str, hover: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from itertools import pairwise
 WIDTH, HEIGHT = 400, 240  # of a chart, in its own units: it is drawn as wide as its place
 LEFT, RIGHT, TOP, BOTTOM = 44, 78, 12, 30  # margins: ticks at the left and below, names of lines at the right
 SPACING = 15.0  # between the names of two lines, at least
-SPARK_WIDTH, SPARK_HEIGHT, SPARK_MARGIN = 150, 40, 4
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,19 @@ class Axis:
     ticks: Sequence[tuple[float, str]]
     log: bool = True
 
+    @staticmethod
+    def around(values: Sequence[float]) -> Axis:
+        """Return an axis without ticks on which all values fit."""
+        return Axis(min(values), max(max(values), 1.01 * min(values)), ())
+
     def share(self, value: float) -> float:
         """Return how far along the axis a value is, 0 to 1."""
         low, high, at = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         return min(1.0, max(0.0, (at - low) / (high - low)))
 
 
-def draw_lines(about: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """Draw lines with their names at their ends; `about` says in words what is seen."""
+def draw_lines(about: str, x: Axis, y: Axis, lines: Sequence[Line], marks: bool = True) -> str:
+    """Draw lines with their names at their ends, and `marks` at their points; `about` says in words what is seen."""
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
@@ -56,10 +60,11 @@ def draw_lines(about: str, x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     placed = [[place(point) for point in line.points] for line in lines]
     for line, points in zip(lines, placed, strict=True):
         drawn.append(f'<path class="lz-line {line.kind}" d="{path_of(points)}"/>')
-        drawn += [f'<circle class="{line.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in points]
+        drawn += [f'<circle class="{line.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in points * marks]
     for line, height in zip(lines, spread([points[-1][1] for points in placed], TOP, bottom), strict=True):
         drawn.append(f'<text class="{line.kind}" x="{right + 8}" y="{height + 4:.1f}">{escape(line.name)}</text>')
-    return framed(WIDTH, HEIGHT, about, drawn)
+    label = escape(about, quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
 
 def spread(heights: Sequence[float], top: float, bottom: float) -> list[float]:
@@ -73,28 +78,5 @@ def spread(heights: Sequence[float], top: float, bottom: float) -> list[float]:
     return moved
 
 
-def draw_spark(about: str, lines: Sequence[Line]) -> str:
-    """Draw lines without axes, each value above zero on a scale of factors: only their shape is seen."""
-    points = [point for line in lines for point in line.points]
-    across, up = ([math.log(max(point[side], 1e-12)) for point in points] for side in (0, 1))
-    width, height = SPARK_WIDTH - 2 * SPARK_MARGIN, SPARK_HEIGHT - 2 * SPARK_MARGIN
-
-    def place(value: float, among: Sequence[float], room: float) -> float:
-        low, high = min(among), max(among)
-        return SPARK_MARGIN + room * (math.log(max(value, 1e-12)) - low) / ((high - low) or 1.0)
-
-    drawn = []
-    for line in lines:
-        placed = [(place(a, across, width), SPARK_HEIGHT - place(b, up, height)) for a, b in line.points]
-        drawn.append(f'<path class="lz-line {line.kind}" d="{path_of(placed)}"/>')
-    return framed(SPARK_WIDTH, SPARK_HEIGHT, about, drawn)
-
-
 def path_of(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
-
-
-def framed(width: int, height: int, about: str, drawn: Sequence[str]) -> str:
-    """Put what is drawn into a picture that has its description as its name."""
-    label = escape(about, quote=True)
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'

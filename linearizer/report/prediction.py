@@ -1,4 +1,4 @@
-"""The kl that prices predict of a student, corrected by the kl of whole students: a price is of one head alone."""
+"""The KL that prices predict of a student, corrected by the KL of whole students: a price is of one head alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from linearizer.run.prices import Candidates
 
 @dataclass(frozen=True)
 class Correction:
-    """The kl that prices predict of the student they chose, and the kl that was measured of it."""
+    """The KL that prices predict of the student they chose, and the KL that was measured of it."""
 
     predicted: float
     measured: float
@@ -50,7 +50,7 @@ def find_correction(run: Run) -> Correction | None:
 
 
 def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
-    """Describe the kl that prices predict of an allocation, scaled by what this run measured; "" without prices."""
+    """Describe the KL that prices predict of an allocation, scaled by what this run measured; "" without prices."""
     if plan.rules.decided_by != "prices":
         return ""
     try:
@@ -62,20 +62,20 @@ def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
     last = all(level == len(own) - 1 for level, own in zip(levels, offers.offers, strict=True))
     most = "; more buys nothing: every head has all it can use" * last
     if (correction := find_correction(run)) is None:
-        return f"{predicted:.4f} predicted; no whole student was measured{most}"
+        return f"{predicted:.4f} predicted: no whole student was measured{most}"
     factor = f"× {correction.factor:.2g} as this run measured"
     return f"about {predicted * correction.factor:.4f}: {predicted:.4f} predicted, {factor}{most}"
 
 
 def kl_sentences(run: Run) -> list[str]:
-    """Describe the predicted and the measured kl of a run's student, and which allocation was kept and why."""
+    """Describe the predicted and the measured KL of a run's student, and which allocation was kept and why."""
     correction, candidates = find_correction(run), run.candidates
     predicted = [] if correction is None else [f"{correction.in_words}."]
     return predicted + ([] if candidates is None else [candidates.in_words])
 
 
 def candidates_table(candidates: Candidates) -> Table:
-    """Show the kl of every allocation that was measured before one was kept."""
+    """Show the KL of every allocation that was measured before one was kept."""
     rows: Rows = [("KL over the first … tokens", *(f"{length:,}" for length in candidates.lengths))]
     rows += [(each.name, *(f"{kl:.4f}" for kl in each.kl)) for each in candidates.measured]
     note = "of text that was not priced; kept is the smallest by ratio over all lengths, less than 0.001 being rounding"

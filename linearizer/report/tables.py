@@ -224,8 +224,13 @@ def format_rates(pace: results.Pace) -> list[str]:
 
 
 def format_mean(values: Sequence[float | None], form: str = ".3f") -> str:
+    return cells([mean_of(values)], form)[0]
+
+
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the values that are there."""
     there = [value for value in values if value is not None]
-    return f"{sum(there) / len(there):{form}}" if there else "–"
+    return sum(there) / len(there) if there else None
 
 
 def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import chat, chats, limits, loaded_models
+from linearizer.page import chat, chats, handlers, limits, loaded_models
 from linearizer.page.chats import Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.run.results import Comparison, Held
@@ -155,3 +155,11 @@ def test_a_chat_that_is_ended_while_the_models_read_ends_their_work(visitor, mod
     next(reading)
     chats.end_chats_named("talk")
     assert not list(reading) and not models.kept and not chats.CHATS
+
+
+def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_also_after_a_document(visitor, models):
+    list(chat.read_document(visitor, "run", TEXT, Settings(), "talk"))
+    as_chat, prompt, note, *_ = handlers.take_prompt(chat.WORD)({"run": "run"}, None, None, "talk", 6)
+    assert not as_chat and "tokens back" in note
+    talk, now = said(visitor, prompt, RAW)[-1]
+    assert talk.document is None and now.student.tokens == 6

@@ -46,16 +46,16 @@ def test_the_example_is_what_todays_code_writes(quick_run):
 def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
     pieces = run_state.read_pieces(visitor.find_run(EXAMPLE_NAME), 60.0)
-    for piece in ("prices", "verdict", "memory_plot", "frontier"):
+    for piece in ("prices", "verdict", "frontier"):
         assert pieces[piece].value, piece
     assert not pieces["trains"].value
     assert pieces["verdict"].value.count("<dt>") == 4
     drawn = {line["name"] for line in json.loads(pieces["frontier"].value)["data"]}
     names = {name.partition(",")[0] for name in drawn}
-    assert names == {"predicted from the prices", "student", "window control"}
+    assert names == {"predicted from the prices", "student", "plain window"}
     for part in PART_VIEWS.keys() - {"tasks"}:
-        tables, figures = pieces[run_state.PART_PREFIX + part].value()
-        assert any(figures) or '<details class="lz-fold" open>' in tables
+        tables, figure = pieces[run_state.PART_PREFIX + part].value()
+        assert figure or '<details class="lz-fold" open>' in tables
     assert pieces["stage"].value == 5 and not any(pieces["can"].value[name] for name in ("stop", "resume", "student"))
     assert plan_cards.share_out(visitor.find_run(EXAMPLE_NAME), 128)[1].heads
     for change in (
@@ -93,8 +93,8 @@ def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_mo
     run = planning.find_priced(visitor, inspection)
     assert run == visitor.find_run(EXAMPLE_NAME)
     told = [plan_cards.expected_kl(run, planning.make_plan("demo", budget, "Quick", {})) for budget in (64, 256)]
-    small, large = (float(text.removeprefix("about ").partition(",")[0]) for text in told)
-    assert small > large > 0 and all(text.endswith("by the prices of example-run") for text in told)
+    small, large = (float(text.removeprefix("about ").partition(":")[0]) for text in told)
+    assert small > large > 0 and all(text.endswith(": by the prices of example-run") for text in told)
     assert plan_cards.expected_kl(run, planning.make_plan("demo", 64, "Quick", {"recipe": "paper"})) == ""
     assert plan_cards.expected_kl(run, planning.make_plan("demo", 1, "Quick", {})) == ""
     assert planning.find_priced(visitor, replace(inspection, name="other")) is None

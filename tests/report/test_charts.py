@@ -8,15 +8,14 @@ from plotly.colors import sample_colorscale
 
 from linearizer.evaluate.kivi_control import RIVAL_BITS
 from linearizer.plan import head_bytes
-from linearizer.plan.allocation import Allocation, StateSize
+from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from linearizer.report import allocation_charts, chart_style, parts, training_charts
+from linearizer.report import chart_style, parts, run_charts
 from linearizer.run.prices import Prices
 from tests.support.evaluation_results import TYPED
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
-TOKEN = head_bytes.cache_bytes(LAYERS, 1)
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
 FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Head(28, 32))))
 
@@ -51,14 +50,11 @@ def contrast(first, second):
 
 def everything():
     return {
-        "map": allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(PROFILE), LAYERS),
-        "curves": allocation_charts.draw_freedom_curves(PROFILE),
-        "prices": allocation_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
-        "frontier": allocation_charts.draw_frontier([(100, 1.0), (900, 0.1)], {"student": (500, 0.2)}, 4000, LAYERS),
-        "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
-        "losses": training_charts.draw_training_losses(STEPS),
-        "error": training_charts.draw_errors(STEPS),
-        "memory": training_charts.draw_state_size(StateSize(TOKEN, 10**6), 8192),
+        "map": run_charts.draw_freedom_map(PROFILE, LAYERS),
+        "prices": run_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
+        "frontier": run_charts.draw_frontier([(100, 1.0), (900, 0.1)], {"student": (500, 0.2)}, 4000, LAYERS),
+        "bars": run_charts.draw_allocation(MIXED, LAYERS, FIX),
+        "losses": run_charts.draw_training_losses(STEPS),
     }
 
 
@@ -72,29 +68,19 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(name):
 
 
 def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
-    result = allocation_charts.read_freedoms(PROFILE)
-    whole = allocation_charts.draw_freedom_map(result, LAYERS).data[0]
-    assert [tuple(row) for row in whole.text] == [("16", "32"), ("", ""), ("48", "64")]
-    assert whole.colorbar.title.text == "degrees of freedom" and whole.coloraxis is None  # its own scale of colours
-    partly = allocation_charts.draw_freedom_map({0: result[0]}, LAYERS).data[0]
-    assert tuple(partly.z[0]) == tuple(whole.z[0])
-    assert tuple(partly.z[2]) == (None, None)
+    drawn = run_charts.draw_freedom_map(PROFILE, LAYERS).data[0]
+    assert [tuple(row) for row in drawn.text] == [("16", "32"), ("", ""), ("48", "64")]
+    assert drawn.colorbar.title.text == "degrees of freedom" and drawn.coloraxis is None  # its own scale of colours
 
 
-def test_lines_of_layers_differ_by_more_than_colour():
-    for figure in (allocation_charts.draw_freedom_curves(PROFILE), training_charts.draw_training_losses(STEPS)):
-        first, second = figure.data
-        assert first.line.dash != second.line.dash and first.line.color != second.line.color
-
-
-def test_curves_are_the_means_of_layers():
-    lines = allocation_charts.draw_freedom_curves(PROFILE).data
-    assert [line.name for line in lines] == ["layer 0", "layer 2"]
-    assert lines[1].y[0] == pytest.approx(3.5 * PROFILE.settings.ridges[0] ** -0.5)
+def test_lines_of_layers_differ_by_more_than_colour_and_keep_their_end():
+    first, second = run_charts.draw_training_losses(STEPS).data
+    assert first.line.dash != second.line.dash and first.line.color != second.line.color
+    assert len(first.x) <= chart_style.MAX_POINTS and first.x[-1] == 1000  # a long training is thinned
 
 
 def test_bars_add_up_to_the_bytes_of_each_head():
-    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(MIXED, LAYERS, FIX).data}
+    bars = {trace.name: trace for trace in run_charts.draw_allocation(MIXED, LAYERS, FIX).data}
     for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
         held = MIXED.heads[row][head]
         if not held.softmax:
@@ -102,12 +88,12 @@ def test_bars_add_up_to_the_bytes_of_each_head():
             assert tokens * head_bytes.token_bytes(LAYERS[row]) == head_bytes.head_bytes(held, LAYERS[row], 4, 0)
     assert bars["whole cache, grows"].y[1] > 0
     assert bars["whole cache, grows"].y[0] == 0
-    fix = bars["Fix: the same for every head"].y
+    fix = bars["the same for every head"].y
     assert fix[0] * head_bytes.token_bytes(LAYERS[0]) == head_bytes.head_bytes(FIX.heads[0][0], LAYERS[0], 4, 0)
 
 
 def test_bars_say_in_words_and_by_pattern_what_each_head_became():
-    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(MIXED, LAYERS, FIX).data}
+    bars = {trace.name: trace for trace in run_charts.draw_allocation(MIXED, LAYERS, FIX).data}
     assert bars["features"].customdata[0] == "layer 0, KV head 0: 28 + 32 features"
     assert bars["features"].customdata[1] == "layer 0, KV head 1: softmax"
     assert bars["features"].customdata[2] == "layer 2, KV head 0: 8 tokens"
@@ -117,9 +103,9 @@ def test_bars_say_in_words_and_by_pattern_what_each_head_became():
 
 def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
     for budget, window in ((40, 32), (20, 8), (1, 8)):  # beside 4 sinks
-        option = allocation_charts.priced_alike(PRICES, LAYERS, budget)
+        option = run_charts.priced_alike(PRICES, LAYERS, budget)
         assert option == Head(window=window)
-    drawn = allocation_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
+    drawn = run_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
     assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
     assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
 
@@ -128,13 +114,6 @@ def test_every_axis_says_its_unit():
     for name, figure in everything().items():
         for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
             assert axis.title.text, name
-
-
-def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
-    line = training_charts.draw_errors(STEPS).data[0]
-    assert len(line.x) <= chart_style.MAX_POINTS
-    assert line.x[-1] == 1000
-    assert line.y[-1] == pytest.approx(0.001)
 
 
 def test_no_two_models_of_an_evaluation_look_alike():
@@ -150,15 +129,7 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
     lengths = [replace(each, subjects=(*each.subjects, replace(each.subjects[2], name="no features")))
                for each in language.lengths]  # fmt: skip
     part = replace(TYPED["language"], result=replace(language, lengths=tuple(lengths)))
-    assert parts.length_chart.draw(part).data[-1].name == "no features"
-
-
-def test_memory_crosses_where_the_student_breaks_even():
-    figure = training_charts.draw_state_size(StateSize(TOKEN, 300 * TOKEN), 512)
-    assert figure.data[2].x == (300,)
-    assert "300" in figure.data[2].text[0]
-    assert figure.data[0].x[-1] == 512  # no length is shown that the teacher cannot read
-    assert len(training_charts.draw_state_size(StateSize(TOKEN, 1000, growth=TOKEN), 512).data) == 2  # never
+    assert parts.length_chart(part).data[-1].name == "no features"
 
 
 def test_numbers_can_be_read_on_every_colour_of_a_map():

@@ -5,19 +5,23 @@ from dataclasses import replace
 
 import pytest
 
+from linearizer.report import chart_style
 from linearizer.report.markup import part_html
 from linearizer.report.parts import PART_VIEWS, evaluation_report
+from linearizer.report.run_charts import MIN_DRAWN_KL
 from linearizer.run.results import PARTS, Speed, read_part
 from tests.support.evaluation_results import NAMES, STORED, TYPED
 
+DRAWN = [part for part in PARTS if part not in ("generation", "tasks")]  # the others are tables alone
+
 
 def drawn(name, part):
-    figures = {chart.title: chart.draw(part) for chart in PART_VIEWS[name].charts}
-    return {title: figure for title, figure in figures.items() if figure is not None}
+    return PART_VIEWS[name].draw(part)
 
 
-def figures(part):
-    return {title: json.loads(figure.to_json()) for title, figure in drawn(part, measured_twice(TYPED[part])).items()}
+def figure_of(part):
+    figure = drawn(part, measured_twice(TYPED[part]))
+    return figure and json.loads(figure.to_json())
 
 
 def measured_twice(part):
@@ -31,60 +35,64 @@ def measured_twice(part):
     return replace(part, result=replace(part.result, subjects=tuple(subjects)))
 
 
-def traces(part, title):
-    return {trace["name"]: trace for trace in figures(part)[title]["data"] if "name" in trace}
+def traces(part):
+    return {trace["name"]: trace for trace in figure_of(part)["data"] if "name" in trace}
 
 
-def test_every_part_has_charts_and_tables():
+def test_every_part_has_tables():
     assert set(PART_VIEWS) == set(PARTS) == set(TYPED)
-    assert all(view.tables(TYPED[part]) and figures(part) for part, view in PART_VIEWS.items())
+    assert all(view.tables(TYPED[part]) for part, view in PART_VIEWS.items())
     report = evaluation_report(TYPED)
     assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", DRAWN)
 def test_every_figure_is_plain_json_on_a_transparent_ground(part):
-    for title, figure in figures(part).items():
-        assert figure["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)" and figure["data"], title
-        assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
+    figure = figure_of(part)
+    assert figure["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)" and figure["data"]
+    assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
 
 
-@pytest.mark.parametrize(("part", "title"), [
-    ("language", "Quality by length"), ("recall", "Recall"), ("speed", "Writing"),
-])  # fmt: skip
-def test_subjects_differ_by_marker_not_only_by_colour(part, title):
-    lines = [trace for trace in figures(part)[title]["data"] if "marker" in trace]
-    symbols = [trace["marker"]["symbol"] for trace in lines]
+@pytest.mark.parametrize("part", ["language", "recall", "needle", "speed"])
+def test_subjects_differ_by_marker_not_only_by_colour(part):
+    symbols = [trace["marker"]["symbol"] for trace in figure_of(part)["data"] if "marker" in trace]
     first = [symbol if isinstance(symbol, str) else symbol[0] for symbol in symbols]
-    assert len(set(first)) == len(first) == (len(NAMES) - (part == "speed" or title == "Quality by length"))
+    assert len(set(first)) == len(first) == (len(NAMES) - (part in ("language", "speed")))
 
 
 def test_gaps_are_those_that_were_measured():
-    recall = traces("recall", "Recall")
+    recall = traces("recall")
     assert recall["student"]["x"] == [16, 32] and recall["student"]["y"] == [2.5, 3.0]
     assert recall["the first time, teacher"]["y"] == [4.5, 4.5]
 
 
-def test_a_map_of_pairs_has_the_share_in_every_cell_depth_down_and_length_across():
-    figure = figures("needle")["Pairs hidden in text"]
-    assert [note["text"] for note in figure["layout"]["annotations"]] == NAMES
-    student = figure["data"][1]
-    assert student["x"] == ["160", "320*"] and student["y"] == ["5%", "95%"]
-    assert student["text"] == [["25%", "–"], ["100%", "–"]] and student["texttemplate"] == "%{text}"
+def test_hidden_pairs_are_drawn_by_length_over_the_depths_that_fit():
+    student = traces("needle")["student"]
+    assert student["x"] == [160, 320] and student["y"] == [0.625, None]
 
 
 def test_rates_are_drawn_where_several_lengths_were_measured():
-    assert traces("speed", "Writing")["student"]["x"] == [1024, 4096]
-    assert drawn("speed", TYPED["speed"]) == {}  # one length was measured, and one point is no chart
+    assert traces("speed")["student"]["x"] == [1024, 4096]
+    assert drawn("speed", TYPED["speed"]) is None  # one length was measured, and one point is no chart
+
+
+def test_the_error_of_every_head_is_drawn_and_dark_is_worse():
+    (heads,) = figure_of("approximation")["data"]
+    assert heads["text"] == [["0.1", "0.2"], ["", ""]]  # the second layer is bounded by itself
+    assert heads["z"][0][1] > heads["z"][0][0] and heads["colorscale"] == chart_style.WORSE_COLOURS
 
 
 def test_quality_is_drawn_by_length_with_intervals_where_there_are_several():
-    student = traces("language", "Quality by length")["student"]
+    student = traces("language")["student"]
     assert student["x"] == [32, 128] and student["y"] == [0.2, 0.2]
     assert student["error_y"]["array"] == pytest.approx([0.2, 0.2])
     result = TYPED["language"].result
+    short, long = result.lengths
+    exact = replace(short, subjects=tuple(replace(one, kl=replace(one.kl, mean=-1e-9)) for one in short.subjects))
+    rounded = drawn("language", replace(TYPED["language"], result=replace(result, lengths=(exact, long))))
+    assert min(rounded.data[0].y) == MIN_DRAWN_KL  # an axis of factors has no zero
     once = replace(TYPED["language"], result=replace(result, lengths=result.lengths[:1]))
-    assert "Quality by length" not in drawn("language", once)
+    assert drawn("language", once) is None
 
 
 def test_what_the_teacher_cannot_do_is_no_chart_and_says_so():
@@ -93,25 +101,8 @@ def test_what_the_teacher_cannot_do_is_no_chart_and_says_so():
     poor = replace(
         part, result=replace(part.result, subjects=tuple(replace(one, correct=rows) for one in part.result.subjects))
     )
-    assert drawn("needle", poor) == {} and "the teacher itself recalls less than half" in part_html("needle", poor)
+    assert drawn("needle", poor) is None and "the teacher itself recalls less than half" in part_html("needle", poor)
     assert "the teacher itself" not in part_html("needle", part)
-
-
-def test_scores_of_tasks_have_standard_errors_and_markers():
-    scores = figures("tasks")["Scores"]["data"]
-    assert [trace["x"] for trace in scores] == [["piqa, acc"]] * len(NAMES)
-    assert all(trace["error_y"]["array"] == [0.02] for trace in scores)
-    assert len({trace["marker"]["symbol"] for trace in scores}) == len(NAMES)
-
-
-def test_heads_are_shown_before_and_after_training():
-    maps = figures("approximation")["Error of every head"]
-    assert [note["text"] for note in maps["layout"]["annotations"]] == ["before training", "after training"]
-    assert maps["data"][1]["text"] == [["0.10", "0.20"], ["", ""]]  # the second layer is bounded by itself
-
-
-def test_writing_tells_greedy_from_drawn():
-    assert traces("generation", "Where they leave the teacher")["student, drawn"]["x"] == [3, 8]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -128,7 +119,7 @@ def test_a_student_measured_alone_can_be_shown(part):
         result["breakeven"] = None
     alone = read_part(part, result)
     assert "student" in part_html(part, alone)
-    assert bool(drawn(part, measured_twice(alone))) == (part != "generation")  # whose chart compares with the teacher
+    assert bool(drawn(part, measured_twice(alone))) == (part in DRAWN)
 
 
 def test_words_from_elsewhere_are_no_markup():

@@ -6,7 +6,6 @@ import pytest
 
 from linearizer.cli.text import describe_run
 from linearizer.method.decide import decide
-from linearizer.page.cards import candidates_card
 from linearizer.page.run_state import RunState
 from linearizer.plan.allocation import heads_replaced
 from linearizer.plan.head_bytes import Head
@@ -41,7 +40,7 @@ def measured_at(run, factor):
 def test_a_prediction_is_multiplied_by_what_the_run_measured(run):
     allocation = decide(run, PLAN, run.layers)
     most = "; more buys nothing: every head has all it can use"  # a window of the whole text
-    assert predict_kl(run, PLAN, allocation).endswith(f"predicted; no whole student was measured{most}")
+    assert predict_kl(run, PLAN, allocation).endswith(f"predicted: no whole student was measured{most}")
     predicted = measured_at(run, 1.5)
     assert find_correction(run).factor == pytest.approx(1.5, rel=1e-3)
     said = f"about {1.5 * predicted:.4f}: {predicted:.4f} predicted, × 1.5 as this run measured{most}"
@@ -49,14 +48,14 @@ def test_a_prediction_is_multiplied_by_what_the_run_measured(run):
     assert predict_kl(run, PLAN, run.allocation) == ""  # it is not made of priced options
 
 
-def test_terminal_page_and_card_show_what_was_measured_beside_what_was_predicted(run):
+def test_terminal_and_card_show_what_was_measured_beside_what_was_predicted(run):
     predicted = measured_at(run, 3)
     sentences = (
         f"KL on 128 tokens of text that was not priced: {predicted:.4f} predicted, where each doubling of a text "
         f"counts alike; {3 * predicted:.4f} measured",
         "Kept: by prices, the smallest KL of 2 allocations of the same bytes.",
     )
-    for shown in (describe_run(run), candidates_card(run), write_card(run)):
+    for shown in (describe_run(run), write_card(run)):
         assert all(sentence in shown for sentence in sentences)
 
 

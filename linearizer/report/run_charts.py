@@ -1,4 +1,7 @@
-"""Figures of what every KV head needs, costs in kl, and holds; no value is shown by colour alone."""
+"""Figures of a run: what every KV head needs, costs in KL and holds, and how training goes.
+
+No value is shown by colour alone.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 EXACT, FEATURES, MEMORIES, SLOTS, WHOLE = "exact tokens", "features", "memories", "slots", "whole cache, grows"
+LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
 KINDS = {  # of what heads keep -> colour, pattern
     EXACT: (style.ORANGE, "/"),
     FEATURES: (style.BLUE, ""),
@@ -27,18 +31,13 @@ KINDS = {  # of what heads keep -> colour, pattern
     SLOTS: (style.GREEN, "."),
     WHOLE: (style.GREY, "x"),
 }
-LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
 
 
-def read_freedoms(profile: Profile) -> dict[int, list[float]]:
-    """Return N at the reference ridge of every KV head, by layer; layers that stay as they are have none."""
+def draw_freedom_map(profile: Profile, layers: Sequence[Layer]) -> Figure:
+    """Draw the degrees of freedom of every KV head at the reference ridge; layers that stay as they are have none."""
     at = profile.settings.at_reference
-    return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
-
-
-def draw_freedom_map(freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> Figure:
-    """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
-    return draw_head_map(freedoms, layers, "degrees of freedom", 0.1)
+    freedoms = {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
+    return draw_head_map(freedoms, *map_size(layers), "degrees of freedom", 0.1)
 
 
 def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
@@ -56,29 +55,35 @@ def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Fig
     """Draw what it costs the model's output if one KV head alone holds an option, head by head."""
     place = prices.options.index(option)
     kl = {index: [1000 * max(row[place], MIN_DRAWN_KL) for row in rows] for index, rows in enumerate(prices.kl)}
-    figure = draw_head_map(kl, layers, "kl, 10⁻³ nats per token", 1000 * MIN_DRAWN_KL)  # short numbers for the cells
+    figure = draw_head_map(kl, *map_size(layers), "KL, 10⁻³ nats per token", 1000 * MIN_DRAWN_KL)  # short numbers
     return figure.update_xaxes(title=f"KV head; each alone holds<br>{option.in_brief}")
 
 
-def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer], unit: str, least: float) -> Figure:
+def map_size(layers: Sequence[Layer]) -> tuple[int, int]:
+    """Return the number of layers, and of the KV heads of the layer with most."""
+    return len(layers), max((layer.kv_heads for layer in layers), default=1)
+
+
+def draw_head_map(
+    values: Mapping[int, Sequence[float | None]], layers: int, heads: int, unit: str, least: float
+) -> Figure:
     """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on."""
-    heads = max((layer.kv_heads for layer in layers), default=1)
     empty: list[float | None] = [None] * heads
-    rows = [[*values.get(index, ()), *empty][:heads] for index in range(len(layers))]
+    rows = [[*values.get(index, ()), *empty][:heads] for index in range(layers)]
     logs = [[None if value is None else math.log10(max(value, least)) for value in row] for row in rows]
     known = [log for row in logs for log in row if log is not None] or [0.0, 2.0]
     low, high = min(known), max(known)
     ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
-    bar = {"tickvals": ticks, "ticktext": [f"{10**tick:.3g}" for tick in ticks], "thickness": 10, "outlinewidth": 0}
+    bar = {"tickvals": ticks, "ticktext": [f"{10**tick:.2g}" for tick in ticks], "thickness": 10, "outlinewidth": 0}
     x = {"title": "KV head", "dtick": max(1, heads // 16), "range": [-0.5, heads - 0.5]}
-    y = {"title": "layer", "dtick": max(1, len(layers) // 24), "range": [len(layers) - 0.5, -0.5], "showgrid": False}
-    figure = style.new_figure(max(340, min(22 * len(layers) + 90, 720)), x, y, plot_bgcolor=style.MAP_GROUND)
+    y = {"title": "layer", "dtick": max(1, layers // 24), "range": [layers - 0.5, -0.5], "showgrid": False}
+    figure = style.new_figure(max(340, min(22 * layers + 90, 720)), x, y, plot_bgcolor=style.MAP_GROUND)
     return figure.add_heatmap(
         z=logs,
         zmin=low,
         zmax=max(high, low + 0.05),
         text=[["" if value is None else cell_text(value, least) for value in row] for row in rows],
-        texttemplate="%{text}" if heads <= style.MAX_LABELLED and len(layers) <= 48 else "",
+        texttemplate="%{text}" if heads <= style.MAX_LABELLED and layers <= 48 else "",
         colorscale=style.WORSE_COLOURS,
         hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}<extra></extra>",
         colorbar={"title": {"text": unit, "side": "right"}, **bar},
@@ -91,30 +96,6 @@ def cell_text(count: float, least: float) -> str:
     return f"≤{least:g}" if count <= least else f"{count:.{2 if count < 1 else 3}g}"
 
 
-def draw_freedom_curves(profile: Profile) -> Figure:
-    """Draw N(λ): the mean of each layer as a line, from the first layer (violet) to the last (green)."""
-    ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
-    few = len(measured) <= style.MAX_LABELLED
-    span = [math.log10(ridges[0]), math.log10(ridges[-1])]
-    x = {"title": "ridge λ, a share of the kernel's trace", "range": span, "dtick": 2, **style.LOG_AXIS}
-    y = {"title": "degrees of freedom, in features", "dtick": 1, **style.LOG_AXIS}
-    figure = style.new_figure(340 + 20 * (len(measured) // 5 if few else 0), x, y, showlegend=True)
-    figure.update_layout(legend_entrywidth=LAYER_ENTRY)
-    for place, index in enumerate(measured):
-        heads = profile.layers[index].heads
-        figure.add_scatter(
-            x=ridges,
-            y=[math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)],
-            mode="lines",
-            line=style.layer_line(place, len(measured), 2),
-            name=f"layer {index}",
-            showlegend=few or place in (0, len(measured) - 1),
-            hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
-        )
-    reference, dashes = profile.settings.reference, {"color": style.GREY, "width": 1, "dash": "dash"}
-    return figure.add_vline(x=reference, line=dashes, showlegend=True, name=f"λ of the map, {reference:.2g}")
-
-
 def draw_frontier(
     points: Sequence[tuple[int, float]],
     measured: Mapping[str, tuple[int, float]],
@@ -122,13 +103,14 @@ def draw_frontier(
     layers: Sequence[Layer],
     factor: float = 1.0,
 ) -> Figure:
-    """Draw bytes and kl of all that was measured, and of every budget that was priced, before the teacher's cache.
+    """Draw bytes and KL of all that was measured, and of every budget that was priced, before the teacher's cache.
 
     Predictions are multiplied by a `factor`, by which whole students were measured to differ from them.
     """
-    figure = style.new_figure(
-        300, {"title": "state or cache, bytes", **style.COUNTS_AXIS}, {"title": "kl, nats per token", **style.LOG_AXIS}
-    )
+    sizes = [*(held for held, _ in (*points, *measured.values())), cache_bytes]
+    ticks = {"dtick": 1} if max(sizes) > 30 * min(sizes) else {}  # at powers of ten, or they lie on each other
+    x = {"title": "state or cache, bytes", **style.COUNTS_AXIS, **ticks}
+    figure = style.new_figure(300, x, {"title": "KL, nats per token", **style.LOG_AXIS})
     token, (_, grey, *_) = head_bytes.cache_bytes(layers, 1), style.SUBJECT_STYLES["teacher"]
     if shown := [(held, factor * kl) for held, kl in style.thin_points(points)]:
         figure.add_scatter(
@@ -138,10 +120,10 @@ def draw_frontier(
             mode="lines",
             line={"color": style.GREEN, "width": 2},
             name="predicted from the prices" + (f", × {factor:.2g} as measured" if factor != 1 else ""),
-            hovertemplate="kl %{y:.2g} with %{customdata}<extra>predicted</extra>",
+            hovertemplate="KL %{y:.2g} with %{customdata}<extra>predicted</extra>",
         )
     for name, (held, kl) in measured.items():
-        line = style.subject_line(name, f"kl %{{y:.2g}} with {size(held)}")
+        line = style.subject_line(name, f"KL %{{y:.2g}} with {size(held)}")
         figure.add_scatter(x=[held], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
     dotted = {"color": grey, "width": 2, "dash": "dot"}
     return figure.add_vline(x=cache_bytes, line=dotted, showlegend=True, name=f"teacher's cache, {size(cache_bytes)}")
@@ -183,8 +165,8 @@ def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Alloca
             y=level,
             mode="lines",
             line={"color": style.GREY, "width": 2, "dash": "dot", "shape": "hvh"},
-            name="Fix: the same for every head",
-            hovertemplate="Fix: %{y:.0f} tokens of cache<extra></extra>",
+            name="the same for every head",
+            hovertemplate="the same for every head: %{y:.0f} tokens of cache<extra></extra>",
         )
     return figure
 
@@ -197,3 +179,27 @@ def stack_bars(kind: str, held: Sequence[dict[str, float]], names: Sequence[str]
     heights = [top if kind == WHOLE and WHOLE in parts else parts.get(kind, 0.0) for parts in held]
     hover = {"customdata": names, "hovertemplate": "%{customdata}<extra></extra>"}
     return {"type": "bar", "y": heights, "name": kind, "marker": marker, **hover}
+
+
+def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the loss of every layer, above the least possible, over the steps of a training."""
+    shown = style.thin_points([event for event in events if event.get("layers")])
+    names = sorted({name for event in shown for name in event["layers"]}, key=int)
+    few = len(names) <= style.MAX_LABELLED
+    unit = "nats" if any(event.get("attention_error") is not None for event in shown) else "in the loss's own unit"
+    spacing = 1 if not shown or shown[-1]["done"] < 8 else None  # of ticks, at whole steps
+    x = {"title": "steps of training", "rangemode": "tozero", "tickformat": ",d", "dtick": spacing}
+    y = {"title": f"loss above the least, {unit}", **style.LOG_AXIS}
+    figure = style.new_figure(340, x, y, showlegend=True).update_layout(legend_entrywidth=LAYER_ENTRY)
+    for place, name in enumerate(names):
+        values = [event["layers"].get(name) for event in shown]
+        figure.add_scatter(
+            x=[event["done"] for event in shown],
+            y=[value if value is not None and value > 0 else None for value in values],
+            mode="lines",
+            line=style.layer_line(place, len(names)),
+            name=f"layer {name}",
+            showlegend=few or place in (0, len(names) - 1),
+            hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
+        )
+    return figure
