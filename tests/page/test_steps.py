@@ -243,7 +243,7 @@ def test_a_visitor_lets_all_three_models_of_the_example_read_a_file_and_asks_abo
         page.get_by_label("A plain window, too").uncheck()
         page.wait_for_selector("#window", state="hidden")
         page.get_by_role("button", name="New chat").click()
-        wait_until_true(page, "!document.querySelector('#meter').innerText && !document.querySelector('#student p')")
+        wait_until_true(page, "!document.querySelector('#meter svg, #student p')")
 
 
 def split(page):
