@@ -15,6 +15,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -188,6 +189,8 @@ def find_compiler() -> str | None:
 
 def cpu_flags() -> str:
     """Return the instructions of the processor, where the system lists them: machines may share a folder."""
+    if sys.platform == "darwin":
+        return said_by("sysctl", "hw.optional")
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -195,15 +198,34 @@ def cpu_flags() -> str:
         return ""
 
 
+@functools.cache
+def said_by(*command: str) -> str:
+    """Return what a program says; nothing where it fails."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def library_of(folder: Path, key: str, compiler: str | None) -> Path:
+    """Return where a kernel lies that a version of a compiler makes: the next version may mend what this one does
+    wrong. Without a compiler, the last that was made."""
+    if compiler is None:
+        made = sorted(folder.glob(f"{key}-*.so"), key=lambda path: path.stat().st_mtime)
+        return made[-1] if made else folder / f"{key}.so"
+    version = hashlib.sha256(said_by(compiler, "--version").encode()).hexdigest()[:8]
+    return folder / f"{key}-{version}.so"
+
+
 def compiled(folder: Path, key: str, source: str, command: Sequence[str]) -> Path:
     """Compile a source into a folder of this user, unless it is there."""
     if not folder.is_absolute():
         raise FileNotFoundError("this user has no home")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    library = folder / f"{key}.so"
     check_owner(folder)
+    library = library_of(folder, key, compiler := find_compiler())
     if not library.exists():
-        if (compiler := find_compiler()) is None:
+        if compiler is None:
             raise FileNotFoundError("no compiler")
         with tempfile.TemporaryDirectory(dir=folder) as work:
             made = Path(work) / "made.so"

@@ -157,6 +157,14 @@ def test_a_kernel_is_compiled_once(uncompiled, monkeypatch, tmp_path):
     assert load_kernel("read_heads", SOURCE, torch.float32) is not None
 
 
+@needs_compiler
+def test_another_version_of_the_compiler_compiles_anew(monkeypatch, tmp_path):
+    given = tmp_path / "linearizer", "key", COMMON, ["-shared", "-DREAL=float", "-DWIDE=0"]
+    first = compiled(*given)
+    monkeypatch.setattr(kernel_in_c, "said_by", lambda *_: "another version")
+    assert compiled(*given) != first and first.exists()
+
+
 def test_without_a_compiler_pytorch_does_the_work(uncompiled, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_in_c, "COMPILERS", ("no-such-compiler",))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -178,7 +186,7 @@ def test_a_state_of_other_texts_is_refused():
 @pytest.mark.parametrize("writable", ["folder", "library"])
 def test_a_kernel_that_others_may_have_written_is_not_loaded(tmp_path, writable):
     folder = tmp_path / "linearizer"
-    compiled(folder, "key", COMMON, ["-shared", "-DREAL=float", "-DWIDE=0"])
-    (folder if writable == "folder" else folder / "key.so").chmod(0o777)
+    library = compiled(folder, "key", COMMON, ["-shared", "-DREAL=float", "-DWIDE=0"])
+    (folder if writable == "folder" else library).chmod(0o777)
     with pytest.raises(PermissionError, match="other users may write"):
         compiled(folder, "key", COMMON, [])
