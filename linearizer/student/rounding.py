@@ -13,11 +13,10 @@ call that read it or out of the state of a later one.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from .state import is_traced, made_once, number, working_dtype
+from .state import is_traced, made_once, working_dtype
 
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
 FEWER = (4, 5, 6)  # bits of a number whose four lowest lie two numbers to a byte, the others in bytes after them
@@ -47,7 +46,7 @@ def pack_vectors(x: Tensor, bits: int = 8) -> Tensor:
     """
     codes, scale = codes_of(x.detach(), bits)
     if bits == 8:
-        exponent = scale.view(torch.int32).bitwise_right_shift(whole(23, x)).sub_(whole(127, x))
+        exponent = scale.view(torch.int32).bitwise_right_shift(23).sub_(127)
         return torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8)
     numbers = (codes + limit_of(bits)).to(torch.uint8)
     first, second = (numbers & 15).chunk(2, -1)
@@ -81,12 +80,8 @@ def scale_of(x: Tensor) -> Tensor:
     if is_traced():  # other runtimes do not look at bits
         scales = torch.arange(LOWEST, HIGHEST + 1, dtype=torch.float32, device=x.device).exp2()
         return scales[(largest > 127 * scales[:-1]).sum(-1, keepdim=True)]
-    scale = (largest.view(torch.int32) + whole(0x1FFFF, x)).bitwise_and_(whole(0x7F800000, x)).view(torch.float32)
-    return scale.mul_(number(2.0**-6, torch.float32, x.device)).clamp_(2.0**LOWEST, 2.0**HIGHEST)
-
-
-def whole(value: int, like: Tensor) -> Any:
-    return number(value, torch.int32, like.device)
+    scale = (largest.view(torch.int32) + 0x1FFFF).bitwise_and_(0x7F800000).view(torch.float32)
+    return scale.mul_(2.0**-6).clamp_(2.0**LOWEST, 2.0**HIGHEST)
 
 
 def codes_by_error(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
@@ -138,7 +133,7 @@ def codes_in(x: Tensor, bits: int) -> Tensor:
 def scales_in(x: Tensor, bits: int) -> Tensor:
     """Read the scales (…, 1), as fp32."""
     if bits == 8:
-        return (x[..., -1:].to(torch.int32) + whole(127, x)).bitwise_left_shift_(whole(23, x)).view(torch.float32)
+        return (x[..., -1:].to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)
     return view_scales(x).float()
 
 

@@ -50,13 +50,6 @@ def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> 
     """Return the slots of a state after blocks have merged that leave before the tokens at these places attend."""
     window, block, device = merging.window, merging.block, state.weight.device
     before, sinks = slots_of_state(state), state.sink_k.shape[-2]
-    if len({*places}) == 1 and block <= window:  # a stretch of the ring, which may go on at its begin
-        first, begin = places[0] - window, (places[0] - window) % window
-        k, v = (x[:, :, begin : begin + block] for x in (state.window_k, state.window_v))
-        if (wrapped := begin + block - window) > 0:
-            k, v = torch.cat([k, state.window_k[:, :, :wrapped]], 2), torch.cat([v, state.window_v[:, :, :wrapped]], 2)
-        comes = torch.tensor([first + place >= sinks for place in range(block)], device=device)
-        return merge_block(before, k, v, comes.expand(len(places), -1), merging)
     comes = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]
     place = torch.tensor([place - window for place in places], device=device)[:, None]
     place = place + torch.arange(block, device=device)

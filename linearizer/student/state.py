@@ -32,17 +32,6 @@ def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-def number(value: float, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a number as a tensor, which an operation makes of a plain one at each call; as it is in a graph."""
-    return value if is_traced() else keep_number(value, dtype, device)
-
-
-@functools.lru_cache(maxsize=64)
-def keep_number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # so that a later training may use it, too
-        return torch.tensor(value, dtype=dtype, device=device)
-
-
 @dataclass
 class ExactState:
     """Exact tokens of heads: sinks and window. The window is a ring: the token at place p lies at p mod window."""

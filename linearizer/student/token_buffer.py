@@ -20,7 +20,7 @@ from .packed_state import Turns, pack_counts, unpack_counts
 from .rounding import codes_in, pack_vectors, scales_in, unpack_vectors
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
-from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, number, tensors, working_dtype
+from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, tensors, working_dtype
 
 Tensor = torch.Tensor
 
@@ -179,7 +179,7 @@ class TokenBuffer:
         if self.turns is not None:
             heads = as_slice(self.order)
             q, k, v = self.turns(self.turns.turn, q, k, v, scale**0.5, heads)
-        q = q * number(scale, q.dtype, q.device)
+        q = q * scale
         place = self.count[:, None] % self.windows
         self.remember((self.ring + place).flatten(), k[..., 0, :], v[..., 0, :])
         self.level.scatter_(-1, (place + self.sinks[0].shape[2])[..., None], 0.0)
