@@ -116,8 +116,6 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         raise ValueError(NOT_SERVED)
     leave_out_weights(kwargs, decoder.config)
     new = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
-    if torch.compiler.is_compiling() and mask is positions is None:  # or transformers masks as if texts were packed
-        kwargs["attention_mask"] = torch.ones(new.shape[:2], dtype=torch.long, device=new.device)
     if cache is None:
         use_cache = kwargs.get("use_cache")
         learns = decoder.training and torch.is_grad_enabled()
@@ -129,6 +127,8 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
             f"leave {CACHE} out, or pass model.empty_cache()"
         )
+    if torch.compiler.is_compiling() and mask is positions is cache is None:  # or transformers sees packed texts
+        kwargs["attention_mask"] = torch.ones(new.shape[:2], dtype=torch.long, device=new.device)
     read = 0 if cache is None else cache.get_seq_length()
     if cache is not None and mask is None and positions is not None and not read and restarts(positions):
         raise ValueError(NOT_SERVED)  # without a cache transformers sees it

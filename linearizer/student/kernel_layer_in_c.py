@@ -20,13 +20,14 @@ from .kernel_state_in_c import SOURCE as STATE
 from .packed_state import SINK_TYPE, Turns
 from .rounding import FEWER, SCALE_BYTES
 from .slots_merging import Merging
-from .state import ExactState, FeatureState, SlotState, tensors, working_dtype
+from .state import ExactState, FeatureState, SlotState, in_graphs, is_traced, tensors, working_dtype
 
 VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
 MERGING = ("metric", "gain", "mean_query")  # of heads with slots, in the order of the kernel
 HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel
 WIDEST = 64  # bytes of a vector, which turned keys and values fill
 TOKENS, STRIDES, OF_CALL = 3, slice(9, 25), slice(1, 7)  # where a call's own sizes and tensors lie
+OF_LAYER, OF_GROUP = 13, 1 + len(MERGING) + len(HELD)  # how many tensors a layer has before those of its groups
 
 Tensor = torch.Tensor
 
@@ -242,33 +243,35 @@ int read_heads(int64_t *sizes, void **tensors) {
 )
 
 
-@dataclass(slots=True)
+@dataclass
 class LayerInC:
     """What the kernel needs of some heads of a layer; all but a call's own lies at the same addresses."""
 
     kernel: Kernel
+    numbers: list[int]  # sizes, as the kernel reads them
     sizes: Any
     addresses: Any
     work: torch.dtype
-    jobs: int  # heads of texts, which threads share
-    count: Tensor | None  # (batch,) tokens read, as all states have it
+    wide: bool
+    count: Tensor  # (batch,) tokens read, as all states have it
     windows: dict[int, Tensor | None]  # of the state of each group that is served: while they are its own, all holds
-    kept: list  # what lives at the addresses
-    strides: Any = None  # of the last call's tensors
+    kept: list[Tensor | None]  # what lives at the addresses
 
     def __reduce__(self) -> tuple:
         """Become nothing in a copy, whose tensors lie elsewhere."""
         return type(None), ()
 
     @staticmethod
+    @torch.inference_mode(False)  # so that later calls may write what this one makes
+    @torch.no_grad()
     def of(
         groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, turns: Turns | None,
         exact_values: bool,
     ) -> LayerInC | None:  # fmt: skip
         """Prepare for the groups that are served, with states of their own; None: PyTorch serves all."""
         work, served, count = working_dtype(k), {}, torch.zeros(len(k), dtype=torch.long, device="cpu")
-        fills = not any(x.shape[-1] * work.itemsize % WIDEST for x in (k, v))
-        if (kernel := load_kernel("read_heads", SOURCE, work, wide=fills)) is None:
+        wide = not any(x.shape[-1] * work.itemsize % WIDEST for x in (k, v))
+        if (kernel := load_kernel("read_heads", SOURCE, work, wide)) is None:
             return None
         for index, group in enumerate(groups):
             state = None if memory is None or index >= len(memory) else memory[index]
@@ -280,7 +283,7 @@ class LayerInC:
                 continue  # PyTorch refuses it
             if q.shape[-2] > 1 or k.dtype == work or group.bits < 16:  # a state in another type changes it at each call
                 served[index] = group, held.merging, state, layout
-                count = count if state is None else state.count.contiguous()
+                count = count if state is None else state.count.clone()
         if not served:
             return None
         if memory is not None:
@@ -301,57 +304,75 @@ class LayerInC:
             windows[index] = own.get("window_k")
             sizes += [len(group.heads), *room, *bits, bits[1], int(group.bits == 16 and k.dtype != work)]
             kept += [torch.tensor(group.heads, device="cpu"), *(own.get(name) for name in (*MERGING, *HELD))]
-        jobs = sum(len(k) * len(group.heads) for group, *_ in served.values())
-        return LayerInC(
-            kernel,
-            whole_numbers(*sizes),
-            addresses_of(*kept),
-            work,
-            jobs,
-            count if memory is not None else None,
-            windows,
-            kept,
-        )
+        return LayerInC(kernel, sizes, whole_numbers(*sizes), addresses_of(*kept), work, wide, count, windows, kept)
 
     def holds(self, memory: list, k: Tensor) -> bool:
         """Whether the states still lie at the addresses: all that changes one replaces its count, too."""
-        if self.count is None or len(self.count) != len(k) or self.work != working_dtype(k):
+        if len(self.count) != len(k) or self.work != working_dtype(k):
             return False
-        states = ((memory[index], window) for index, window in self.windows.items())
+        states = [(memory[index], window) for index, window in self.windows.items()]
         return all(state.count is self.count and state.window_k is window for state, window in states)
 
     def read(self, memory: list | None, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor) -> None:
         """Read a text or a token into `out`, q, k, v and out being those of the whole layer, and update the states."""
-        work, tokens = self.work, q.shape[-2]
-        if not q.dtype == k.dtype == v.dtype == work:
-            q, k, v = (x.to(work) for x in (q, k, v))
-        given = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), out.to(work)]
-        strides = [x.stride() for x in given]
-        if strides != self.strides:
-            self.strides = strides
-            each = [x if len(x) == 5 else (*x[:2], 0, *x[2:]) for x in strides]
-            self.sizes[STRIDES] = [y for x in each for y in x[:4]]
-        self.sizes[0], self.sizes[TOKENS] = 0, tokens
-        rest = self.count, None if real is None else real.contiguous()
-        self.addresses[OF_CALL] = [None if x is None else x.data_ptr() for x in (*given, *rest)]
-        threads = min(torch.get_num_threads(), self.jobs) if tokens > 1 else 1  # a token is read before they begin
-        if threads == 1:
-            done = [self.kernel(self.sizes, self.addresses)]
+        if is_traced():
+            there = [index for index, x in enumerate(self.kept) if x is not None]
+            held = [index for index in there if index >= OF_LAYER and (index - OF_LAYER) % OF_GROUP > len(MERGING)]
+            given = [index for index in there if index not in held]
+            tensors_at = ([self.kept[index] for index in at] for at in (given, held))
+            read_heads(q, k, v, real, out, self.count, *tensors_at, given, held, self.numbers, self.wide)
         else:
-            with ThreadPoolExecutor(threads) as pool:  # a kernel lets other threads of Python work meanwhile
-                done = [*pool.map(self.kernel, [self.sizes] * threads, [self.addresses] * threads)]
-        if not all(done):
-            raise MemoryError("no memory to attend in")
-        if out.dtype != work:
-            out.copy_(given[3])
-        if memory is None or self.count is None:
+            call_kernel(self.kernel, self.sizes, self.addresses, q, k, v, real, out, self.count)
+        if memory is None:
             return
-        self.count = self.count + (tokens if real is None else real.sum(-1))
-        for index in self.windows:
-            memory[index].count = self.count
-            for name, x in tensors(memory[index]).items() if out.dtype != work else ():
+        self.count.add_(q.shape[-2] if real is None else real.sum(-1))
+        for index in self.windows if out.dtype != self.work else ():
+            for name, x in tensors(memory[index]).items():
                 if name in VECTORS and x.is_floating_point():
                     setattr(memory[index], name, x.to(out.dtype))
+
+
+def call_kernel(
+    kernel: Kernel, sizes: Any, addresses: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor,
+    count: Tensor,
+) -> None:  # fmt: skip
+    """Read; sizes and addresses have all but what is of this call."""
+    work, tokens = working_dtype(k), q.shape[-2]
+    if not q.dtype == k.dtype == v.dtype == work:
+        q, k, v = (x.to(work) for x in (q, k, v))
+    given = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), out.to(work)]
+    strides = (x.stride() for x in given)
+    sizes[STRIDES] = [y for x in strides for y in (x if len(x) == 5 else (*x[:2], 0, *x[2:]))[:4]]
+    sizes[0], sizes[TOKENS] = 0, tokens
+    rest = count, None if real is None else real.contiguous()
+    addresses[OF_CALL] = [None if x is None else x.data_ptr() for x in (*given, *rest)]
+    threads = min(torch.get_num_threads(), len(k) * k.shape[1])
+    if threads == 1 or tokens == 1:  # which is read before others begin
+        done = [kernel(sizes, addresses)]
+    else:
+        with ThreadPoolExecutor(threads) as pool:  # a kernel lets other threads of Python work meanwhile
+            done = [*pool.map(kernel, [sizes] * threads, [addresses] * threads)]
+    if not all(done):
+        raise MemoryError("no memory to attend in")
+    if out.dtype != work:
+        out.copy_(given[3])
+
+
+@in_graphs(
+    "(Tensor q, Tensor k, Tensor v, Tensor? real, Tensor(a!) out, Tensor count, Tensor[] given, Tensor(b!)[] held, "
+    "int[] given_at, int[] held_at, int[] numbers, bool wide) -> ()"
+)
+def read_heads(
+    q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor, count: Tensor, given: list[Tensor],
+    held: list[Tensor], given_at: list[int], held_at: list[int], numbers: list[int], wide: bool,
+) -> None:  # fmt: skip
+    """Read as a step of a graph, whose tensors may lie anywhere."""
+    kernel = load_kernel("read_heads", SOURCE, working_dtype(k), wide)
+    assert kernel is not None
+    placed: list[Tensor | None] = [None] * (OF_LAYER + OF_GROUP * numbers[1])
+    for index, x in zip((*given_at, *held_at), (*given, *held), strict=True):
+        placed[index] = x
+    call_kernel(kernel, whole_numbers(*numbers), addresses_of(*placed), q, k, v, real, out, count)
 
 
 def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: torch.dtype) -> dict[str, tuple]:
@@ -391,14 +412,16 @@ def read_in_c(
 
     q (batch, heads, group, tokens, dim), k, v and out are those of the whole layer, `memory` has the states of groups.
     """
-    plans = [state.layer_in_c for state in memory or () if getattr(state, "layer_in_c", None) is not None]
-    if len(plans) == 1 and plans[0].holds(memory, k):
-        plan = plans[0]
-    else:
-        plan = LayerInC.of(groups, memory, q, k, v, scale, turns, exact_values)
-        if plan is None:
+    if (plan := held_layer(memory, k)) is None:
+        if is_traced() or (plan := LayerInC.of(groups, memory, q, k, v, scale, turns, exact_values)) is None:
             return []
         if memory is not None:
             memory[min(plan.windows)].layer_in_c = plan
     plan.read(memory, q, k, v, real, out)
     return list(plan.windows)
+
+
+def held_layer(memory: list | None, k: Tensor) -> LayerInC | None:
+    """Return what the kernel knows of the layer whose states these are, where it read them last."""
+    plans = [state.layer_in_c for state in memory or () if getattr(state, "layer_in_c", None) is not None]
+    return plans[0] if len(plans) == 1 and plans[0].holds(memory or [], k) else None

@@ -16,14 +16,14 @@ from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap
 from .kernel_dispatch import linear_attention, may_run_in_triton, read_slots
 from .kernel_in_c import may_run_in_c
-from .kernel_layer_in_c import read_in_c
+from .kernel_layer_in_c import held_layer, read_in_c
 from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import Turns, first_columns, first_tokens, pack_state, round_tokens, unpack_state
 from .rounding import FEWER, can_turn, round_vectors
 from .slots_merging import Merger, Merging
 from .slots_torch import SlotText
-from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
+from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice, is_compiled
 from .token_buffer import WindowGroup, attend_token_in_buffer
 from .update_rules import UPDATE_RULES
 
@@ -173,7 +173,6 @@ class LayerStudent(nn.Module):
         value_dim = value_dim or key_dim
         self.kv_heads, self.sinks = len(held), sinks
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
-        self.merges = any(isinstance(each, SlotGroup) for each in self.groups)
         self.kinds_of_bits = sorted({int(each.bits) for each in self.groups})  # type: ignore[arg-type]
         self.turns = Turns(len(held), key_dim, value_dim) if any(each.turns for each in self.groups) else None
         self.exact_values = False  # keep values of any size as they are: to measure attention's weights, without memory
@@ -208,17 +207,24 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`; under autocast with inputs of its type, and everything else as without it."""
         device = query.device.type
-        breaks = torch.compiler.is_dynamo_compiling() and (self.merges or query.shape[-2] > 1)
-        attend = self.attend_uncompiled if breaks else self.attend
+        attend = self.attend_uncompiled if self.breaks_graph(query, key, memory) else self.attend
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return attend(query, key, value, scale, real, memory)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, memory)
 
+    def breaks_graph(self, q: Tensor, k: Tensor, memory: list | None) -> bool:
+        """Whether a compiled model leaves attention uncompiled: texts, and slots that no kernel reads, look at numbers,
+        each a break in a graph."""
+        if not torch.compiler.is_dynamo_compiling() or q.shape[-2] > 1:
+            return torch.compiler.is_dynamo_compiling()
+        read = held_layer(memory, k) if is_compiled() else None
+        served = [] if read is None else [*read.windows]
+        return any(isinstance(group, SlotGroup) and index not in served for index, group in enumerate(self.groups))
+
     @torch.compiler.disable
     def attend_uncompiled(self, *inputs: Any) -> Tensor:
-        """Attend uncompiled within a compiled model: texts and slots look at numbers, each a break in a graph."""
         return self.attend(*inputs)
 
     def attend(
@@ -234,7 +240,7 @@ class LayerStudent(nn.Module):
         out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
         inputs, groups = (query, key, value, scale, real, out), cast(Sequence[HeadGroup], self.groups)
         done: list[int] = []
-        if self.reads_in_c(query, key, value):
+        if is_compiled() or self.reads_in_c(query, key, value):
             done = read_in_c(groups, memory, *inputs, self.turns, self.exact_values)
         in_triton = len(done) < len(groups) and self.reads_in_triton(query, key, value)
         if len(done) < len(groups):

@@ -7,7 +7,9 @@ is its rank among the real ones.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -246,6 +248,27 @@ def least_count(count: Tensor) -> int:
 def is_traced() -> bool:
     """Whether a graph is being compiled: each number that Python looks at breaks one in two."""
     return torch.compiler.is_compiling()
+
+
+def is_compiled() -> bool:
+    """Whether torch.compile makes a graph that computes no gradients: its steps may write over a state."""
+    return torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
+
+
+def in_graphs(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a function be one step of a compiled graph: PyTorch looks at its schema, which says what it writes over.
+
+    Checkpoints bring a copy of this code each, so its package is part of the name.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        name = f"linearizer_{hashlib.sha256(function.__module__.encode()).hexdigest()[:8]}::{function.__name__}"
+        written = re.findall(r"!\)(?:\[\])? (\w+)", schema)
+        step = torch.library.custom_op(name, function, mutates_args=written, schema=schema)
+        step.register_fake(lambda *given: None)
+        return step
+
+    return register
 
 
 def remember_sinks(state: ExactState, columns: Columns) -> None:

@@ -14,6 +14,7 @@ from linearizer.student import attention_interface, modeling_linearized
 from linearizer.student.cache import CACHE
 from linearizer.student.feature_maps import FEATURE_MAPS
 from tests.support.families import FAMILIES
+from tests.support.kernels import needs_compiler
 from tests.support.models import MIXED, student_of, teacher_of, tokens
 
 CLOSE = dict(atol=2e-4, rtol=0)
@@ -190,15 +191,16 @@ def test_a_layer_may_lie_on_disk(heads, dtype, tmp_path):
 COMPILED = {"features": [Head(window=5, features=16), Head(window=3)], "slots": SMALL[:2]}
 
 
+@needs_compiler
 @pytest.mark.filterwarnings("ignore")  # of a compiler that breaks a graph
 @pytest.mark.parametrize("kind", COMPILED)
 @torch.no_grad()
 def test_it_is_compiled(kind):
     student, ids = student_of("llama", COMPILED[kind], num_hidden_layers=1), tokens(2, 24)
     torch.compiler.reset()
-    compiled = torch.compile(student, backend="eager")
-    first = compiled(ids[:, :22])
-    parts = [compiled(ids[:, i : i + 1], past_key_values=first[CACHE]).logits for i in (22, 23)]
+    first = torch.compile(student, backend="eager")(ids[:, :22])
+    step = torch.compile(student, backend="eager", fullgraph=True)  # of the whole model, without a break
+    parts = [step(ids[:, i : i + 1], past_key_values=first[CACHE]).logits for i in (22, 23)]
     torch.testing.assert_close(torch.cat([first.logits, *parts], 1), student(ids).logits, **CLOSE)
     if kind == "features":
         return  # a compiler takes its time, and `generate` calls no other forward
