@@ -36,7 +36,6 @@ ROLES = (  # of twenty clients
     *["answer", "stream"] * 2, *["talk"] * 5, "slow",
     *["leave"] * 4, *["hang up"] * 2, *["garbage"] * 3, "huge",
 )  # fmt: skip
-COMPLETE = ("answer", "stream")  # roles whose answers are known
 OPENINGS = "A module,The,def,x,Once,import,In,for".split(",")
 WRITTEN, PAUSE = 24, 1.0  # tokens of an answer; seconds between the requests of a client, at most
 PIECE, HUGE_BYTES = b"word " * 2**13, 100 * 10**6

@@ -4,10 +4,9 @@
   python -m tests.benchmarks.quality --quick    minutes: ours, a few controls and rivals at one budget, one seed
   python -m tests.benchmarks.quality --length 4096   on texts of another length, in a table of its own
   python -m tests.benchmarks.quality --table    only write the table of what has been measured
-  python -m tests.benchmarks.quality --table --merge A.json B.json    with what was measured into other files
   python -m tests.benchmarks.quality --anew …   measure again what had been measured by another version
 
-Writes results/quality-MODEL.json (one record per row, budget and seed), .md (the table) and .html (a picture).
+Writes results/quality-MODEL.json (one record per row, budget and seed) and .md (the table).
 gap is the student's loss less its teacher's; recall is what a student gains when a passage of 64 tokens comes a second
 time, as a share of what its teacher gains; all on text that nothing was measured, priced or trained on.
 """
@@ -74,7 +73,6 @@ def main(arguments=None):
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--merge", nargs="*", type=Path, default=[], help="tables whose records are taken over")
     parser.add_argument("--anew", action="store_true")
     arguments = parser.parse_args(arguments)
     if arguments.quick:
@@ -83,9 +81,6 @@ def main(arguments=None):
     length = f"-{arguments.length}" if arguments.length != LENGTH else ""
     name = Path(arguments.model).name + text + length + ("-quick" if arguments.quick else "")
     table = Table(arguments.out or RESULTS / f"quality-{name}", arguments.length)
-    for path in arguments.merge:
-        for record in json.loads(path.read_text()):
-            table.add(record)
     if not arguments.table:
         cells = [
             (row, budget, seed) for seed in arguments.seeds for row in arguments.rows for budget in arguments.budgets

@@ -1,4 +1,4 @@
-"""The table of what the quality benchmark measured: a file of records, a text and a picture of them."""
+"""The table of what the quality benchmark measured: a file of records, and a text of them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ class Table:
         self.records = [r for r in self.records if [r["row"], r["budget"], r["seed"]] != cell] + [record]
 
     def write(self):
-        """Write all three forms; return the table."""
+        """Write both forms; return the table."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.file("json"), json.dumps(self.records, indent=0))
         text = self.markdown()
         write_whole(self.file("md"), text)
         if self.path == RESULTS / "quality-demo":
             write_whole(SUMMARY, json.dumps(self.summary(), indent=1) + "\n")
-        write_whole(self.file("html"), self.picture().to_html(include_plotlyjs="cdn"))
         return text
 
     def summary(self):
@@ -117,19 +116,6 @@ class Table:
         seconds = [r["seconds"] for r in result if "seconds" in r]
         cells += [held_bytes(result[0]), cell(seconds, 0) if seconds else "", str(len(result))]
         return f"| {name} | " + " | ".join(cells) + " |"
-
-    def picture(self):
-        """Draw KL against the budget, a line for every row."""
-        from plotly.graph_objects import Figure, Scatter
-
-        figure = Figure()
-        for row in ROWS:
-            points = [(b, self.of(row, b)) for b in sorted({r["budget"] for r in self.records}) if self.of(row, b)]
-            if points:
-                means = [sum(r["kl"] for r in result) / len(result) for _, result in points]
-                figure.add_trace(Scatter(x=[b for b, _ in points], y=means, name=row, mode="lines+markers"))
-        figure.update_xaxes(title="tokens of cache", type="log").update_yaxes(title="KL to the teacher", type="log")
-        return figure
 
 
 def edges_of(length):
