@@ -1,4 +1,4 @@
-"""The tables of the recipes run, and every row is described."""
+"""The table of recipes judges by the texts that a model reads, and describes every row."""
 
 import json
 from dataclasses import replace
