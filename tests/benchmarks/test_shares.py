@@ -10,8 +10,7 @@ from linearizer.plan.head_bytes import Head, cache_bytes, head_bytes
 from linearizer.plan.plan import Plan
 from linearizer.run.prices import Prices
 from tests.benchmarks import shares
-from tests.benchmarks.quality_rows import ROWS, describe_row, share_of
-from tests.benchmarks.rivals import Rival, attention_of, attention_when_repeated, foreseeing
+from tests.benchmarks.rivals import Rival, attention_when_repeated, foreseeing
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
 PLAN = Plan.of("best", model="demo", budget=6, bits=8, sinks=1)
@@ -63,14 +62,6 @@ def test_the_utility_that_is_lost_is_of_what_an_eviction_drops(small):
     assert eight == pytest.approx(45 - (0 + 1 + 2 + 6 + 7 + 8 + 9) - 3, abs=2)  # of the others any one stays
 
 
-def test_weights_of_the_last_rows_are_the_teachers():
-    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    whole = attention_of(q, k, 0.5)
-    assert whole.shape == (1, 2, 2, 6, 6) and torch.allclose(whole.sum(-1), torch.ones(1, 2, 2, 6))
-    assert not whole.triu(1).any()
-    assert torch.allclose(attention_of(q[:, :, 4:], k, 0.5), whole[..., 4:, :])
-
-
 @torch.no_grad()
 def test_an_oracle_keeps_the_newest_tokens_and_those_that_it_foresees():
     student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
@@ -88,10 +79,3 @@ def test_an_oracle_keeps_the_newest_tokens_and_those_that_it_foresees():
                 assert len(kept) == 8 and kept[-4:] == [20, 21, 22, 23]
                 best = own[text, head, :20].topk(4).indices.tolist()
                 assert kept[:4] == sorted(best)
-
-
-def test_every_share_stands_beside_slots_evictions_and_merges():
-    for share in shares.ABOUT:
-        for kind in ("slots", "h2o", "zsmerge", "kvzip"):
-            row = f"{kind}, 8 bits, by {share}"
-            assert row in ROWS and share_of(row) == share and shares.ABOUT[share] in describe_row(row)

@@ -72,14 +72,3 @@ def print_memory(folder):
     finish(pipeline.linearize(run))
     forecast = forecast_run(run.plan, run.inspection, SPEEDS, 0).memory_bytes
     print(sizes.status_bytes(sizes.PEAK), forecast)
-
-
-def test_a_table_takes_the_place_of_the_one_that_the_same_command_wrote_before():
-    command, other = (
-        sizes.command_of(sizes.parse(["deep", *options, "--record"]), "deep") for options in (["--limit", "0.25"], [])
-    )
-    assert (command, other) == (f"{other} --limit 0.25", "python -m tests.benchmarks.sizes deep")
-    first = sizes.recorded("# Sizes\n", command, "one")
-    both = sizes.recorded(first, other, "two")
-    assert both == f"# Sizes\n\n`{command}`:\n\n```\none\n```\n\n`{other}`:\n\n```\ntwo\n```\n"
-    assert sizes.recorded(both, command, "three") == both.replace("one", "three")
