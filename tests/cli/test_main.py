@@ -1,39 +1,33 @@
 """The command line serves requests, whatever else happens to its process."""
 
+import io
 import json
-import os
-import resource
+import shutil
 import signal
-import subprocess
 import sys
-import threading
-import time
-from contextlib import suppress
 
 import pytest
 import torch
 
-from linearizer.cli.main import main, parser
+import linearizer
+from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
 from linearizer.cli.text import show_progress
 from linearizer.method.checkpoint import load
 from linearizer.method.measure_run import measure_teacher
-from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, finish
 from linearizer.run.folder import Run
 from linearizer.teacher.load import load_teacher_of
-from tests.support.runs import weights_of
+from tests.support.runs import start_command, wait_until, weights_of
 
-SMALL = ["--texts", "2", "--length", "64", "--dtype", "float32"]
-QUICK = ["--recipe", "features", *SMALL, "--steps", "2"]
+SMALL = ["--texts", "2", "--length", "128", "--dtype", "float32"]
+QUICK = ["--recipe", "features", *SMALL, "--steps", "2"]  # as of trained_run
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run of the demo model, which no test may change."""
-    folder = tmp_path_factory.mktemp("run") / "demo"
-    assert main(["run", "demo", "--budget", "64", "--out", str(folder), *QUICK]) == 0
-    return folder
+def done(trained_run, tmp_path_factory):
+    """A copy of a finished run of the demo model."""
+    return shutil.copytree(trained_run, tmp_path_factory.mktemp("run") / "demo")
 
 
 def test_a_run_ends_in_a_checkpoint_that_writes(done):
@@ -109,27 +103,11 @@ def test_a_run_is_not_mixed_with_another(done, said):
     assert said("run", "demo", "--budget", "64", "--out", done, "--resume", *QUICK)[0] == 0
 
 
-def start(*arguments, **how):
-    return subprocess.Popen(
-        [sys.executable, "-m", "linearizer", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **how,
-    )
-
-
-def wait_for(condition, process):
-    while not condition():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.02)
-
-
 def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, said):
     folder = tmp_path / "run"
     log = folder / "events.jsonl"
-    process = start("run", "demo", "--out", folder, *QUICK)
-    wait_for(lambda: log.exists() and '"profile"' in log.read_text(), process)
+    process = start_command("run", "demo", "--out", folder, *QUICK)
+    wait_until(lambda: log.exists() and '"profile"' in log.read_text())
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=180)
     assert process.returncode == 130, err
@@ -157,49 +135,15 @@ def test_ctrl_c_that_python_drops_in_a_destructor_ends_the_work_still(capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def read_to_end(reader, shown):
-    """Gather what is written to a terminal or a pipe until its other end is closed."""
-    with suppress(OSError):  # a terminal whose writer is gone
-        while piece := os.read(reader, 4096):
-            shown += piece
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_and_only_there(terminal, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    show_progress(Progress("distill", done, 3, "steps") for done in range(4))
+    assert ("3/3 steps" in stream.getvalue() and "/s" in stream.getvalue()) == terminal
+    assert terminal or not stream.getvalue()
 
 
-def test_progress_is_shown_on_a_terminal_and_only_there(tmp_path, monkeypatch):
-    pty = pytest.importorskip("pty")
-    for terminal in (True, False):
-        reader, writer = pty.openpty() if terminal else os.pipe()
-        shown = bytearray()
-        reading = threading.Thread(target=read_to_end, args=(reader, shown))
-        reading.start()
-        with open(writer, "w") as stream, monkeypatch.context() as patched:
-            patched.setattr(sys, "stderr", stream)
-            assert main(["run", "demo", "--out", str(tmp_path / f"{terminal}"), *QUICK]) == 0
-        reading.join()
-        os.close(reader)
-        assert (b"/s" in shown and b" left" in shown) == terminal
-        assert terminal or not shown
-
-
-def test_the_library_does_what_the_command_does(done, tmp_path):
-    import linearizer
-    from linearizer import finish, linearize
-
-    run = linearizer.begin(
-        tmp_path / "run", Plan.of("features", model="demo", budget=64, texts=2, length=64, steps=2, dtype="float32")
-    )
-    allocation = finish(linearize(run))
-    assert allocation == linearizer.Run.open(done).allocation
-    assert weights_of(run.checkpoint) == weights_of(done / "checkpoint")
+def test_the_library_has_what_it_names():
     assert all(getattr(linearizer, name) for name in linearizer.__all__)
-
-
-def test_help_and_bad_requests_answer_at_once():
-    begin = seconds_of_children()
-    subprocess.run([sys.executable, "-m", "linearizer", "--help"], check=True, capture_output=True)
-    assert seconds_of_children() - begin < 2
-
-
-def seconds_of_children():
-    """What processes that ended have computed, however long they waited for a busy machine."""
-    taken = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return taken.ru_utime + taken.ru_stime

@@ -15,7 +15,7 @@ from linearizer.pipeline import begin
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from tests.support.runs import log_of, process_of, wait_for, wait_for_event, wait_until
+from tests.support.runs import log_of, process_of, start_command, wait_for, wait_for_event, wait_until
 
 QUICK = "--recipe features --budget 64 --texts 2 --length 64 --dtype float32".split()
 LONG = [*QUICK, "--steps", "100000"]
@@ -32,15 +32,8 @@ def root(tmp_path, monkeypatch):
             wait_for(status.run, "stopped", "done")
 
 
-def terminal(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "linearizer", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-
-
 def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_end(root, said):
-    starter = terminal("run", "demo", *QUICK, "--steps", "2", "--detach")
+    starter = start_command("run", "demo", *QUICK, "--steps", "2", "--detach")
     out, err = starter.communicate(timeout=180)
     assert starter.returncode == 0, err
     run = Run.open(root / "demo-64")
@@ -64,7 +57,7 @@ def test_whoever_leaves_leaves_the_run_at_work(root, said):
     code, out, _ = said("run", "demo", *LONG, "--detach", "--json")
     run = Run.open(root / "demo-64")
     assert code == 0 and json.loads(out) == {"run": str(run.folder), "state": "queued"}
-    watcher = terminal("runs", "attach", "demo-64")
+    watcher = start_command("runs", "attach", "demo-64")
     wait_for_event(run, "distill")
     watcher.send_signal(signal.SIGINT)
     _, err = watcher.communicate(timeout=180)
@@ -82,9 +75,9 @@ def test_whoever_leaves_leaves_the_run_at_work(root, said):
 
 
 def test_a_run_in_a_terminal_is_waited_for_and_stopped_from_another(root, said):
-    worker = terminal("run", "demo", *LONG, "--out", str(root / "mine"))
+    worker = start_command("run", "demo", *LONG, "--out", str(root / "mine"))
     wait_until(lambda: any(status.state == "running" for status in control.runs_in(root)))
-    second = terminal("run", "demo", *LONG, "--out", str(root / "second"))
+    second = start_command("run", "demo", *LONG, "--out", str(root / "second"))
     wait_until(lambda: any(status.state == "queued" for status in control.runs_in(root)))
     time.sleep(1)
     second.send_signal(signal.SIGTERM)

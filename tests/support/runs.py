@@ -1,5 +1,7 @@
 """Runs of the demo model for tests, and how to wait for them and to find their processes."""
 
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +13,7 @@ from linearizer.workers import control
 
 FP32 = {"dtype": "float32"}  # the demo model's own is bf16, which most CPUs compute slowly
 QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, **FP32)
-PLAN = Plan("demo", steps=60, **QUICK)  # the state of training is written at 25 and 50
+PLAN = Plan("demo", steps=30, **QUICK)  # the state of training is written at 25
 LONG = Plan("demo", steps=100_000, **QUICK)
 ENDED = ("stopped", "failed", "done", "lost")
 
@@ -44,6 +46,12 @@ def inspection_of(layers, **facts):
         parameters=1000, weight_bytes=2000, licence=None, gated=False, cache_bytes_per_token=64, budgets=(),
     )  # fmt: skip
     return Inspection(**{**usual, **facts})
+
+
+def start_command(*arguments):
+    """Start a command in a session of its own, as another terminal has it."""
+    command, both = [sys.executable, "-m", "linearizer", *map(str, arguments)], subprocess.PIPE
+    return subprocess.Popen(command, stdout=both, stderr=both, text=True, start_new_session=True)
 
 
 def wait_for(run, *states, seconds=180):

@@ -10,7 +10,7 @@ import pytest
 from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError
-from linearizer.pipeline import evaluate, linearize
+from linearizer.pipeline import evaluate
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -24,19 +24,11 @@ LONG = {"parts": ["language", "speed"], "texts": 2, "lengths": [64, 96], "second
 SHORT = {"parts": ["language", "recall"], "texts": 2}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A finished run, which no test may change."""
-    run = pipeline.begin(tmp_path_factory.mktemp("made") / "run", PLAN)
-    finish(work_in_foreground(run, linearize(run, held=True)))
-    return run
-
-
 @pytest.fixture
-def run(made, tmp_path, monkeypatch):
-    """A copy of it, at which nothing works when the test is over."""
+def run(quick_run, tmp_path, monkeypatch):
+    """A copy of a finished run, at which nothing works when the test is over."""
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    shutil.copytree(made.folder, tmp_path / "run")
+    shutil.copytree(quick_run, tmp_path / "run")
     result = Run(tmp_path / "run")
     yield result
     if result.has_file("plan.json") and control.state_of(result.evaluating) in control.LIVE:
@@ -85,30 +77,25 @@ def test_it_works_in_the_background_and_the_run_stays_done(run, capsys):
     assert not [event for some in control.follow(run) for event in some if "job" in event]
 
 
-def test_it_stops_in_the_middle_of_a_part_and_resumes_at_it(run, capsys):
-    control.evaluate(run, LONG)
-    reached(run, "speed")
-    said(capsys, "runs", "stop", "run")
-    assert control.state_of(run.evaluating) in ("stopping", "stopped")
-    wait_for(run.evaluating, "stopped")
-    assert examined(run) == ["language"] and control.state_of(run) == "done"
-    kept = run.evaluation_parts
-    said(capsys, "runs", "resume", "run")
-    wait_for(run.evaluating, "done")
-    assert examined(run) == ["language", "speed"] and run.evaluation_parts["language"] == kept["language"]
-    assert run.evaluation_parts["speed"]["asked"]["lengths"] == LONG["lengths"]
-
-
-def test_a_killed_one_is_lost_and_goes_on_at_the_finished_part_even_if_all_was_asked_anew(run):
+def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even_if_all_was_asked_anew(run, capsys):
     finish(evaluate(run, Request(("language",), texts=2)))
     control.evaluate(run, LONG, again=True)
     reached(run, "speed")
     os.kill(int(process_of(run).name), signal.SIGKILL)
     result = wait_for(run.evaluating, "lost")
     assert "its process is gone" in result.error and control.status(run).state == "done"
+    kept = run.evaluation_parts
+    said(capsys, "runs", "resume", "run")
+    reached(run, "speed")
+    said(capsys, "runs", "stop", "run")
+    assert control.state_of(run.evaluating) in ("stopping", "stopped")
+    wait_for(run.evaluating, "stopped")
+    assert examined(run) == ["language", "language"] and control.state_of(run) == "done"
     control.evaluate(run)
     wait_for(run.evaluating, "done")
     assert examined(run) == ["language", "language", "speed"]
+    assert run.evaluation_parts["language"] == kept["language"]
+    assert run.evaluation_parts["speed"]["asked"]["lengths"] == LONG["lengths"]
 
 
 def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
