@@ -10,7 +10,6 @@ from linearizer.workers import control
 from tests.support.evaluation_results import STORED
 from tests.support.page_server import FITS, LONG, client_of, looking, shown, wait_until_true, wrong_in_both_schemes
 
-ANN, BOB = "ann evaluates, a long secret", "bob evaluates, a long secret"
 QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
 
 

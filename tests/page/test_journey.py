@@ -1,37 +1,21 @@
 """The page in a real browser: the whole journey, reloads, stopping, the list of runs, the keyboard."""
 
-import json
 import re
 import shutil
 
 from linearizer.amounts import size
-from linearizer.page import cards, polling, run_state
 from linearizer.page.visitors import EXAMPLE_NAME
 from linearizer.plan.plan import Plan
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from tests.support.bare_environment import make_bare_environment, run_bare
-from tests.support.page_server import FITS, LONG, client_of, looking, shown, wait_until_true
+from tests.support.page_server import FITS, LONG, looking, shown, wait_until_true
 from tests.support.page_steps import number_at, start
 
 STEPS = 20_000  # of a training that is stopped
-ONLINE = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_fake_ann"}
-LOAD_BACK = """
-    import sys
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    name = sys.argv[1]
-    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)  # or transformers asks
-    ids = tokenizer("The for statement", return_tensors="pt")
-    written = model.generate(**ids, min_new_tokens=9, max_new_tokens=9, do_sample=False)
-    assert type(model).__module__.startswith("transformers_modules.") and "linearizer" not in sys.modules
-    print(written.shape[1] - ids["input_ids"].shape[1])
-"""  # in an environment of torch and transformers alone, as anyone who finds it on the Hub would
 
 
-def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_loads(local, browser, hub, tmp_path):
+def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model(local, browser, hub):
     url, runs, log = local
     with looking(browser, url) as page:
         name = start(page, 3, "paper", "paper")  # far enough from its teacher to write another text
@@ -71,8 +55,6 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         shown(page, "#sent", "Published as ann/from-the-page", LONG)
         shown(page, "#snippet", "from_pretrained")
     assert hub.repos["models", "ann/from-the-page"].private
-    bare = make_bare_environment(tmp_path)
-    assert run_bare(bare, LOAD_BACK, "ann/from-the-page", cwd=tmp_path, **ONLINE).split()[-1] == "9"
     assert run.plan.steps == 3
     assert "Traceback" not in log.read_text()
 
@@ -91,16 +73,6 @@ def test_home_is_home_and_links_to_the_last_runs(local, browser, done):
         again.get_by_role("link", name="Home").click()
         again.wait_for_selector("#hero", state="visible")
         again.close()
-
-
-def test_a_server_that_did_not_publish_a_run_shows_where_it_is(local, done, hub):
-    sent = client_of(local.url).predict(done, "ann/kept", True, api_name="/publish_run")
-    run = Run(local.runs / done)  # this process has published nothing
-    assert "ann/kept" in cards.run_card(control.status(run), done, 0.0)
-    card, code = polling.publication_piece(run, run_state.read_pieces(run, 60.0)).value
-    assert f'href="{sent["url"]}"' in card and "Published as" in card and "ann/kept</a>" in card
-    assert f"revision <code>{sent['revision'][:12]}</code>" in card
-    assert code.visible and "AutoModelForCausalLM.from_pretrained(name, revision=revision" in code.value
 
 
 def test_a_run_is_stopped_and_resumed(local, browser):
@@ -123,32 +95,21 @@ def test_a_run_is_stopped_and_resumed(local, browser):
     assert f"for {events[0]['steps']:,} of {STEPS:,} steps" in (Run(runs / name).checkpoint / "README.md").read_text()
 
 
-def test_another_budget_is_shared_out_quickly_without_the_model(local, browser, done):
+def test_another_budget_is_shared_out_without_the_model(local, browser, done):
     with looking(browser, f"{local.url}?run={done}") as page:
         shown(page, "#run-card", "done")
         page.click("#step-3-button")
         shown(page, "#other-card", "from 64 tokens on")
         page.wait_for_selector("#step-3 .heatmaplayer")
-        page.evaluate(
-            """() => {
-                const card = document.querySelector('#other-card');
-                addEventListener('input', () => { window.began = performance.now() }, true);
-                new MutationObserver(() => {
-                    if (/from (9|10)/.test(card.innerText)) window.took ??= performance.now() - window.began;
-                }).observe(card, {childList: true, subtree: true, characterData: true});
-            }"""
-        )
         page.wait_for_selector("#bars .barlayer")
         top = "document.querySelector('#bars .js-plotly-plot').layout.yaxis.range[1]"
         before = page.evaluate(top)
         page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("100")
-        took = wait_until_true(page, "window.took").json_value()
         wait_until_true(page, "document.querySelector('#heard').textContent.includes('from 100 tokens on')")
         wait_until_true(page, f"{top} > {before}")
         shown(page, "#other-card", "What this budget would buy")
         page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("64")
         shown(page, "#other-card", "What this run holds.")
-        assert took < 750  # a busy machine; tests/benchmarks/page.py holds it to 150
 
 
 def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_choices(local, browser, done):
@@ -230,9 +191,3 @@ def test_on_its_card_a_run_is_resumed_renamed_copied_and_deleted(local, browser,
         card.get_by_role("button", name="Delete it for good").click()
         card.wait_for(state="detached")
     assert not {"better", "unwanted"} & {path.name for path in runs.iterdir()} and (runs / done).is_dir()
-
-
-def test_the_page_opens_within_five_seconds(local, browser):
-    with looking(browser, local.url, anew=True) as page:
-        timing = json.loads(page.evaluate("JSON.stringify(performance.timing)"))
-        assert timing["loadEventEnd"] - timing["navigationStart"] < 5000

@@ -199,18 +199,6 @@ ODD = [
 ]  # fmt: skip
 
 
-def answered(url, api, data):
-    """Call an endpoint as any client may, in a session of its own, and give all that comes back."""
-    body = json.dumps({"data": data}).encode()
-    call = f"{url}gradio_api/call/{api}"
-    request = urllib.request.Request(call, body, {"Content-Type": "application/json"})
-    try:
-        event = json.loads(urllib.request.urlopen(request, timeout=180).read())["event_id"]
-        return urllib.request.urlopen(f"{call}/{event}", timeout=180).read().decode()
-    except urllib.error.HTTPError as error:
-        return error.read().decode()
-
-
 @cache
 def wires_of(url):
     """List what connects the page with the server."""
@@ -267,7 +255,7 @@ def test_no_input_breaks_an_endpoint(space, api, usual):
     calls = [  # neighbours share the values
         (url, wire, [*usual[:place], odd, *usual[place + 1 :]])
         for place in range(len(usual))
-        for odd in (ODD if len(usual) == 1 else ODD[place % 2 :: 2])
+        for odd in (ODD if len(usual) == 1 else ODD[place % 4 :: 4])
         if (api, place) != ("start_run", 3) or odd not in (None, {})  # a run like any other
     ]
     for (*_, data), said in at_once(asked, calls):
@@ -275,11 +263,11 @@ def test_no_input_breaks_an_endpoint(space, api, usual):
     assert "Traceback" not in log.read_text()[before:], log.read_text()[before:][-2000:]
 
 
-@pytest.mark.parametrize("name", ["model", "budget", "features", "text", "texts", "seed", "device", "dtype", "x"])
-def test_no_option_of_a_plan_breaks_the_start_of_a_run(space, name):
+def test_no_option_of_a_plan_breaks_the_start_of_a_run(space):
     url, _, log = space
     before, wire = len(log.read_text()), wire_of(url, "start_run")
-    options = ({**SMALL, "steps": -1, name: odd} for odd in ODD)
+    names = ["model", "budget", "features", "text", "texts", "seed", "device", "dtype", "x"]
+    options = ({**SMALL, "steps": -1, name: odd} for place, name in enumerate(names) for odd in ODD[place % 3 :: 3])
     for (*_, data), said in at_once(asked, [(url, wire, ["demo", 64, "Try it", each, ANN]) for each in options]):
         harmless(said, data)
     assert "Traceback" not in log.read_text()[before:], log.read_text()[before:][-2000:]
@@ -333,7 +321,7 @@ def test_no_input_breaks_what_the_page_itself_calls(space):
             odd,
         )
         for number, wire in enumerate(wires)
-        for place, odd in enumerate(ODD)
+        for place, odd in enumerate(ODD[number % 2 :: 2])
     ]
     for (_, wire, data, _), said in at_once(asked, calls):
         assert "Traceback" not in said and "root:x:" not in said, (wire["id"], data, said[:500])

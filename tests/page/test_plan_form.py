@@ -16,7 +16,6 @@ from linearizer.plan.options import options_of
 from linearizer.plan.plan import USUAL_TEXTS, YIELDING, Plan
 from linearizer.plan.recipes import RECIPES
 from linearizer.run.folder import parse_plan, read_plan
-from linearizer.student.update_rules import UPDATE_RULES
 
 
 def plan_of(values):
@@ -38,13 +37,6 @@ def test_every_recipe_is_offered_with_its_reference():
     assert all(RECIPES[name].reference.lower() in labels[name].lower() for name in LISTED)
     assert "needs “May grow”." in labels["duo"] and not any("--" in label for label in labels.values())
     assert all(recipe_of(way_of(name), name) == name for name in RECIPES)
-
-
-def test_every_memory_says_what_it_begins_like():
-    said = {name: label for label, name in recipe_choices()}
-    assert all(
-        f"the same as {rule.begins_like}" in said[name] for name, rule in UPDATE_RULES.items() if rule.begins_like
-    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

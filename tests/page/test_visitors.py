@@ -147,18 +147,6 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
     assert begin_run(read).plan == plan
 
 
-def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
-    from linearizer.workers.forecast import Speeds, forecast_run
-
-    result, machine = planning.examine_model(find_visitor(), "demo").inspection, Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
-    guesses = [
-        forecast_run(planning.make_plan("demo", 64, effort, {}), result, machine, 5e6) for effort in planning.EFFORTS
-    ]
-    assert guesses[0].seconds < guesses[1].seconds < guesses[2].seconds
-    assert guesses[0].disk_bytes < guesses[2].disk_bytes
-    assert 5e6 < guesses[0].disk_bytes < 5e6 + result.weight_bytes  # a student's teacher is not written again
-
-
 def test_models_of_the_hub_and_local_folders_are_found_and_no_folder_on_a_space(root, tmp_path, hub, monkeypatch):
     hub.add("org/demonstration", {"config.json": b"{}"})
     hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)

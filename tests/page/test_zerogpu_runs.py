@@ -180,26 +180,6 @@ def test_a_device_that_is_taken_back_too_early_costs_only_what_was_not_saved(spa
     assert not tracebacks(log)
 
 
-def test_a_run_in_steps_is_stopped_and_resumed_and_waits_for_its_turn(space):
-    client, root, log = space
-    first, second = (begin(client, root, steps=300) for _ in range(2))
-    wait_until(lambda: any(event["event"] == "distill" for event in first.events()), 200)
-    assert control.status(second).state == "queued"
-    client.predict(first.folder.name, ANN, api_name="/stop_run")
-    wait_for(first, "stopped")
-    wait_for(second, "running")
-    client.predict(second.folder.name, ANN, api_name="/stop_run")
-    wait_for(second, "stopped")
-    reached = max(event["done"] for event in first.events() if event["event"] == "distill")
-    client.predict(first.folder.name, ANN, api_name="/resume_run")
-    wait_until(lambda: max(event["done"] for event in first.events() if event["event"] == "distill") > reached)
-    client.predict(first.folder.name, ANN, api_name="/stop_run")
-    wait_for(first, "stopped")
-    steps = [event["done"] for event in first.events() if event["event"] == "distill"]
-    assert steps.count(1) == 1
-    assert not tracebacks(log)
-
-
 def test_of_an_evaluation_each_part_is_a_step(space, whole):
     client, root, log = space
     folder = next(root.glob("runs/*")) / "evaluated"
