@@ -77,15 +77,6 @@ def test_what_a_head_begins_with_depends_on_no_other_head_and_on_no_order():
         assert torch.equal(group.feature_map.centres[0], whole.feature_map.centres[group.heads[0]])
 
 
-def test_each_head_begins_from_its_own_keys():
-    student, samples = student_of("llama", [Head(window=3), Head(features=16)], feature_map="codebook"), samples_of()
-    initialise(student, samples)
-    for layer, result in zip(student.students(), samples.layers, strict=True):
-        (group,) = featured(layer)
-        nearest = [torch.cdist(group.feature_map.centres[0], keys).amin(-1).mean() for keys in result.keys]
-        assert nearest.index(min(nearest)) == group.heads[0]
-
-
 def test_slots_begin_with_the_metric_of_the_queries():
     student, samples = student_of("llama", [Head(window=4, slots=5)]), samples_of()
     initialise(student, samples)

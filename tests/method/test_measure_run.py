@@ -1,10 +1,7 @@
 """What is read off a running model, against the same thing computed plainly from its whole attention."""
 
-import gc
-
 import pytest
 import torch
-from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
@@ -12,7 +9,6 @@ from linearizer.method.measure_run import head_points, measure_profile
 from linearizer.plan.profile import Profile, ProfileSettings
 from linearizer.progress import finish
 from linearizer.student.attention_interface import observing
-from tests.support.families import FAMILIES
 from tests.support.models import layers_of, teacher_of
 
 SMALL = ProfileSettings(samples=64, sinks=2)
@@ -44,7 +40,7 @@ def close(result, expected, tolerance=1e-4):
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_bigcode", "opt", "gemma3_text", "cohere2", "deepseek_v3"])
 def test_every_family_is_measured_in_all_layers_that_it_does_not_bound(family):
     teacher = teacher_of(family)
     layers = layers_of(teacher)
@@ -112,26 +108,6 @@ def test_paper_mode_has_a_curve_for_every_query_head():
     close(profile.query_freedoms[3], degrees_of_freedom(points, settings.ridges), 1e-5)
     for layer in apart.profile.layers:
         assert layer.query_freedoms == tuple(head.freedoms for head in layer.heads)
-
-
-def live_bytes():
-    gc.collect()
-    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def test_what_is_kept_does_not_grow_with_the_text():
-    def most_held(count):
-        teacher, windows = teacher_of("llama"), texts(count)
-        before, held = live_bytes(), []
-        steps = measure_profile(teacher, windows, layers_of(teacher), ProfileSettings(samples=64), batch_tokens=40)
-        for progress in steps:
-            if progress.done == progress.total or progress.unit != "heads" and progress.done % 16 == 0:
-                held.append(live_bytes() - before)  # not while threads work on heads
-        return max(held)
-
-    few = most_held(4)  # first, so that what is made once and kept is not taken for growth
-    assert most_held(32) - few <= 28 * 40 * 2 * 8  # two marks for each token
 
 
 def test_model_is_left_as_it_was():

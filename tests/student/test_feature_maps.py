@@ -78,13 +78,6 @@ def test_clusters_start_as_a_codebook_in_training_and_stay_soft():
     torch.testing.assert_close(clusters.keys(k), clusters.train().keys(k))
 
 
-def test_a_soft_codebook_hardens_as_it_sharpens():
-    feature_map, k = make("codebook", 6), draw(1, 2, 6, DIM)
-    hard = feature_map.keys(k).exp()
-    feature_map.train().log_sharpness.data.fill_(12.0)
-    torch.testing.assert_close(feature_map.keys(k).exp(), hard, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
 def test_the_same_seed_draws_the_same_features(kind):
     first, second, other = make(kind, 16), make(kind, 16), make(kind, 16, seed=5)

@@ -12,14 +12,13 @@ pytest.importorskip("triton")
 
 from linearizer.student import (
     kernel_dispatch,
-    kernel_merging,
     kernel_text_slots,
     kernel_token,
     kernel_trial,
     layer_student,
 )
 from tests.support import layers
-from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate
+from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU
 from tests.support.layers import assert_same_states, layer, read, text
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that hold nothing
@@ -79,28 +78,6 @@ def test_texts_of_several_lengths_are_read_a_few_periods_at_a_time(monkeypatch):
 def test_heads_may_have_no_sinks(monkeypatch):
     monkeypatch.setattr(layers, "SINKS", 0)
     assert_alike("5 bits", monkeypatch)
-
-
-MUTATIONS = [  # a line of a kernel, and what it is exchanged for
-    (kernel_merging, "cost, INFINITE) * (tl.maximum", "-cost, INFINITE) * (tl.maximum"),
-    (kernel_merging, "best * (place + 1)", "best"),
-    (kernel_merging, "-= 2 * multiply_rows(v_ptr", "-= multiply_rows(v_ptr"),
-    (kernel_merging, "tl.maximum(important[:, None], ", "tl.minimum(important[:, None], "),
-    (kernel_merging, "tl.sum(shares * square[None, :], 1) + own", "own"),
-    (kernel_merging, "EMPTY, mask=om < block)", "0.0, mask=om < block)"),
-    (kernel_merging, "tl.store(list_ptr + om, into, mask=live)", ""),
-    (kernel_text_slots, "(os < C.S) & (os < merged)", "os < C.S"),
-    (kernel_text_slots, "<= place[:, None])", "< place[:, None])"),
-    (kernel_text_slots, "C.DP, C) + level", "C.DP, C)"),
-]
-
-
-@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
-@pytest.mark.parametrize("module, line, mutation", MUTATIONS, ids=[line for _, line, _ in MUTATIONS])
-def test_a_wrong_line_of_a_kernel_is_found(module, line, mutation, monkeypatch, tmp_path):
-    mutate(module, line, mutation, tmp_path, monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_alike("16 bits, other values", monkeypatch, ends=(48, 49))
 
 
 class Operations(TorchDispatchMode):

@@ -11,12 +11,11 @@ from linearizer.student.layer_student import LayerStudent
 from linearizer.student.packed_state import Turns, as_sink, pack_state, round_counts, unpack_state
 from linearizer.student.rounding import TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
 from linearizer.student.state import SlotState, tensors
-from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 MAX_CODE = 127
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-DOUBLE = [family for family, given in FAMILIES.items() if "num_experts_per_tok" not in given]  # no fp64 product
+DOUBLE = ("llama", "gpt2", "gemma3_text", "gpt_bigcode", "cohere2", "opt", "phi")  # families that differ
 SMALL = [replace(head, bits=8) for head in MIXED]
 FEWER = [replace(head, bits=bits) for bits in (4, 5, 6) for head in MIXED if not head.features]
 
@@ -37,12 +36,6 @@ def test_what_is_rounded_to_8_bits_stays_what_it_is_and_moves_by_at_most_a_127th
     assert held.dtype == torch.int8 and held.shape[-1] == x.shape[-1] + 1
     assert torch.equal(unpack_vectors(held, dtype), once)
     assert torch.equal(round_vectors(once), once) and torch.equal(unpack_vectors(pack_vectors(once), dtype), once)
-
-
-def test_multiplying_by_a_power_of_two_changes_nothing_else():
-    x = drawn(torch.float32)[:500].clamp(-100, 100)
-    x = x[x.abs().amax(-1) > 1e-3]
-    assert torch.equal(round_vectors(8 * x), 8 * round_vectors(x))
 
 
 def test_gradients_pass_as_if_nothing_were_rounded():
@@ -183,15 +176,6 @@ def test_gradients_of_heads_of_few_bits_beside_others_are_finite():
     weight = student.get_input_embeddings().weight.requires_grad_()
     student(tokens(2, 20), use_cache=False).logits.square().sum().backward()
     assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
-@torch.no_grad()
-def test_beams_choose_among_states_of_few_bits_as_without_a_state(held):
-    student, ids = student_of("llama", held), tokens(2, 12)
-    settings = dict(attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=8, eos_token_id=None)
-    with_state, without = (student.generate(ids, do_sample=False, use_cache=way, **settings) for way in (True, False))
-    assert torch.equal(with_state, without)
 
 
 @torch.no_grad()

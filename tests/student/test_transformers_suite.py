@@ -98,7 +98,7 @@ def suite_of(family, held, mixins):
 @pytest.mark.parametrize("mixin, least", [("ModelTesterMixin", 60), ("GenerationTesterMixin", 20)])
 @pytest.mark.parametrize(
     "family, held",
-    [*((name, "mixed") for name in ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral"]), ("llama", "memories")],
+    [*((name, "mixed") for name in ["llama", "gpt2", "gemma3_text", "mixtral"]), ("llama", "memories")],
 )
 def test_a_student_passes_what_every_model_of_transformers_passes(family, held, mixin, least, mixins):
     suite, failed, passed = suite_of(family, held, mixins), [], 0

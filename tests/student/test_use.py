@@ -1,15 +1,12 @@
 """A student is used as any model of transformers is: trained, cast, resized, continued, and refused what it cannot."""
 
 import copy
-import io
-import logging
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from linearizer.plan.head_bytes import Head
-from linearizer.student import modeling_linearized
 from linearizer.student.cache import CACHE
 from tests.support.models import MIXED, student_of, tokens
 
@@ -70,15 +67,6 @@ def test_a_call_may_hold_nothing_but_padding(heads):
     torch.testing.assert_close(torch.cat(out, 1)[:, 9:], student(ids[:, 9:]).logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
-def test_it_writes_under_autocast(heads):
-    student, ids = student_of("llama", heads), tokens(1, 12)
-    with torch.autocast("cpu", torch.bfloat16):
-        written = student.generate(ids, max_new_tokens=9, do_sample=False)
-        again = student.generate(ids, max_new_tokens=9, do_sample=False, use_cache=False)
-    assert torch.equal(written, again)
-
-
 def test_a_vocabulary_that_grew_is_saved_and_loaded(tmp_path):
     student, ids = student_of("llama"), tokens(1, 12)
     student.resize_token_embeddings(160)
@@ -125,21 +113,3 @@ def test_padding_before_a_text_does_not_matter_without_positions_either(family, 
     padded = torch.cat([first.logits, last.logits], 1)
     for row, start in ((0, 9), (1, 0)):
         torch.testing.assert_close(padded[row, start:], student(ids[row : row + 1, start:]).logits[0], **CLOSE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("positions", [29, 30])  # of which a warning is given once
-def test_a_text_that_outgrows_the_positions_of_its_teacher_warns(positions):
-    """A student has room for any length; a teacher of absolute positions fails, and others say nothing."""
-    student, ids = student_of("llama", max_position_embeddings=positions), tokens(1, 20)
-    logger, said = logging.getLogger(modeling_linearized.__name__), io.StringIO()
-    logger.addHandler(handler := logging.StreamHandler(said))
-    try:
-        student.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=0)  # reads 29 tokens
-        assert not said.getvalue()
-        cache = student.empty_cache()
-        for _ in range(2):
-            student(ids, **{CACHE: cache})
-    finally:
-        logger.removeHandler(handler)
-    assert f"longer than the {positions} positions" in said.getvalue() and said.getvalue().count("\n") == 1

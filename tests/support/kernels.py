@@ -66,13 +66,6 @@ def relative(a, b):
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
-def vary(feature_map):
-    """Let nothing that is learnt be where it began."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in feature_map.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=EXACT).to(parameter)
-
-
 def mutate(module, line, mutation, folder, monkeypatch):
     """Exchange a text that a module has once, for every module that uses it."""
     source = Path(module.__file__).read_text(encoding="utf-8")

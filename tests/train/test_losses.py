@@ -7,7 +7,7 @@ from linearizer.plan.head_bytes import Head
 from linearizer.student.attention_interface import attending
 from linearizer.student.features_torch import ScaledMap
 from linearizer.student.layer_student import LayerStudent
-from linearizer.teacher.layers import featured, output_projections
+from linearizer.teacher.layers import featured
 from linearizer.train import losses
 from linearizer.train.losses import AttentionInputs, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
 from tests.support.families import FAMILIES
@@ -128,14 +128,3 @@ def test_pieces_of_logits_give_the_plain_loss_and_gradient(loss, pieces, monkeyp
     maps = [p for layer in student.students() for p in layer.parameters()]
     for a, b in zip(torch.autograd.grad(result, maps), torch.autograd.grad(plain, maps), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_output_projection_is_found_in_every_family(family):
-    teacher = teacher_of(family)
-    result = output_projections(teacher, tokens(1, 4))
-    names = {module: name for name, module in teacher.named_modules()}
-    assert {names[part].rpartition(".")[2] for part in result.values()} <= {
-        "o_proj", "c_proj", "dense", "out_proj",
-    }  # fmt: skip
-    assert sorted(result) == [0, 1, 2]
