@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from tests.benchmarks.abuse import ALL_KINDS, KINDS
 
-FEW = settings(ALL_KINDS, max_examples=60, derandomize=True)
+FEW = settings(ALL_KINDS, max_examples=40, derandomize=True)
 
 
 @pytest.mark.filterwarnings("ignore")  # of libraries about what they read

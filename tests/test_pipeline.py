@@ -69,15 +69,6 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
     assert control.status(run).state == "done"
 
 
-def test_what_has_no_steps_is_stopped_at_once(begin):
-    run = begin(plan=Plan("demo", text="self", budget=64, texts=64, length=512))  # the model writes for minutes
-    threading.Timer(1, run.make_request, ["stop"]).start()
-    begun = time.monotonic()
-    with pytest.raises(Stopped):
-        finish(linearize(run))
-    assert time.monotonic() - begun < 60 and control.status(run).state == "stopped"
-
-
 def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
     hub.add("org/slow", find_model("demo").folder)
     served, over = Handler.file, threading.Event()

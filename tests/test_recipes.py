@@ -12,10 +12,9 @@ from linearizer import pipeline
 from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
 from linearizer.errors import RequestError, TextError
-from linearizer.method import allocate_run, head_prices
+from linearizer.method import allocate_run
 from linearizer.method.allocate_run import learn_gates
 from linearizer.method.decide import allocate_by_gates
-from linearizer.method.head_prices import options_to_price
 from linearizer.method.measure_run import measure_teacher
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes
 from linearizer.plan.plan import Plan
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("judged_briefly")
 SMALL = dict(model="demo", budget=40, texts=2, length=64, target_length=64, dtype="float32")
 
 
-@pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer", "liger"])
+@pytest.mark.parametrize("recipe", ["windows", "duo", "lolcats", "performer", "liger"])
 def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(allocate_run, "GATE_STEPS", 4)
     steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
@@ -85,26 +84,6 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     assert any(head.features for row in allocation.heads for head in row)
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]
-
-
-def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path, monkeypatch):
-    monkeypatch.setattr(head_prices, "MAX_GRADIENTS", 1)  # text by text
-    monkeypatch.setattr(allocate_run, "options_to_price", lambda *offered: options_to_price(*offered)[::4])
-    options = {**SMALL, "length": 32, "texts": 4}
-    run = pipeline.begin(tmp_path / "run", Plan.of("best", **options, strategy="gain-features", sinks=0))
-    teacher = teacher_module.load_teacher_of(run.plan)
-    finish(measure_teacher(run, teacher))
-    texts = allocate_run.texts_to_price_on(run, teacher, None)
-    whole = finish(allocate_run.price_heads(run, teacher, texts))
-    (run.folder / "prices.json").unlink()
-    steps = allocate_run.price_heads(run, teacher, texts)
-    while not list((run.folder / allocate_run.LAYERS).glob("*")):
-        next(steps)
-    steps.close()
-    before = len(run.events())
-    assert finish(allocate_run.price_heads(run, teacher, texts)) == whole
-    first = next(event for event in run.events()[before:] if event["event"] == "price")
-    assert first["done"] > 0, "what was priced is not priced again"
 
 
 def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tmp_path):

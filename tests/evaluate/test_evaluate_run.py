@@ -2,10 +2,6 @@
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -13,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from linearizer import pipeline
-from linearizer.checks import with_absolute_paths
 from linearizer.cli.main import main
 from linearizer.evaluate import evaluate_run
 from linearizer.evaluate.language import read_scores
@@ -104,30 +99,6 @@ def test_all_are_measured_and_named_with_what_they_were_measured_with(run, said)
     assert run.done and jobs.status(run).state == "done"
 
 
-def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
-    command = [sys.executable, "-m", "linearizer", "evaluate", str(run.folder), "--texts", "2"]
-    for sent, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
-        before = len(examined(run))
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while len(examined(run)) <= before:
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.02)
-        process.send_signal(sent)
-        _, err = process.communicate(timeout=180)
-        assert process.returncode == code and "Traceback" not in err
-        assert code < 0 or "what was finished is kept: repeat `linearizer evaluate" in err
-    kept = run.evaluation_parts
-    finish(pipeline.evaluate(run, evaluate_run.Request(("language", "recall"), texts=2)))
-    assert {part: run.evaluation_parts[part] for part in kept} == kept
-    parts = examined(run)
-    assert len(parts) == len(set(parts)) and set(parts) <= set(run.evaluation_parts)  # a kill may forestall one
-
-
-def test_two_evaluations_never_write_one_run(run, said):
-    with run.take_lock():
-        assert "being written by another process" in refused(said, run.folder, "--parts", "language")
-
-
 def test_the_text_is_not_what_the_student_was_trained_on(finished):
     run = Run.open(finished)
     learnt = max(run.evaluation_file["made_with"]["learnt"], run.plan.texts)
@@ -137,14 +108,6 @@ def test_the_text_is_not_what_the_student_was_trained_on(finished):
         assert torch.equal(setup.windows(None, 32, 4, 0).flatten(), text[learnt:].flatten())
         sampled = setup.windows("self", 32, 2, 0)
         assert sampled.shape == (2, 32) and not torch.equal(sampled, setup.windows("self", 32, 2, 1))
-
-
-def test_the_text_of_a_run_is_known_by_another_spelling(run, tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("\n".join(map(str, range(4000))))
-    monkeypatch.chdir(tmp_path)
-    run.write("plan.json", with_absolute_paths(replace(run.plan, text="file:text.txt")).to_json())
-    with assembled(run) as setup:
-        assert torch.equal(setup.windows("file:text.txt", 64, 2, 0), setup.windows(None, 64, 2, 0))
 
 
 def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_it_was_asked(untrained, tmp_path):
@@ -213,15 +176,6 @@ def test_bad_requests_are_refused_with_a_sentence(arguments, sentence, run, said
     assert run.evaluation_parts == before
 
 
-def test_a_context_beyond_rotary_positions_is_marked_as_extrapolated(tmp_path, said, capsys):
-    folder = tmp_path / "run"
-    assert main(["run", "demo", "--recipe", "swa", "--budget", "64", "--out", str(folder), *QUICK[:-2]]) == 0
-    capsys.readouterr()
-    _, out, _ = said("evaluate", folder, "--parts", "language", "--length", "1100", "--texts", "1")
-    assert "longer than the teacher's positions: extrapolated" in out
-    assert Run.open(folder).results["language"].read.beyond
-
-
 def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path, said):
     hidden = model.with_name("hidden")
     model.rename(hidden)
@@ -260,22 +214,3 @@ def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, said, c
     assert code == 0, err
     assert "recalled, at depth" not in out and "reads tokens/s" in out
     assert "4 pairs do not fit" in refused(said, tmp_path / "run", "--parts", "needle")
-
-
-def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(tmp_path, model, capsys):
-    how = ["--recipe", "features", "--feature-map", "mlp", "--loss", "direct", "--lora", "2"]
-    assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
-    run = Run.open(tmp_path / "run")
-    with assembled(run) as setup:
-        texts, _ = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
-        losses = [own.loss.mean().item() for own in read_scores(setup.subjects(64)[:3], texts)]
-        assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
-        own, control, teacher = (
-            dict(model.named_parameters()) for model in (setup.student.base, setup.control.base, setup.teacher)
-        )
-        changed = {name for name in teacher if not torch.equal(own[name], teacher[name])}
-        assert changed and len(changed) < len(teacher)
-        assert all(control[name].data_ptr() == teacher[name].data_ptr() for name in teacher)
-        assert all(own[name].data_ptr() == teacher[name].data_ptr() for name in teacher.keys() - changed)
-        names = {subject.name: subject.model for subject in setup.subjects(64)}
-    assert names["student"] is setup.student and names["window"] is names["untrained"] is setup.control

@@ -1,14 +1,9 @@
 """Models in one conversation say what each would say alone, and what they hold is counted as it is."""
 
-import itertools
-import time
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from linearizer.errors import FaultError, RequestError
-from linearizer.evaluate import side_by_side
 from linearizer.evaluate.side_by_side import (
     Reader,
     find_difference,
@@ -20,7 +15,6 @@ from linearizer.evaluate.side_by_side import (
 from linearizer.evaluate.subjects import Subject
 from linearizer.hub.models import find_model
 from linearizer.plan.head_bytes import cache_bytes
-from linearizer.run.results import Comparison, Held
 from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.token_loop import generate_tokens
@@ -117,17 +111,6 @@ def test_a_prompt_that_needs_memory_goes_on_with_what_stands_as_far_back_as_was_
     asked_from = prompt.text.rindex(prompt.answer)
     back = len(tokenizer(prompt.text[asked_from:])["input_ids"])
     assert prompt.distance == 256 and 0.8 * 256 < back < 1.1 * 256
-
-
-def test_what_is_told_grows_every_quarter_of_a_second(pair, monkeypatch):
-    ticks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(ticks) / 10, perf_counter=time.perf_counter)
-    monkeypatch.setattr(side_by_side, "time", clock)  # whatever the speed of the machine
-    first, *told = write_in_turns(readers(pair), Tokens(), "", [5, 6], 60)
-    assert isinstance(first, Held) and all(isinstance(each, Comparison) for each in told)
-    texts = [each.student.text for each in told]
-    assert len(texts) == 60 // 3 + 1  # a tenth of a second a token; the last is of all
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
 
 
 def test_a_model_that_breaks_is_told_of(pair, monkeypatch):

@@ -1,7 +1,6 @@
 """Figures, as data: they say what the products say, and say it without colour too."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from plotly.colors import sample_colorscale
@@ -11,9 +10,8 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from linearizer.report import chart_style, parts, run_charts
+from linearizer.report import chart_style, run_charts
 from linearizer.run.prices import Prices
-from tests.support.evaluation_results import TYPED
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
@@ -73,12 +71,6 @@ def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
     assert drawn.colorbar.title.text == "degrees of freedom" and drawn.coloraxis is None  # its own scale of colours
 
 
-def test_lines_of_layers_differ_by_more_than_colour_and_keep_their_end():
-    first, second = run_charts.draw_training_losses(STEPS).data
-    assert first.line.dash != second.line.dash and first.line.color != second.line.color
-    assert len(first.x) <= chart_style.MAX_POINTS and first.x[-1] == 1000  # a long training is thinned
-
-
 def test_bars_add_up_to_the_bytes_of_each_head():
     bars = {trace.name: trace for trace in run_charts.draw_allocation(MIXED, LAYERS, FIX).data}
     for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
@@ -90,15 +82,6 @@ def test_bars_add_up_to_the_bytes_of_each_head():
     assert bars["whole cache, grows"].y[0] == 0
     fix = bars["the same for every head"].y
     assert fix[0] * head_bytes.token_bytes(LAYERS[0]) == head_bytes.head_bytes(FIX.heads[0][0], LAYERS[0], 4, 0)
-
-
-def test_bars_say_in_words_and_by_pattern_what_each_head_became():
-    bars = {trace.name: trace for trace in run_charts.draw_allocation(MIXED, LAYERS, FIX).data}
-    assert bars["features"].customdata[0] == "layer 0, KV head 0: 28 + 32 features"
-    assert bars["features"].customdata[1] == "layer 0, KV head 1: softmax"
-    assert bars["features"].customdata[2] == "layer 2, KV head 0: 8 tokens"
-    patterns = [trace.marker.pattern.shape for trace in bars.values() if trace.type == "bar"]
-    assert len(set(patterns)) == 3
 
 
 def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
@@ -122,14 +105,6 @@ def test_no_two_models_of_an_evaluation_look_alike():
     assert len({marker for *_, marker, _ in styles}) == len({dash for *_, dash in styles}) == len(styles)
     for _, colour, *_ in styles:
         assert min(contrast(colour, ground) for ground in ("#ffffff", "#000000")) > 3
-
-
-def test_an_evaluation_with_a_control_of_another_name_is_drawn():
-    language = TYPED["language"].result
-    lengths = [replace(each, subjects=(*each.subjects, replace(each.subjects[2], name="no features")))
-               for each in language.lengths]  # fmt: skip
-    part = replace(TYPED["language"], result=replace(language, lengths=tuple(lengths)))
-    assert parts.length_chart(part).data[-1].name == "no features"
 
 
 def test_numbers_can_be_read_on_every_colour_of_a_map():

@@ -1,6 +1,7 @@
 """A run writes into files of its own folder: a link among them is refused, and what it points to is untouched."""
 
 import shutil
+from itertools import cycle
 
 import pytest
 
@@ -40,8 +41,10 @@ def put_link(path, target):
     path.symlink_to(target)
 
 
-@pytest.mark.parametrize("name", sorted({*FILES_OF_RUN, "state/x", "events.jsonl"} - {"plan.json", "begun.json"}))
-@pytest.mark.parametrize("kind", ["file", "loop", "dangling"])
+NAMES = sorted({*FILES_OF_RUN, "state/x", "events.jsonl"} - {"plan.json", "begun.json"})
+
+
+@pytest.mark.parametrize("name, kind", [*zip(NAMES, cycle(["file", "loop", "dangling"]), strict=False)])
 def test_a_run_with_a_link_is_not_worked_on(run, target, said, name, kind):
     path = run.folder / name
     put_link(path, {"file": target, "loop": path, "dangling": target.with_name("none")}[kind])
