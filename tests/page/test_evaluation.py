@@ -68,17 +68,6 @@ def test_it_is_stopped_and_goes_on_from_the_page(local, browser, done):
     assert "recall" in Run(runs / done).evaluation_parts
 
 
-def test_what_cannot_be_asked_is_said(local, browser, done):
-    with looking(browser, f"{local.url}?run={done}") as page:
-        choose(page, "Tasks")
-        page.wait_for_selector("#evaluate:not([disabled])", timeout=LONG)
-        page.click("#evaluate")
-        page.wait_for_selector("text=no task was named: write some of lm_eval's")
-        choose(page)
-        page.click("#evaluate")
-        page.wait_for_selector("text=no part was chosen")
-
-
 def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(local, browser, done):
     url, runs, _ = local
     run = Run(runs / "made-up")

@@ -204,31 +204,6 @@ def split(page):
     return [sizes.split(",") for sizes in page.evaluate("window.sizes")]
 
 
-def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, browser):
-    with looking(browser, local.url) as page:
-        choose_demo(page)
-        page.click("#to-budget")
-        change_how(page)
-        page.get_by_role("button", name="Advanced").click()
-        field(page, "text").fill("nonsense")
-        page.keyboard.press("Tab")
-        shown(page, "#budget-card", "'nonsense' is not a source of text")
-        field(page, "text").fill("builtin")
-        field(page, "window").fill("999999")
-        page.keyboard.press("Tab")
-        shown(page, "#budget-card", "too small for a window of 999999")
-        field(page, "window").fill("")
-        field(page, "steps").fill("1")
-        field(page, "batch").fill("1000000")
-        page.keyboard.press("Tab")
-        shown(page, "#forecast", "Does not fit: it takes about")
-        assert re.search(
-            r"takes about [\d.]+ TB of memory .* and [\d.]+ GB of memory .* are free. Make room, ask for shorter "
-            r"texts, a smaller batch \(under Advanced\) or a smaller model, or use another machine",
-            page.locator("#forecast .lz-bad").inner_text(),
-        )
-
-
 def test_a_lost_connection_comes_back_by_itself_and_nothing_that_was_chosen_is_lost(local, browser):
     requests = "**/run/predict**"
     with looking(browser, local.url) as page:

@@ -14,7 +14,7 @@ from linearizer.errors import ModelNotAvailable
 from linearizer.hub.weight_files import teacher_files
 from linearizer.method.checkpoint import save
 from linearizer.teacher.linked_weights import link_or_copy
-from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
+from tests.support.models import MIXED, student_of, teacher_of, tokens
 
 MODEL = "model.safetensors"
 ONLY = "teacher-00001-of-00001.safetensors"
@@ -108,32 +108,3 @@ def test_the_index_names_the_files_that_are_the_teachers(tmp_path):
     (checkpoint / f"{MODEL}.index.json").write_text("{")
     with pytest.raises(ModelNotAvailable, match="it is not JSON"):
         teacher_files(checkpoint)
-
-
-@torch.no_grad()
-def test_streamed_weights_that_cannot_be_linked_are_written_file_by_file(tmp_path, monkeypatch):
-    from linearizer.hub.models import find_model
-    from linearizer.method import checkpoint as module
-    from linearizer.teacher import streaming
-    from linearizer.teacher.load import load_config, load_teacher
-    from linearizer.teacher.streaming import measure_weights, place_weights
-
-    teacher_of("gpt_neox").to(torch.bfloat16).save_pretrained(tmp_path / "teacher")
-    source = find_model(str(tmp_path / "teacher"))
-    config = load_config(source)
-    least = measure_weights(config, torch.float32).streamed
-    monkeypatch.setattr(streaming, "free_bytes", lambda device: least / streaming.FILLED + 1)
-    monkeypatch.setattr(module, "MAX_SHARD", 50_000)
-    teacher = load_teacher(source, torch.float32, places=place_weights(config, source, torch.float32, "cpu"))
-    layers = layers_of(teacher)
-    student = module.put_student_into(teacher, layers, allocation_of(layers, MIXED, 2))
-    save(student, None, tmp_path / "checkpoint", [tmp_path / "teacher" / MODEL], torch.bfloat16)
-    files = sorted((tmp_path / "checkpoint").glob("*.safetensors"))
-    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
-    held = {name: x.dtype for file in files for name, x in load_file(file).items()}
-    assert all(dtype == (torch.float32 if ".student." in name else torch.bfloat16) for name, dtype in held.items())
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "checkpoint", output_loading_info=True, dtype=torch.float32
-    )
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert torch.equal(loaded(tokens(1, 20)).logits, student(tokens(1, 20)).logits)
