@@ -123,6 +123,7 @@ def test_one_of_many_starts_wins(begin):
     assert [event["event"] for event in run.events()].count("queued") == 1
     with pytest.raises(FolderError, match="is being written by another process"):
         control.delete(run)
+    wait_for(run, "running")  # before it listens, a signal would end it unsaid
     os.kill(int(process_of(run).name), signal.SIGTERM)
     wait_for(run, "stopped")
 
