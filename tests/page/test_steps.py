@@ -163,7 +163,7 @@ def test_a_visitor_lets_all_three_models_of_the_example_read_a_file_and_asks_abo
     text = ("The sea was calm, and the ship lay still. " * 60).encode()
     with looking(browser, local.url, viewport={"width": 390, "height": 844}) as page:  # all of it on a phone
         page.click("#example")
-        shown(page, "#note", "a finished example that comes with Linearizer")
+        page.wait_for_url("**/?run=*")
         page.click("#step-6-button")
         page.wait_for_selector("#file:enabled")
         page.evaluate(
