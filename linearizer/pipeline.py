@@ -16,6 +16,9 @@ from typing import Any
 import torch
 
 from linearizer import checks
+from linearizer.encoders import encoder_run
+from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_quality import Judgement
 from linearizer.errors import LinearizerError, ModelNotAvailable
 from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
 from linearizer.evaluate.setup import Setup, assembled, environment
@@ -32,6 +35,7 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import YIELDING, Plan
 from linearizer.progress import Progress, Steps, finish
+from linearizer.publish import encoder_card
 from linearizer.publish.card import add_card
 from linearizer.quiet import quiet
 from linearizer.run.events import EventName
@@ -210,10 +214,33 @@ def evaluate(
     return parts
 
 
-def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:
+def linearize_encoder(run: Run, token: str | None = None, held: bool = False) -> Steps[None]:
+    """Make the student of an encoder's run and judge it, from where the run stands."""
+    if not run.done:
+        with logged_work(run, held):
+            yield from encoder_run.make_and_judge(encoder := EncoderRun(run), token)
+            encoder_card.add_card(encoder)
+            run.log(EventName.DONE)
+
+
+def evaluate_encoder(
+    run: Run, request: Request, again: bool = False, token: str | None = None, held: bool = False
+) -> Steps[Judgement]:
+    """Judge the student of an encoder's run on the texts of a request, unless that was done."""
+    run = run.evaluating
+    with logged_work(run, held):
+        judgement = yield from encoder_run.evaluate(encoder := EncoderRun(run), request, again, token)
+        encoder_card.add_card(encoder)
+        run.log(EventName.DONE)
+    return judgement
+
+
+def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
     """Resume the evaluation that was last requested; the caller holds the lock of the run."""
     with log_end(run.evaluating):
         request, again, done = newest_request(run)
+    if run.of_encoder:
+        return (yield from evaluate_encoder(run, request, again, token, held=True))
     anew = tuple(part for part in request.chosen if again and part not in done)
     return (yield from evaluate(run, request, anew, token, held=True))
 

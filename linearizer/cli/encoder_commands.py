@@ -1,22 +1,24 @@
-"""What `inspect` and `run` do with an encoder: a model that reads texts or pictures in both directions."""
+"""What the commands do with an encoder: a model that reads texts or pictures in both directions."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from linearizer.cli.options import plan_changes
-from linearizer.cli.text import print_product, show_progress
-from linearizer.errors import RequestError, Stopped
+from linearizer.cli.text import describe_publication, print_product
+from linearizer.errors import RequestError
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import DEFAULT_BUDGET, Plan
+from linearizer.report.tables import write_tables
 from linearizer.run.names import absolute_path, absolute_source, fresh_folder
 
 if TYPE_CHECKING:
-    from linearizer.encoders.encoder_quality import Quality
+    from linearizer.encoders.encoder_folder import EncoderRun
+    from linearizer.encoders.encoder_quality import Judgement
     from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.run.folder import Run
 
 LENGTHS = (512, 2048, 8192, 32768)  # tokens, at which the share of attention is told
 
@@ -39,13 +41,12 @@ def serve_inspect(arguments: argparse.Namespace) -> bool:
     return True
 
 
-def serve_run(arguments: argparse.Namespace) -> bool:
-    """Linearize an encoder; False: the model is none."""
+def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
+    """Begin the run of an encoder, or open the run to resume; None: the model is none."""
     from linearizer.encoders import encoder_run
-    from linearizer.encoders.encoder_plan import EncoderPlan
 
     if arguments.plan is not None or (arguments.out is not None and (arguments.out / "plan.json").exists()):
-        return False  # a plan, or a run to resume, of a causal model
+        return None  # a plan, or a run to resume, of a causal model
     changes = plan_changes(arguments)
     causal = Plan.of(
         **{"budget": DEFAULT_BUDGET, **changes}
@@ -53,41 +54,55 @@ def serve_run(arguments: argparse.Namespace) -> bool:
     if not encoder_run.is_encoder(changes["model"]):
         if given := [name for name in ("pictures", "slots") if getattr(arguments, name) is not None]:
             raise RequestError(f"--{given[0]} is for encoders, and {changes['model']!r} is none: leave it out")
-        return False
+        return None
     known = {field.name for field in fields(EncoderPlan)}
-    asked = [name for name, value in changes.items() if value is not None] + ["detach"] * arguments.detach
-    if unknown := [name for name in asked if name not in known]:
+    if unknown := [name for name, value in changes.items() if value is not None and name not in known]:
         raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
-    pictures = absolute_path(arguments.pictures) if arguments.pictures else None
-    choices = {name: value for name, value in changes.items() if name in known}
-    choices |= {"pictures": pictures, "slots": arguments.slots is not False}
-    plan = EncoderPlan(**{**choices, "model": absolute_path(choices["model"])})
-    if "text" in choices:
-        plan = EncoderPlan(**{**asdict(plan), "text": absolute_source(plan.text)})
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
-    folder = arguments.out or fresh_folder(causal)
-    run = encoder_run.begin(folder, plan, resume=arguments.resume)
-    try:
-        quality = show_progress(encoder_run.linearize(run))
-    except KeyboardInterrupt as stopped:
-        raise Stopped(
-            f"stopped; what was finished is kept: repeat the command with --resume --out {folder} to go on"
-        ) from stopped
-    share = run.inspection.share(run.tokens)
+    choices: dict[str, Any] = {name: value for name, value in changes.items() if name in known}
+    choices["model"] = absolute_path(choices["model"])
+    choices["text"] = absolute_source(choices.get("text", EncoderPlan.text))
+    choices["pictures"] = absolute_path(arguments.pictures) if arguments.pictures else None
+    plan = EncoderPlan(**choices, slots=arguments.slots is not False)
+    return encoder_run.begin(arguments.out or fresh_folder(causal), plan, resume=arguments.resume)
+
+
+def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Judgement | None = None) -> None:
+    """Print the student of a run and how near it is to its teacher, or what was judged newly."""
+    from linearizer.encoders.encoder_report import judge_encoder
+
+    judged = encoder.judgements if newest is None else (newest,)
     product = {
-        "run": str(folder),
-        "checkpoint": str(run.checkpoint),
-        "tokens": run.tokens,
-        "attention": share,
-        "both_ways": asdict(run.both_ways),
-        "quality": {name: asdict(row) for name, row in quality.items()},
+        "run": str(encoder.run.folder),
+        "checkpoint": str(encoder.checkpoint),
+        "tokens": encoder.tokens,
+        "attention": encoder.inspection.share(encoder.tokens),
+        "both_ways": asdict(encoder.both_ways),
+        "verdict": None if (verdict := judge_encoder(encoder)) is None else asdict(verdict),
+        "quality": [asdict(each) for each in judged],
     }
-    about = (
-        f"{run.tokens} tokens, {run.both_ways.keys:g} keys each; attention is {share:.0%} of the teacher's operations"
+    print_product(arguments, product, describe_result(encoder.run, newest))
+
+
+def describe_result(run: Run, newest: Judgement | None = None) -> str:
+    """Describe the student of an encoder's run, and all judgements of it, or a new one."""
+    from linearizer.encoders.encoder_folder import EncoderRun
+    from linearizer.encoders.encoder_report import judge_encoder, quality_table
+
+    encoder = EncoderRun(run)
+    share = encoder.inspection.share(encoder.tokens)
+    lines = [] if (verdict := judge_encoder(encoder)) is None else [verdict.sentence]
+    lines.append(
+        f"{encoder.tokens:,} tokens, {encoder.both_ways.keys:g} keys each; attention is {share:.0%} of the teacher's "
+        "operations"
     )
-    print_product(arguments, product, "\n".join([about, "", *quality_lines(quality), "", describe_use(run.checkpoint)]))
-    return True
+    judged = encoder.judgements if newest is None else (newest,)
+    lines += ["", write_tables([quality_table(encoder, each) for each in judged]), ""]
+    lines.append(f"AutoModel.from_pretrained({str(encoder.checkpoint)!r}, trust_remote_code=True)")
+    if (published := run.published) is not None:
+        lines += [describe_publication(published), "", published.get("snippet", "")]
+    return "\n".join(lines).rstrip()
 
 
 def describe_encoder(inspection: EncoderInspection) -> str:
@@ -96,26 +111,14 @@ def describe_encoder(inspection: EncoderInspection) -> str:
     lengths = LENGTHS if inspection.reads == "texts" else (longest, 4 * longest, 16 * longest)
     shares = ", ".join(f"{inspection.share(tokens):.0%} at {tokens:,}" for tokens in lengths)
     shape = f"{inspection.layers} layers of {inspection.heads} heads of size {inspection.head_dim}"
+    longer = "; longer texts by interpolated positions" * inspection.stretches
     lines = {
         "model": f"{inspection.name} ({inspection.architecture}), an encoder of {inspection.reads}",
         "parameters": f"{inspection.parameters:,}",
         "attention": f"in both directions, {shape}",
-        "tokens": f"{longest:,} of " + ("a text at most" if inspection.reads == "texts" else "a picture"),
+        "tokens": f"{longest:,} of " + (f"a text at most{longer}" if inspection.reads == "texts" else "a picture"),
         "its share": f"of the model's operations: {shares} tokens",
         "licence": inspection.licence or "not stated",
         "supported": "yes, and tested" if inspection.tested else "yes",
     }
     return "\n".join(f"{name:12}{value}" for name, value in lines.items())
-
-
-def quality_lines(quality: Mapping[str, Quality]) -> list[str]:
-    """Return the rows of a table: the student and its controls beside the teacher."""
-    lines = [f"{'':18}{'keys':>6}{'KL':>9}{'agreement':>11}{'cosine':>8}{'hidden':>8}"]
-    for name, row in quality.items():
-        numbers = f"{row.keys:>6g}{row.kl:>9.4f}{row.agreement:>11.1%}{row.cosine:>8.4f}{row.hidden:>8.4f}"
-        lines.append(f"{name:18}{numbers}")
-    return lines
-
-
-def describe_use(checkpoint: Path) -> str:
-    return f"AutoModel.from_pretrained({str(checkpoint)!r}, trust_remote_code=True)"

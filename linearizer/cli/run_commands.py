@@ -100,16 +100,20 @@ def serve_run(arguments: argparse.Namespace) -> None:
         return
     if options := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
         raise RequestError(f"--{options[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
-    if encoder_commands.serve_run(arguments):
-        return
+    encoder = encoder_commands.begin_run(arguments)
+    run = begin_run(arguments) if encoder is None else encoder.run
     if arguments.detach:
-        control.start(run := begin_run(arguments))
+        control.start(run)
         say_queued(arguments, run)
         return
     from linearizer import pipeline
     from linearizer.workers.helpers import HelperProcesses
 
-    run = begin_run(arguments)
+    if encoder is not None:
+        if not run.done:
+            work_here(run, pipeline.linearize_encoder(run, held=True))
+        encoder_commands.print_result(arguments, encoder)
+        return
     steps = pipeline.linearize(run, held=not run.done, helpers=HelperProcesses(run))
     allocation = finish(steps) if run.done else work_here(run, steps)
     product = {
@@ -159,17 +163,27 @@ def serve_allocate(arguments: argparse.Namespace) -> None:
 
 
 def serve_evaluate(arguments: argparse.Namespace) -> None:
-    from linearizer.pipeline import evaluate
+    from linearizer import pipeline
 
-    run = find_run(arguments.run)
+    run = find_run(arguments.run, encoders=True)
     request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
     if arguments.detach:
         control.evaluate(run, asdict(request), arguments.again)
         say_queued(arguments, run.evaluating)
         return
-    steps = evaluate(run, request, request.chosen if arguments.again else (), held=True)
     details = {"request": asdict(request), "again": arguments.again}
-    work_here(run.evaluating, steps, f"`linearizer evaluate {run.folder}`", **details)
+    repeat = f"`linearizer evaluate {run.folder}`"
+    if run.of_encoder:
+        if arguments.charts:
+            raise RequestError("--charts draws what a causal language model is measured on: leave it out")
+        steps_of_encoder = pipeline.evaluate_encoder(run, request, arguments.again, held=True)
+        judged = work_here(run.evaluating, steps_of_encoder, repeat, **details)
+        from linearizer.encoders.encoder_folder import EncoderRun
+
+        encoder_commands.print_result(arguments, EncoderRun(run), judged)
+        return
+    steps = pipeline.evaluate(run, request, request.chosen if arguments.again else (), held=True)
+    work_here(run.evaluating, steps, repeat, **details)
     results = run.results
     parts = {name: results[name] for name in request.chosen if name in results}
     report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])

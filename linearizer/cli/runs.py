@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.amounts import columns, duration, size
+from linearizer.cli import encoder_commands
 from linearizer.cli.options import AddCommand
 from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product
 from linearizer.errors import FaultError, RequestError, Stopped
-from linearizer.plan.plan import Plan
 from linearizer.progress import Progress
 from linearizer.report.parts import evaluation_report
 from linearizer.run.folder import Run, newest_request
@@ -25,6 +25,7 @@ from linearizer.workers import control
 from linearizer.workers.control import Status
 from linearizer.workers.runs import delete_run, resume_run
 
+PLANS = ("plan", "encoder")  # fields of a status
 ACTIONS = {
     "list": "all runs under the root (the default)",
     "attach": "follow a run to its end; ctrl-C leaves it, and it goes on",
@@ -50,13 +51,13 @@ def serve_runs(arguments: argparse.Namespace) -> None:
     if arguments.action == "list":
         if arguments.run is not None:
             raise RequestError(f"list shows all runs, not {arguments.run!r}: leave it out, or name an action")
-        statuses = control.runs_in(root)
+        statuses = control.runs_in(root, encoders=True)
         text = describe_runs(statuses) if statuses else f"no runs in {root}"
         print_product(arguments, [status_values(status) for status in statuses], text)
         return
     if arguments.run is None:
         raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
-    run = find_run(arguments.run, root)
+    run = find_run(arguments.run, root, encoders=True)
     if arguments.action == "attach":
         attach(run, arguments.json)
         return
@@ -103,7 +104,11 @@ def attach(run: Run, as_lines: bool = False) -> None:
     if status.state != "done":
         raise FaultError(f"{run.folder} {'failed' if status.state == 'failed' else 'is lost'}: {status.error}")
     if not as_lines:
-        print(describe_run(run) if run.job is None else describe_newest_evaluation(run))  # noqa: T201
+        if run.of_encoder:
+            text = encoder_commands.describe_result(run)
+        else:
+            text = describe_run(run) if run.job is None else describe_newest_evaluation(run)
+        print(text)  # noqa: T201
 
 
 def describe_newest_evaluation(run: Run) -> str:
@@ -113,14 +118,15 @@ def describe_newest_evaluation(run: Run) -> str:
 
 def status_values(status: Status) -> dict[str, Any]:
     """Return the status of a run as plain values."""
-    plain = {field.name: getattr(status, field.name) for field in fields(status) if field.name != "plan"}
+    plain = {field.name: getattr(status, field.name) for field in fields(status) if field.name not in PLANS}
     names = {"name": status.run.folder.name, "run": str(status.run.folder)}
     evaluation = status.evaluation and {name: getattr(status.evaluation, name) for name in ("state", "step", "error")}
-    return {**plain, **names, **dial_of(status.plan), "evaluation": evaluation}
+    return {**plain, **names, **dial_of(status), "evaluation": evaluation}
 
 
-def dial_of(plan: Plan | None) -> dict[str, Any]:
-    """Return the model and the dial of a plan; of a damaged plan, None."""
+def dial_of(status: Status) -> dict[str, Any]:
+    """Return the model and the dial of a run's plan; of a damaged plan, None."""
+    plan = status.plan or status.encoder
     return {name: getattr(plan, name, None) for name in ("model", "budget", "features")}
 
 
@@ -129,7 +135,7 @@ def describe_runs(statuses: Sequence[Status]) -> str:
     rows: list[Sequence[object]] = [("run", "model", "budget", "state", "progress", "disk", "age")]
     errors, places = [], []
     for status in statuses:
-        dial, name = dial_of(status.plan), printable(status.run.folder.name)
+        dial, name = dial_of(status), printable(status.run.folder.name)
         budget = f"C = {dial['features']}" if dial["features"] else dial["budget"] or "?"
         shown = status.evaluation if status.evaluation is not None and status.state == "done" else status
         state = shown.state if shown is status else f"done, evaluation {shown.state}"

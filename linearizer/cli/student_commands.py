@@ -180,7 +180,7 @@ def serve_push(arguments: argparse.Namespace) -> None:
     if operands not in (["run", "name"], ["space"]):
         raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
     private = not arguments.public
-    run = None if arguments.run is None else find_run(arguments.run)
+    run = None if arguments.run is None else find_run(arguments.run, encoders=True)
     if arguments.dry_run:
         preview = push.preview(run, arguments.name or arguments.space, private)
         print_product(arguments, asdict(preview), describe_preview(preview))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,21 +74,49 @@ def load_files(source: Source, inspection: EncoderInspection, token: str | None 
 
 
 def read_texts_whole(
-    source: str, files: EncoderFiles, length: int, count: int, token: str | None = None
-) -> list[Inputs]:
-    """Cut the documents of a source into texts of `length` tokens with special tokens; none spans documents."""
-    around, texts, seen = files.reader("a")["input_ids"], list[Inputs](), 0
+    source: str, files: EncoderFiles, length: int, learnt: int, judged: int, token: str | None = None
+) -> list[list[Inputs]]:
+    """Cut the documents of a source into texts of `length` tokens with special tokens; none spans documents.
+
+    Reading ends where there are enough texts, in twice as many documents as there are texts to judge on.
+    """
+    around, documents, seen = files.reader("a")["input_ids"], list[list[Inputs]](), 0
     first, last, fresh = around[: files.first], around[len(around) - files.last :], length - files.first - files.last
     for document in read_for_length(source, length, token=token):
         ids = files.reader(document, add_special_tokens=False, verbose=False)["input_ids"]
         seen += len(ids)
-        for begin in range(0, len(ids) - fresh + 1, fresh):
-            texts.append({"input_ids": torch.tensor([[*first, *ids[begin : begin + fresh], *last]])})
-            if len(texts) == count:
-                return texts
-    if not texts:
-        raise too_little_text(source, seen, count, length)
-    return texts
+        cuts = (ids[begin : begin + fresh] for begin in range(0, len(ids) - fresh + 1, fresh))
+        if texts := [{"input_ids": torch.tensor([[*first, *cut, *last]])} for cut in cuts]:
+            documents.append(texts)
+        if len(documents) >= 2 * judged and sum(map(len, documents)) >= learnt + judged:
+            break
+    if not documents:
+        raise too_little_text(source, seen, learnt + judged, length)
+    return documents
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Inputs to learn from, and others to judge on, with the numbers of their documents, each a row."""
+
+    learnt: list[Inputs]
+    judged: list[Inputs]
+    documents: torch.Tensor  # (judged inputs, 1)
+
+
+def share_out(documents: Sequence[Sequence[Inputs]], learnt: int, judged: int, least: int) -> Shares:
+    """Judge on every other document, first on one text of each, and learn from the others.
+
+    Where that leaves fewer than the `least` texts to learn from, or too few to judge on, the last texts are judged.
+    """
+    held, others = list(documents[1::2])[:judged], [*documents[::2], *documents[1::2][judged:]]
+    turns = [(number, text) for row in zip_longest(*held) for number, text in enumerate(row) if text is not None]
+    rest = [text for document in others for text in document]
+    if len(turns) < judged or len(rest) < least:
+        numbered = [(number, text) for number, document in enumerate(documents) for text in document]
+        turns, rest = numbered[-judged:], [text for _, text in numbered[:-judged]]
+    numbers = torch.tensor([[number] for number, _ in turns[:judged]])
+    return Shares(rest[:learnt], [text for _, text in turns[:judged]], numbers)
 
 
 def read_pictures(folder: str, files: EncoderFiles, count: int) -> list[Inputs]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,35 +11,56 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from linearizer.encoders import slots_of_all
 from linearizer.encoders.encoder_inputs import Inputs, batches
+from linearizer.evaluate.language import Resampled
 from linearizer.plan.json_products import JsonProduct
+from linearizer.run.results import Estimate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARPNESS = 20  # of the softmax over cosines, as sentence encoders are trained with
-NEAREST = 3  # inputs that are compared
+NEAREST = 5  # inputs that are compared
 AT_ONCE = 4  # inputs
 TOKENS_APART = 16  # of a text whose every token has logits: all of them would take gigabytes
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model makes of inputs: hidden states of each input (tokens, dim), their means, and logits if there are."""
+    """What a model makes of inputs: hidden states of each (tokens, dim), and logits (tokens or 1, classes) if any."""
 
     hidden: list[torch.Tensor]
-    means: torch.Tensor  # (inputs, dim)
-    logits: torch.Tensor | None  # (inputs or some of their tokens, classes)
+    logits: list[torch.Tensor]
+
+    @property
+    def means(self) -> torch.Tensor:  # (inputs, dim)
+        return torch.stack([each.mean(0) for each in self.hidden])
 
 
 @dataclass(frozen=True)
-class Quality(JsonProduct):
-    """Means over held-out inputs."""
+class Quality:
+    """How close a model is to the teacher: means over held-out inputs, with their intervals."""
 
     keys: float  # that a token sees, a mean over heads, with what finding slots costs
-    kl: float  # nats: of the classes, or of which other input is alike (softmax of 20 cosines), teacher ‖ student
-    agreement: float  # share of the same classes, or of the same nearest inputs
-    cosine: float  # of the means of hidden states
-    hidden: float  # cosine of the hidden states of all tokens
+    kl: Estimate  # nats: of the classes, or of which other input is alike (softmax of 20 cosines), teacher ‖ student
+    agreement: Estimate  # share of the same classes; without classes, of the same nearest input
+    nearest: Estimate  # share of the same among the five nearest inputs, fewer where inputs are few
+    cosine: Estimate  # of the means of hidden states
+    hidden: Estimate  # cosine of the hidden states of all tokens
+    apart: Estimate | None = None  # kl of the student less this, input by input; None of the student itself
+
+
+@dataclass(frozen=True)
+class Judgement(JsonProduct):
+    """A student and its controls on the same held-out inputs; intervals are over documents or pictures."""
+
+    json_indent = 1
+
+    text: str  # the source, or a folder of pictures
+    tokens: int  # of a text or picture
+    inputs: int
+    drawn: str  # what the intervals are over: documents or texts
+    count: int  # how many of these there are
+    rows: dict[str, Quality]
 
 
 def read_outputs(model: PreTrainedModel, inputs: Iterable[Inputs]) -> Outputs:
@@ -50,9 +71,8 @@ def read_outputs(model: PreTrainedModel, inputs: Iterable[Inputs]) -> Outputs:
             out: Any = model(**{name: x.to(model.device) for name, x in batch.items()}, output_hidden_states=True)
             hidden += [*last_hidden(out).cpu()]
             if (scores := getattr(out, "logits", None)) is not None:
-                chosen = scores[:, ::TOKENS_APART] if scores.ndim == 3 else scores
-                logits.append(chosen.flatten(0, -2).cpu())
-    return Outputs(hidden, torch.stack([each.mean(0) for each in hidden]), torch.cat(logits) if logits else None)
+                logits += [*(scores[:, ::TOKENS_APART] if scores.ndim == 3 else scores[:, None]).cpu()]
+    return Outputs(hidden, logits)
 
 
 def last_hidden(out: Any) -> torch.Tensor:
@@ -61,24 +81,32 @@ def last_hidden(out: Any) -> torch.Tensor:
     return out.hidden_states[-1] if states is None else states
 
 
-def compare(teacher: Outputs, student: Outputs, keys: float) -> Quality:
-    """Compare what two models make of the same inputs."""
-    if teacher.logits is not None and student.logits is not None:
-        expected, found = teacher.logits.log_softmax(-1), student.logits.log_softmax(-1)
-        agreement = (expected.argmax(-1) == found.argmax(-1)).float().mean()
+def score(teacher: Outputs, student: Outputs) -> dict[str, torch.Tensor]:
+    """Score what two models make of each input, by the names in Quality: (inputs, 1) each."""
+    likeness = [alike(outputs.means) for outputs in (teacher, student)]
+    closest = [each.topk(min(NEAREST, max(1, (len(each) - 1) // 2))).indices for each in likeness]
+    same = (closest[0][:, :, None] == closest[1][:, None]).any(-1).double().mean(-1)
+    if teacher.logits:
+        pairs = [[x.log_softmax(-1) for x in pair] for pair in zip(teacher.logits, student.logits, strict=True)]
     else:
-        expected, found = alike(teacher.means), alike(student.means)
-        count = min(NEAREST, max(1, (expected.shape[-1] - 1) // 2))  # all the others would always agree
-        pairs = expected.topk(count).indices[:, :, None] == found.topk(count).indices[:, None]
-        agreement = pairs.any(-1).float().mean()
-    tokens = zip(teacher.hidden, student.hidden, strict=True)
-    return Quality(
-        keys,
-        kl=float((expected.exp() * (expected - found)).nan_to_num().sum(-1).mean()),
-        agreement=float(agreement),
-        cosine=float(cosine_similarity(teacher.means, student.means).mean()),
-        hidden=float(torch.stack([cosine_similarity(*pair, dim=-1).mean() for pair in tokens]).mean()),
-    )
+        pairs = [[x[None] for x in pair] for pair in zip(*likeness, strict=True)]
+    states = zip(teacher.hidden, student.hidden, strict=True)
+    scores = {
+        "kl": torch.stack([(a.exp() * (a - b)).nan_to_num().sum(-1).mean() for a, b in pairs]),
+        "agreement": torch.stack([(a.argmax(-1) == b.argmax(-1)).double().mean() for a, b in pairs]),
+        "nearest": same,
+        "cosine": cosine_similarity(teacher.means, student.means),
+        "hidden": torch.stack([cosine_similarity(a, b, dim=-1).mean() for a, b in states]),
+    }
+    return {name: x.double()[:, None] for name, x in scores.items()}
+
+
+def describe_scores(
+    keys: float, scores: Mapping[str, torch.Tensor], student: Mapping[str, torch.Tensor], over: Resampled
+) -> Quality:
+    """Reduce the scores of the student, or of a control of it."""
+    apart = None if scores is student else over.estimate_apart(student["kl"] - scores["kl"])
+    return Quality(keys, **{name: over.estimate(x) for name, x in scores.items()}, apart=apart)
 
 
 def alike(means: torch.Tensor) -> torch.Tensor:

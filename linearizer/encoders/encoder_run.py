@@ -1,89 +1,53 @@
 """The run of an encoder: begin -> attend linearly -> distil -> save -> judge beside controls.
 
-RUN/encoder.json     its plan, as decided
-RUN/checkpoint/      the student, which transformers loads
-RUN/quality.json     how close it is to its teacher, beside the student before its training and controls
-
-What is finished is kept: a run that is resumed goes on after the last of these.
+Its folder is described in encoder_folder.py. What is finished is kept: a run that is resumed goes on after the last
+product.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from transformers import PreTrainedModel
 
 from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.distill_encoder import distil
+from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of, find_judgement, open_encoder
 from linearizer.encoders.encoder_inputs import (
-    EncoderFiles,
-    Inputs,
+    Shares,
     list_pictures,
     load_encoder,
     load_files,
     read_pictures,
     read_texts_whole,
+    share_out,
 )
-from linearizer.encoders.encoder_plan import EncoderPlan, spend_keys
-from linearizer.encoders.encoder_quality import MergedTokens, Outputs, Quality, compare, read_outputs
+from linearizer.encoders.encoder_quality import Judgement, MergedTokens, describe_scores, read_outputs, score
 from linearizer.encoders.inspect_encoder import EncoderInspection, inspect_encoder, reads_both_ways
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
+from linearizer.encoders.stretch_positions import MOST_STRETCHED, stretch_positions
 from linearizer.errors import FolderError, RequestError, TextError
+from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.hub.models import Source, fetch, find_model
-from linearizer.plan.json_products import parse_object, read_json
-from linearizer.plan.options import differences
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
-from linearizer.quiet import quiet
-from linearizer.run.files import replacing, write_whole, writing
+from linearizer.run.evaluation_request import Request
+from linearizer.run.files import replacing, writing
+from linearizer.run.folder import ENCODER_PLAN, Begun, Run
+from linearizer.run.stopping import log_progress
+from linearizer.run.weight_digests import write_digests
 from linearizer.teacher.devices import choose_device
 from linearizer.teacher.load import load_config
 
-PLAN, QUALITY, CHECKPOINT = "encoder.json", "quality.json", "checkpoint"
-SENTENCES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "*_*/config.json")
-STUDENT, UNTRAINED, WINDOW, MERGED = "student", "before training", "window", "merged tokens"
-
-
-@dataclass(frozen=True)
-class EncoderRun:
-    """The folder of an encoder's run, and what was decided before its work."""
-
-    folder: Path
-    plan: EncoderPlan
-    source: Source
-    inspection: EncoderInspection
-    files: EncoderFiles
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / CHECKPOINT
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of a text or picture."""
-        return self.plan.length or self.inspection.tokens
-
-    @property
-    def reads_texts(self) -> bool:
-        return self.inspection.reads == "texts"
-
-    @cached_property
-    def both_ways(self) -> BothWays:
-        """How the student attends."""
-        axes = 1 if self.reads_texts else 2
-        return spend_keys(self.plan.budget, axes, self.files.first, self.files.last, self.plan.slots)
-
-    @property
-    def quality(self) -> dict[str, Quality]:
-        """How close the student and its controls are to the teacher, as far as they were judged."""
-        path = self.folder / QUALITY
-        return read_json(dict[str, Quality], path.read_text(encoding="utf-8")) if path.is_file() else {}
+LENGTHS_OF = "sentence_bert_config.json"
+SENTENCES = ("modules.json", LENGTHS_OF, "config_sentence_transformers.json", "*_*/config.json")
+STUDENT, UNTRAINED, MERGED, WINDOW = "student", "before training", "merged tokens", "window"
 
 
 def is_encoder(model: str, token: str | None = None) -> bool:
@@ -100,32 +64,29 @@ def inspect(model: str, token: str | None = None) -> EncoderInspection:
 
 def begin(folder: Path, plan: EncoderPlan, token: str | None = None, resume: bool = False) -> EncoderRun:
     """Begin a run, or open the run to resume; all that can be refused before the work is refused here."""
-    with writing(folder):
-        begun = (folder / PLAN).is_file()
-    if begun and not resume:
-        raise FolderError(f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder")
-    if not begun and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
+    begun = Run.is_begun(folder, resume)
     source = find_model(plan.model, token)
     inspection = inspect_encoder(source, load_config(source, token))
     plan = replace(plan, model=source.pinned or plan.model, length=decide_length(plan, inspection))
     if begun:
-        kept = parse_object((folder / PLAN).read_text(encoding="utf-8"))
-        if others := differences(asdict(plan), kept):
-            raise RequestError(
-                f"{str(folder)!r} was begun with another plan ({'; '.join(others)}): ask for the same, or name "
-                "another folder"
-            )
-    run = EncoderRun(folder, plan, source, inspection, load_files(source, inspection, token))
-    inspection.check_worth(plan.budget, run.tokens)
-    _ = run.both_ways
-    if not run.reads_texts:
+        opened = open_encoder(Run(folder))
+        opened.check_same(plan)
+        return opened
+    files = load_files(source, inspection, token)
+    inspection = replace(inspection, first=files.first, last=files.last)
+    inspection.check_worth(plan.budget, plan.length or inspection.tokens)
+    attention_of(plan, inspection)
+    if inspection.reads == "pictures":
         check_pictures(plan)
-    if not begun:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / PLAN, plan.to_json())
-    return run
+    with writing(folder):
+        (folder / "state").mkdir(parents=True, exist_ok=True)
+    run = Run(folder)
+    with run.take_lock():
+        Run.is_begun(folder)  # another process may have begun a run here meanwhile
+        run.write_product("begun.json", Begun(uuid4().hex, plan.model, "float32", plan.texts, plan.length).to_json())
+        run.write_product("inspection.json", inspection.to_json())
+        run.write_product(ENCODER_PLAN, plan.to_json())  # last: with it the folder is a run
+    return EncoderRun(run)
 
 
 def decide_length(plan: EncoderPlan, inspection: EncoderInspection) -> int | None:
@@ -136,8 +97,12 @@ def decide_length(plan: EncoderPlan, inspection: EncoderInspection) -> int | Non
         return None
     if plan.pictures is not None:
         raise RequestError(f"--pictures is for models of pictures, and {plan.model!r} reads texts: leave it out")
-    if plan.length is not None and plan.length > inspection.tokens:
-        raise RequestError(f"{plan.model!r} has {inspection.tokens} positions: ask for a --length of as many or fewer")
+    most = inspection.tokens * (MOST_STRETCHED if inspection.stretches else 1)
+    if plan.length is not None and plan.length > most:
+        why = ", which are stretched to at most" if inspection.stretches else ":"
+        raise RequestError(
+            f"{plan.model!r} has {inspection.tokens} positions{why} {most:,}: ask for a --length of as many or fewer"
+        )
     return plan.length or inspection.tokens
 
 
@@ -146,75 +111,148 @@ def check_pictures(plan: EncoderPlan) -> None:
     if plan.pictures is None:
         raise RequestError(f"{plan.model!r} reads pictures: name a folder of pictures with --pictures")
     count = sum(1 for _ in list_pictures(plan.pictures))
-    least = plan.texts + min(plan.steps, 1) * plan.batch
-    if count < least:
-        raise TextError(f"{plan.pictures!r} has {count} pictures, and {least} are needed: add some, or ask for fewer")
-
-
-def linearize(run: EncoderRun, token: str | None = None) -> Steps[dict[str, Quality]]:
-    """Make the student of a run and judge it, from where the run stands."""
-    with quiet():
-        learnt, judged = read_inputs(run, token)
-        if not run.checkpoint.is_dir():
-            student = make_student(run, load_encoder(run.source, load_config(run.source, token), token))
-            torch.manual_seed(run.plan.seed)
-            if run.plan.steps:
-                yield from distil(student, learnt, run.plan.batch)
-            save(run, student, token)
-        if not run.quality:
-            rows = yield from judge(run, judged, token)
-            write_whole(run.folder / QUALITY, json.dumps({name: asdict(row) for name, row in rows.items()}, indent=1))
-    return run.quality
-
-
-def read_inputs(run: EncoderRun, token: str | None) -> tuple[list[Inputs], list[Inputs]]:
-    """Read inputs to learn from, and later inputs to judge on, of which nothing was learnt."""
-    plan, count = run.plan, run.plan.learnt + run.plan.texts
-    if run.reads_texts:
-        inputs = read_texts_whole(plan.text, run.files, run.tokens, count, token)
-    else:
-        inputs = read_pictures(str(plan.pictures), run.files, count)
-    least = plan.texts + min(plan.steps, 1) * plan.batch
-    if len(inputs) < least:
+    if count < plan.texts + plan.least:
         raise TextError(
-            f"{plan.text!r} has {len(inputs)} texts of {run.tokens} tokens, and {least} are needed: name a longer "
-            "--text, or ask for a shorter --length or fewer --texts"
+            f"{plan.pictures!r} has {count} pictures, and {plan.texts + plan.least} are needed: add some, or ask for "
+            "fewer"
         )
-    return inputs[: -plan.texts][: plan.learnt], inputs[-plan.texts :]
 
 
-def make_student(run: EncoderRun, teacher: PreTrainedModel) -> LinearizedEncoder:
-    """Let a teacher attend as the run decided; it changes in place."""
-    how = run.both_ways
-    config = LinearizedEncoderConfig(
-        base=teacher.config,
-        auto_class=run.inspection.auto_class,
-        block=list(how.block),
-        slots=how.slots,
-        first=how.first,
-        last=how.last,
-        teacher={"name": run.source.repo_id or Path(run.source.name).name, "revision": run.source.revision},
-    )
-    return LinearizedEncoder.from_teacher(teacher.to(choose_device(run.plan.device)), config)
+def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]:
+    """Make the student of a run and the window beside it, and judge them, from where the run stands."""
+    shares = read_shares(encoder, encoder.plan, token)
+    ways = [(encoder.checkpoint, encoder.both_ways)]
+    if encoder.plan.steps and encoder.both_ways.slots:
+        ways.append((encoder.window, encoder.plain_window))
+    for folder, how in ways:
+        if not folder.is_dir():
+            student = make_student(encoder, load_teacher(encoder, token), how)
+            torch.manual_seed(encoder.plan.seed)
+            if encoder.plan.steps:
+                yield from log_progress(encoder.run, distil(student, shares.learnt, encoder.plan.batch))
+            save(encoder, student, folder, token)
+    write_digests(encoder.run)
+    if not encoder.judgements:
+        judgement = yield from log_progress(encoder.run, judge(encoder, shares, encoder.plan, token))
+        write_judgements(encoder, judgement)
 
 
-def save(run: EncoderRun, student: LinearizedEncoder, token: str | None = None) -> None:
+def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
+    """Judge the student of a run on other texts, of another length, or more of them."""
+    check_request(encoder, request)
+    plan = encoder.plan
+    if encoder.inspection.reads == "texts":
+        length = request.length or encoder.tokens
+        encoder.inspection.check_worth(plan.budget, length)
+        plan = replace(plan, text=request.text or plan.text, length=length)
+    if request.texts != Request().texts:
+        plan = replace(plan, texts=request.texts)
+    found = find_judgement(encoder.judgements, source_of(plan), plan.length or encoder.tokens, plan.texts)
+    if found is None or again:
+        shares = read_shares(encoder, plan, token)
+        found = yield from log_progress(encoder.run, judge(encoder, shares, plan, token))
+        write_judgements(encoder, found)
+    return found
+
+
+def check_request(encoder: EncoderRun, request: Request) -> None:
+    """Refuse what is measured of causal models alone, and texts that the student cannot read."""
+    texts = encoder.inspection.reads == "texts"
+    served = {"text", "length", "texts"} if texts else {"texts"}
+    asked, usual = asdict(request), asdict(Request())
+    if others := [name for name in asked if asked[name] != usual[name] and name not in served]:
+        served_words = ", ".join(f"--{name}" for name in sorted(served))
+        raise RequestError(
+            f"--{others[0].replace('_', '-')} is not for the student of this encoder: it is judged by {served_words}"
+        )
+    most = max(encoder.tokens, encoder.inspection.tokens)
+    if request.length is not None and request.length > most:
+        raise RequestError(f"{str(encoder.run.folder)!r} reads {most:,} tokens at most: ask for a smaller --length")
+
+
+def write_judgements(encoder: EncoderRun, new: Judgement) -> None:
+    """Add a judgement, in the place of one on the same texts."""
+    kept = [each for each in encoder.judgements if find_judgement([new], each.text, each.tokens, each.inputs) is None]
+    run_first = sorted([*kept, new], key=lambda each: (each.text, each.tokens) != own_texts(encoder))
+    plain = {"judgements": [asdict(each) for each in run_first]}
+    encoder.run.write_product(QUALITY, json.dumps(plain, indent=1))
+
+
+def own_texts(encoder: EncoderRun) -> tuple[str, int]:
+    return source_of(encoder.plan), encoder.tokens
+
+
+def source_of(plan: EncoderPlan) -> str:
+    """Name what is read: a source of text, or a folder of pictures."""
+    return plan.pictures or plan.text
+
+
+def read_shares(encoder: EncoderRun, plan: EncoderPlan, token: str | None) -> Shares:
+    """Read inputs to learn from, and others to judge on, of which nothing was learnt."""
+    files = load_files(find_model(plan.model, token), encoder.inspection, token)
+    if encoder.inspection.reads == "texts":
+        documents = read_texts_whole(plan.text, files, plan.length or encoder.tokens, plan.learnt, plan.texts, token)
+        found = sum(map(len, documents))
+        if found < plan.texts + plan.least:
+            raise TextError(
+                f"{plan.text!r} has {found} texts of {plan.length} tokens, and {plan.texts + plan.least} are needed: "
+                "name a longer --text, or ask for a shorter --length or fewer --texts"
+            )
+        return share_out(documents, plan.learnt, plan.texts, plan.least)
+    pictures = read_pictures(str(plan.pictures), files, plan.learnt + plan.texts)
+    numbers = torch.arange(plan.texts)[:, None]
+    return Shares(pictures[: -plan.texts][: plan.learnt], pictures[-plan.texts :], numbers)
+
+
+def load_teacher(encoder: EncoderRun, token: str | None = None) -> PreTrainedModel:
+    """Load the teacher of a run; for texts longer than its positions, with positions between those it has."""
+    source = find_model(encoder.plan.model, token)
+    teacher = load_encoder(source, load_config(source, token), token)
+    if encoder.stretched:
+        stretch_positions(teacher, encoder.tokens)
+    return teacher.to(choose_device(encoder.plan.device))
+
+
+def make_student(encoder: EncoderRun, teacher: PreTrainedModel, how: BothWays) -> LinearizedEncoder:
+    """Let a teacher attend in another way; it changes in place."""
+    source = encoder.inspection
+    origin: dict[str, Any] = {"name": source.repo_id or Path(source.name).name, "revision": source.revision}
+    origin |= {"positions": source.tokens} if encoder.stretched else {}
+    ways: dict[str, Any] = {"block": list(how.block), "slots": how.slots, "first": how.first, "last": how.last}
+    config = LinearizedEncoderConfig(teacher.config, source.auto_class, **ways, teacher=origin)
+    return LinearizedEncoder.from_teacher(teacher, config)
+
+
+def save(encoder: EncoderRun, student: LinearizedEncoder, folder: Path, token: str | None = None) -> None:
     """Write weights, config, the student's code, and the files that read texts or pictures.
 
     Of a sentence encoder its pooling is kept, so that sentence-transformers loads the student as it loads the teacher.
     """
-    with replacing(run.checkpoint) as unfinished:
+    source = find_model(encoder.plan.model, token)
+    reader = load_files(source, encoder.inspection, token).reader
+    with replacing(folder) as unfinished:
         student.save_pretrained(unfinished)
-        run.files.reader.save_pretrained(unfinished)
+        if encoder.stretched:
+            reader.model_max_length = encoder.tokens
+        reader.save_pretrained(unfinished)
         content = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
         entry = content["auto_map"]["AutoModel"]  # transformers names the code under one class
-        content["auto_map"] |= {run.inspection.auto_class: entry}
+        content["auto_map"] |= {encoder.inspection.auto_class: entry}
         (unfinished / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        originals = fetch(run.source, SENTENCES, token)
-        for path in (path for pattern in SENTENCES for path in originals.glob(pattern) if path.is_file()):
-            place = unfinished / path.relative_to(originals)
+        for name, content in files_of_sentences(encoder, source, token):
+            place = unfinished / name
             place.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, place)
+            place.write_bytes(content)
+
+
+def files_of_sentences(encoder: EncoderRun, source: Source, token: str | None) -> Iterator[tuple[Path, bytes]]:
+    """Read the files by which sentence-transformers knows a teacher; of stretched texts, their length is changed."""
+    originals = fetch(source, SENTENCES, token)
+    for path in (path for pattern in SENTENCES for path in originals.glob(pattern) if path.is_file()):
+        content = path.read_bytes()
+        if path.name == LENGTHS_OF and encoder.stretched:
+            content = json.dumps({**json.loads(content), "max_seq_length": encoder.tokens}).encode()
+        yield path.relative_to(originals), content
 
 
 def load_student(folder: Path) -> LinearizedEncoder:
@@ -225,31 +263,27 @@ def load_student(folder: Path) -> LinearizedEncoder:
     return student.eval()
 
 
-def judge(run: EncoderRun, inputs: Sequence[Inputs], token: str | None) -> Steps[dict[str, Quality]]:
+def judge(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | None) -> Steps[Judgement]:
     """Compare the student that was saved, itself before its training, and controls with the teacher."""
-    device = choose_device(run.plan.device)
-    teacher = load_encoder(run.source, load_config(run.source, token), token).to(device)
-    names = [STUDENT, *([UNTRAINED] if run.plan.steps else []), WINDOW, MERGED]
-    expected, rows = read_outputs(teacher, inputs), dict[str, Quality]()
-    yield Progress("judge", 1, len(names) + 1, "models")
+    how, teacher, inputs = encoder.both_ways, load_teacher(encoder, token), shares.judged
+    drawn, owners = owners_of(shares.documents)
+    over, rows = Resampled(owners, plan.seed), dict[str, tuple[float, dict[str, torch.Tensor]]]()
+    names = [STUDENT, *[UNTRAINED] * bool(plan.steps), MERGED, *[WINDOW] * bool(how.slots)]
+    expected = read_outputs(teacher, inputs)
+    yield Progress("evaluate", 1, len(names) + 1, "models")
+    begun = make_student(encoder, teacher, how)
+    controls = {UNTRAINED: how, MERGED: MergedTokens(int(how.keys)), WINDOW: encoder.plain_window}
     for name in names:
-        if name == STUDENT:
-            student = load_student(run.checkpoint).to(device)
-        elif UNTRAINED not in rows and WINDOW not in rows:
-            student = make_student(run, teacher)
-        rows[name] = judge_control(student, name, run.both_ways, inputs, expected)
-        yield Progress("judge", len(rows) + 1, len(names) + 1, "models")
-    return rows
-
-
-def judge_control(
-    student: LinearizedEncoder, name: str, how: BothWays, inputs: Sequence[Inputs], expected: Outputs
-) -> Quality:
-    """Compare a student with its teacher as it is, or with a control of as many keys in its place."""
-    control: Any = how
-    if name == WINDOW:
-        control = spend_keys(int(how.keys), len(how.block), how.first, how.last, slots=False)
-    elif name == MERGED:
-        control = MergedTokens(int(how.keys))
-    student.attend_with(control)
-    return compare(expected, read_outputs(student, inputs), getattr(control, "keys", how.keys))
+        saved = {STUDENT: encoder.checkpoint, WINDOW: encoder.window}.get(name)
+        if saved is not None and saved.is_dir():
+            student = load_student(saved).to(teacher.device)
+        else:
+            student = begun
+            student.attend_with(controls[name])
+        scores = score(expected, read_outputs(student, inputs))
+        first = rows[STUDENT][1] if rows else scores
+        rows[name] = getattr(controls.get(name, how), "keys", how.keys), scores
+        yield Progress("evaluate", len(rows) + 1, len(names) + 1, "models")
+    described = {name: describe_scores(keys, scores, first, over) for name, (keys, scores) in rows.items()}
+    drawn = drawn if encoder.inspection.reads == "texts" else "pictures"
+    return Judgement(source_of(plan), plan.length or encoder.tokens, len(inputs), drawn, over.count, described)

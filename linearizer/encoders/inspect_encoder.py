@@ -12,8 +12,10 @@ from torch import nn
 
 from linearizer.encoders.attention_interface import attention_modules, watching
 from linearizer.encoders.modeling_encoder import CLASSES, grid_of
+from linearizer.encoders.stretch_positions import position_tables, unused_rows
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
+from linearizer.plan.json_products import JsonProduct
 from linearizer.quiet import quiet
 from linearizer.teacher.support import Refused, refusing_config, run_blueprint
 
@@ -30,7 +32,7 @@ TESTED = frozenset("bert roberta electra distilbert vit deit dinov2 siglip_visio
 
 
 @dataclass(frozen=True)
-class EncoderInspection:
+class EncoderInspection(JsonProduct):
     """Facts about an encoder without its weights."""
 
     name: str
@@ -44,10 +46,15 @@ class EncoderInspection:
     heads: int
     head_dim: int
     tokens: int  # of a picture of the usual size, or the most of a text
-    first: int  # tokens before the patches of a picture
+    first: int  # tokens before the patches of a picture, or special ones before a text where its tokenizer was asked
+    last: int  # special ones after a text
+    stretches: bool  # whether its positions are a table, which can be interpolated for longer texts
     parameters: int
     layer_parameters: int  # outside of embeddings: a token is multiplied by each
     licence: str | None
+    gated: bool
+    terms: dict[str, Any]  # licence and language as the teacher's card states them
+    repo_id: str | None  # of the Hub
 
     def share(self, tokens: int) -> float:
         """Return the share of attention in the operations of the model at a length."""
@@ -120,9 +127,14 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
         head_dim=dim,
         tokens=seen if pictures else most_tokens(model),
         first=seen - patches if pictures else 0,
+        last=0,
+        stretches=not pictures and bool(position_tables(model)),
         parameters=parameters,
         layer_parameters=parameters - embedded,
         licence=source.licence,
+        gated=source.gated,
+        terms=source.terms,
+        repo_id=source.repo_id,
     )
 
 
@@ -162,8 +174,7 @@ def blank_input(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def most_tokens(model: PreTrainedModel) -> int:
-    """Return how many positions a text may have; RoBERTa counts them from after its padding."""
-    for name, part in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
-            return part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+    """Return how many positions a text may have."""
+    for _, table in position_tables(model):
+        return table.num_embeddings - unused_rows(table)
     return int(getattr(model.config, "max_position_embeddings", 0)) or 512

@@ -63,7 +63,7 @@ def measure_language(
         batches.append(read_scores(subjects, ids, read))
         yield Progress("language", done, len(split), "batches")
     scores = [join_scores(column, 0) for column in zip(*batches, strict=True)]
-    unit, owners = owners_of(documents)
+    unit, owners = owners_of(documents[:, 1:])
     resampled = Resampled(owners, seed)
     teacher = scores[0].loss if subjects[0].allocation is None else None
     edges = doubling_edges(windows.shape[1] - 1)
@@ -95,7 +95,7 @@ def compare_at(
     named = {subject.name: (subject, begin_of_scores(own, length)) for subject, own in scored}
     if control is not None:
         named["window"] = control[0], begin_of_scores(control[1], length)
-    unit, owners = owners_of(documents[:, :length])
+    unit, owners = owners_of(documents[:, 1:length])
     over = Resampled(owners, seed)
     known = scored[0][0].allocation is None
     rows = []
@@ -190,12 +190,14 @@ def calibration_error(probability: Tensor, correct: Tensor) -> float:
 
 
 def owners_of(documents: Tensor) -> tuple[str, Tensor]:
-    """Name what is drawn again, and number it for every predicted token: documents, or texts where these are few."""
-    predicted = documents[:, 1:]
-    _, numbered = torch.unique(predicted, return_inverse=True)
+    """Name what is drawn again, and number it for every score (texts, tokens): documents, or texts where these are few.
+
+    `documents` numbers the document of every score.
+    """
+    _, numbered = torch.unique(documents, return_inverse=True)
     if int(numbered.max()) + 1 >= FEWEST:
         return "documents", numbered
-    return "texts", torch.arange(len(documents))[:, None].expand_as(predicted)
+    return "texts", torch.arange(len(documents))[:, None].expand_as(documents)
 
 
 class Resampled:

@@ -19,6 +19,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 import linearizer
 from linearizer.amounts import count_in_words
+from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.hub.models import DEMO
 from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize
 from linearizer.plan.head_bytes import Layer
@@ -64,8 +65,7 @@ class CitedTeacher:
     file: str | None = None  # of its weights, where it is one of several in a repository
 
     @staticmethod
-    def of(run: Run) -> CitedTeacher:
-        teacher = run.inspection
+    def of(teacher: Inspection | EncoderInspection) -> CitedTeacher:
         asked = HubName.of(teacher.name) if teacher.revision else None
         repo_id, file = (asked.repo_id, asked.file) if asked else (None, None)
         name = repo_id or Path(teacher.name).name
@@ -79,7 +79,7 @@ def add_card(run: Run) -> None:
 
 def write_card(run: Run, repo_id: str | None = None) -> str:
     """Write the card of a run's student."""
-    allocation, layers, teacher = run.require_allocation(), run.layers, CitedTeacher.of(run)
+    allocation, layers, teacher = run.require_allocation(), run.layers, CitedTeacher.of(run.inspection)
     plan = public_plan(run.plan, teacher)
     parts = {  # without the folders of this machine
         name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
@@ -156,20 +156,24 @@ def public_text(source: str) -> str:
 
 def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: CitedTeacher) -> str:
     """Describe in one paragraph what the student is."""
-    if teacher.repo_id:
-        page, revision = f"https://huggingface.co/{teacher.repo_id}", teacher.revision or ""
-        origin = f"[{escape_markdown(teacher.repo_id)}]({page}) at revision [`{revision[:12]}`]({page}/tree/{revision})"
-    elif teacher.name == DEMO:
-        origin = "the demo model that comes with Linearizer"
-    else:
-        origin = f"{escape_markdown(teacher.name)}, a model in a local folder that is not on the Hub"
     size = StateSize.of(allocation, layers)
     return (
-        f"This is {origin}, with its attention replaced: instead of caching the keys and values of every token, a KV "
-        "head keeps the first tokens and an exact window, and features, slots or a memory that stand for older tokens. "
+        f"This is {describe_origin(teacher)}, with its attention replaced: instead of caching the keys and values of "
+        "every token, a KV head keeps the first tokens and an exact window, and features, slots or a memory that stand "
+        "for older tokens. "
         f"The strategy {escape_markdown(allocation.strategy)} made of them {describe_heads(allocation)}. The state "
         f"takes {size.in_words}; it is {size.beside_cache}."
     )
+
+
+def describe_origin(teacher: CitedTeacher) -> str:
+    """Name a teacher, and where it is found."""
+    if teacher.repo_id:
+        page, revision = f"https://huggingface.co/{teacher.repo_id}", teacher.revision or ""
+        return f"[{escape_markdown(teacher.repo_id)}]({page}) at revision [`{revision[:12]}`]({page}/tree/{revision})"
+    if teacher.name == DEMO:
+        return "the demo model that comes with Linearizer"
+    return f"{escape_markdown(teacher.name)}, a model in a local folder that is not on the Hub"
 
 
 def list_heads(allocation: Allocation) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_report import judge_encoder
 from linearizer.errors import FaultError, RequestError
 from linearizer.hub.models import access_token
 from linearizer.hub.repository import (
@@ -20,7 +22,7 @@ from linearizer.hub.repository import (
     upload,
 )
 from linearizer.progress import Progress, Steps
-from linearizer.publish import space
+from linearizer.publish import encoder_card, space
 from linearizer.publish.card import CitedTeacher, write_card, write_snippet
 from linearizer.report.verdict import judge_run
 from linearizer.run.events import EventName
@@ -29,7 +31,7 @@ from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.weight_digests import check_weights
 
 CONFIG = "config.json"
-MODEL_TYPE = "linearized"  # of every student
+MODEL_TYPES = ("linearized", "linearized_encoder")  # of all students
 APP_FILES = {"app.py", "linearizer/__main__.py"}
 REPLACED = (".safetensors", ".safetensors.index.json", ".py")
 
@@ -72,7 +74,7 @@ def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str |
     if run is None:
         return Published(repo.repo_id, revision, repo.url, repo.url)
     check_published_config(run, repo, revision, token)
-    done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", write_snippet(repo.repo_id, revision))
+    done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", snippet_of(run, repo.repo_id, revision))
     run.log(EventName.PUBLISHED, **asdict(done), private=repo.private)
     return done
 
@@ -86,12 +88,20 @@ def files_to_send(run: Run | None, repo: Repository) -> dict[str, Content]:
         name = path.relative_to(run.checkpoint)
         if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
             files[name.as_posix()] = path
-    return {**files, "README.md": write_card(run, repo.repo_id).encode()}
+    card = encoder_card.write_card(EncoderRun(run), repo.repo_id) if run.of_encoder else write_card(run, repo.repo_id)
+    return {**files, "README.md": card.encode()}
+
+
+def snippet_of(run: Run, name: str, revision: str) -> str:
+    """Write the Python code that loads a published student."""
+    if run.of_encoder:
+        return encoder_card.write_snippet(EncoderRun(run), name, revision)
+    return write_snippet(name, revision)
 
 
 def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
-    if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
+    if not (run.checkpoint / CONFIG).is_file() or (run.allocation is None and not run.of_encoder):
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     if run.has_file(HUB_JOB):
         from linearizer.method.checkpoint import link_missing_weights
@@ -117,18 +127,18 @@ def holds_student(repo: Repository, token: str | None) -> bool:
         config = json.loads(fetch_file(repo, CONFIG, repo.head, token).read_text(encoding="utf-8"))
     except ValueError:
         return False
-    return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+    return isinstance(config, dict) and config.get("model_type") in MODEL_TYPES
 
 
 def list_warnings(run: Run) -> tuple[str, ...]:
     """List what speaks against publishing a student: the verdict on it, where that is bad."""
-    verdict = judge_run(run)
+    verdict = judge_encoder(EncoderRun(run)) if run.of_encoder else judge_run(run)
     return () if verdict is None or verdict.kind != "bad" else (verdict.sentence,)
 
 
 def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     """List what a user should know before a student is published, what speaks against it first."""
-    teacher = CitedTeacher.of(run)
+    teacher = CitedTeacher.of(EncoderRun(run).inspection if run.of_encoder else run.inspection)
     notes = [*list_warnings(run)]
     if repo.head is not None and not repo.fresh:
         notes.append(f"{repo.repo_id} holds an earlier student: it stays in the history, at revision {repo.head}")
@@ -145,8 +155,10 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
 
 def check_published_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
     """Load the published config as users will, and compare it with the run's."""
+    from linearizer.encoders.modeling_encoder import LinearizedEncoderConfig
     from linearizer.student.modeling_linearized import LinearizedConfig
 
-    published = LinearizedConfig.from_pretrained(fetch_file(repo, CONFIG, revision, token).parent)
-    if published.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():
+    kind = LinearizedEncoderConfig if run.of_encoder else LinearizedConfig
+    published = kind.from_pretrained(fetch_file(repo, CONFIG, revision, token).parent)
+    if published.to_dict() != kind.from_pretrained(run.checkpoint).to_dict():
         raise FaultError(f"{repo.repo_id!r} at {revision} has another config than the run: publish again")

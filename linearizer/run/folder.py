@@ -8,6 +8,8 @@ RUN/lock            held by the process that works on the run
 RUN/stop use        requests to that process, removed once they are served
 RUN/worker.log      standard error of a process in the background
 RUN/hub_job.json    hardware, price and owner of a run that works in jobs of the Hub
+
+The run of an encoder has encoder.json for a plan, and quality.json for its measurements.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from uuid import uuid4
 
 from linearizer.errors import FolderError, RequestError
 from linearizer.plan.allocation import Allocation
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.json_products import JsonProduct, read_json
@@ -40,11 +43,12 @@ Product = TypeVar("Product")
 FILES_OF_RUN = {
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json",
     "candidates.json", "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
-    "hub_job.json",
+    "hub_job.json", "encoder.json", "quality.json",
 }  # fmt: skip
 DECIDED = ("model", "dtype", "texts", "length")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done
 EVALUATION = "evaluate"
+PLAN, ENCODER_PLAN = "plan.json", "encoder.json"
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
 
@@ -70,7 +74,7 @@ class Run:
     @staticmethod
     def open(folder: Path) -> Run:
         """Open an existing run."""
-        if not (folder / "plan.json").is_file():
+        if not (folder / Run(folder).plan_file).is_file():
             raise FolderError(f"{str(folder)!r} holds no run: start a run with `linearizer run MODEL --out {folder}`")
         return Run(folder)
 
@@ -78,7 +82,7 @@ class Run:
     def is_begun(folder: Path, resume: bool = False) -> bool:
         """Whether a folder holds a run to resume; a folder where a run can neither begin nor resume is refused."""
         with writing(folder):  # a name may be too long, or a loop of links
-            begun = (folder / "plan.json").exists()
+            begun = (folder / Run(folder).plan_file).exists()
         if begun and not resume:
             raise FolderError(
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
@@ -106,7 +110,7 @@ class Run:
             run.write_product("begun.json", Begun(uuid4().hex, **choices, settled=settled).to_json())
             if inspection is not None:
                 run.write_product("inspection.json", inspection.to_json())
-            run.write_product("plan.json", plan.to_json())  # last: with it the folder is a run
+            run.write_product(PLAN, plan.to_json())  # last: with it the folder is a run
         return run
 
     @property
@@ -120,7 +124,7 @@ class Run:
 
     def settle(self, plan: Plan) -> None:
         """Write a plan in which all is decided."""
-        self.write_product("plan.json", plan.to_json())
+        self.write_product(PLAN, plan.to_json())
         self.write_product("begun.json", replace(self.begun, settled=True).to_json())
 
     @property
@@ -153,8 +157,21 @@ class Run:
         return event.get("job") == self.job
 
     @property
+    def of_encoder(self) -> bool:
+        """Whether this is the run of an encoder, whose folder encoders/encoder_folder.py reads."""
+        return self.has_file(ENCODER_PLAN)
+
+    @property
+    def plan_file(self) -> str:
+        return ENCODER_PLAN if self.of_encoder else PLAN
+
+    @property
     def plan(self) -> Plan:
-        return self.parse_file("plan.json", Plan.from_json, again=False)
+        return self.parse_file(PLAN, Plan.from_json, again=False)
+
+    @property
+    def encoder_plan(self) -> EncoderPlan:
+        return self.parse_file(ENCODER_PLAN, EncoderPlan.from_json, again=False)
 
     @property
     def inspection(self) -> Inspection:
@@ -279,7 +296,7 @@ class Run:
 
     def remove_unstarted(self) -> None:
         """Remove a run without products, and its folder if that leaves it empty."""
-        for name in ("plan.json", "plan.json" + UNFINISHED, *sorted(FILES_OF_RUN - {"state", "checkpoint"})):
+        for name in (PLAN, PLAN + UNFINISHED, *sorted(FILES_OF_RUN - {"state", "checkpoint"})):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):

@@ -9,11 +9,12 @@ from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 
-from linearizer.errors import FolderError
+from linearizer.errors import FolderError, RequestError
 from linearizer.plan.plan import Plan
-from linearizer.run.folder import Run
+from linearizer.run.folder import ENCODER_PLAN, PLAN, Run
 
 MAX_NAMES = 9  # names of runs that an error lists
+USES = "`linearizer evaluate`, `push` and `runs` serve it, and its checkpoint loads with AutoModel"
 MAX_MODEL = 100  # letters of a model that are part of the name of a run
 
 
@@ -22,13 +23,19 @@ def runs_root() -> Path:
     return Path(os.environ.get("LINEARIZER_RUNS") or "runs")
 
 
-def find_run(name: str, root: Path | None = None) -> Run:
-    """Open a run by its name under the root, or by its folder; where there is none, say which may be meant."""
+def find_run(name: str, root: Path | None = None, encoders: bool = False) -> Run:
+    """Open a run by its name under the root, or by its folder; where there is none, say which may be meant.
+
+    The run of an encoder is refused unless the caller serves these, too.
+    """
     root = root or runs_root()
     for folder in (root / name, Path(name)):
-        if os.path.isfile(folder / "plan.json"):  # unlike Path's, this takes any name
-            return Run(folder)
-    known = sorted(plan.parent.name for plan in root.glob("*/plan.json"))
+        run = Run(folder)
+        if os.path.isfile(folder / PLAN) or os.path.isfile(folder / ENCODER_PLAN):  # unlike Path's, it takes any name
+            if run.of_encoder and not encoders:
+                raise RequestError(f"{str(folder)!r} is of an encoder, which writes no text and keeps no state: {USES}")
+            return run
+    known = sorted(plan.parent.name for file in (PLAN, ENCODER_PLAN) for plan in root.glob(f"*/{file}"))
     if near := get_close_matches(name, known, n=3, cutoff=0.5):
         said = f"did you mean {' or '.join(near)}?"
     elif known:

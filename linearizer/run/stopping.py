@@ -107,7 +107,7 @@ def check_stop(run: Run) -> None:
     if run.has_request("stop"):
         why = run.request_reason("stop")
         raise Stopped(f"stopped{f': {why}' if why else ' on request'}; what was finished is kept in {run.folder}")
-    if not run.has_file("plan.json"):
+    if not run.has_file(run.plan_file):
         raise FolderError(f"{str(run.folder)!r} was deleted while it was worked on: start a new run")
 
 

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from linearizer.errors import FolderError, RequestError
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import Plan
 from linearizer.run.events import STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
-from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
+from linearizer.run.folder import ENCODER_PLAN, FILES_OF_RUN, PLAN, Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.results import PARTS
 
@@ -48,7 +49,7 @@ class Status:
     """The state of a run, and how far it has come."""
 
     run: Run
-    plan: Plan | None  # None where the run is damaged
+    plan: Plan | None  # None where the run is damaged, or of an encoder
     state: str
     step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
     error: str | None  # why it failed, or was stopped by others than its owner, in a sentence
@@ -58,6 +59,7 @@ class Status:
     saved: float | None  # when the state of training was last written
     published: Event | None = None  # where its student was published last, at which revision, and how to load it
     evaluation: Status | None = None  # how the evaluation of its student goes; None where none was asked for
+    encoder: EncoderPlan | None = None  # the plan of an encoder's run
 
     @property
     def live(self) -> bool:
@@ -178,7 +180,7 @@ def use_now(run: Run) -> None:
 def delete(run: Run) -> None:
     """Remove the files of a run, and its folder if nothing else is in it."""
     Run.open(run.folder)
-    last = ["plan.json", "lock"]  # while these are present, deleting can be repeated
+    last = [run.plan_file, "lock"]  # while these are present, deleting can be repeated
     with run.take_lock(), writing(run.folder):
         for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
             for path in (run.folder / name, run.folder / (name + UNFINISHED)):
@@ -210,7 +212,8 @@ def status(run: Run) -> Status:
     evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
     return Status(
         run=run,
-        plan=run.plan,
+        plan=None if run.of_encoder else run.plan,
+        encoder=run.encoder_plan if run.of_encoder else None,
         state=found.state,
         step=found.step,
         error=found.error,
@@ -291,9 +294,10 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
     return files
 
 
-def runs_in(root: Path, newest: int | None = None) -> list[Status]:
+def runs_in(root: Path, newest: int | None = None, encoders: bool = False) -> list[Status]:
     """Return the status of every run under a folder, or of some whose plans are newest; the newest first."""
-    plans = root.glob("*/plan.json") if newest is None else nlargest(newest, root.glob("*/plan.json"), modified)
+    plans = [path for name in (PLAN, ENCODER_PLAN)[: 1 + encoders] for path in root.glob(f"*/{name}")]
+    plans = plans if newest is None else nlargest(newest, plans, modified)
     found = (status_or_damage(Run(file.parent)) for file in plans)
     return sorted(filter(None, found), key=lambda each: each.begun, reverse=True)
 
@@ -311,7 +315,7 @@ def status_or_damage(run: Run) -> Status | None:
         try:
             return status(run)
         except FolderError as error:
-            changed = (run.folder / "plan.json").stat().st_mtime
+            changed = (run.folder / run.plan_file).stat().st_mtime
             sizes = sum(stat.st_size for stat in files_of(run.folder).values())
             return Status(run, None, DAMAGED, None, str(error), changed, changed, sizes, None)
     return None

@@ -48,6 +48,8 @@ def devices_of(run: Run) -> list[str]:
 
 def devices_to_hold(run: Run) -> list[str]:
     """Name the devices that a run waits for: those that it works on, or all if only all hold the model."""
+    if run.of_encoder:
+        return [device_name(choose_device(run.encoder_plan.device))]
     plan = run.plan
     if choose_device(plan.device) == "cuda":
         from linearizer.teacher.streaming import rooms_for_weights, spreads

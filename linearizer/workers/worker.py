@@ -55,13 +55,13 @@ def work(lock: int, folder: str, job: str | None, token: str | None) -> int:
 
 def work_on(run: Run, token: str | None) -> Steps[Any]:
     """Begin to work."""
+    from linearizer import pipeline
+
     if run.job is not None:
-        from linearizer.pipeline import resume_evaluation
-
-        return resume_evaluation(run, token)
-    from linearizer.pipeline import linearize
-
-    return linearize(run, token, held=True, helpers=HelperProcesses(run, token))
+        return pipeline.resume_evaluation(run, token)
+    if run.of_encoder:
+        return pipeline.linearize_encoder(run, token, held=True)
+    return pipeline.linearize(run, token, held=True, helpers=HelperProcesses(run, token))
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
@@ -70,7 +70,7 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
         try:
             return (yield from work_in_turn(run, lambda: steps))
         except RequestError:
-            if run.job is None and not run.has_file("profile.json"):
+            if run.job is None and not run.has_file("profile.json") and not run.checkpoint.is_dir():
                 run.remove_unstarted()
             raise
 
@@ -94,7 +94,7 @@ def is_short(run: Run) -> bool:
     """Whether an evaluation takes so little time and memory that a run may pause for it."""
     from linearizer.workers.forecast import short_evaluation
 
-    return short_evaluation(run)
+    return not run.of_encoder and short_evaluation(run)
 
 
 def wait_for_turn(run: Run, ticket: Ticket) -> Steps[None]:

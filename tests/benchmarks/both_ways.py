@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer.encoders import encoder_run
 from linearizer.encoders.attention_both_ways import BothWays
-from linearizer.encoders.encoder_plan import EncoderPlan, spend_keys
+from linearizer.encoders.key_budget import spend_keys
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.run.files import write_whole
 from tests.benchmarks.both_ways_models import photographs, picture_encoder, sentence_encoder

@@ -9,12 +9,19 @@ from PIL import Image
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
+from linearizer import pipeline
 from linearizer.encoders import distill_encoder, encoder_run
 from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.distill_encoder import distil, read_states, states_loss
-from linearizer.encoders.encoder_plan import EncoderPlan
-from linearizer.encoders.encoder_quality import Outputs, alike, compare
+from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_inputs import share_out
+from linearizer.encoders.encoder_quality import Outputs, alike, describe_scores, score
+from linearizer.evaluate.language import Resampled
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
+from linearizer.run.folder import Run
+from linearizer.workers import control
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, files_of, publish
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, initializer_range=0.2)
 WORDS = [f"w{number}" for number in range(60)]
@@ -57,12 +64,27 @@ def options(text, folder, **changes):
     return [word for name, value in given.items() for word in (f"--{name}", value)]
 
 
+@pytest.fixture(scope="module")
+def made(sentence_encoder, text, tmp_path_factory):
+    """The folder of a finished run, which no test may change but for its judgements."""
+    folder = tmp_path_factory.mktemp("made") / "runs" / "sentences"
+    plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=6, steps=2, batch=2)
+    encoder = encoder_run.begin(folder, plan)
+    finish(pipeline.linearize_encoder(encoder.run))
+    return folder
+
+
 def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence_encoder, text, tmp_path, said):
     code, out, error = said("run", sentence_encoder, *options(text, tmp_path / "run"), "--json")
     assert code == 0, error
     product = json.loads(out)
-    assert list(product["quality"]) == ["student", "before training", "window", "merged tokens"]
-    assert all(row["kl"] >= 0 and row["keys"] <= 40 for row in product["quality"].values())
+    (judged,) = product["quality"]
+    assert list(judged["rows"]) == ["student", "before training", "merged tokens", "window"]
+    assert all(row["kl"]["mean"] >= 0 and row["keys"] <= 40 for row in judged["rows"].values())
+    low, high = judged["rows"]["window"]["apart"]["interval"]
+    difference = judged["rows"]["student"]["kl"]["mean"] - judged["rows"]["window"]["kl"]["mean"]
+    assert low <= difference <= high and judged["rows"]["student"]["apart"] is None
+    assert "Judged on 6 texts; with other numbers of tokens than 160: not judged." in product["verdict"]["sentence"]
     student = AutoModel.from_pretrained(tmp_path / "run" / "checkpoint", trust_remote_code=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint")
     given = tokenizer(" ".join(WORDS * 2), return_tensors="pt")
@@ -71,20 +93,111 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
         assert torch.equal(student(**given).last_hidden_state, ours(**given).last_hidden_state)
     kept = (sentence_encoder / "1_Pooling" / "config.json").read_text()
     assert (tmp_path / "run" / "checkpoint" / "1_Pooling" / "config.json").read_text() == kept
-    assert str(sentence_encoder.parent) not in (tmp_path / "run" / "checkpoint" / "config.json").read_text()
+    for name in ("config.json", "README.md"):
+        assert str(sentence_encoder.parent) not in (tmp_path / "run" / "checkpoint" / name).read_text()
 
 
-def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_encoder, text, tmp_path):
+def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_encoder, made, text, tmp_path, said):
     plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=6, steps=2, batch=2)
-    whole = finish(encoder_run.linearize(encoder_run.begin(tmp_path / "whole", plan)))
-    run = encoder_run.begin(tmp_path / "run", plan)
-    for progress in encoder_run.linearize(run):  # noqa: B007
-        if run.checkpoint.is_dir():
+    encoder = encoder_run.begin(tmp_path / "run", plan)
+    steps = pipeline.linearize_encoder(encoder.run)
+    for _ in steps:
+        if encoder.checkpoint.is_dir():
             break
-    weights = (run.checkpoint / "model.safetensors").stat().st_mtime_ns
-    assert not run.quality
-    assert finish(encoder_run.linearize(encoder_run.begin(tmp_path / "run", plan, resume=True))) == whole
-    assert (run.checkpoint / "model.safetensors").stat().st_mtime_ns == weights
+    steps.close()
+    weights = (encoder.checkpoint / "model.safetensors").stat().st_mtime_ns
+    assert not encoder.judgements and control.state_of(encoder.run) == "stopped"
+    code, _, error = said("run", sentence_encoder, *options(text, tmp_path / "run"), "--resume")
+    assert code == 0, error
+    assert encoder.judgements == EncoderRun(Run(made)).judgements
+    assert (encoder.checkpoint / "model.safetensors").stat().st_mtime_ns == weights
+
+
+def test_a_run_in_the_background_is_listed_followed_and_deleted(sentence_encoder, text, tmp_path, said):
+    root = tmp_path / "runs"
+    words = options(text, root / "sentences", steps=0, texts=4)
+    code, _, error = said("run", sentence_encoder, *words, "--detach")
+    assert code == 0, error
+    code, out, error = said("runs", "attach", "sentences", "--root", root)
+    assert code == 0 and "A window" not in out and "on texts of 160 tokens" in out, error
+    _, out, _ = said("runs", "--root", root, "--json")
+    (listed,) = json.loads(out)
+    assert (listed["state"], listed["budget"], listed["model"]) == ("done", 40, str(sentence_encoder))
+    code, _, error = said("runs", "delete", "sentences", "--root", root)
+    assert code == 0 and not (root / "sentences").exists(), error
+
+
+def test_an_evaluation_judges_other_lengths_and_keeps_what_was_judged(made, said):
+    code, out, error = said("evaluate", made, "--length", 100, "--json")
+    assert code == 0, error
+    (judged,) = json.loads(out)["quality"]
+    assert judged["tokens"] == 100 and [each.tokens for each in EncoderRun(Run(made)).judgements] == [160, 100]
+    assert "than 100 and 160: not judged" in json.loads(out)["verdict"]["sentence"]
+    before = (made / "quality.json").read_bytes()
+    assert said("evaluate", made)[0] == 0 and (made / "quality.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        (["compare"], "is of an encoder, which writes no text and keeps no state"),
+        (["allocate", "--budget", 30], "is of an encoder"),
+        (
+            ["evaluate", "--parts", "needle"],
+            "--parts is not for the student of this encoder: it is judged by",
+        ),
+        (["evaluate", "--length", 300], "reads 256 tokens at most"),
+    ],
+)
+def test_a_command_that_does_not_serve_an_encoder_says_so_in_a_sentence(words, reason, made, said):
+    code, _, error = said(words[0], made, *words[1:])
+    assert code == 2 and reason in error and error.count("\n") == 1
+
+
+@pytest.mark.filterwarnings(HOW_THE_HUB_SENDS)
+def test_a_student_is_published_with_its_card_and_loads_from_its_snippet(hub, made, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", ME)
+    done = publish(Run(made), "me/sentences")
+    sent = files_of(hub, "me/sentences")
+    card = sent["README.md"].decode()
+    assert "pipeline_tag: feature-extraction" in card and "on texts of 160 tokens" in card and "| window |" in card
+    assert {"config.json", "modeling_encoder.py", "attention_both_ways.py", "1_Pooling/config.json"} <= set(sent)
+    assert "AutoTokenizer.from_pretrained(name, revision=revision)" in done.snippet
+    assert all(str(made.parents[1]).encode() not in content for content in sent.values())
+    student = AutoModel.from_pretrained("me/sentences", revision=done.revision, trust_remote_code=True)
+    for name, weight in encoder_run.load_student(made / "checkpoint").state_dict().items():
+        assert torch.equal(student.state_dict()[name], weight)
+
+
+def test_longer_texts_get_positions_between_those_that_were_learned(sentence_encoder, text, tmp_path, said):
+    long = tmp_path / "long.jsonl"
+    long.write_text("".join(json.dumps({"text": " ".join(WORDS * 20)}) + "\n" for _ in range(4)))
+    words = options(f"file:{long}", tmp_path / "run", length=600, steps=0, texts=4)
+    code, out, error = said("run", sentence_encoder, *words)
+    assert code == 0 and "256 positions, stretched to 600 by interpolation" in out, error
+    config = json.loads((tmp_path / "run" / "checkpoint" / "config.json").read_text())
+    assert config["teacher"]["positions"] == 256 and config["base"]["max_position_embeddings"] == 600
+    student = AutoModel.from_pretrained(tmp_path / "run" / "checkpoint", trust_remote_code=True)
+    learned = AutoModel.from_pretrained(sentence_encoder).embeddings.position_embeddings.weight
+    found = student.embeddings.position_embeddings.weight
+    torch.testing.assert_close(found[[0, -1]], learned[[0, -1]])
+    between = (learned[127] + learned[128]) / 2
+    torch.testing.assert_close((found[299] + found[300]) / 2, between, rtol=0.02, atol=0.02)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint")
+    given = tokenizer(" ".join(WORDS * 11), return_tensors="pt", truncation=True)
+    assert given["input_ids"].shape[1] == 600
+    assert torch.isfinite(student(**given).last_hidden_state).all()
+    assert "stretched to 600" in (tmp_path / "run" / "checkpoint" / "README.md").read_text()
+
+
+def test_what_is_judged_comes_from_documents_of_which_nothing_is_learnt():
+    documents = [[{"input_ids": torch.tensor([[d, n]])} for n in range(d % 3 + 1)] for d in range(20)]
+    shares = share_out(documents, 12, 8, 1)
+    owner = [int(each["input_ids"][0, 0]) for each in shares.judged]
+    assert len(set(owner)) == 8 and len(shares.learnt) == 12
+    assert not {int(each["input_ids"][0, 0]) for each in shares.learnt} & {*owner}
+    alone = share_out([documents[0] * 9], 5, 3, 1)
+    assert len(alone.judged) == 3 and len(alone.learnt) == 5
 
 
 def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
@@ -110,11 +223,11 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
     sentence_encoder, text, tmp_path, monkeypatch
 ):
     plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=4, steps=8, batch=1)
-    run = encoder_run.begin(tmp_path / "run", plan)
-    learnt, _ = encoder_run.read_inputs(run, None)
-    config = encoder_run.load_config(run.source)
-    student = encoder_run.make_student(run, encoder_run.load_encoder(run.source, config))
-    target = [x.clone() for x in read_states(student, learnt[0], "sdpa")]
+    encoder = encoder_run.begin(tmp_path / "run", plan)
+    learnt = encoder_run.read_shares(encoder, plan, None).learnt
+    student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.both_ways)
+    with torch.no_grad():
+        target = read_states(student, learnt[0], "sdpa")
 
     def loss():
         with torch.no_grad():
@@ -134,7 +247,10 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
     "words, reason",
     [
         (["--budget", 300], "the budget of 300 is not less: ask for a smaller one"),
-        (["--length", 4000], "has 256 positions: ask for a --length of as many or fewer"),
+        (
+            ["--length", 20000],
+            "has 256 positions, which are stretched to at most 16,384: ask for a --length of as many",
+        ),
         (["--recipe", "swa"], "--recipe is for causal language models: leave it out"),
         (["--pictures", "."], "--pictures is for models of pictures"),
         (["--budget", 5], "ask for 7 or more"),
@@ -158,8 +274,12 @@ def test_inspect_tells_the_share_of_attention(sentence_encoder, said):
 def test_outputs_that_agree_have_no_kl_and_others_some():
     means = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     other = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-    same, hidden = Outputs([means], means, None), [means]
-    exact, far = compare(same, same, 1), compare(same, Outputs(hidden, other, None), 1)
-    assert exact.kl == 0 and exact.agreement == 1 and exact.cosine == pytest.approx(1)
-    assert far.kl > 0.1 and far.agreement < 1
+    same, far = (Outputs([*x[:, None]], []) for x in (means, other))
+    over = Resampled(torch.arange(8)[:, None], 0)
+    exact, apart = score(same, same), score(same, far)
+    row = describe_scores(1, exact, exact, over)
+    assert row.kl.mean == 0 and row.agreement.mean == row.nearest.mean == 1 and row.cosine.mean == pytest.approx(1)
+    worse = describe_scores(1, apart, exact, over)
+    assert worse.kl.mean > 0.1 and worse.nearest.mean < 1 and worse.apart.interval[1] < 0
+    assert worse.kl.interval[0] < worse.kl.mean < worse.kl.interval[1]
     torch.testing.assert_close(alike(means).exp().sum(-1), torch.ones(8))

@@ -6,9 +6,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
 from linearizer.encoders.attention_both_ways import BothWays
-from linearizer.encoders.encoder_plan import spend_keys
 from linearizer.encoders.encoder_quality import MergedTokens
 from linearizer.encoders.inspect_encoder import blank_input, inspect_encoder
+from linearizer.encoders.key_budget import spend_keys
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
 from linearizer.errors import BudgetError, UnsupportedModel
 from linearizer.hub.models import Source

@@ -1,46 +1,16 @@
-"""The plan of an encoder's run, and how a budget of keys becomes a way to attend: the same for every head."""
+"""How a budget of keys becomes a way to attend, the same for every head."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.slots_of_all import search_keys
 from linearizer.errors import BudgetError
-from linearizer.plan.json_products import JsonProduct
-from linearizer.plan.options import check_options, option
 
 AROUND = 3  # blocks along an axis that a token sees: its own and one on either side
 WINDOW_SHARE = 0.3  # of the keys of a text, where there are slots, too
 LEAST_SLOTS = 8  # with fewer, a larger window serves better
-
-
-@dataclass(frozen=True)
-class EncoderPlan(JsonProduct):
-    """All that decides what a run of an encoder makes."""
-
-    json_indent = 1
-
-    model: str
-    budget: int = option(256, least=1)
-    length: int | None = option(None, least=4)  # tokens of a text; None: as many as the model has positions for
-    text: str = "builtin"
-    pictures: str | None = None  # a folder
-    slots: bool = True  # whether far tokens share slots; otherwise they are not seen
-    texts: int = option(16, least=4)  # texts or pictures to judge on
-    steps: int = option(32, least=0)  # of distillation
-    batch: int = option(4, least=1)
-    seed: int = option(0, least=0)
-    device: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-    @property
-    def learnt(self) -> int:
-        """How many texts or pictures are learnt from."""
-        return self.steps * self.batch
 
 
 def spend_keys(budget: int, axes: int, first: int, last: int, slots: bool) -> BothWays:

@@ -1,0 +1,103 @@
+"""The folder of an encoder's run. What every run has lies in it as run/folder.py says, and besides:
+
+RUN/encoder.json     its plan, as decided
+RUN/state/window/    the control: a window of as many keys, distilled as the student is
+RUN/quality.json     how close the student and its controls are to the teacher
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from linearizer.encoders.attention_both_ways import BothWays
+from linearizer.encoders.encoder_quality import Judgement
+from linearizer.encoders.inspect_encoder import EncoderInspection
+from linearizer.encoders.key_budget import spend_keys
+from linearizer.errors import FolderError, RequestError
+from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.json_products import read_json
+from linearizer.plan.options import differences
+from linearizer.run.folder import Run
+
+QUALITY = "quality.json"
+
+
+@dataclass(frozen=True)
+class EncoderRun:
+    """The run of an encoder, and what was decided before its work."""
+
+    run: Run
+
+    @cached_property
+    def plan(self) -> EncoderPlan:
+        return self.run.encoder_plan
+
+    @cached_property
+    def inspection(self) -> EncoderInspection:
+        return self.run.parse_file("inspection.json", EncoderInspection.from_json, again=False)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.run.checkpoint
+
+    @property
+    def window(self) -> Path:
+        """The checkpoint of the control; there is none where nothing is trained, or the student is a window itself."""
+        return self.run.folder / "state" / "window"
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a text or picture."""
+        return self.plan.length or self.inspection.tokens
+
+    @property
+    def both_ways(self) -> BothWays:
+        """How the student attends."""
+        return attention_of(self.plan, self.inspection)
+
+    @property
+    def plain_window(self) -> BothWays:
+        """A window of as many keys."""
+        how = self.both_ways
+        return spend_keys(int(how.keys), len(how.block), how.first, how.last, slots=False)
+
+    @property
+    def stretched(self) -> bool:
+        """Whether texts have more tokens than the teacher has positions."""
+        return self.tokens > self.inspection.tokens
+
+    @property
+    def judgements(self) -> tuple[Judgement, ...]:
+        """How close the student and its controls are to the teacher: on the run's own texts first."""
+        read = self.run.product(QUALITY, lambda text: read_json(dict[str, tuple[Judgement, ...]], text))
+        return read["judgements"] if read else ()
+
+    def check_same(self, plan: EncoderPlan) -> None:
+        """Refuse to resume with another plan than the run was begun with."""
+        if others := differences(asdict(plan), asdict(self.plan)):
+            raise RequestError(
+                f"{str(self.run.folder)!r} was begun with another plan ({'; '.join(others)}): ask for the same, or "
+                "name another folder"
+            )
+
+
+def attention_of(plan: EncoderPlan, inspection: EncoderInspection) -> BothWays:
+    """Spend the budget of a plan; refuse one that is too small."""
+    axes = 1 if inspection.reads == "texts" else 2
+    return spend_keys(plan.budget, axes, inspection.first, inspection.last, plan.slots)
+
+
+def find_judgement(judgements: Sequence[Judgement], text: str, tokens: int, inputs: int) -> Judgement | None:
+    """Find what was measured on a text."""
+    asked = text, tokens, inputs
+    return next((each for each in judgements if (each.text, each.tokens, each.inputs) == asked), None)
+
+
+def open_encoder(run: Run) -> EncoderRun:
+    """Open the run of an encoder."""
+    if not run.of_encoder:
+        raise FolderError(f"{str(run.folder)!r} holds no run of an encoder: name another folder")
+    return EncoderRun(run)

@@ -1,0 +1,84 @@
+"""What is said of an encoder's student: a verdict in sentences, and tables of what judging measured."""
+
+from __future__ import annotations
+
+from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_quality import Judgement, Quality
+from linearizer.encoders.encoder_run import STUDENT, WINDOW
+from linearizer.report.tables import Table, in_interval, with_half_width
+from linearizer.report.verdict import FAR, NEAR, Kind, Verdict
+
+KL_OF = "of the classes, or, where there are none, of which other text or picture is alike"
+
+
+def judge_encoder(encoder: EncoderRun) -> Verdict | None:
+    """Return the verdict on the student of a run; None until it is judged."""
+    if not encoder.judgements:
+        return None
+    judgement = encoder.judgements[0]
+    student, window = judgement.rows[STUDENT], judgement.rows.get(WINDOW)
+    kind, words = weigh(encoder, judgement, student, window)
+    lengths = tuple(sorted({each.tokens for each in encoder.judgements}))
+    sentence = f"{words} {describe_lengths(encoder, judgement, lengths)}"
+    of_window = None if window is None else window.agreement.mean
+    numbers = student.agreement.mean, of_window, kind == "bad", student.kl.mean
+    return Verdict(kind, sentence, *numbers, judgement.tokens, lengths)
+
+
+def weigh(encoder: EncoderRun, judgement: Judgement, student: Quality, window: Quality | None) -> tuple[Kind, str]:
+    """Compare a student with a window of as many keys by the interval of their paired difference."""
+    where = f"on {describe_inputs(encoder, judgement.tokens)}"
+    near = f"it is as near to its teacher as a KL of {student.kl.mean:.4f}"
+    agrees = f"{what_agrees(encoder)} for {student.agreement.mean:.1%}"
+    if window is None or window.apart is None:
+        return "note", f"A plain window: {where} {near}, with {agrees}."
+    beside = "a window of as many keys" + ", trained in the same way," * bool(encoder.plan.steps)
+    low, high = window.apart.interval
+    found = f"{near} (the window {window.kl.mean:.4f}; difference {in_interval(window.apart)}), with {agrees}"
+    if high < 0:
+        return "good" if student.agreement.mean >= NEAR else "note", f"Better than {beside} {where}: {found}."
+    if low > 0:
+        return "bad", f"Worse than {beside} {where}: {found}. Ask for --no-slots, or for a larger budget."
+    kind: Kind = "bad" if student.agreement.mean < FAR else "note"
+    return kind, f"No difference from {beside} is shown {where}: {found}."
+
+
+def what_agrees(encoder: EncoderRun) -> str:
+    """Name what the student should find as its teacher does."""
+    heads = ("Classification", "MaskedLM")
+    return "the same class" if encoder.inspection.auto_class.endswith(heads) else "the same nearest neighbour"
+
+
+def describe_inputs(encoder: EncoderRun, tokens: int) -> str:
+    return f"{encoder.inspection.reads} of {tokens:,} tokens"
+
+
+def describe_lengths(encoder: EncoderRun, judgement: Judgement, lengths: tuple[int, ...]) -> str:
+    """Say how many inputs were judged, at which lengths, and that no others were."""
+    units = f" of {judgement.count} documents" if judgement.drawn == "documents" else ""
+    sizes = " and ".join(f"{each:,}" for each in lengths)
+    stretched = ""
+    if encoder.stretched:
+        positions = f"{encoder.inspection.tokens:,} positions, stretched to {encoder.tokens:,}"
+        stretched = f" The teacher has {positions} by interpolation; how well it reads such texts itself is not judged."
+    inputs = f"{judgement.inputs} {encoder.inspection.reads}{units}"
+    return f"Judged on {inputs}; with other numbers of tokens than {sizes}: not judged.{stretched}"
+
+
+def quality_table(encoder: EncoderRun, judgement: Judgement) -> Table:
+    """Lay out the student and its controls beside the teacher."""
+    rows: list[tuple[object, ...]] = [
+        (describe_inputs(encoder, judgement.tokens), "keys", "KL", "student less", "same first", "nearest", "hidden")
+    ]
+    for name, row in judgement.rows.items():
+        shares = (with_half_width(each, ".1%") for each in (row.agreement, row.nearest))
+        near = with_half_width(row.kl, ".4f"), in_interval(row.apart), *shares, with_half_width(row.hidden, ".4f")
+        rows.append((name, f"{row.keys:g}", *near))
+    over = f"95% intervals from {judgement.count} {judgement.drawn}, drawn again; {judgement.text}"
+    about = (
+        f"KL: {KL_OF}; student less: its KL less that of the row, input by input; same first: {what_agrees(encoder)}"
+    )
+    nearest = (
+        "nearest: of the nearest five, the share that is the same; hidden: cosine of the hidden states of all tokens"
+    )
+    return Table(rows, (about, nearest, over))
