@@ -55,7 +55,8 @@ def both_ways(
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is None:
-        out = own.attend(query, key, value, scale, GRID.get())
+        # a layer that is computed again for its gradients is outside of the model's call
+        out = own.attend(query, key, value, scale, GRID.get() or getattr(module, "grid", ()))
     else:
         out = attend_without_padding(own, query, key, value, scale, attention_mask[:, 0, 0])
     return out.transpose(1, 2).contiguous(), None
@@ -75,7 +76,7 @@ def attend_without_padding(
         rows = (lengths == length).nonzero()  # (rows, 1)
         tokens = real[rows[:, 0]].nonzero()[:, 1].view(-1, length)
         parts = (x.transpose(1, 2)[rows, tokens].transpose(1, 2) for x in (query, key, value))
-        out.transpose(1, 2)[rows, tokens] = own.attend(*parts, scale, GRID.get()).transpose(1, 2)
+        out.transpose(1, 2)[rows, tokens] = own.attend(*parts, scale).transpose(1, 2)
     return out
 
 

@@ -16,7 +16,7 @@ from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.encoders.key_budget import spend_keys
-from linearizer.errors import FolderError, RequestError
+from linearizer.errors import RequestError
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.json_products import read_json
 from linearizer.plan.options import differences
@@ -94,10 +94,3 @@ def find_judgement(judgements: Sequence[Judgement], text: str, tokens: int, inpu
     """Find what was measured on a text."""
     asked = text, tokens, inputs
     return next((each for each in judgements if (each.text, each.tokens, each.inputs) == asked), None)
-
-
-def open_encoder(run: Run) -> EncoderRun:
-    """Open the run of an encoder."""
-    if not run.of_encoder:
-        raise FolderError(f"{str(run.folder)!r} holds no run of an encoder: name another folder")
-    return EncoderRun(run)

@@ -105,11 +105,12 @@ class Shares:
 
 
 def share_out(documents: Sequence[Sequence[Inputs]], learnt: int, judged: int, least: int) -> Shares:
-    """Judge on every other document, first on one text of each, and learn from the others.
+    """Judge on every other document, first on one text of each, and learn from the others; on all if nothing is learnt.
 
     Where that leaves fewer than the `least` texts to learn from, or too few to judge on, the last texts are judged.
     """
-    held, others = list(documents[1::2])[:judged], [*documents[::2], *documents[1::2][judged:]]
+    held = list(documents[1::2] if learnt else documents)[:judged]
+    others = [*documents[::2], *documents[1::2][judged:]]
     turns = [(number, text) for row in zip_longest(*held) for number, text in enumerate(row) if text is not None]
     rest = [text for document in others for text in document]
     if len(turns) < judged or len(rest) < least:
@@ -117,6 +118,14 @@ def share_out(documents: Sequence[Sequence[Inputs]], learnt: int, judged: int, l
         turns, rest = numbered[-judged:], [text for _, text in numbered[:-judged]]
     numbers = torch.tensor([[number] for number, _ in turns[:judged]])
     return Shares(rest[:learnt], [text for _, text in turns[:judged]], numbers)
+
+
+def begin_of_text(inputs: Inputs, length: int | None, last: int) -> Inputs:
+    """Shorten a text to `length` tokens, with the special ones at its end; a picture has no length."""
+    ids = inputs.get("input_ids")
+    if ids is None or length is None or length >= ids.shape[1]:
+        return inputs
+    return {"input_ids": torch.cat([ids[:, : length - last], ids[:, ids.shape[1] - last :]], 1)}
 
 
 def read_pictures(folder: str, files: EncoderFiles, count: int) -> list[Inputs]:

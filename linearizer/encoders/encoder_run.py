@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.distill_encoder import distil
-from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of, find_judgement, open_encoder
+from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of, find_judgement
 from linearizer.encoders.encoder_inputs import (
     Shares,
+    begin_of_text,
     list_pictures,
     load_encoder,
     load_files,
@@ -40,6 +41,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import replacing, writing
 from linearizer.run.folder import ENCODER_PLAN, Begun, Run
+from linearizer.run.names import absolute_source
 from linearizer.run.stopping import log_progress
 from linearizer.run.weight_digests import write_digests
 from linearizer.teacher.devices import choose_device
@@ -69,8 +71,7 @@ def begin(folder: Path, plan: EncoderPlan, token: str | None = None, resume: boo
     inspection = inspect_encoder(source, load_config(source, token))
     plan = replace(plan, model=source.pinned or plan.model, length=decide_length(plan, inspection))
     if begun:
-        opened = open_encoder(Run(folder))
-        opened.check_same(plan)
+        (opened := EncoderRun(Run(folder))).check_same(plan)
         return opened
     files = load_files(source, inspection, token)
     inspection = replace(inspection, first=files.first, last=files.last)
@@ -138,15 +139,8 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
 
 
 def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
-    """Judge the student of a run on other texts, of another length, or more of them."""
-    check_request(encoder, request)
-    plan = encoder.plan
-    if encoder.inspection.reads == "texts":
-        length = request.length or encoder.tokens
-        encoder.inspection.check_worth(plan.budget, length)
-        plan = replace(plan, text=request.text or plan.text, length=length)
-    if request.texts != Request().texts:
-        plan = replace(plan, texts=request.texts)
+    """Judge the student of a run on other texts, or on the beginnings of the run's own."""
+    plan = plan_of_request(encoder, request)
     found = find_judgement(encoder.judgements, source_of(plan), plan.length or encoder.tokens, plan.texts)
     if found is None or again:
         shares = read_shares(encoder, plan, token)
@@ -155,19 +149,31 @@ def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | No
     return found
 
 
-def check_request(encoder: EncoderRun, request: Request) -> None:
-    """Refuse what is measured of causal models alone, and texts that the student cannot read."""
-    texts = encoder.inspection.reads == "texts"
-    served = {"text", "length", "texts"} if texts else {"texts"}
-    asked, usual = asdict(request), asdict(Request())
-    if others := [name for name in asked if asked[name] != usual[name] and name not in served]:
-        served_words = ", ".join(f"--{name}" for name in sorted(served))
+def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
+    """Return what is to be read; refuse what is measured of causal models alone, and what the student cannot read."""
+    own, inspection, usual = encoder.plan, encoder.inspection, Request()
+    served = ("text", "length", "texts") if inspection.reads == "texts" else ("texts",)
+    asked, plain = asdict(request), asdict(usual)
+    if others := [name for name in asked if asked[name] != plain[name] and name not in served]:
         raise RequestError(
-            f"--{others[0].replace('_', '-')} is not for the student of this encoder: it is judged by {served_words}"
+            f"--{others[0].replace('_', '-')} is not for the student of this encoder: it is judged by "
+            f"{', '.join(f'--{name}' for name in served)}"
         )
-    most = max(encoder.tokens, encoder.inspection.tokens)
-    if request.length is not None and request.length > most:
+    texts = own.texts if request.texts == usual.texts else request.texts
+    if inspection.reads == "pictures":
+        plan, most = replace(own, texts=texts), encoder.tokens
+    else:
+        length, text = request.length or encoder.tokens, absolute_source(request.text or own.text)
+        plan, most = replace(own, text=text, length=length, texts=texts), max(encoder.tokens, inspection.tokens)
+        inspection.check_worth(own.budget, length)
+    if source_of(plan) == source_of(own) and (texts > own.texts or (plan.length or 0) > encoder.tokens):
+        raise RequestError(
+            f"{str(encoder.run.folder)!r} kept {own.texts} {inspection.reads} of {encoder.tokens:,} tokens from its "
+            "training: ask for fewer or shorter ones, or name another --text"
+        )
+    if (plan.length or 0) > most:
         raise RequestError(f"{str(encoder.run.folder)!r} reads {most:,} tokens at most: ask for a smaller --length")
+    return plan
 
 
 def write_judgements(encoder: EncoderRun, new: Judgement) -> None:
@@ -188,20 +194,29 @@ def source_of(plan: EncoderPlan) -> str:
 
 
 def read_shares(encoder: EncoderRun, plan: EncoderPlan, token: str | None) -> Shares:
-    """Read inputs to learn from, and others to judge on, of which nothing was learnt."""
+    """Read inputs to learn from, and others to judge on, of which nothing was learnt.
+
+    Of the run's own source, a shorter text is the beginning of a text that the run judges on.
+    """
     files = load_files(find_model(plan.model, token), encoder.inspection, token)
+    own = source_of(plan) == source_of(encoder.plan)
+    whole = encoder.plan if own else replace(plan, steps=0)
     if encoder.inspection.reads == "texts":
-        documents = read_texts_whole(plan.text, files, plan.length or encoder.tokens, plan.learnt, plan.texts, token)
+        length = whole.length or encoder.tokens
+        documents = read_texts_whole(whole.text, files, length, whole.learnt, whole.texts, token)
         found = sum(map(len, documents))
-        if found < plan.texts + plan.least:
+        if found < whole.texts + whole.least:
             raise TextError(
-                f"{plan.text!r} has {found} texts of {plan.length} tokens, and {plan.texts + plan.least} are needed: "
+                f"{whole.text!r} has {found} texts of {length} tokens, and {whole.texts + whole.least} are needed: "
                 "name a longer --text, or ask for a shorter --length or fewer --texts"
             )
-        return share_out(documents, plan.learnt, plan.texts, plan.least)
-    pictures = read_pictures(str(plan.pictures), files, plan.learnt + plan.texts)
-    numbers = torch.arange(plan.texts)[:, None]
-    return Shares(pictures[: -plan.texts][: plan.learnt], pictures[-plan.texts :], numbers)
+        shares = share_out(documents, whole.learnt, whole.texts, whole.least)
+    else:
+        pictures = read_pictures(str(whole.pictures), files, whole.learnt + whole.texts)
+        numbers = torch.arange(whole.texts)[:, None]
+        shares = Shares(pictures[: -whole.texts][: whole.learnt], pictures[-whole.texts :], numbers)
+    judged = [begin_of_text(each, plan.length, files.last) for each in shares.judged[: plan.texts]]
+    return replace(shares, judged=judged, documents=shares.documents[: plan.texts])
 
 
 def load_teacher(encoder: EncoderRun, token: str | None = None) -> PreTrainedModel:

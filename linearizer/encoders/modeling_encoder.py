@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 class LinearizedEncoderConfig(PreTrainedConfig):
     """base: the teacher's config; auto_class: the class of transformers that loads it; block, slots, first, last: how
-    every head attends, as BothWays says. What the teacher's config knows is read from it."""
+    every head attends, as BothWays says. What the teacher's config knows is read from it and written to it."""
 
     model_type = "linearized_encoder"
 
@@ -71,6 +71,13 @@ class LinearizedEncoderConfig(PreTrainedConfig):
         if base is None or name in OWN or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(base, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        base = self.__dict__.get("base")
+        if name in self.__dict__ or name in OWN or name.startswith("_") or not hasattr(base, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(base, name, value)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
         return self.__dict__.get("base") or self
@@ -149,7 +156,12 @@ class LinearizedEncoder(PreTrainedModel):
         if kwargs.get("output_attentions"):
             logger.warning_once(NO_WEIGHTS)
             kwargs["output_attentions"] = False
+        if self.config.output_hidden_states:  # which `base` reads from its own config
+            kwargs.setdefault("output_hidden_states", True)
         grid = () if pixel_values is None else grid_of(self.base.config, pixel_values)
+        if grid and torch.is_grad_enabled():
+            for module in attention_modules(self.base):
+                module.__dict__["grid"] = grid
         token = GRID.set(grid)
         try:
             return self.base(**{name: x for name, x in given.items() if x is not None}, **kwargs)

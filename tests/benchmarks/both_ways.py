@@ -1,33 +1,44 @@
 """Attention in both directions on two real encoders: quality beside controls, time beside SDPA.
 
   python -m tests.benchmarks.both_ways                  all parts; what is finished is kept, and a second call goes on
-  python -m tests.benchmarks.both_ways --parts time     only some: text, windows (text, without slots), pictures, time
+  python -m tests.benchmarks.both_ways --parts time     only some: text, long, pictures, time
 
-Quality is that of `linearizer run`, on held-out texts of Python's language reference and on photographs; a
-control has as many keys. Time is CPU time of one layer of 12 heads of 64 (pictures: 6), in float32 on one thread.
-Writes results/both-ways.json and .md.
+Quality is that of `linearizer run` and `linearizer evaluate`, on held-out texts of Python's language reference and on
+photographs; a control has as many keys. `long` stretches the 512 positions of the text model, and trains nothing. Time
+is CPU time of one layer of 12 heads of 64 (pictures: 6), in float32 on one thread; eager is softmax written out.
+Writes results/both-ways.json, .md and .svg.
 """
 
 import argparse
 import json
+import math
 import time
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from linearizer import pipeline
 from linearizer.encoders import encoder_run
 from linearizer.encoders.attention_both_ways import BothWays
+from linearizer.encoders.encoder_report import judge_encoder, quality_table
 from linearizer.encoders.key_budget import spend_keys
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
+from linearizer.publish.card import table_markdown
+from linearizer.report.line_chart import Line
+from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from tests.benchmarks.both_ways_models import photographs, picture_encoder, sentence_encoder
+from tests.benchmarks.line_chart import Panel, draw
 
 RESULTS = Path(__file__).parent / "results" / "both-ways"
 TEXT, PICTURE = {"budget": 80, "length": 512}, {"budget": 100, "texts": 4, "steps": 0}
-LENGTHS, GRIDS = (512, 2048, 8192, 16384), ((37, 37), (74, 74), (148, 148))
+LONG, SHORTER = {"budget": 256, "length": 2048, "texts": 8, "steps": 0}, (512,)
+LENGTHS, GRIDS = (512, 1024, 2048, 4096, 8192, 16384, 32768), ((37, 37), (74, 74), (148, 148))
+MOST_EAGER = 4096  # tokens: the scores of all pairs take gigabytes
 TIMED = 2  # times; the fastest counts
 
 
@@ -41,29 +52,37 @@ def main(arguments=None):
     found = json.loads(path.read_text()) if path.exists() else {}
     for part in given.parts:
         found[part] = PARTS[part](given.work)
-        write_whole(path, json.dumps(found, indent=1) + "\n")
+        write_whole(path, json.dumps({name: found[name] for name in PARTS if name in found}, indent=1) + "\n")
         write_whole(RESULTS.with_suffix(".md"), write_tables(found))
+        if "time" in found:
+            write_whole(RESULTS.with_suffix(".svg"), draw_times(found["time"]))
     print(write_tables(found))
 
 
 def judge_text(work):
-    return judge(work, "text", model=str(sentence_encoder(work)), **TEXT)
+    return judge(work, "text", (), model=str(sentence_encoder(work)), **TEXT)
 
 
-def judge_windows(work):
-    return judge(work, "windows", model=str(sentence_encoder(work)), **TEXT, slots=False)
+def judge_long(work):
+    return judge(work, "long", SHORTER, model=str(sentence_encoder(work)), **LONG)
 
 
 def judge_pictures(work):
-    return judge(work, "pictures", model=str(picture_encoder(work)), pictures=str(photographs(work)), **PICTURE)
+    return judge(work, "pictures", (), model=str(picture_encoder(work)), pictures=str(photographs(work)), **PICTURE)
 
 
-def judge(work, name, **plan):
-    """Make a run, or go on with it, and return its table."""
-    run = encoder_run.begin(work / "runs" / name, EncoderPlan(**plan), resume=(work / "runs" / name).exists())
-    rows = finish(encoder_run.linearize(run))
-    made = {**asdict(run.both_ways), "tokens": run.tokens, "attention": run.inspection.share(run.tokens)}
-    return {"made": made, "rows": {row: asdict(quality) for row, quality in rows.items()}}
+def judge(work, name, lengths, **plan):
+    """Make a run, or go on with it, judge it at other lengths, too, and return its tables."""
+    encoder = encoder_run.begin(work / "runs" / name, EncoderPlan(**plan), resume=(work / "runs" / name).exists())
+    finish(pipeline.linearize_encoder(encoder.run))
+    for length in lengths:
+        finish(pipeline.evaluate_encoder(encoder.run, Request(length=length)))
+    attention = encoder.inspection.share(encoder.tokens)
+    made = {**asdict(encoder.both_ways), "tokens": encoder.tokens, "attention": attention}
+    judged = encoder.judgements
+    tables = [table_markdown(quality_table(encoder, each)) for each in judged]
+    verdict = judge_encoder(encoder).sentence
+    return {"made": made, "verdict": verdict, "tables": tables, "judged": [asdict(each) for each in judged]}
 
 
 def time_layers(work):
@@ -78,9 +97,13 @@ def time_layer(heads, grid, how: BothWays):
     tokens = torch.Size(grid).numel() + (how.first if len(grid) == 2 else 0)
     query, key, value = (torch.randn(1, heads, tokens, 64) for _ in range(3))
     axes = grid if len(grid) == 2 else ()
-    ours = cpu_seconds(lambda: how.attend(query, key, value, 0.125, axes))
-    exact = cpu_seconds(lambda: scaled_dot_product_attention(query, key, value))
-    return {"tokens": tokens, "axes": len(grid), "keys": how.keys, "seconds": ours, "sdpa": exact}
+    seconds = {
+        "linear": cpu_seconds(lambda: how.attend(query, key, value, 0.125, axes)),
+        "sdpa": cpu_seconds(lambda: scaled_dot_product_attention(query, key, value)),
+    }
+    if tokens <= MOST_EAGER:
+        seconds["eager"] = cpu_seconds(lambda: (query * 0.125 @ key.mT).softmax(-1) @ value)
+    return {"tokens": tokens, "axes": len(grid), "keys": how.keys, **seconds}
 
 
 def cpu_seconds(work):
@@ -96,30 +119,54 @@ def cpu_seconds(work):
 def write_tables(found):
     """Write the results as Markdown."""
     lines = ["# Attention in both directions", "", "`python -m tests.benchmarks.both_ways`"]
-    for part in (part for part in found if part != "time"):
+    for part in (part for part in PARTS if part in found and part != "time"):
         made = found[part]["made"]
         about = f"{made['tokens']:,} tokens, attention {made['attention']:.0%} of the operations"
-        lines += ["", f"## {TITLES[part]}: {about}", "", "|  | keys | KL | agreement | cosine | hidden states |"]
-        lines.append("| --- | --: | --: | --: | --: | --: |")
-        for name, row in found[part]["rows"].items():
-            shares = f"{row['agreement']:.1%} | {row['cosine']:.4f} | {row['hidden']:.4f}"
-            lines.append(f"| {name} | {row['keys']:g} | {row['kl']:.4f} | {shares} |")
+        lines += ["", f"## {TITLES[part]}: {about}", "", found[part]["verdict"]]
+        lines += [line for table in found[part]["tables"] for line in ("", table)]
     if "time" in found:
-        lines += ["", "## CPU seconds of a layer", "", "| | tokens | keys | linear | SDPA | times faster |"]
-        lines.append("| --- | --: | --: | --: | --: | --: |")
+        lines += ["", "## CPU seconds of a layer", "", "| | tokens | keys | linear | SDPA | eager | times faster |"]
+        lines.append("| --- | --: | --: | --: | --: | --: | --: |")
         for row in found["time"]:
-            kind, faster = "text" if row["axes"] == 1 else "picture", row["sdpa"] / row["seconds"]
-            times = f"{row['seconds']:.3g} | {row['sdpa']:.3g} | {faster:.2g}"
-            lines.append(f"| {kind} | {row['tokens']:,} | {row['keys']:g} | {times} |")
+            kind, faster = "text" if row["axes"] == 1 else "picture", row["sdpa"] / row["linear"]
+            times = " | ".join(f"{row[name]:.3g}" if name in row else "" for name in ("linear", "sdpa", "eager"))
+            lines.append(f"| {kind} | {row['tokens']:,} | {row['keys']:g} | {times} | {faster:.2g} |")
+        lines += ["", "![Time of a layer over the number of tokens](both-ways.svg)"]
     return "\n".join(lines) + "\n"
+
+
+def draw_times(rows):
+    """Draw time over tokens, for texts and for pictures, and name where the lines of SDPA and ours cross."""
+    looks = {"linear": "lz-student", "sdpa": "lz-window", "eager": "lz-dashed"}
+    panels = []
+    for axes, kind in ((1, "text"), (2, "picture")):
+        own = [row for row in rows if row["axes"] == axes]
+        lines = [
+            Line(name, [(row["tokens"], row[name]) for row in own if name in row], look)
+            for name, look in looks.items()
+            if sum(name in row for row in own) > 1
+        ]
+        where = crossing(own)
+        title = f"A {kind}: " + (f"equal at {where:,.0f} tokens" if where else "seconds of a layer")
+        panels.append(Panel(title, lines, lambda seconds: f"{seconds:g} s"))
+    return draw(panels, "CPU seconds of a layer over the number of tokens: ours, SDPA, and softmax written out")
+
+
+def crossing(rows):
+    """Return from how many tokens on a layer is faster than with SDPA, between two sizes that were measured."""
+    ahead = [(math.log(row["tokens"]), math.log(row["sdpa"] / row["linear"])) for row in rows]
+    for (before, low), (after, high) in pairwise(ahead):
+        if low < 0 <= high:
+            return math.exp(before - low * (after - before) / (high - low))
+    return None
 
 
 TITLES = {
     "text": "MiniLM-L6, windows and slots",
-    "windows": "MiniLM-L6, windows alone",
+    "long": "MiniLM-L6 with stretched positions, windows and slots",
     "pictures": "DINOv2-small, windows and slots",
 }
-PARTS = {"text": judge_text, "windows": judge_windows, "pictures": judge_pictures, "time": time_layers}
+PARTS = {"text": judge_text, "long": judge_long, "pictures": judge_pictures, "time": time_layers}
 
 if __name__ == "__main__":
     main()

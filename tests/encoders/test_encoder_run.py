@@ -1,6 +1,7 @@
 """The run of an encoder, by its command: what it makes, what it keeps when it is stopped, and what it refuses."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,10 @@ def test_a_run_in_the_background_is_listed_followed_and_deleted(sentence_encoder
 def test_an_evaluation_judges_other_lengths_and_keeps_what_was_judged(made, said):
     code, out, error = said("evaluate", made, "--length", 100, "--json")
     assert code == 0, error
+    encoder = EncoderRun(Run(made))
+    own, short = (encoder_run.read_shares(encoder, replace(encoder.plan, length=n), None) for n in (160, 100))
+    for whole, begin in zip(own.judged, short.judged, strict=True):
+        assert begin["input_ids"].tolist() == [[*whole["input_ids"][0, :99].tolist(), whole["input_ids"][0, -1]]]
     (judged,) = json.loads(out)["quality"]
     assert judged["tokens"] == 100 and [each.tokens for each in EncoderRun(Run(made)).judgements] == [160, 100]
     assert "than 100 and 160: not judged" in json.loads(out)["verdict"]["sentence"]
@@ -146,7 +151,8 @@ def test_an_evaluation_judges_other_lengths_and_keeps_what_was_judged(made, said
             ["evaluate", "--parts", "needle"],
             "--parts is not for the student of this encoder: it is judged by",
         ),
-        (["evaluate", "--length", 300], "reads 256 tokens at most"),
+        (["evaluate", "--length", 200], "kept 6 texts of 160 tokens from its training: ask for fewer or shorter ones"),
+        (["evaluate", "--length", 300, "--text", "builtin"], "reads 256 tokens at most"),
     ],
 )
 def test_a_command_that_does_not_serve_an_encoder_says_so_in_a_sentence(words, reason, made, said):

@@ -106,6 +106,30 @@ def test_padding_changes_nothing_in_a_model():
     torch.testing.assert_close(out[1:, :120], alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+def test_gradients_for_pictures_are_the_same_where_layers_are_computed_again():
+    student = student_of(teacher_of("vit").requires_grad_(True), BothWays((1, 1), 20, 1)).train()
+    gradients = []
+    for again in (False, True):
+        if again:
+            student.gradient_checkpointing_enable()
+        student.zero_grad()
+        student(**inputs_of(student.base)).last_hidden_state.square().sum().backward()
+        gradients.append([x.grad.clone() for x in student.parameters() if x.grad is not None])
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second)
+
+
+def test_a_config_is_read_from_its_teachers_and_written_to_it():
+    config = student_of(teacher_of("bert"), BothWays((4,), 20, 1, 1)).config
+    config.tie_word_embeddings = False
+    config.output_hidden_states = True
+    assert config.base.tie_word_embeddings is False and config.hidden_size == 32
+    student = LinearizedEncoder(config).eval()
+    out = student(input_ids=torch.arange(3, 90)[None])
+    assert len(out.hidden_states) == 3
+
+
 def test_a_checkpoint_loads_with_torch_and_transformers_alone_and_gives_the_same_bits(tmp_path):
     expected, given = {}, {}
     for kind in ("bert", "dinov2", "clip_vision_model"):

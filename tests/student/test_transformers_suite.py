@@ -11,7 +11,7 @@ from transformers.testing_utils import torch_device
 from linearizer.plan.head_bytes import Head
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from tests.support.models import MIXED, student_of, tokens
-from tests.support.transformers_suite import CHECKOUT, fetch_tests, import_mixins
+from tests.support.transformers_suite import CHECKOUT, failures_of, fetch_tests, import_mixins
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of tests that are not ours
 
@@ -101,19 +101,12 @@ def suite_of(family, held, mixins):
     [*((name, "mixed") for name in ["llama", "gpt2", "gemma3_text", "mixtral"]), ("llama", "memories")],
 )
 def test_a_student_passes_what_every_model_of_transformers_passes(family, held, mixin, least, mixins):
-    suite, failed, passed = suite_of(family, held, mixins), [], 0
     (tests,) = (each for each in mixins if each.__name__ == mixin)
-    names = [name for name in unittest.TestLoader().getTestCaseNames(suite) if hasattr(tests, name)]
-    if not names:
+    if not unittest.TestLoader().getTestCaseNames(tests):
         pytest.skip(
             f"{mixin} is in no source distribution: test_generation.py holds its properties; for its own tests name "
             f"those of a checkout by {CHECKOUT}"
         )
-    for name in names:
-        if name not in EXCLUDED:
-            result = unittest.TestResult()
-            suite(name).run(result)
-            failed += [f"{name}: {trace}" for _, trace in result.failures + result.errors]
-            passed += result.wasSuccessful() and not result.skipped
+    failed, passed = failures_of(suite_of(family, held, mixins), tests, EXCLUDED)
     assert not failed, "\n".join(failed)
     assert passed >= least

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import types
+import unittest
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def import_mixins(folder, config):
             setattr(sys.modules[name], mixin, type(mixin, (), {}))
     common = importlib.import_module(f"{PACKAGE}.test_modeling_common")
     return common.ModelTesterMixin, common.GenerationTesterMixin
+
+
+def failures_of(suite, mixin, excluded):
+    """Run the tests of a mixin on a suite; return what failed, with its traceback, and how many passed."""
+    failed, passed = [], 0
+    for name in unittest.TestLoader().getTestCaseNames(suite):
+        if hasattr(mixin, name) and name not in excluded:
+            result = unittest.TestResult()
+            suite(name).run(result)
+            failed += [f"{name}: {trace}" for _, trace in result.failures + result.errors]
+            passed += result.wasSuccessful() and not result.skipped
+    return failed, passed
 
 
 def add_package(name, folder):
