@@ -72,7 +72,7 @@ def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Jud
     """Print the student of a run and how near it is to its teacher, or what was judged newly."""
     from linearizer.encoders.encoder_report import judge_encoder
 
-    judged = encoder.judgements if newest is None else (newest,)
+    judged = [*encoder.judgements.values()] if newest is None else [newest]
     product = {
         "run": str(encoder.run.folder),
         "checkpoint": str(encoder.checkpoint),
@@ -97,7 +97,7 @@ def describe_result(run: Run, newest: Judgement | None = None) -> str:
         f"{encoder.tokens:,} tokens, {encoder.both_ways.keys:g} keys each; attention is {share:.0%} of the teacher's "
         "operations"
     )
-    judged = encoder.judgements if newest is None else (newest,)
+    judged = [*encoder.judgements.values()] if newest is None else [newest]
     lines += ["", write_tables([quality_table(encoder, each) for each in judged]), ""]
     lines.append(f"AutoModel.from_pretrained({str(encoder.checkpoint)!r}, trust_remote_code=True)")
     if (published := run.published) is not None:

@@ -7,7 +7,6 @@ RUN/quality.json     how close the student and its controls are to the teacher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,10 +69,9 @@ class EncoderRun:
         return self.tokens > self.inspection.tokens
 
     @property
-    def judgements(self) -> tuple[Judgement, ...]:
-        """How close the student and its controls are to the teacher: on the run's own texts first."""
-        read = self.run.product(QUALITY, lambda text: read_json(dict[str, tuple[Judgement, ...]], text))
-        return read["judgements"] if read else ()
+    def judgements(self) -> dict[str, Judgement]:
+        """How close the student and its controls are to the teacher, by what was read: the run's own texts first."""
+        return self.run.product(QUALITY, lambda text: read_json(dict[str, Judgement], text)) or {}
 
     def check_same(self, plan: EncoderPlan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
@@ -88,9 +86,3 @@ def attention_of(plan: EncoderPlan, inspection: EncoderInspection) -> BothWays:
     """Spend the budget of a plan; refuse one that is too small."""
     axes = 1 if inspection.reads == "texts" else 2
     return spend_keys(plan.budget, axes, inspection.first, inspection.last, plan.slots)
-
-
-def find_judgement(judgements: Sequence[Judgement], text: str, tokens: int, inputs: int) -> Judgement | None:
-    """Find what was measured on a text."""
-    asked = text, tokens, inputs
-    return next((each for each in judgements if (each.text, each.tokens, each.inputs) == asked), None)

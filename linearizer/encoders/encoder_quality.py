@@ -12,7 +12,6 @@ from torch.nn.functional import cosine_similarity, normalize
 from linearizer.encoders import slots_of_all
 from linearizer.encoders.encoder_inputs import Inputs, batches
 from linearizer.evaluate.language import Resampled
-from linearizer.plan.json_products import JsonProduct
 from linearizer.run.results import Estimate
 
 if TYPE_CHECKING:
@@ -50,10 +49,8 @@ class Quality:
 
 
 @dataclass(frozen=True)
-class Judgement(JsonProduct):
+class Judgement:
     """A student and its controls on the same held-out inputs; intervals are over documents or pictures."""
-
-    json_indent = 1
 
     text: str  # the source, or a folder of pictures
     tokens: int  # of a text or picture
@@ -61,6 +58,10 @@ class Judgement(JsonProduct):
     drawn: str  # what the intervals are over: documents or texts
     count: int  # how many of these there are
     rows: dict[str, Quality]
+
+    @property
+    def name(self) -> str:
+        return f"{self.inputs} of {self.tokens} tokens, {self.text}"
 
 
 def read_outputs(model: PreTrainedModel, inputs: Iterable[Inputs]) -> Outputs:

@@ -15,10 +15,11 @@ def judge_encoder(encoder: EncoderRun) -> Verdict | None:
     """Return the verdict on the student of a run; None until it is judged."""
     if not encoder.judgements:
         return None
-    judgement = encoder.judgements[0]
+    judged = [*encoder.judgements.values()]
+    judgement = judged[0]
     student, window = judgement.rows[STUDENT], judgement.rows.get(WINDOW)
     kind, words = weigh(encoder, judgement, student, window)
-    lengths = tuple(sorted({each.tokens for each in encoder.judgements}))
+    lengths = tuple(sorted({each.tokens for each in judged}))
     sentence = f"{words} {describe_lengths(encoder, judgement, lengths)}"
     of_window = None if window is None else window.agreement.mean
     numbers = student.agreement.mean, of_window, kind == "bad", student.kl.mean

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.distill_encoder import distil
-from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of, find_judgement
+from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of
 from linearizer.encoders.encoder_inputs import (
     Shares,
     begin_of_text,
@@ -134,19 +134,31 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
             save(encoder, student, folder, token)
     write_digests(encoder.run)
     if not encoder.judgements:
-        judgement = yield from log_progress(encoder.run, judge(encoder, shares, encoder.plan, token))
-        write_judgements(encoder, judgement)
+        yield from judge_and_keep(encoder, shares, encoder.plan, token)
 
 
 def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
     """Judge the student of a run on other texts, or on the beginnings of the run's own."""
     plan = plan_of_request(encoder, request)
-    found = find_judgement(encoder.judgements, source_of(plan), plan.length or encoder.tokens, plan.texts)
-    if found is None or again:
-        shares = read_shares(encoder, plan, token)
-        found = yield from log_progress(encoder.run, judge(encoder, shares, plan, token))
-        write_judgements(encoder, found)
+    known = (each for each in encoder.judgements.values() if is_of(each, plan))
+    found = None if again else next(known, None)
+    if found is None:
+        found = yield from judge_and_keep(encoder, read_shares(encoder, plan, token), plan, token)
     return found
+
+
+def is_of(judgement: Judgement, plan: EncoderPlan) -> bool:
+    """Whether a judgement is of what a plan reads."""
+    same_length = plan.length in (None, judgement.tokens)
+    return same_length and (judgement.text, judgement.inputs) == (source_of(plan), plan.texts)
+
+
+def judge_and_keep(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | None) -> Steps[Judgement]:
+    """Judge the student, and add that to what was measured, in the place of an earlier judgement on the same texts."""
+    new = yield from log_progress(encoder.run, judge(encoder, shares, plan, token))
+    kept = {**encoder.judgements, new.name: new}
+    encoder.run.write_product(QUALITY, json.dumps({name: asdict(each) for name, each in kept.items()}, indent=1))
+    return new
 
 
 def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
@@ -174,18 +186,6 @@ def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
     if (plan.length or 0) > most:
         raise RequestError(f"{str(encoder.run.folder)!r} reads {most:,} tokens at most: ask for a smaller --length")
     return plan
-
-
-def write_judgements(encoder: EncoderRun, new: Judgement) -> None:
-    """Add a judgement, in the place of one on the same texts."""
-    kept = [each for each in encoder.judgements if find_judgement([new], each.text, each.tokens, each.inputs) is None]
-    run_first = sorted([*kept, new], key=lambda each: (each.text, each.tokens) != own_texts(encoder))
-    plain = {"judgements": [asdict(each) for each in run_first]}
-    encoder.run.write_product(QUALITY, json.dumps(plain, indent=1))
-
-
-def own_texts(encoder: EncoderRun) -> tuple[str, int]:
-    return source_of(encoder.plan), encoder.tokens
 
 
 def source_of(plan: EncoderPlan) -> str:

@@ -65,7 +65,7 @@ def write_card(encoder: EncoderRun, repo_id: str | None = None) -> str:
     teacher = CitedTeacher.of(encoder.inspection)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     verdict = judge_encoder(encoder)
-    judged = [replace(each, text=public_source(each.text)) for each in encoder.judgements]
+    judged = [replace(each, text=public_source(each.text)) for each in encoder.judgements.values()]
     tables = [table_markdown(quality_table(encoder, each)) for each in judged]
     plan = public_plan(encoder.plan, teacher)
     whole_plan = json.dumps(plan, indent=1).replace("`", "\\u0060")
@@ -151,7 +151,7 @@ def pipeline_of(inspection: EncoderInspection) -> str:
 def list_results(encoder: EncoderRun) -> list[EvalResult]:
     """List the student's results in the form of the Hub."""
     results = []
-    for judgement in encoder.judgements:
+    for judgement in encoder.judgements.values():
         source, student = public_source(judgement.text), judgement.rows[STUDENT]
         named = {"KL to the teacher": student.kl, "agreement with the teacher": student.agreement}
         results += [

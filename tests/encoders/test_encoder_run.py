@@ -136,7 +136,7 @@ def test_an_evaluation_judges_other_lengths_and_keeps_what_was_judged(made, said
     for whole, begin in zip(own.judged, short.judged, strict=True):
         assert begin["input_ids"].tolist() == [[*whole["input_ids"][0, :99].tolist(), whole["input_ids"][0, -1]]]
     (judged,) = json.loads(out)["quality"]
-    assert judged["tokens"] == 100 and [each.tokens for each in EncoderRun(Run(made)).judgements] == [160, 100]
+    assert judged["tokens"] == 100 and [each.tokens for each in EncoderRun(Run(made)).judgements.values()] == [160, 100]
     assert "than 100 and 160: not judged" in json.loads(out)["verdict"]["sentence"]
     before = (made / "quality.json").read_bytes()
     assert said("evaluate", made)[0] == 0 and (made / "quality.json").read_bytes() == before
