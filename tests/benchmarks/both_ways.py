@@ -79,7 +79,7 @@ def judge(work, name, lengths, **plan):
         finish(pipeline.evaluate_encoder(encoder.run, Request(length=length)))
     attention = encoder.inspection.share(encoder.tokens)
     made = {**asdict(encoder.both_ways), "tokens": encoder.tokens, "attention": attention}
-    judged = encoder.judgements
+    judged = [*encoder.judgements.values()]
     tables = [table_markdown(quality_table(encoder, each)) for each in judged]
     verdict = judge_encoder(encoder).sentence
     return {"made": made, "verdict": verdict, "tables": tables, "judged": [asdict(each) for each in judged]}
