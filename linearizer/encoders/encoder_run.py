@@ -38,10 +38,10 @@ from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.hub.models import Source, fetch, find_model
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
-from linearizer.run.evaluation_request import Request
 from linearizer.run.files import replacing, writing
 from linearizer.run.folder import ENCODER_PLAN, Begun, Run
 from linearizer.run.names import absolute_source
+from linearizer.run.results import Request
 from linearizer.run.stopping import log_progress
 from linearizer.run.weight_digests import write_digests
 from linearizer.teacher.devices import choose_device

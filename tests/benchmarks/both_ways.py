@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from linearizer.run.evaluation_request import Request
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer import pipeline
@@ -29,7 +30,6 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.publish.card import table_markdown
 from linearizer.report.line_chart import Line
-from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from tests.benchmarks.both_ways_models import photographs, picture_encoder, sentence_encoder
 from tests.benchmarks.line_chart import Panel, draw
