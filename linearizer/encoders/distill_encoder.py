@@ -17,7 +17,7 @@ from linearizer.errors import LinearizerError
 from linearizer.progress import Progress, Steps
 
 NO_WEIGHTS: Mapping[str, torch.Tensor] = {}
-RATE = 1e-4  # of Adam at first; it falls to nothing
+RATE = 2e-5  # of Adam at first; it falls to nothing
 
 
 def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> Steps[None]:

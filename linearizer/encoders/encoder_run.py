@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from uuid import uuid4
 
@@ -122,6 +123,7 @@ def check_pictures(plan: EncoderPlan) -> None:
 def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]:
     """Make the student of a run and the window beside it, and judge them, from where the run stands."""
     shares = read_shares(encoder, encoder.plan, token)
+    learnt = Random(encoder.plan.seed).sample(shares.learnt, len(shares.learnt))  # or the last document would decide
     ways = [(encoder.checkpoint, encoder.both_ways)]
     if encoder.plan.steps and encoder.both_ways.slots:
         ways.append((encoder.window, encoder.plain_window))
@@ -130,7 +132,7 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
             student = make_student(encoder, load_teacher(encoder, token), how)
             torch.manual_seed(encoder.plan.seed)
             if encoder.plan.steps:
-                yield from log_progress(encoder.run, distil(student, shares.learnt, encoder.plan.batch))
+                yield from log_progress(encoder.run, distil(student, learnt, encoder.plan.batch))
             save(encoder, student, folder, token)
     write_digests(encoder.run)
     if not encoder.judgements:

@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from linearizer.run.evaluation_request import Request
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer import pipeline
@@ -31,6 +30,7 @@ from linearizer.progress import finish
 from linearizer.publish.card import table_markdown
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
+from linearizer.run.results import Request
 from tests.benchmarks.both_ways_models import photographs, picture_encoder, sentence_encoder
 from tests.benchmarks.line_chart import Panel, draw
 
