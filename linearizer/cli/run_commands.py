@@ -174,8 +174,6 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     details = {"request": asdict(request), "again": arguments.again}
     repeat = f"`linearizer evaluate {run.folder}`"
     if run.of_encoder:
-        if arguments.charts:
-            raise RequestError("--charts draws what a causal language model is measured on: leave it out")
         steps_of_encoder = pipeline.evaluate_encoder(run, request, arguments.again, held=True)
         judged = work_here(run.evaluating, steps_of_encoder, repeat, **details)
         from linearizer.encoders.encoder_folder import EncoderRun

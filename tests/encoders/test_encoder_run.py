@@ -245,7 +245,7 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
         finish(distil(student, learnt, 1))
     assert all(torch.equal(x, weights[name]) for name, x in student.state_dict().items())  # it only did harm
     finish(distil(student, learnt, 1))
-    assert loss() < 0.9 * before
+    assert loss() < 0.95 * before
     assert not any(weight.requires_grad for weight in student.parameters())
 
 

@@ -128,7 +128,7 @@ def test_what_comes_from_outside_is_escaped(root):
 
 def test_a_list_without_a_visitor_says_so(space):
     listed, *choices = handlers.list_runs({}, None, None, False)
-    assert "this Space does not know you" in listed and len(choices) == 2
+    assert "this Space does not know you" in listed and len(choices) == 3
     assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
     assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
 

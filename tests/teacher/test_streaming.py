@@ -9,6 +9,7 @@ from accelerate.utils import OffloadedWeightsLoader
 from safetensors.torch import load_file, save_file
 
 from linearizer import ask, pipeline, read
+from linearizer.amounts import size
 from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.hub.models import find_model
 from linearizer.method import checkpoint, head_prices
@@ -108,7 +109,7 @@ def test_a_student_that_memory_cannot_hold_is_not_loaded(quick_run, monkeypatch)
     stored = sum(path.stat().st_size for path in (quick_run / "checkpoint").glob("*.safetensors"))
     for dtype, needed in (("auto", stored), ("float32", 2 * stored)):
         monkeypatch.setattr(checkpoint, "free_bytes", lambda device, needed=needed: needed - 1)
-        with pytest.raises(RequestError, match=f"has weights that take {needed / 1e9:.2f} GB, and .* are free"):
+        with pytest.raises(RequestError, match=f"has weights that take {size(needed)}, and .* are free"):
             load_student(Run.open(quick_run), dtype=dtype)
 
 
