@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from linearizer.encoders.key_budget import spend_keys
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.publish.card import table_markdown
+from linearizer.publish.encoder_card import public_source
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from linearizer.run.results import Request
@@ -79,7 +80,7 @@ def judge(work, name, lengths, **plan):
         finish(pipeline.evaluate_encoder(encoder.run, Request(length=length)))
     attention = encoder.inspection.share(encoder.tokens)
     made = {**asdict(encoder.both_ways), "tokens": encoder.tokens, "attention": attention}
-    judged = [*encoder.judgements.values()]
+    judged = [replace(each, text=public_source(each.text)) for each in encoder.judgements.values()]
     tables = [table_markdown(quality_table(encoder, each)) for each in judged]
     verdict = judge_encoder(encoder).sentence
     return {"made": made, "verdict": verdict, "tables": tables, "judged": [asdict(each) for each in judged]}
