@@ -12,8 +12,6 @@ those rows are listed. A program works in memory that only it uses, and waits fo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 try:  # as in kernel_common.py
@@ -22,8 +20,28 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .kernel_common import EMPTY, on_device_of_first, padded, precision
-from .kernel_packed_rows import PackedConstants, as_bf16, load_codes, round_rows, store_rows
+from .kernel_common import EMPTY, padded, precision
+from .kernel_packed_rows import (
+    ALIGNED,
+    BITS_KEPT,
+    BLOCK,
+    FIELDS,
+    KEYS,
+    LEVEL,
+    MERGER,
+    SLOTS,
+    SPREAD,
+    TWO_BYTES,
+    VALUES,
+    WEIGHT,
+    WINDOW,
+    PackedConstants,
+    as_bf16,
+    kinds_of_rows,
+    load_codes,
+    round_rows,
+    store_rows,
+)
 from .packed_state import MOST_TOKENS
 from .slots_merging import MOST_IMPORTANT, TINY
 
@@ -75,20 +93,20 @@ def put_rows(work, rows, live, k, v, weight, spread, place, C: tl.constexpr):
 
 
 @triton.jit
-def read_slots(work, state, slots, C: tl.constexpr):
+def read_slots(work, state, slots, BITS: tl.constexpr, C: tl.constexpr):
     """Copy the slots of a state into rows; return how many there are, all of them listed as changed."""
-    keys_ptr, values_ptr, weight_ptr, spread_ptr, key_width, value_width = state
+    keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     weights_ptr, room, count = work[3], work[6], 0
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         weight = tl.load(weight_ptr + rows, mask=rows < slots, other=0).to(C.ACC)
         spread = tl.load(spread_ptr + rows, mask=rows < slots, other=0)
-        if C.BITS < 8:
+        if BITS < 8:
             spread = (spread.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         live = weight > 0
-        codes, scales = load_codes(keys_ptr, rows, live, key_width, C.D, C.DP, C)
+        codes, scales = load_codes(keys_ptr, rows, live, C.D, C.DP, BITS, C)
         k = codes * scales[:, None]
-        codes, scales = load_codes(values_ptr, rows, live, value_width, C.DV, C.VP, C)
+        codes, scales = load_codes(values_ptr, rows, live, C.DV, C.VP, BITS, C)
         place = tl.where(live, rows.to(C.ACC), INFINITE)
         put_rows(work, rows, rows >= 0, k, codes * scales[:, None], weight + (~live), spread.to(C.ACC), place, C)
         for number in tl.static_range(2, 5):  # of free rows, too, so that nothing is computed of what lay here before
@@ -101,12 +119,12 @@ def read_slots(work, state, slots, C: tl.constexpr):
 
 
 @triton.jit
-def add_block(work, window, tokens, missing, block, count, changed, C: tl.constexpr):
+def add_block(work, window, tokens, missing, block, count, changed, BITS: tl.constexpr, C: tl.constexpr):
     """Take tokens of a block into free rows, all but the first `missing`, which are sinks; list them as changed.
 
     `tokens` (MP,) are their rows in a window. Return how many slots there are, and how many are listed.
     """
-    keys_ptr, values_ptr, key_width, value_width = window
+    keys_ptr, values_ptr = window
     place_ptr, list_ptr, room = numbers_of(work)[5], work[5], work[6]
     free_ptr, found = list_ptr + 2 * room, 0
     for begin in range(0, room, C.BT):
@@ -118,9 +136,9 @@ def add_block(work, window, tokens, missing, block, count, changed, C: tl.conste
     om = tl.arange(0, C.MP)
     live, index = (om >= missing) & (om < block), om - missing
     rows = tl.load(free_ptr + index, mask=live, other=0)
-    codes, scales = load_codes(keys_ptr, tokens, live, key_width, C.D, C.DP, C)
+    codes, scales = load_codes(keys_ptr, tokens, live, C.D, C.DP, BITS, C)
     k = codes * scales[:, None]
-    codes, scales = load_codes(values_ptr, tokens, live, value_width, C.DV, C.VP, C)
+    codes, scales = load_codes(values_ptr, tokens, live, C.DV, C.VP, BITS, C)
     none = tl.zeros([C.MP], C.ACC)
     put_rows(work, rows, live, k, codes * scales[:, None], none + 1, none, (count + index).to(C.ACC), C)
     tl.store(list_ptr + changed + index, rows, mask=live)
@@ -246,7 +264,7 @@ def choose_partners(work, gone, live, C: tl.constexpr):
 
 @triton.jit
 def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, C: tl.constexpr):
-    """Merge the cheapest pairs until `most` slots are left, rounded to `bits` and to the type that `kept` points to.
+    """Merge the cheapest pairs until `most` slots are left, rounded to `bits`, or to the type that `kept` points to.
 
     Return how many slots there are, and how many are listed as changed.
     """
@@ -269,7 +287,8 @@ def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, C: tl
         spread = tl.maximum(spread / total - tl.sum(x * x, 1), 0.0)
         k = mix_rows(k_ptr, into, gone, shares, own, C.DP, C) / total[:, None]
         v = mix_rows(v_ptr, into, gone, shares, own, C.VP, C) / total[:, None]
-        k, v = k.to(kept.dtype.element_ty).to(C.ACC), v.to(kept.dtype.element_ty).to(C.ACC)
+        if (bits == 16) | (not C.TURNED):
+            k, v = k.to(kept.dtype.element_ty).to(C.ACC), v.to(kept.dtype.element_ty).to(C.ACC)
         codes, scales = round_rows(k, bits, levels, C.D, C.DP)
         k = codes * scales[:, None]
         codes, scales = round_rows(v, bits, levels, C.DV, C.VP)
@@ -314,9 +333,9 @@ def levels_of(work, rows, live, gain, C: tl.constexpr):
 
 
 @triton.jit
-def write_slots(work, state, slots, count, level_ptr, gain, codes_ptr, C: tl.constexpr):
+def write_slots(work, state, slots, count, level_ptr, gain, codes_ptr, BITS: tl.constexpr, C: tl.constexpr):
     """Copy the rows into a state, in the order of their tokens, and zeros behind them; write their levels, too."""
-    keys_ptr, values_ptr, weight_ptr, spread_ptr, key_width, value_width = state
+    keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     weights_ptr, spreads_ptr, _, _, _, place_ptr, _ = numbers_of(work)
     order_ptr, room = work[5] + 3 * work[6], work[6]
     for begin in range(0, room, C.BT):
@@ -329,24 +348,26 @@ def write_slots(work, state, slots, count, level_ptr, gain, codes_ptr, C: tl.con
         inside, live = at < slots, at < count
         rows = tl.load(order_ptr + at, mask=live, other=0)
         k, v = load_row_tile(work[2], rows, C.DP), load_row_tile(work[1], rows, C.VP)
-        store_rows(keys_ptr, at, inside, tl.where(live[:, None], k, 0.0), key_width, codes_ptr, C.D, C.DP, C)
-        store_rows(values_ptr, at, inside, tl.where(live[:, None], v, 0.0), value_width, codes_ptr, C.DV, C.VP, C)
+        store_rows(keys_ptr, at, inside, tl.where(live[:, None], k, 0.0), codes_ptr, C.D, C.DP, BITS, C)
+        store_rows(values_ptr, at, inside, tl.where(live[:, None], v, 0.0), codes_ptr, C.DV, C.VP, BITS, C)
         weight = tl.load(weights_ptr + rows, mask=live, other=0.0)
         spread = tl.load(spreads_ptr + rows, mask=live, other=0.0)
-        if C.BITS < 8:
+        if BITS < 8:
             spread = spread.to(tl.float32).to(tl.int32, bitcast=True) >> 16
         tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=inside)
         tl.store(spread_ptr + at, spread.to(spread_ptr.dtype.element_ty), mask=inside)
         tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=inside)
 
 
-def merging_constants(dims: tuple[int, ...], most: int, bits: int, like: Tensor, sinks: int) -> PackedConstants:
+def merging_constants(
+    dims: tuple[int, ...], most: int, like: Tensor, sinks: int, kept: torch.dtype, least: int = 16, turned: bool = False
+) -> PackedConstants:
     """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many."""
     some = padded(max(dims))
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
-        BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), S=sinks, BITS=bits, LEVELS=2**bits,
-        **precision(like),
+        BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), S=sinks, TURNED=turned,
+        **kinds_of_rows(kept, least), **precision(like),
     )  # fmt: skip
 
 
@@ -362,47 +383,75 @@ def make_workspace(programs: int, rows: int, dims: tuple[int, ...], like: Tensor
 
 
 @triton.jit
+def slots_of(field_ptr, start_ptr, BITS: tl.constexpr, C: tl.constexpr):
+    """Where keys and values of a head begin; the same of its slots, and their counts, which of few bits have two
+    bytes each."""
+    keys_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + KEYS), ALIGNED)
+    values_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + VALUES), ALIGNED)
+    weight_ptr, spread_ptr = start_ptr + tl.load(field_ptr + WEIGHT), start_ptr + tl.load(field_ptr + SPREAD)
+    window = tl.load(field_ptr + WINDOW)
+    if BITS == 16:
+        slot_k_ptr, slot_v_ptr = keys_ptr.to(C.KEPT) + window * C.D, values_ptr.to(C.KEPT) + window * C.DV
+    elif BITS == 8:
+        slot_k_ptr, slot_v_ptr = keys_ptr + window * (C.D + 1), values_ptr + window * (C.DV + 1)
+    else:
+        slot_k_ptr = keys_ptr + window * (C.D * BITS // 8 + 2)
+        slot_v_ptr = values_ptr + window * (C.DV * BITS // 8 + 2)
+    if BITS < 8:
+        return keys_ptr, values_ptr, (slot_k_ptr, slot_v_ptr, weight_ptr.to(TWO_BYTES), spread_ptr.to(TWO_BYTES))
+    else:
+        return keys_ptr, values_ptr, (slot_k_ptr, slot_v_ptr, weight_ptr.to(C.SUMS), spread_ptr.to(C.SUMS))
+
+
+@triton.jit
+def read_leaving(work, field_ptr, start_ptr, slots, tokens, missing, block, BITS: tl.constexpr, C: tl.constexpr):
+    """Copy slots, and a block that leaves, into rows; return how many there are, and how many are listed as changed."""
+    keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, BITS, C)
+    have, changed = read_slots(work, state, slots, BITS, C)
+    return add_block(work, (keys_ptr, values_ptr), tokens, missing, block, have, changed, BITS, C)
+
+
+@triton.jit
+def write_merged(
+    work, field_ptr, start_ptr, slots, have, level_ptr, gain, codes_ptr, BITS: tl.constexpr, C: tl.constexpr
+):
+    """Copy the rows into the slots of a state."""
+    _, _, state = slots_of(field_ptr, start_ptr, BITS, C)
+    write_slots(work, state, slots, have, level_ptr, gain, codes_ptr, BITS, C)
+
+
+@triton.jit
 def merge_leaving(kept, merging, workspace, codes_ptr, sizes, C: tl.constexpr):
     """Merge the block that leaves the window before the next token, if any does; grid (text and head,)."""
-    keys_ptr, values_ptr, level_ptr, count_ptr, window_ptr, weight_ptr, spread_ptr = kept
-    metric_ptr, gain_ptr, slots_ptr, block_ptr = merging
+    pool_ptr, count_ptr, table_ptr = kept
+    metric_ptr, gain_ptr = merging
     float_ptr, list_ptr, ROOM = workspace
-    H, ROWS, MOST, KEY_WIDTH, VALUE_WIDTH = sizes
+    H, BYTES = sizes
     own = tl.program_id(0).to(tl.int64)
-    head = own % H
-    count, window = tl.load(count_ptr + own // H).to(tl.int32), tl.load(window_ptr + head).to(tl.int32)
-    slots, block = tl.load(slots_ptr + head), tl.load(block_ptr + head)
+    at_ptr, start_ptr = table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
+    count, window = tl.load(count_ptr + own // H).to(tl.int32), tl.load(at_ptr + WINDOW).to(tl.int32)
+    slots, block = tl.load(at_ptr + SLOTS).to(tl.int32), tl.load(at_ptr + BLOCK).to(tl.int32)
     if (block > 0) & (count >= window) & ((count - window) % tl.maximum(block, 1) == 0):
-        keys_ptr, values_ptr = keys_ptr + own * ROWS * KEY_WIDTH, values_ptr + own * ROWS * VALUE_WIDTH
-        level_ptr, metric_ptr = level_ptr + own * (C.S + ROWS) + C.S, metric_ptr + head * (C.D + 1) * (C.D + 1)
-        begin, gain = window.to(tl.int64), tl.load(gain_ptr + head)
-        work = workspace_of(own, float_ptr, list_ptr, ROOM, C)
-        state = (
-            keys_ptr + begin * KEY_WIDTH, values_ptr + begin * VALUE_WIDTH, weight_ptr + own * MOST,
-            spread_ptr + own * MOST, KEY_WIDTH, VALUE_WIDTH,
-        )  # fmt: skip
-        have, changed = read_slots(work, state, slots, C)
-        first, om = count - window, tl.arange(0, C.MP)
+        bits, merger = tl.load(at_ptr + BITS_KEPT).to(tl.int32), tl.load(at_ptr + MERGER)
+        level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(C.SUMS) + C.S
+        metric_ptr, gain = metric_ptr + merger * (C.D + 1) * (C.D + 1), tl.load(gain_ptr + merger)
+        work, first, om = workspace_of(own, float_ptr, list_ptr, ROOM, C), count - window, tl.arange(0, C.MP)
         tokens, missing = (first + om) % window, tl.minimum(tl.maximum(C.S - first, 0), block)
-        ring = keys_ptr, values_ptr, KEY_WIDTH, VALUE_WIDTH
-        have, changed = add_block(work, ring, tokens, missing, block, have, changed, C)
-        kept_ptr = metric_ptr if C.BITS < 16 else keys_ptr
-        have, changed = merge_rows(work, metric_ptr, C.BITS, C.LEVELS, have, slots, changed, kept_ptr, C)
+        have, changed = block * 0, block * 0
+        if bits == 16:
+            have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, 16, C)
+        for few in tl.static_range(C.LEAST, 9):
+            if few != 7:
+                if bits == few:
+                    have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, few, C)
+        kept_ptr, levels = pool_ptr.to(C.KEPT), 1 << bits
+        have, changed = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, C)
         codes_ptr += own * C.BT * (C.DP + C.VP)
-        write_slots(work, state, slots, have, level_ptr + window, gain, codes_ptr, C)
+        slot_level_ptr = level_ptr + window
+        if bits == 16:
+            write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, codes_ptr, 16, C)
+        for few in tl.static_range(C.LEAST, 9):
+            if few != 7:
+                if bits == few:
+                    write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, codes_ptr, few, C)
         tl.store(level_ptr + tokens, EMPTY, mask=om < block)
-
-
-@on_device_of_first
-def launch_merging(count: Tensor, buffer: Any) -> None:
-    """Merge what leaves the windows of a TokenBuffer before the next token; `count` (batch,) tokens were read."""
-    (texts, heads, rows, key_width), value_width = buffer.buffers[0].shape[1:], buffer.buffers[-1].shape[-1]
-    merging, dims = buffer.merging, tuple(x.shape[-1] for x in buffer.sinks)
-    floats, lists, room = make_workspace(texts * heads, merging.most + merging.block, dims, buffer.level)
-    codes = count.new_empty(texts * heads * ROWS_AT_ONCE * sum(map(padded, dims)), dtype=torch.uint8)
-    kept = buffer.buffers[0][0], buffer.buffers[-1][-1], buffer.level, count, buffer.windows, *merging.counts
-    constants = merging_constants(dims, merging.block, buffer.bits, buffer.level, buffer.sinks[0].shape[2])
-    merge_leaving[(texts * heads,)](
-        kept, merging.parameters, (floats, lists, room), codes, (heads, rows, merging.most, key_width, value_width),
-        constants, num_warps=8, num_stages=1,
-    )  # fmt: skip

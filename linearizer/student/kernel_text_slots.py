@@ -79,19 +79,19 @@ def merge_text(tensors, table_ptr, ends, workspace, periods, sizes, C: tl.conste
     slots, bits = tl.load(field_ptr - 2).to(tl.int32), tl.load(field_ptr - 1).to(tl.int32)
     state = (
         base_ptr + tl.load(field_ptr + 6), base_ptr + tl.load(field_ptr + 7), number_ptr + tl.load(field_ptr + 8),
-        number_ptr + tl.load(field_ptr + 9), C.D, C.DV,
+        number_ptr + tl.load(field_ptr + 9),
     )  # fmt: skip
-    columns = base_ptr + tl.load(field_ptr + 2), base_ptr + tl.load(field_ptr + 3), C.D, C.DV
+    columns = base_ptr + tl.load(field_ptr + 2), base_ptr + tl.load(field_ptr + 3)
     metric_ptr, gain = number_ptr + tl.load(field_ptr + 10), tl.load(number_ptr + tl.load(field_ptr + 11))
     work = workspace_of(own, float_ptr, list_ptr, ROOM, C)
     place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
     od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
-    count, changed = read_slots(work, state, slots, C)
+    count, changed = read_slots(work, state, slots, 16, C)
     for index in range(0, PERIODS):
         leaves = (period + FROM + index - 1) * block
         if (leaves >= 0) & (leaves + window >= first) & (leaves + window < end):
             tokens, missing = leaves + om - (end - window - TOKENS), tl.minimum(tl.maximum(C.S - leaves, 0), block)
-            count, changed = add_block(work, columns, tokens, missing, block, count, changed, C)
+            count, changed = add_block(work, columns, tokens, missing, block, count, changed, 16, C)
             count, changed = merge_rows(work, metric_ptr, bits, 1 << bits, count, slots, changed, base_ptr, C)
         for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BT):
             rows = begin + tl.arange(0, C.BT)
@@ -102,7 +102,7 @@ def merge_text(tensors, table_ptr, ends, workspace, periods, sizes, C: tl.conste
             to_ptr = slot_v_ptr + at[:, None] * C.DV + ov[None, :]
             tl.store(to_ptr, v.to(to_ptr.dtype.element_ty), mask=(ov < C.DV)[None, :])
             tl.store(level_ptr + at, levels_of(work, rows, live, gain, C))
-    write_slots(work, state, slots, count, numbers_of(work)[6], gain, list_ptr, C)
+    write_slots(work, state, slots, count, numbers_of(work)[6], gain, list_ptr, 16, C)
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
     together = max(1, min(periods, PERIOD_BYTES // (programs * room * (dim + value_dim) * first.q.element_size())))
     each = programs * together * room
     slots = first.q.new_empty(each * dim), first.q.new_empty(each * value_dim), floats.new_empty(each)
-    merging = merging_constants((dim, value_dim), most, 16, floats, sinks)
+    merging = merging_constants((dim, value_dim), most, floats, sinks, first.q.dtype)
     exact, wide = first.q.element_size() > 2, max(padded(dim), padded(value_dim)) > 128
     at_once = 16 if exact else 64 if chip(first.q) == (9, 0) and not wide else 32  # more would not fit into registers
     constants = Constants(

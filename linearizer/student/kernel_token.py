@@ -1,7 +1,7 @@
-"""Attention with one token to all that a buffer holds, as Triton kernels. The reference is in token_buffer.py.
+"""Attention with one token to all that a pool of bytes holds (token_pool.py), as Triton kernels.
 
-Every token launches the same three kernels for each number of bits, so a graph may repeat them. The rows of a head (its
-ring and its slots) are cut into parts, so that few heads keep a whole GPU at work:
+Every token launches the same three kernels for a layer, so a graph may repeat them. The rows of a head, its ring and
+its slots, are cut into parts, so that few heads keep a whole GPU at work:
 
   merge_leaving  merge the block that leaves a window before the token, if one does (kernel_merging.py)
   attend_part    turn the query, remember the token in the part that has its row, attend to the rows of one part
@@ -13,8 +13,6 @@ The new token is attended to as it was rounded. Sinks belong to the first part.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 try:  # as in kernel_common.py
@@ -24,10 +22,26 @@ except ImportError:
     raise
 
 from .kernel_common import EMPTY, load_tile, on_device_of_first, padded, precision, update_softmax
-from .kernel_merging import launch_merging
-from .kernel_packed_rows import PackedConstants, load_codes, store_rows
-from .rounding import rotation
-from .state import made_once
+from .kernel_merging import ROWS_AT_ONCE, make_workspace, merge_leaving, merging_constants
+from .kernel_packed_rows import (
+    ALIGNED,
+    BITS_KEPT,
+    FIELDS,
+    HEAD,
+    KEYS,
+    LEVEL,
+    SHORT,
+    SINK_K,
+    SINK_V,
+    SLOTS,
+    VALUES,
+    WINDOW,
+    PackedConstants,
+    kinds_of_rows,
+    load_codes,
+    store_rows,
+)
+from .state import in_graphs, working_dtype
 
 Tensor = torch.Tensor
 NUMBERS_AT_ONCE = 4096  # of the keys, or of the values, of some rows: more would not fit into registers
@@ -56,10 +70,10 @@ def load_tile_at(pointer, rows, stride, stop, columns, width):
 
 
 @triton.jit
-def load_query(q_ptr, stride, steps_ptr, matrix_ptr, scale, root, C: tl.constexpr):
+def load_query(q_ptr, stride, steps_ptr, matrix_ptr, scale, root, TURNED: tl.constexpr, C: tl.constexpr):
     """The queries of a head, as they are multiplied with what it keeps: (GP, DP)."""
     og, columns = tl.arange(0, C.GP), tl.arange(0, C.DP)
-    if not C.TURNED:
+    if not TURNED:
         return load_tile_at(q_ptr, og, stride, C.G, columns, C.D).to(C.ACC) * scale
     out = tl.zeros([C.GP, C.DP], C.ACC)
     for d in range(0, C.D, C.DS):
@@ -72,31 +86,37 @@ def load_query(q_ptr, stride, steps_ptr, matrix_ptr, scale, root, C: tl.constexp
 
 
 @triton.jit
-def attend_part(given, kept, turns, part_ptr, codes_ptr, sizes, factors, C: tl.constexpr):
-    """Attend to the sinks and rows of one part; grid (text and head, part)."""
+def attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, BITS: tl.constexpr, C: tl.constexpr):
+    """Attend to the sinks and rows of one part of a head that keeps numbers of so many bits."""
     q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
-    keys_ptr, values_ptr, sink_k_ptr, sink_v_ptr, level_ptr, count_ptr, window_ptr, head_ptr = kept
+    pool_ptr, count_ptr, table_ptr = kept
     steps_ptr, middle_ptr, value_middle_ptr, ones_ptr, key_matrix_ptr, value_matrix_ptr = turns
-    H, ROWS, EACH, KEY_WIDTH, VALUE_WIDTH = sizes
+    H, BYTES, EACH = sizes
     scale, root = factors
+    TURNED: tl.constexpr = C.TURNED and BITS < 16
+    SINKS: tl.constexpr = C.KEPT if BITS == 16 else SHORT
     own, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    text, head = own // H, tl.load(head_ptr + own % H)
-    place = (tl.load(count_ptr + text) % tl.load(window_ptr + own % H)).to(tl.int32)
+    text, at_ptr, start_ptr = own // H, table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
+    head, window = tl.load(at_ptr + HEAD), tl.load(at_ptr + WINDOW)
+    place, ROWS = (tl.load(count_ptr + text) % window).to(tl.int32), (window + tl.load(at_ptr + SLOTS)).to(tl.int32)
     steps_ptr, middle_ptr, value_middle_ptr = (
         steps_ptr + head * C.D,
         middle_ptr + head * C.D,
         value_middle_ptr + head * C.DV,
     )
-    keys_ptr, values_ptr = keys_ptr + own * ROWS * KEY_WIDTH, values_ptr + own * ROWS * VALUE_WIDTH
-    level_ptr += own * (C.S + ROWS)
-    q = load_query(q_ptr + text * q_text + head * q_head, q_group, steps_ptr, key_matrix_ptr, scale, root, C)
+    keys_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + KEYS), ALIGNED)
+    values_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + VALUES), ALIGNED)
+    level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(C.SUMS)
+    q = load_query(q_ptr + text * q_text + head * q_head, q_group, steps_ptr, key_matrix_ptr, scale, root, TURNED, C)
     top = tl.full([C.GP], EMPTY, C.ACC)
     total, acc = tl.zeros([C.GP], C.ACC), tl.zeros([C.GP, C.VP], C.ACC)
     if C.S > 0:
         if part == 0:
             os = tl.arange(0, C.SP)
-            k = load_tile(sink_k_ptr + own * C.S * C.D, os, tl.arange(0, C.DP), C.S, C.D).to(C.ACC)
-            v = load_tile(sink_v_ptr + own * C.S * C.DV, os, tl.arange(0, C.VP), C.S, C.DV).to(C.ACC)
+            sink_k_ptr = (start_ptr + tl.load(at_ptr + SINK_K)).to(SINKS)
+            sink_v_ptr = (start_ptr + tl.load(at_ptr + SINK_V)).to(SINKS)
+            k = load_tile(sink_k_ptr, os, tl.arange(0, C.DP), C.S, C.D).to(C.ACC)
+            v = load_tile(sink_v_ptr, os, tl.arange(0, C.VP), C.S, C.DV).to(C.ACC)
             level = tl.load(level_ptr + os, mask=os < C.S, other=EMPTY).to(C.ACC)
             logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION) + level[None, :]
             top, total, acc = update_softmax(top, total, acc, logits, (level > EMPTY / 2)[None, :], v, C)
@@ -107,14 +127,14 @@ def attend_part(given, kept, turns, part_ptr, codes_ptr, sizes, factors, C: tl.c
         rows = start + tl.arange(0, C.BN)
         level = tl.load(level_ptr + rows, mask=(rows < end) & (rows != place), other=EMPTY).to(C.ACC)
         live = level > EMPTY / 2
-        codes, scales = load_codes(keys_ptr, rows, live, KEY_WIDTH, C.D, C.DP, C)
+        codes, scales = load_codes(keys_ptr, rows, live, C.D, C.DP, BITS, C)
         logits = tl.dot(q, tl.trans(codes), out_dtype=C.ACC, input_precision=C.PRECISION) * scales[None, :]
-        codes, scales = load_codes(values_ptr, rows, live, VALUE_WIDTH, C.DV, C.VP, C)
+        codes, scales = load_codes(values_ptr, rows, live, C.DV, C.VP, BITS, C)
         logits += level[None, :]
         top, total, acc = update_softmax(top, total, acc, logits, live[None, :], codes * scales[:, None], C)
     if (begin <= place) & (place < end):
         k_ptr, v_ptr = k_ptr + text * k_text + head * k_head, v_ptr + text * v_text + head * v_head
-        if C.TURNED:
+        if TURNED:
             k = rotate_vector(k_ptr, steps_ptr, middle_ptr, root, key_matrix_ptr, C.D, C.DP, C)
             v = rotate_vector(v_ptr, ones_ptr, value_middle_ptr, 1.0, value_matrix_ptr, C.DV, C.VP, C)
         else:
@@ -122,8 +142,8 @@ def attend_part(given, kept, turns, part_ptr, codes_ptr, sizes, factors, C: tl.c
             k = tl.load(k_ptr + od, mask=od < C.D, other=0.0).to(C.ACC)
             v = tl.load(v_ptr + ov, mask=ov < C.DV, other=0.0).to(C.ACC)
         at, codes_ptr = place + tl.zeros([1], tl.int32), codes_ptr + own * (C.DP + C.VP)
-        key = store_rows(keys_ptr, at, at >= 0, k[None, :], KEY_WIDTH, codes_ptr, C.D, C.DP, C)
-        value = store_rows(values_ptr, at, at >= 0, v[None, :], VALUE_WIDTH, codes_ptr + C.DP, C.DV, C.VP, C)
+        key = store_rows(keys_ptr, at, at >= 0, k[None, :], codes_ptr, C.D, C.DP, BITS, C)
+        value = store_rows(values_ptr, at, at >= 0, v[None, :], codes_ptr + C.DP, C.DV, C.VP, BITS, C)
         tl.store(level_ptr + place, 0.0)
         logit = tl.sum(q * key, 1)
         new = tl.maximum(top, logit)
@@ -138,6 +158,20 @@ def attend_part(given, kept, turns, part_ptr, codes_ptr, sizes, factors, C: tl.c
 
 
 @triton.jit
+def attend_part(given, kept, turns, part_ptr, codes_ptr, sizes, factors, C: tl.constexpr):
+    """Attend to the sinks and rows of one part; grid (text and head, part)."""
+    pool_ptr, count_ptr, table_ptr = kept
+    H, BYTES, EACH = sizes
+    bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT)
+    if bits == 16:
+        attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, 16, C)
+    for few in tl.static_range(C.LEAST, 9):
+        if few != 7:
+            if bits == few:
+                attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, few, C)
+
+
+@triton.jit
 def store_tile_at(pointer, rows, stride, columns, x, C: tl.constexpr):
     """Write what the queries of a head see."""
     inside = (rows < C.G)[:, None] & (columns < C.DV)[None, :]
@@ -148,9 +182,10 @@ def store_tile_at(pointer, rows, stride, columns, x, C: tl.constexpr):
 def join_parts(part_ptr, out, heads, value_middle_ptr, matrix_ptr, PARTS, C: tl.constexpr):
     """Take one softmax over the parts of a head, and turn what it gives back; grid (text and head,)."""
     out_ptr, out_text, out_head, out_group = out
-    head_ptr, H = heads
+    table_ptr, H = heads
     own = tl.program_id(0).to(tl.int64)
-    head = tl.load(head_ptr + own % H)
+    at_ptr = table_ptr + own % H * FIELDS
+    head, bits = tl.load(at_ptr + HEAD), tl.load(at_ptr + BITS_KEPT)
     out_ptr += (own // H) * out_text + head * out_head
     og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
     top = tl.full([C.GP], EMPTY, C.ACC)
@@ -163,7 +198,7 @@ def join_parts(part_ptr, out, heads, value_middle_ptr, matrix_ptr, PARTS, C: tl.
         acc = acc * old[:, None] + tl.load(at[:, None] + ov[None, :]) * factor[:, None]
         top, total = new, total * old + tl.load(at + C.VP + 1) * factor
     acc /= total[:, None]
-    if not C.TURNED:
+    if (bits == 16) | (not C.TURNED):
         store_tile_at(out_ptr, og, out_group, ov, acc, C)
     else:
         for d in range(0, C.DV, C.DS):
@@ -174,48 +209,48 @@ def join_parts(part_ptr, out, heads, value_middle_ptr, matrix_ptr, PARTS, C: tl.
             store_tile_at(out_ptr, og, out_group, od, turned, C)
 
 
-@made_once
-def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(size, dtype=dtype, device=device)
-
-
+@in_graphs(
+    "(Tensor q, Tensor k, Tensor v, float scale, Tensor(a!) out, Tensor(b!) pool, Tensor count, Tensor table, "
+    "Tensor[] merging, Tensor[] turns, int[] sizes) -> ()"
+)
 @on_device_of_first
-def launch_token(q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, buffer: Any) -> None:
-    """Remember a token in a TokenBuffer and attend with it, into `out`; all are those of the whole layer.
+def launch_token(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
+    merging: list[Tensor], turns: list[Tensor], sizes: list[int],
+) -> None:  # fmt: skip
+    """Remember a token in the pool of a layer and attend with it, into `out` (token_pool.py).
 
     What leaves a window is merged first, as the device decides: what is launched is the same for every token.
     """
-    if buffer.merging is not None:
-        launch_merging(buffer.count, buffer)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (texts, heads, rows, key_width), value_width = buffer.buffers[0].shape[1:], buffer.buffers[-1].shape[-1]
-    work, turned, dims = buffer.level.dtype, buffer.turns is not None, (q.shape[-1], v.shape[-1])
+    (texts, bytes), heads, work = pool.shape, len(table), working_dtype(k)
+    sinks, slots, block, rows, least = sizes
+    dims, programs, kept = (q.shape[-1], v.shape[-1]), texts * heads, (pool, count, table)
+    like = q.new_empty(0, dtype=work)
+    if merging:
+        floats, lists, room = make_workspace(programs, slots + block, dims, like)
+        codes = pool.new_empty(programs * ROWS_AT_ONCE * sum(map(padded, dims)))
+        constants = merging_constants(dims, block, like, sinks, k.dtype, least, bool(turns))
+        merge_leaving[(programs,)](
+            kept, tuple(merging), (floats, lists, room), codes, (heads, bytes), constants, num_warps=8, num_stages=1
+        )
     some = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
-    parts = max(1, min(triton.cdiv(rows, 2 * some), PROGRAMS // (texts * heads)))
+    parts = max(1, min(triton.cdiv(rows, 2 * some), PROGRAMS // programs))
     each = triton.cdiv(triton.cdiv(rows, parts), some) * some
     parts = triton.cdiv(rows, each)
-    constants = dict(
+    constants = PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, some),
-        G=q.shape[2], GP=padded(q.shape[2]),
-        S=buffer.sinks[0].shape[2], SP=padded(buffer.sinks[0].shape[2]), BN=some, TURNED=turned,
-        **precision(buffer.level),
+        G=q.shape[2], GP=padded(q.shape[2]), S=sinks, SP=padded(sinks), BN=some, TURNED=bool(turns),
+        **kinds_of_rows(k.dtype, least), **precision(like),
     )  # fmt: skip
-    turns = [buffer.level] * 6  # which are not read
-    if turned:
-        turns = [buffer.turns.key_steps, buffer.turns.key_middle, buffer.turns.value_middle]
-        turns += [ones(dims[1], work, q.device), *(rotation(dim, work, q.device) for dim in dims)]
-    kept = [buffer.buffers[0][0], buffer.buffers[-1][-1], *buffer.sinks, buffer.level]
-    kept += [buffer.count, buffer.windows, buffer.heads]
-    given = [q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]]
-    scratch = q.new_empty(texts * heads * parts * padded(q.shape[2]) * (padded(dims[1]) + 2), dtype=work)
-    codes = scratch if buffer.bits > 6 else q.new_empty(texts * heads * sum(map(padded, dims)), dtype=torch.uint8)
+    turns = turns or [like] * 6  # which are not read
+    scratch = like.new_empty(programs * parts * padded(q.shape[2]) * (padded(dims[1]) + 2))
+    codes = pool.new_empty(programs * sum(map(padded, dims)))
+    given = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
     launch = {"num_warps": 8, "num_stages": 2}
-    attend_part[(texts * heads, parts)](
-        tuple(given), tuple(kept), tuple(turns), scratch, codes, (heads, rows, each, key_width, value_width),
-        (scale, scale**0.5), PackedConstants(BITS=buffer.bits, LEVELS=2**buffer.bits, **constants), **launch,
-    )  # fmt: skip
-    join_parts[(texts * heads,)](
-        scratch, (out, *out.stride()[:3]), (buffer.heads, heads), turns[2], turns[5], parts,
-        PackedConstants(**constants), **launch,
-    )  # fmt: skip
+    attend_part[(programs, parts)](
+        given, kept, tuple(turns), scratch, codes, (heads, bytes, each), (scale, scale**0.5), constants, **launch
+    )
+    join_parts[(programs,)](
+        scratch, (out, *out.stride()[:3]), (table, heads), turns[2], turns[5], parts, constants, **launch
+    )

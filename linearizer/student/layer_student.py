@@ -25,6 +25,7 @@ from .slots_merging import Merger, Merging
 from .slots_torch import SlotText
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice, is_compiled
 from .token_buffer import WindowGroup, attend_token_in_buffer
+from .token_pool import attend_token_in_pool, held_pool
 from .update_rules import UPDATE_RULES
 
 Tensor = torch.Tensor
@@ -219,8 +220,8 @@ class LayerStudent(nn.Module):
         each a break in a graph."""
         if not torch.compiler.is_dynamo_compiling() or q.shape[-2] > 1:
             return torch.compiler.is_dynamo_compiling()
-        read = held_layer(memory, k) if is_compiled() else None
-        served = [] if read is None else [*read.windows]
+        read = (held_layer(memory, k), held_pool(memory, k)) if is_compiled() else ()
+        served = [index for plan in read if plan is not None for index in plan.windows]
         return any(isinstance(group, SlotGroup) and index not in served for index, group in enumerate(self.groups))
 
     @torch.compiler.disable
@@ -243,8 +244,10 @@ class LayerStudent(nn.Module):
         if is_compiled() or self.reads_in_c(query, key, value):
             done = read_in_c(groups, memory, *inputs, self.turns, self.exact_values)
         in_triton = len(done) < len(groups) and self.reads_in_triton(query, key, value)
-        if len(done) < len(groups):
-            done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns, in_triton)
+        if is_compiled() or in_triton:
+            done += attend_token_in_pool(groups, memory, *inputs, done, self.turns)
+        elif len(done) < len(groups):
+            done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns)
         if memory is not None:
             memory += [None] * (len(groups) - len(memory))
         left = {index: group for index, group in enumerate(groups) if index not in done}

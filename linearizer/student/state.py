@@ -45,6 +45,7 @@ class ExactState:
     window_v: Tensor
 
     token_buffer = None  # type: object  # where its tensors may lie (token_buffer.py)
+    token_pool = None  # type: object  # the same for Triton (token_pool.py)
     layer_in_c = None  # type: object  # what a kernel knows of its layer (kernel_layer_in_c.py)
 
     @staticmethod
@@ -266,7 +267,12 @@ def in_graphs(schema: str) -> Callable[[Callable[..., None]], Callable[..., None
         written = re.findall(r"!\)(?:\[\])? (\w+)", schema)
         step = torch.library.custom_op(name, function, mutates_args=written, schema=schema)
         step.register_fake(lambda *given: None)
-        return step
+
+        @functools.wraps(function, updated=())  # or it might be kept out of graphs as the function is
+        def call(*given: Any) -> None:
+            (step if is_traced() else function)(*given)
+
+        return call
 
     return register
 

@@ -1,4 +1,4 @@
-"""One token for all heads of a layer with windows, alone or with slots: in a few operations of PyTorch, or in kernels.
+"""One token for all heads of a layer with windows, alone or with slots, in a few operations of PyTorch.
 
 A token costs mostly the calls of operations. So what heads of the same bits hold lies in one buffer, and the tensors of
 their states are views of it: a product gives all logits, one softmax all weights. A row of the buffer is a place of the
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from .kernel_dispatch import launch_token
 from .packed_state import Turns, pack_counts, unpack_counts
 from .rounding import codes_in, pack_vectors, scales_in, unpack_vectors
 from .slots_merging import Merging
@@ -48,37 +47,7 @@ class WindowGroup:
 
     @property
     def slots(self) -> int:
-        return self.state.slot_k.shape[-2]
-
-
-@dataclass
-class BufferMerging:
-    """What the kernel that merges needs of all heads of a buffer; those without slots have blocks of no tokens."""
-
-    parameters: tuple[Tensor, ...]  # Merging.rows, gain, slots and block of each head
-    counts: tuple[Tensor, Tensor]  # weight and spread of slots (batch, heads, most), of which the states have views
-    most: int
-    block: int  # the largest
-
-    @classmethod
-    def of(cls, groups: list[WindowGroup], spots: list[Any], shape: tuple[int, int], like: Tensor) -> BufferMerging:
-        """Move what the states of groups count into tensors of all heads."""
-        merging = [(group, spot) for group, spot in zip(groups, spots, strict=True) if group.merging is not None]
-        first, width = merging[0][0].state.weight, merging[0][0].state.sink_k.shape[-1] + 1
-        most, largest = max(group.slots for group, _ in merging), 0
-        counts = first.new_zeros(*shape, most), first.new_zeros(*shape, most)
-        metric, gain = like.new_zeros(shape[1], width, width), like.new_zeros(shape[1])
-        slots, block = (torch.zeros(shape[1], dtype=torch.int32, device=like.device) for _ in range(2))
-        for group, spot in merging:
-            assert group.merging is not None
-            own = group.merging
-            metric[spot], gain[spot] = own.rows.to(like.dtype), own.gain.to(like.dtype)
-            slots[spot], block[spot] = group.slots, own.block
-            largest = max(largest, own.block)
-            for name, count in zip(("weight", "spread"), counts, strict=True):
-                view = count[:, spot, : group.slots]
-                setattr(group.state, name, view.copy_(getattr(group.state, name)))
-        return cls((metric, gain, slots, block), counts, most, largest)
+        return self.rows - self.window
 
 
 @dataclass
@@ -99,12 +68,10 @@ class TokenBuffer:
     bits: int  # of a number in keys and values
     kinds: int  # buffers that the layer has, one for each number of bits
     turns: Turns | None  # of the layer, where these heads turn what they take
-    by_kernel: bool  # whether a kernel attends and merges, and counts in place, so that a graph may repeat it
-    merging: BufferMerging | None  # for the kernel, where heads have slots
 
     @classmethod
     def of(
-        cls, served: dict[int, WindowGroup], k: Tensor, turns: Turns | None, kinds: int, count: Tensor, by_kernel: bool
+        cls, served: dict[int, WindowGroup], k: Tensor, turns: Turns | None, kinds: int, count: Tensor
     ) -> TokenBuffer:
         """Lay the states of some groups, by their indices, into a buffer, for tokens of a layer with keys like k."""
         dtype = working_dtype(k)
@@ -140,10 +107,7 @@ class TokenBuffer:
         sizes = {head: group.window for group in groups for head in group.heads}
         windows = torch.tensor([sizes[head] for head in order], device=device)
         heads = torch.tensor(order, device=device), order == list(range(k.shape[1]))
-        merging = None
-        if by_kernel and any(group.merging is not None for group in groups):
-            merging = BufferMerging.of(groups, spots, shape, level)
-        kept = count, ring, windows, groups[0].bits, kinds, turns, by_kernel, merging
+        kept = count, ring, windows, groups[0].bits, kinds, turns
         result = cls(groups, list(served), spots, order, *heads, buffers, sinks, level, views, *kept)  # type: ignore[arg-type]
         for index in range(len(groups)):
             result.see(index, [place - 1 for place in count.tolist()])
@@ -162,9 +126,6 @@ class TokenBuffer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
         """Attend with a token, into `out`; q (batch, heads, group, 1, dim), k and v are those of the whole layer."""
-        if self.by_kernel:
-            launch_token(q, k, v, scale, out, self)
-            return
         places = self.count.tolist()
         for index, group in enumerate(self.groups):
             if any(merges(group, place) for place in places):
@@ -223,29 +184,9 @@ class TokenBuffer:
         return out.unflatten(0, shape)
 
     def see(self, index: int, places: list[int]) -> None:
-        """Set the levels of a group after a token at these places: what is seen of sinks, ring and slots."""
-        group = self.groups[index]
-        window = group.window
-        place, device = torch.tensor(places, device=self.level.device), self.level.device
-        if group.merging is None:
-            merged = (place - window + 1).clamp_min(0)
-        else:
-            merged = torch.tensor([merged_before(group, place) for place in places], device=device)
-        age = (place[:, None] - torch.arange(window, device=device)) % window
-        first = torch.maximum(merged, torch.tensor(group.sinks, device=device))  # sinks are seen where they are kept
-        seen = [first_places(group.sinks, place), age <= (place - first)[:, None]]
-        levels = torch.where(torch.cat(seen, -1), 0.0, EMPTY).to(self.level.dtype)[:, None]
-        level = self.level_of(index)
-        level[..., : levels.shape[-1]] = levels
-        if group.merging is not None:
-            levels = self.levels_of_slots(index)
-            level[..., group.sinks + group.rows - levels.shape[-1] :][..., : levels.shape[-1]] = levels.clamp_min(EMPTY)
-
-    def levels_of_slots(self, index: int) -> Tensor:
-        """Return the levels of a group's slots: (batch, heads, slots)."""
-        group = self.groups[index]
-        assert group.merging is not None
-        return slot_levels(replace(group.state, **unpack_counts(group.state, self.level.dtype)), group.merging)
+        """Set the levels of a group after a token at these places."""
+        levels = levels_of(self.groups[index], places, self.level.dtype)
+        self.level_of(index)[..., : levels.shape[-1]] = levels
 
     def level_of(self, index: int) -> Tensor:
         """Return the levels of a group's heads: (batch, heads, rows)."""
@@ -289,9 +230,27 @@ def merged_before(group: WindowGroup, place: int) -> int:
     return max(0, (place - group.window) // group.merging.block + 1) * group.merging.block
 
 
+def levels_of(group: WindowGroup, places: list[int], dtype: torch.dtype) -> Tensor:
+    """Return the levels of a group's heads after a token at these places: (batch, heads, sinks and rows)."""
+    window, device = group.window, group.state.sink_k.device
+    place = torch.tensor(places, device=device)
+    if group.merging is None:
+        merged = (place - window + 1).clamp_min(0)
+    else:
+        merged = torch.tensor([merged_before(group, place) for place in places], device=device)
+    age = (place[:, None] - torch.arange(window, device=device)) % window
+    first = torch.maximum(merged, torch.tensor(group.sinks, device=device))  # sinks are seen where they are kept
+    seen = [first_places(group.sinks, place), age <= (place - first)[:, None]]
+    levels = torch.where(torch.cat(seen, -1), 0.0, EMPTY).to(dtype)[:, None].expand(-1, len(group.heads), -1)
+    if group.merging is None:
+        return levels
+    slots = slot_levels(replace(group.state, **unpack_counts(group.state, dtype)), group.merging)
+    return torch.cat([levels, slots.clamp_min(EMPTY)], -1)
+
+
 def attend_token_in_buffer(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
-    out: Tensor, done: Sequence[int], turns: Turns | None = None, by_kernel: bool = False,
+    out: Tensor, done: Sequence[int], turns: Turns | None = None,
 ) -> list[int]:  # fmt: skip
     """Attend with a token, all windows and slots at once, into `out`; return the indices of the groups served.
 
@@ -301,13 +260,11 @@ def attend_token_in_buffer(
         return []
     if torch.is_grad_enabled() or is_traced():
         return []
-    buffers = held_buffers(memory, by_kernel) or make_buffers(groups, memory, k, scale, turns, done, by_kernel)
+    buffers = held_buffers(memory) or make_buffers(groups, memory, k, scale, turns, done)
     for buffer in buffers:
         buffer.attend(q, k, v, scale, out)
     served = [index for buffer in buffers for index in buffer.indices]
-    if buffers and by_kernel:
-        buffers[0].count.add_(1)
-    elif buffers:
+    if buffers:
         count = buffers[0].count + 1
         for buffer in buffers:
             buffer.count = count
@@ -316,31 +273,42 @@ def attend_token_in_buffer(
     return served
 
 
-def held_buffers(memory: list, by_kernel: bool) -> list[TokenBuffer]:
+def held_buffers(memory: list) -> list[TokenBuffer]:
     """List the buffers in which the last token was attended to, if the states that lay there still do."""
     buffers = [state.token_buffer for state in memory if getattr(state, "token_buffer", None) is not None]
-    if any(len(buffers) != x.kinds or x.by_kernel != by_kernel or not x.holds(memory) for x in buffers):
+    if any(len(buffers) != buffer.kinds or not buffer.holds(memory) for buffer in buffers):
         return []
     return buffers
 
 
-def make_buffers(
-    groups: Sequence[Any], memory: list, k: Tensor, scale: float, turns: Turns | None, done: Sequence[int],
-    by_kernel: bool,
-) -> list[TokenBuffer]:  # fmt: skip
-    """Lay the states of windows and slots into buffers, one for each number of bits, once all sinks are there."""
-    kinds: dict[int, dict[int, WindowGroup]] = {}
+def find_groups(
+    groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]
+) -> dict[int, WindowGroup]:
+    """Find the groups with windows, alone or with slots, by their indices; none until all sinks are there."""
+    served = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         found = None if index in done else group.window_group(scale, state)
-        if found is not None and found.window and state.sink_k.device == k.device:
-            state.token_buffer = None
-            kinds.setdefault(group.bits, {})[index] = found
-    states = [group.state for same_bits in kinds.values() for group in same_bits.values()]
-    if not states or min(states[0].count.tolist()) < states[0].sink_k.shape[-2]:
+        if found is None or not found.window or state.sink_k.device != k.device:
+            continue
+        if found.bits < 16 or state.window_k.dtype == k.dtype:
+            served[index] = found
+    states = [group.state for group in served.values()]
+    return served if states and min(states[0].count.tolist()) >= states[0].sink_k.shape[-2] else {}
+
+
+def make_buffers(
+    groups: Sequence[Any], memory: list, k: Tensor, scale: float, turns: Turns | None, done: Sequence[int]
+) -> list[TokenBuffer]:
+    """Lay the states of windows and slots into buffers, one for each number of bits."""
+    kinds: dict[int, dict[int, WindowGroup]] = {}
+    for index, group in find_groups(groups, memory, k, scale, done).items():
+        group.state.token_buffer = None
+        kinds.setdefault(group.bits, {})[index] = group
+    if not kinds:
         return []
-    count, made = states[0].count.clone(), []
+    count, made = memory[min(next(iter(kinds.values())))].count.clone(), []
     for bits, same_bits in kinds.items():
-        own = TokenBuffer.of(same_bits, k, turns if bits < 16 else None, len(kinds), count, by_kernel)
+        own = TokenBuffer.of(same_bits, k, turns if bits < 16 else None, len(kinds), count)
         next(iter(same_bits.values())).state.token_buffer = own
         made.append(own)
     return made

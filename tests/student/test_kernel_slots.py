@@ -124,9 +124,10 @@ def test_a_token_runs_no_operation_of_pytorch_and_waits_for_no_device(default, m
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for a device"))
     for token in (15, 16):  # before the first a block merges
         seen = default(token, token + 1)
-        assert seen.launches == 5
+        assert seen.launches == 3
         assert seen.counts.pop("add_") == 1  # of the number of tokens read
-        assert {*seen.counts} <= {"new_empty", "slice", "select", "unbind", "view", "unsqueeze", "permute"}
+        computed = {*seen.counts} - {"new_empty", "slice", "select", "unbind", "view", "unsqueeze", "permute"}
+        assert computed <= {"promote_types"}  # which computes nothing on a device
 
 
 def test_reading_a_longer_text_takes_no_more_operations(default):

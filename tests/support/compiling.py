@@ -16,7 +16,6 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import triton
@@ -27,16 +26,17 @@ from triton.runtime.jit import JITFunction
 
 from linearizer.student import (
     kernel_common,
+    kernel_packed_rows,
     kernel_text_features,
     kernel_text_gradients,
     kernel_text_slots,
     kernel_token,
+    token_pool,
 )
 from linearizer.student.packed_state import Turns
 from linearizer.student.slots_merging import Merging
 from linearizer.student.slots_torch import SlotText
 from linearizer.student.state import SlotState
-from linearizer.student.token_buffer import BufferMerging
 from linearizer.train import attention_loss_kernels
 
 for name in [name for name in sys.modules if name.startswith("linearizer.")]:
@@ -85,31 +85,19 @@ def everything(dim, features, dtype, window=64, sinks=4):
     attention_and_gradients(inputs, window)
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
-    for bits in (5, 8, 16):  # 4 and 6 take as much as 5
-        attend_with_a_token(dim, bits, dtype, sinks)
+    for bits in (4, 16):
+        attend_with_a_token(dim, dtype, sinks, bits)
     read_with_slots(dim, dtype, sinks)
 
 
-def attend_with_a_token(dim, bits, dtype, sinks, rows=512):
-    """Merge, and attend with one token to rows of so many bits; merging in 8 bits takes no more than in 5."""
-    widths = {16: (dim, dtype), 8: (dim + 1, torch.int8)}
-    width, kept = widths.get(bits, (dim * bits // 8 + 2, torch.uint8))
-    sink, count = draw(1, 8, sinks, dim), draw(8, dtype=torch.int64)
-    buffer = SimpleNamespace(
-        buffers=[draw(2, 1, 8, rows, width, dtype=kept)], sinks=(sink, sink), count=count, windows=count, heads=count,
-        level=draw(1, 8, sinks + rows, dtype=torch.float32), bits=bits,
-        turns=None if bits == 16 else Turns(8, dim, dim).to("meta"),
-        merging=None if bits == 8 else merging_of_tokens(dim, bits, rows // 2),
-    )  # fmt: skip
-    k, out = draw(1, 8, 1, dim, dtype=dtype), draw(1, 8, 4, 1, dim, dtype=dtype)
-    kernel_token.launch_token(out, k, k, 0.125, out, buffer)
-
-
-def merging_of_tokens(dim, bits, slots):
-    """What merging of tokens takes."""
-    metric, gain, sizes = draw(8, dim + 1, dim + 1).float(), draw(8).float(), draw(8, dtype=torch.int32)
-    count = draw(1, 8, slots, dtype=torch.int16 if bits < 8 else torch.float32)
-    return BufferMerging((metric, gain, sizes, sizes), (count, count), slots, 16)
+def attend_with_a_token(dim, dtype, sinks, bits, heads=8):
+    """Merge, and attend with one token, to heads of 16 bits or of any."""
+    table, count = draw(heads, kernel_packed_rows.FIELDS.value, dtype=torch.int64), draw(1, dtype=torch.int64)
+    merging = [draw(heads, dim + 1, dim + 1).float(), draw(heads).float()]
+    turns = token_pool.turning(Turns(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
+    k, out = draw(1, heads, 1, dim, dtype=dtype), draw(1, heads, 4, 1, dim, dtype=dtype)
+    pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, 256, 16, 512, bits]
+    kernel_token.launch_token(out, k, k, 0.125, out, pool, count, table, merging, turns, sizes)
 
 
 def read_with_slots(dim, dtype, sinks, tokens=2048, window=64, slots=64):
