@@ -34,7 +34,7 @@ def reports(tmp_path_factory):
 def test_kernels_fit(chip, size, reports):
     rows = [row for row in reports if (row["chip"], row["size"]) == (chip, size)]
     assert len({row["kernel"] for row in rows}) == 17
-    spilled = 320 if size.startswith("256") else 64
+    spilled = 768 if size.startswith("256") else 64  # bytes, of all copies of a loop, one for each number of bits
     for row in rows:
         assert row["spilled"] <= spilled and row["shared"] <= SHARED[chip] * 1024, row
     assert all(row["tensor_cores"] for row in rows if row["kernel"] not in ("scan_segments", "stabilise", "join_parts"))
