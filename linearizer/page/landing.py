@@ -66,6 +66,11 @@ class RealModel(JsonProduct):
     budgets: tuple[Budget, ...]
     asked: Asked
 
+    @property
+    def first(self) -> int:
+        """The place of the budget that is shown first: that of the questions."""
+        return [budget.tokens for budget in self.budgets].index(self.asked.budget)
+
 
 @cache
 def read_model() -> RealModel:
@@ -73,9 +78,9 @@ def read_model() -> RealModel:
 
 
 def gain_sentence() -> str:
-    """Say in a sentence what a student of the middle budget keeps, and what it saves."""
+    """Say in a sentence what a student of the budget shown first keeps, and what it saves."""
     model = read_model()
-    budget = model.budgets[len(model.budgets) // 2]
+    budget = model.budgets[model.first]
     return (
         f"At {model.lengths[-1]:,} tokens the student of {escape(model.model)} <b>chooses the same next token "
         f"{budget.rows[0].agreement[-1]:.0%} of the time, in {size(budget.state_bytes)} instead of "
@@ -86,14 +91,13 @@ def gain_sentence() -> str:
 def real_model_html() -> str:
     """Show the measurements of every budget, of which a slider chooses one, and the question."""
     model = read_model()
-    middle = len(model.budgets) // 2
     dial = (
         '<label class="lz-dial">Budget, in tokens of the cache'
-        f'<input type="range" id="real-budget" min="0" max="{len(model.budgets) - 1}" value="{middle}" '
-        f'aria-valuetext="{model.budgets[middle].tokens} tokens"></label>'
+        f'<input type="range" id="real-budget" min="0" max="{len(model.budgets) - 1}" value="{model.first}" '
+        f'aria-valuetext="{model.budgets[model.first].tokens} tokens"></label>'
     )
     shown = "".join(
-        f'<div data-budget="{place}" data-tokens="{budget.tokens} tokens"{"" if place == middle else " hidden"}>'
+        f'<div data-budget="{place}" data-tokens="{budget.tokens} tokens"{"" if place == model.first else " hidden"}>'
         f"{budget_html(model, budget)}</div>"
         for place, budget in enumerate(model.budgets)
     )
