@@ -42,6 +42,7 @@ class KeptStates:
         self.max_bytes, self.bytes, self.untrimmed = max_bytes, 0, 0
         self.states: OrderedDict[bytes, Kept] = OrderedDict()
         self.form: Cache | None = None  # a cache without numbers
+        self.shapes: dict[tuple[torch.Size, ...], tuple[torch.Size, ...]] = {}  # one object for all states alike
 
     def keep(self, tokens: Sequence[int], cache: Cache) -> None:
         """Keep a copy of a cache that has read these tokens, where there is room for it."""
@@ -54,7 +55,8 @@ class KeptStates:
         key = next(hashes(tokens, [len(tokens)]))
         if key in self.states:
             self.bytes -= self.states.pop(key).bytes
-        self.states[key] = Kept(len(tokens), size, pack(held), tuple(x.shape for x in held))
+        shapes = tuple(x.shape for x in held)
+        self.states[key] = Kept(len(tokens), size, pack(held), self.shapes.setdefault(shapes, shapes))
         self.bytes += size
         while self.bytes > self.max_bytes:
             self.bytes -= self.states.popitem(last=False)[1].bytes

@@ -162,6 +162,8 @@ def test_what_is_kept_takes_the_memory_that_is_counted(heads):
         python = sys.getsizeof(kept.shapes) + sum(map(sys.getsizeof, kept.shapes))
         assert kept.bytes >= kept.packed.nbytes + python
     assert engine.kept.bytes == sum(kept.bytes for kept in engine.kept.states.values())
+    alike = {id(kept.shapes) for kept in engine.kept.states.values()}
+    assert len(alike) == len(engine.kept.shapes)  # few objects, or collections of garbage would stop the server
 
 
 def test_a_listener_that_leaves_frees_its_row_and_the_others_go_on():
