@@ -15,7 +15,7 @@ from linearizer.run.files import PACKAGE, find_carried, project_folder
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
 TOP_FILES = ("app.py", "LICENSE", "pyproject.toml", *FITTED_FILES)
 CARRIED_FOLDERS = ("project", "assets")  # an installed package carries here what lies beside it in a checkout
-OF_THE_PAGE = ("gradio", "fastapi", "uvicorn")  # needed by no run
+OF_THE_PAGE = ("gradio", "fastapi", "httptools", "uvicorn", "uvloop")  # needed by no run
 PREINSTALLED = ("gradio", "triton")  # gradio by sdk_version of the Space, triton by torch
 TORCH = "torch>=2.8,<2.12"  # ZeroGPU has no newer one
 FRONT_MATTER: dict[str, Any] = {
