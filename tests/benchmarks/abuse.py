@@ -1,6 +1,8 @@
 """Damaged files and hostile commands, requests and calls, as many as one likes: python -m tests.benchmarks.abuse.
 
-With --disk, each call of a run to the disk meets an error, a full disk and a kill, and the run is resumed (an hour).
+With --disk, each call of a run to the disk meets an error, a full disk and a kill, and the run is resumed: an hour, or
+what is left of it from the call of a number on.
+
 The first example that ends in anything but one sentence ends the benchmark, as small as Hypothesis finds it.
 """
 
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from linearizer.cli.main import main as serve
 from linearizer.run.folder import Run
 from tests.support import abuse
-from tests.support.disk_faults import COMMAND, fail_calls
+from tests.support.disk_faults import COMMAND, FAULTS, fail_calls
 
 ASSETS = Path(__file__).parents[2] / "assets"
 EXAMPLE, DEMO = ASSETS / "example-run", ASSETS / "demo-model"
@@ -29,10 +31,12 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60, help="how long (default: %(default)g)")
     parser.add_argument("--at-once", type=int, default=500, help="examples between two lines (default: %(default)s)")
-    parser.add_argument("--disk", action="store_true")
+    parser.add_argument(
+        "--disk", type=int, nargs="?", const=0, metavar="CALL", help="let calls to the disk fail, from CALL"
+    )
     arguments = parser.parse_args(arguments)
-    if arguments.disk:
-        return fail_every_call()
+    if arguments.disk is not None:
+        return fail_every_call(arguments.disk)
     last, many = time.monotonic() + 60 * arguments.minutes, settings(ALL_KINDS, max_examples=arguments.at_once)
     drawn = Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -111,15 +115,21 @@ KINDS = {
 }
 
 
-def fail_every_call():
+def fail_every_call(first):
     """Let each call of a run to the disk meet each fault, and count which are said, which kill, which go unnoticed."""
     survived = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        calls = next(outcomes := fail_calls(Path(folder)))
+        calls = next(outcomes := fail_calls(Path(folder), first=first))
         for outcome in outcomes:
             outcome.check()
             survived[outcome.fault, outcome.code] += 1
-    print(f"{calls} calls; what became of each, by its fault and exit code: {dict(survived)}", flush=True)
+            if survived.total() % (10 * len(FAULTS)) == 0:
+                done = first + survived.total() // len(FAULTS)
+                print(
+                    f"{done} of {calls} calls; what became of them, by fault and exit code: {dict(survived)}",
+                    flush=True,
+                )
+    print(f"all calls from {first} to {calls}: {dict(survived)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs of the demo model, and reads with their students, on a disk that fails at one of their calls.
 
-python -m tests.support.disk_faults FOLDER CASES, with disk_faults.c preloaded, makes a run in the folder, then the same
-again for each case, with the fault and then without, in processes forked from one that has imported all it needs. It
-prints a JSON object for each.
+python -m tests.support.disk_faults FOLDER CASES FIRST, with disk_faults.c preloaded, makes a run in the folder, then
+the same again for each case, with the fault and then without, in processes forked from one that has imported all it
+needs. It prints a JSON object for each.
 """
 
 import ctypes
@@ -51,11 +51,11 @@ class Outcome:
         assert self.again == 0 and not self.others, self
 
 
-def fail_calls(folder, cases=0):
-    """Yield the number of calls, then an outcome for each of so many cases, spread over all calls; 0: for all."""
+def fail_calls(folder, cases=0, first=0):
+    """Yield the number of calls, then outcomes for `cases` spread over all calls, or 0: for all calls from a first."""
     library = folder / "disk_faults.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
-    command = [sys.executable, "-m", "tests.support.disk_faults", str(folder), str(cases)]
+    command = [sys.executable, "-m", "tests.support.disk_faults", str(folder), str(cases), str(first)]
     variables = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         yield json.loads(process.stdout.readline())
@@ -64,7 +64,7 @@ def fail_calls(folder, cases=0):
     assert process.returncode == 0
 
 
-def serve_cases(folder, cases):
+def serve_cases(folder, cases, first):
     """Make the run without a fault, then fork the cases."""
     disk = folder / "disk"
     (disk / "kept").mkdir(parents=True)
@@ -74,7 +74,7 @@ def serve_cases(folder, cases):
         begin_faults("")
     calls, product = (folder / "calls").read_text().splitlines(), product_of(disk)
     say(len(calls))
-    for number, kind in choose(calls, cases):
+    for number, kind in choose(calls, cases, first):
         shutil.rmtree(disk)
         (disk / "kept").mkdir(parents=True)
         code, said, call = fork(disk, number, kind)
@@ -83,11 +83,11 @@ def serve_cases(folder, cases):
         say(asdict(Outcome(FAULTS[kind - 1], call, code, said, again, said_again, others)))
 
 
-def choose(calls, cases):
+def choose(calls, cases, first):
     """Choose the numbers of calls, and of the faults that they meet: all, or some, kills in safetensors among them."""
     kinds = range(1, 1 + len(FAULTS))
     if not cases:
-        return itertools.product(range(len(calls)), kinds)
+        return itertools.product(range(first, len(calls)), kinds)
     numbers = [number for number, call in enumerate(calls) if not call.endswith(".py")]  # code: many that are alike
     torn = [number for number in numbers if calls[number].startswith("write") and ".tmp" in calls[number]][::2]
     others = cases - len(torn)
@@ -138,10 +138,10 @@ def make(folder):
 def product_of(folder):
     """List the files of a run and its state, with hashes of those that decide what a student answers.
 
-    The state of training before the newest is there where a training was saved twice.
+    A training has its state under one of two names, and under both where it was saved twice.
     """
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != PREVIOUS)
-    return {str(path.relative_to(folder)): hash_of(path) for path in files}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)).replace(PREVIOUS, NEWEST): hash_of(path) for path in files}
 
 
 def hash_of(path):
@@ -149,9 +149,9 @@ def hash_of(path):
     if path.suffix == ".state":
         return safe_open(path, "pt").metadata()["checksum"]
     decides = path.suffix == ".safetensors" or path.name in ("allocation.json", "profile.json")
-    decides &= path.name != NEWEST  # a training that is resumed after its end is saved with other facts
+    decides &= path.name not in (NEWEST, PREVIOUS)  # a training that is resumed after its end is saved with other facts
     return hashlib.sha256(path.read_bytes()).hexdigest() if decides else ""
 
 
 if __name__ == "__main__":
-    serve_cases(Path(sys.argv[1]), int(sys.argv[2]))
+    serve_cases(Path(sys.argv[1]), *map(int, sys.argv[2:]))
