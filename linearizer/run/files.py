@@ -52,7 +52,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         # By its name: a signal's handler writes, too, and importing there breaks the import that the signal came into.
-        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+        in_rust = type(error).__name__ == "SafetensorError" or "(os error " in str(error)
+        if not isinstance(error, OSError) and not in_rust:
             raise
         if getattr(error, "errno", None) == errno.ELOOP:
             raise link_error(Path(error.filename or path)) from error  # type: ignore[attr-defined]

@@ -84,15 +84,21 @@ def serve_cases(folder, cases, first):
 
 
 def choose(calls, cases, first):
-    """Choose the numbers of calls, and of the faults that they meet: all, or some, kills in safetensors among them."""
+    """Choose the numbers of calls, and of the faults that they meet: all, or some, among them those met in Rust."""
     kinds = range(1, 1 + len(FAULTS))
     if not cases:
         return itertools.product(range(first, len(calls)), kinds)
     numbers = [number for number, call in enumerate(calls) if not call.endswith(".py")]  # code: many that are alike
     torn = [number for number in numbers if calls[number].startswith("write") and ".tmp" in calls[number]][::2]
-    others = cases - len(torn)
+    rust = [(number, kinds[-1]) for number in torn]  # safetensors, and what saves a tokenizer
+    rust += [
+        (number, kinds[0])
+        for number in numbers
+        if calls[number].startswith("open64") and "/tokenizer.json" in calls[number]
+    ]
+    others = cases - len(rust)
     spread = [numbers[len(numbers) * case // others] for case in range(others)]
-    return [*zip(torn, itertools.repeat(kinds[-1])), *zip(spread, itertools.cycle(kinds))]
+    return [*rust, *zip(spread, itertools.cycle(kinds))]
 
 
 def begin_faults(folder, number=-1, kind=0, report=-1):
