@@ -48,9 +48,8 @@ def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
     if arguments.plan is not None or (arguments.out is not None and (arguments.out / "plan.json").exists()):
         return None  # a plan, or a run to resume, of a causal model
     changes = plan_changes(arguments)
-    causal = Plan.of(
-        **{"budget": DEFAULT_BUDGET, **changes}
-    )  # refuses values that are none before a model is asked for
+    whole = {"budget": DEFAULT_BUDGET, **changes}
+    causal = Plan.of(**whole)  # refuses values that are none before a model is asked for
     if not encoder_run.is_encoder(changes["model"]):
         if given := [name for name in ("pictures", "slots") if getattr(arguments, name) is not None]:
             raise RequestError(f"--{given[0]} is for encoders, and {changes['model']!r} is none: leave it out")

@@ -166,7 +166,10 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
     run = find_run(arguments.run, encoders=True)
-    request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
+    given = {name: value for name, value in vars(arguments).items() if name in options_of(Request)}
+    if run.of_encoder and arguments.texts is None:
+        given["texts"] = run.encoder_plan.texts
+    request = Request.of(given)
     if arguments.detach:
         control.evaluate(run, asdict(request), arguments.again)
         say_queued(arguments, run.evaluating)

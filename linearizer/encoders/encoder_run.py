@@ -173,14 +173,13 @@ def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
             f"--{others[0].replace('_', '-')} is not for the student of this encoder: it is judged by "
             f"{', '.join(f'--{name}' for name in served)}"
         )
-    texts = own.texts if request.texts == usual.texts else request.texts
     if inspection.reads == "pictures":
-        plan, most = replace(own, texts=texts), encoder.tokens
+        plan, most = replace(own, texts=request.texts), encoder.tokens
     else:
         length, text = request.length or encoder.tokens, absolute_source(request.text or own.text)
-        plan, most = replace(own, text=text, length=length, texts=texts), max(encoder.tokens, inspection.tokens)
+        plan, most = replace(own, text=text, length=length, texts=request.texts), max(encoder.tokens, inspection.tokens)
         inspection.check_worth(own.budget, length)
-    if source_of(plan) == source_of(own) and (texts > own.texts or (plan.length or 0) > encoder.tokens):
+    if source_of(plan) == source_of(own) and (plan.texts > own.texts or (plan.length or 0) > encoder.tokens):
         raise RequestError(
             f"{str(encoder.run.folder)!r} kept {own.texts} {inspection.reads} of {encoder.tokens:,} tokens from its "
             "training: ask for fewer or shorter ones, or name another --text"

@@ -52,9 +52,9 @@ def check_format(name: str, files: Collection[str]) -> None:
         )
     check_other_format(name, files)
     others = sorted(file for file in files if file.endswith((".safetensors", ".h5", ".msgpack", ".onnx")))
-    present = f"only {others[0]}" if others else "no weights at all"
+    instead = f"only {others[0]}" if others else "and no other weights"
     raise ModelNotAvailable(
-        f"{name!r} holds {present}, but neither {SINGLE} nor {INDEX}: name a model that transformers can load"
+        f"{name!r} holds neither {SINGLE} nor {INDEX}, {instead}: name a model that transformers can load"
     )
 
 

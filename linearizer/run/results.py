@@ -259,7 +259,7 @@ class Request:
     length: int | None = option(
         None, "tokens of a text", "as the run's own; language is also judged at twice that", least=16
     )
-    texts: int = option(8, "how many texts", least=1)
+    texts: int = option(8, "how many texts", "8; of an encoder, as many as its run", least=1)
     short: bool = option(False, "leave out the caches in few bits, which language and recall compare with")
     lengths: tuple[int, ...] = option(
         (), "tokens, where several lengths are compared: 1024,4096,…", "as each part chooses", least=32

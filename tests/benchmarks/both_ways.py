@@ -77,7 +77,7 @@ def judge(work, name, lengths, **plan):
     encoder = encoder_run.begin(work / "runs" / name, EncoderPlan(**plan), resume=(work / "runs" / name).exists())
     finish(pipeline.linearize_encoder(encoder.run))
     for length in lengths:
-        finish(pipeline.evaluate_encoder(encoder.run, Request(length=length)))
+        finish(pipeline.evaluate_encoder(encoder.run, Request(length=length, texts=encoder.plan.texts)))
     attention = encoder.inspection.share(encoder.tokens)
     made = {**asdict(encoder.both_ways), "tokens": encoder.tokens, "attention": attention}
     judged = [replace(each, text=public_source(each.text)) for each in encoder.judgements.values()]

@@ -152,6 +152,7 @@ def test_an_evaluation_judges_other_lengths_and_keeps_what_was_judged(made, said
             "--parts is not for the student of this encoder: it is judged by",
         ),
         (["evaluate", "--length", 200], "kept 6 texts of 160 tokens from its training: ask for fewer or shorter ones"),
+        (["evaluate", "--texts", 8], "kept 6 texts of 160 tokens from its training: ask for fewer or shorter ones"),
         (["evaluate", "--length", 300, "--text", "builtin"], "reads 256 tokens at most"),
     ],
 )

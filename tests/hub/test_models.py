@@ -102,7 +102,7 @@ DAMAGES = {
     "index no JSON": (lambda f: {**f, "model.safetensors.index.json": b"{"}, "not JSON|damaged weights"),
     "index empty": (lambda f: {**f, "model.safetensors.index.json": b"{}"}, "names no files"),
     "no config": (lambda f: without(f, "config.json"), r"(a folder without|has no) config\.json"),
-    "no weights": (lambda f: {"config.json": f["config.json"]}, "holds no weights at all"),
+    "no weights": (lambda f: {"config.json": f["config.json"]}, "index.json, and no other weights: name a model"),
     "pickle": (lambda f: {"config.json": f["config.json"], "pytorch_model.bin": b"x"}, "a pickle .* can run any code"),
     "other format": (lambda f: {"config.json": f["config.json"], "m.gguf": b"x"}, "holds its weights as GGUF"),
 }
