@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from linearizer import checks
-from linearizer.encoders import encoder_run
+from linearizer.encoders import denoiser_run, encoder_run
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement
+from linearizer.encoders.inspect_encoder import LATENTS
 from linearizer.errors import LinearizerError, ModelNotAvailable
 from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
 from linearizer.evaluate.setup import Setup, assembled, environment
@@ -218,7 +219,9 @@ def linearize_encoder(run: Run, token: str | None = None, held: bool = False) ->
     """Make the student of an encoder's run and judge it, from where the run stands."""
     if not run.done:
         with logged_work(run, held):
-            yield from encoder_run.make_and_judge(encoder := EncoderRun(run), token)
+            encoder = EncoderRun(run)
+            room = denoiser_run if encoder.inspection.reads == LATENTS else encoder_run
+            yield from room.make_and_judge(encoder, token)
             encoder_card.add_card(encoder)
             run.log(EventName.DONE)
 

@@ -33,6 +33,7 @@ SEAMS = {  # library -> the only places that may import it
     ],
     "plotly": ["report"],
     "datasets": ["hub/models.py"],
+    "diffusers": ["encoders/denoiser.py", "encoders/modeling_denoiser.py"],
     "lm_eval": ["evaluate/tasks.py"],
     "peft": ["train/lora.py"],
 }

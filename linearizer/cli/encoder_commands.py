@@ -32,25 +32,29 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def serve_inspect(arguments: argparse.Namespace) -> bool:
     """Describe an encoder; False: the model is none."""
-    from linearizer.encoders import encoder_run
+    from linearizer.encoders import denoiser, denoiser_run, encoder_run
 
-    if not encoder_run.is_encoder(arguments.model):
+    if denoiser.Pipeline.is_at(arguments.model):
+        inspection = denoiser_run.inspect_denoiser(arguments.model)
+    elif encoder_run.is_encoder(arguments.model):
+        inspection = encoder_run.inspect(arguments.model)
+    else:
         return False
-    inspection = encoder_run.inspect(arguments.model)
     print_product(arguments, asdict(inspection), describe_encoder(inspection))
     return True
 
 
 def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
     """Begin the run of an encoder, or open the run to resume; None: the model is none."""
-    from linearizer.encoders import encoder_run
+    from linearizer.encoders import denoiser, denoiser_run, encoder_run
 
     if arguments.plan is not None or (arguments.out is not None and (arguments.out / "plan.json").exists()):
         return None  # a plan, or a run to resume, of a causal model
     changes = plan_changes(arguments)
     whole = {"budget": DEFAULT_BUDGET, **changes}
     causal = Plan.of(**whole)  # refuses values that are none before a model is asked for
-    if not encoder_run.is_encoder(changes["model"]):
+    of_pipeline = denoiser.Pipeline.is_at(changes["model"])
+    if not of_pipeline and not encoder_run.is_encoder(changes["model"]):
         if given := [name for name in ("pictures", "slots") if getattr(arguments, name) is not None]:
             raise RequestError(f"--{given[0]} is for encoders, and {changes['model']!r} is none: leave it out")
         return None
@@ -64,7 +68,8 @@ def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
     choices["text"] = absolute_source(choices.get("text", EncoderPlan.text))
     choices["pictures"] = absolute_path(arguments.pictures) if arguments.pictures else None
     plan = EncoderPlan(**choices, slots=arguments.slots is not False)
-    return encoder_run.begin(arguments.out or fresh_folder(causal), plan, resume=arguments.resume)
+    room = denoiser_run if of_pipeline else encoder_run
+    return room.begin(arguments.out or fresh_folder(causal), plan, resume=arguments.resume)
 
 
 def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Judgement | None = None) -> None:
@@ -98,7 +103,9 @@ def describe_result(run: Run, newest: Judgement | None = None) -> str:
     )
     judged = [*encoder.judgements.values()] if newest is None else [newest]
     lines += ["", write_tables([quality_table(encoder, each) for each in judged]), ""]
-    lines.append(f"AutoModel.from_pretrained({str(encoder.checkpoint)!r}, trust_remote_code=True)")
+    lines.append(
+        f"{encoder.inspection.auto_class}.from_pretrained({str(encoder.checkpoint)!r}, trust_remote_code=True)"
+    )
     if (published := run.published) is not None:
         lines += [describe_publication(published), "", published.get("snippet", "")]
     return "\n".join(lines).rstrip()
@@ -106,13 +113,16 @@ def describe_result(run: Run, newest: Judgement | None = None) -> str:
 
 def describe_encoder(inspection: EncoderInspection) -> str:
     """Describe an encoder, and what its attention costs."""
+    from linearizer.encoders.inspect_encoder import LATENTS
+
     longest = inspection.tokens
     lengths = LENGTHS if inspection.reads == "texts" else (longest, 4 * longest, 16 * longest)
     shares = ", ".join(f"{inspection.share(tokens):.0%} at {tokens:,}" for tokens in lengths)
     shape = f"{inspection.layers} layers of {inspection.heads} heads of size {inspection.head_dim}"
+    kind = "a denoiser" if inspection.reads == LATENTS else f"an encoder of {inspection.reads}"
     longer = "; longer texts by interpolated positions" * inspection.stretches
     lines = {
-        "model": f"{inspection.name} ({inspection.architecture}), an encoder of {inspection.reads}",
+        "model": f"{inspection.name} ({inspection.architecture}), {kind}",
         "parameters": f"{inspection.parameters:,}",
         "attention": f"in both directions, {shape}",
         "tokens": f"{longest:,} of " + (f"a text at most{longer}" if inspection.reads == "texts" else "a picture"),

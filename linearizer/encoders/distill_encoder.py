@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,33 +17,42 @@ from linearizer.encoders.modeling_encoder import LinearizedEncoder
 from linearizer.errors import LinearizerError
 from linearizer.progress import Progress, Steps
 
-NO_WEIGHTS: Mapping[str, torch.Tensor] = {}
+Weights = Mapping[str, torch.Tensor]
+Group = TypeVar("Group")
+NO_WEIGHTS: Weights = {}
 RATE = 2e-5  # of Adam at first; it falls to nothing
 
 
 def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> Steps[None]:
-    """Train the layers of a student, embeddings aside, on each input once but those of the last batch.
+    """Train the layers of a student to write what those of its teacher write: the student as it was, with softmax."""
 
-    These decide: a student that training did not bring nearer to its teacher there is left as it was. The teacher is
-    the student as it was, with attention of its own.
-    """
-    *groups, check = batches(list(inputs), batch)
-    weights = layer_weights(student)
-    kept = {name: weight.detach().clone() for name, weight in weights.items()}
-
-    def loss_on(group: Inputs) -> torch.Tensor:
+    def loss_on(group: Inputs, kept: Weights) -> torch.Tensor:
         with torch.no_grad():
             target = read_states(student, group, "sdpa", kept)
         return states_loss(read_states(student, group, IMPLEMENTATION), target)
 
+    return train_layers(student, list(batches(list(inputs), batch)), loss_on)
+
+
+def train_layers(
+    student: nn.Module, inputs: Sequence[Group], loss_on: Callable[[Group, Weights], torch.Tensor]
+) -> Steps[None]:
+    """Train the layers of a student, embeddings aside, on each group of inputs once but the last.
+
+    This decides: a student that training did not bring nearer to its teacher there is left as it was. `loss_on` also
+    gets the weights as they were.
+    """
+    *groups, check = inputs
+    weights = layer_weights(student)
+    kept = {name: weight.detach().clone() for name, weight in weights.items()}
     with torch.no_grad():
-        before = loss_on(check)
+        before = loss_on(check, kept)
     for weight in weights.values():
         weight.requires_grad_(True)
     optimizer = torch.optim.Adam(weights.values(), RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(1, len(groups)))
     for number, group in enumerate(groups):
-        loss = loss_on(group)
+        loss = loss_on(group, kept)
         if not torch.isfinite(loss):
             raise LinearizerError(f"the loss of step {number + 1} is not finite: ask for --steps 0, or another seed")
         optimizer.zero_grad()
@@ -52,12 +62,12 @@ def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> 
         schedule.step()
         yield Progress("distill", number + 1, len(groups), "steps", {"loss": loss.item()})
     student.requires_grad_(False)
-    if not loss_on(check) < before:
+    if not loss_on(check, kept) < before:
         for name, weight in weights.items():
             weight.copy_(kept[name])
 
 
-def layer_weights(student: LinearizedEncoder) -> dict[str, nn.Parameter]:
+def layer_weights(student: nn.Module) -> dict[str, nn.Parameter]:
     """Name the weights of a student but those that turn tokens or patches into vectors."""
     embedding = {x for m in student.modules() if isinstance(m, nn.Embedding | nn.Conv2d) for x in m.parameters()}
     return {name: x for name, x in student.named_parameters() if x not in embedding and "embed" not in name}
@@ -67,7 +77,7 @@ def read_states(
     student: LinearizedEncoder,
     inputs: Inputs,
     implementation: str,
-    weights: Mapping[str, torch.Tensor] = NO_WEIGHTS,
+    weights: Weights = NO_WEIGHTS,
 ) -> tuple[torch.Tensor, ...]:
     """Return the hidden states after each layer, with other `weights`; with "sdpa" a student attends as its teacher."""
     base: PreTrainedModel = student.base

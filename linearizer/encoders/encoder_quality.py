@@ -1,4 +1,7 @@
-"""How close an encoder's student is to its teacher on held-out texts or pictures, and controls of as many keys."""
+"""How close an encoder's student is to its teacher on held-out texts or pictures, and controls of as many keys.
+
+denoiser_run.py scores denoisers, whose kl is that of a step, and whose hidden states are the noise.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ class Quality:
 
     keys: float  # that a token sees, a mean over heads, with what finding slots costs
     kl: Estimate  # nats: of the classes, or of which other input is alike (softmax of 20 cosines), teacher ‖ student
-    agreement: Estimate  # share of the same classes; without classes, of the same nearest input
-    nearest: Estimate  # share of the same among the five nearest inputs, fewer where inputs are few
+    agreement: Estimate  # share of the same classes, or nearest inputs, or signs of noise
     cosine: Estimate  # of the means of hidden states
     hidden: Estimate  # cosine of the hidden states of all tokens
+    nearest: Estimate | None = None  # share of the same among the five nearest inputs, fewer where inputs are few
     apart: Estimate | None = None  # kl of the student less this, input by input; None of the student itself
 
 

@@ -7,7 +7,7 @@ product.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -30,8 +30,8 @@ from linearizer.encoders.encoder_inputs import (
     read_texts_whole,
     share_out,
 )
-from linearizer.encoders.encoder_quality import Judgement, MergedTokens, describe_scores, read_outputs, score
-from linearizer.encoders.inspect_encoder import EncoderInspection, inspect_encoder, reads_both_ways
+from linearizer.encoders.encoder_quality import Judgement, MergedTokens, Quality, describe_scores, read_outputs, score
+from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection, inspect_encoder, reads_both_ways
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
 from linearizer.encoders.stretch_positions import MOST_STRETCHED, stretch_positions
 from linearizer.errors import FolderError, RequestError, TextError
@@ -80,6 +80,11 @@ def begin(folder: Path, plan: EncoderPlan, token: str | None = None, resume: boo
     attention_of(plan, inspection)
     if inspection.reads == "pictures":
         check_pictures(plan)
+    return create_run(folder, plan, inspection)
+
+
+def create_run(folder: Path, plan: EncoderPlan, inspection: EncoderInspection) -> EncoderRun:
+    """Create the folder of a run."""
     with writing(folder):
         (folder / "state").mkdir(parents=True, exist_ok=True)
     run = Run(folder)
@@ -124,19 +129,23 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
     """Make the student of a run and the window beside it, and judge them, from where the run stands."""
     shares = read_shares(encoder, encoder.plan, token)
     learnt = Random(encoder.plan.seed).sample(shares.learnt, len(shares.learnt))  # or the last document would decide
-    ways = [(encoder.checkpoint, encoder.both_ways)]
-    if encoder.plan.steps and encoder.both_ways.slots:
-        ways.append((encoder.window, encoder.plain_window))
-    for folder, how in ways:
-        if not folder.is_dir():
-            student = make_student(encoder, load_teacher(encoder, token), how)
-            torch.manual_seed(encoder.plan.seed)
-            if encoder.plan.steps:
-                yield from log_progress(encoder.run, distil(student, learnt, encoder.plan.batch))
-            save(encoder, student, folder, token)
+    for folder, how in missing_students(encoder):
+        student = make_student(encoder, load_teacher(encoder, token), how)
+        torch.manual_seed(encoder.plan.seed)
+        if encoder.plan.steps:
+            yield from log_progress(encoder.run, distil(student, learnt, encoder.plan.batch))
+        save(encoder, student, folder, token)
     write_digests(encoder.run)
     if not encoder.judgements:
         yield from judge_and_keep(encoder, shares, encoder.plan, token)
+
+
+def missing_students(encoder: EncoderRun) -> list[tuple[Path, BothWays]]:
+    """List the checkpoints that are still to be made: the student, and a window that is trained in the same way."""
+    ways = [(encoder.checkpoint, encoder.both_ways)]
+    if encoder.plan.steps and encoder.both_ways.slots:
+        ways.append((encoder.window, encoder.plain_window))
+    return [(folder, how) for folder, how in ways if not folder.is_dir()]
 
 
 def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
@@ -166,6 +175,8 @@ def judge_and_keep(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token
 def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
     """Return what is to be read; refuse what is measured of causal models alone, and what the student cannot read."""
     own, inspection, usual = encoder.plan, encoder.inspection, Request()
+    if inspection.reads == LATENTS:
+        raise RequestError("a denoiser is judged by its run alone: begin another run to judge it on other prompts")
     served = ("text", "length", "texts") if inspection.reads == "texts" else ("texts",)
     asked, plain = asdict(request), asdict(usual)
     if others := [name for name in asked if asked[name] != plain[name] and name not in served]:
@@ -280,26 +291,40 @@ def load_student(folder: Path) -> LinearizedEncoder:
 
 
 def judge(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | None) -> Steps[Judgement]:
-    """Compare the student that was saved, itself before its training, and controls with the teacher."""
-    how, teacher, inputs = encoder.both_ways, load_teacher(encoder, token), shares.judged
+    """Compare the students of an encoder with their teacher."""
+    teacher, inputs = load_teacher(encoder, token), shares.judged
     drawn, owners = owners_of(shares.documents)
-    over, rows = Resampled(owners, plan.seed), dict[str, tuple[float, dict[str, torch.Tensor]]]()
-    names = [STUDENT, *[UNTRAINED] * bool(plan.steps), MERGED, *[WINDOW] * bool(how.slots)]
-    expected = read_outputs(teacher, inputs)
-    yield Progress("evaluate", 1, len(names) + 1, "models")
-    begun = make_student(encoder, teacher, how)
+    expected, over = read_outputs(teacher, inputs), Resampled(owners, plan.seed)
+    begun = make_student(encoder, teacher, encoder.both_ways)
+
+    def attend_with(how: Any) -> LinearizedEncoder:
+        begun.attend_with(how)
+        return begun
+
+    def load(folder: Path) -> LinearizedEncoder:
+        return load_student(folder).to(teacher.device)
+
+    rows = yield from compare(
+        encoder, over, load, attend_with, lambda each: score(expected, read_outputs(each, inputs))
+    )
+    drawn = drawn if encoder.inspection.reads == "texts" else "pictures"
+    return Judgement(source_of(plan), plan.length or encoder.tokens, len(inputs), drawn, over.count, rows)
+
+
+def compare(
+    encoder: EncoderRun,
+    over: Resampled,
+    load: Callable[[Path], Any],
+    attend_with: Callable[[Any], Any],
+    scored: Callable[[Any], dict[str, torch.Tensor]],
+) -> Steps[dict[str, Quality]]:
+    """Compare the student that was saved, itself before its training, and controls with the teacher."""
+    how, rows = encoder.both_ways, dict[str, tuple[float, dict[str, torch.Tensor]]]()
+    names = [STUDENT, *[UNTRAINED] * bool(encoder.plan.steps), MERGED, *[WINDOW] * bool(how.slots)]
     controls = {UNTRAINED: how, MERGED: MergedTokens(int(how.keys)), WINDOW: encoder.plain_window}
     for name in names:
         saved = {STUDENT: encoder.checkpoint, WINDOW: encoder.window}.get(name)
-        if saved is not None and saved.is_dir():
-            student = load_student(saved).to(teacher.device)
-        else:
-            student = begun
-            student.attend_with(controls[name])
-        scores = score(expected, read_outputs(student, inputs))
-        first = rows[STUDENT][1] if rows else scores
-        rows[name] = getattr(controls.get(name, how), "keys", how.keys), scores
-        yield Progress("evaluate", len(rows) + 1, len(names) + 1, "models")
-    described = {name: describe_scores(keys, scores, first, over) for name, (keys, scores) in rows.items()}
-    drawn = drawn if encoder.inspection.reads == "texts" else "pictures"
-    return Judgement(source_of(plan), plan.length or encoder.tokens, len(inputs), drawn, over.count, described)
+        student = load(saved) if saved is not None and saved.is_dir() else attend_with(controls[name])
+        rows[name] = getattr(controls.get(name, how), "keys", how.keys), scored(student)
+        yield Progress("evaluate", len(rows), len(names), "models")
+    return {name: describe_scores(keys, each, rows[STUDENT][1], over) for name, (keys, each) in rows.items()}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 WATCHED_TOKENS = 8
+LATENTS = "latents"  # what a denoiser reads
 LEAST_SHARE = 0.1  # of a model's operations that its attention has: with less there is little to save
 ANOTHER = "name an encoder with plain softmax attention, such as bert, roberta, electra, vit or dinov2"
 MASKED = "its layers mask or weight pairs of tokens by numbers of their own, such as biases of positions"
@@ -40,7 +41,7 @@ class EncoderInspection(JsonProduct):
     architecture: str
     model_type: str
     auto_class: str  # of transformers, by which it loads
-    reads: str  # texts or pictures
+    reads: str  # texts, pictures, or LATENTS
     tested: bool  # whether tests of this project cover its kind
     layers: int  # that attend to all tokens; those with windows of their own stay as they are
     heads: int

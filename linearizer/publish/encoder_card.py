@@ -14,7 +14,7 @@ import linearizer
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_report import describe_inputs, judge_encoder, quality_table
 from linearizer.encoders.encoder_run import STUDENT
-from linearizer.encoders.inspect_encoder import EncoderInspection
+from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.publish.card import (
     TAGS,
@@ -35,6 +35,7 @@ TASKS = {  # pipelines of the Hub, by the class of transformers that loads a tea
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForImageClassification": "image-classification",
+    "DiffusionPipeline": "text-to-image",
 }
 SNIPPETS = {
     "texts": """\
@@ -52,6 +53,10 @@ name = $name$revision
 model = $auto_class.from_pretrained(name$pinned, trust_remote_code=True)
 processor = AutoImageProcessor.from_pretrained(name$pinned)
 out = model(**processor(images=Image.open("picture.jpg"), return_tensors="pt"))""",
+    LATENTS: """\
+from diffusers import $auto_class
+
+pipeline = $auto_class.from_pretrained($name, trust_remote_code=True)""",
 }
 
 
@@ -72,6 +77,7 @@ def write_card(encoder: EncoderRun, repo_id: str | None = None) -> str:
     body = Template((Path(__file__).parent / "encoder_card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
         verdict="" if verdict is None else f"> {verdict.sentence}\n\n",
+        library=library_of(encoder.inspection),
         summary=describe_student(encoder, teacher),
         snippet=write_snippet(encoder, repo_id or "PATH/OF/THIS/FOLDER"),
         evaluation="\n\n".join(tables) or "The student was not evaluated.",
@@ -134,13 +140,17 @@ def build_metadata(encoder: EncoderRun, teacher: CitedTeacher, title: str) -> Mo
         base_model=teacher.repo_id,
         base_model_relation="finetune" if teacher.repo_id else None,
         pipeline_tag=pipeline_of(inspection),
-        library_name="transformers",
+        library_name=library_of(inspection),
         tags=TAGS,
         datasets=[plan.text.split(":")[1]] if is_on_hub(plan.text) and not plan.pictures else None,
         model_name=one_line(title),
         eval_results=list_results(encoder) or None,
         **public_terms(teacher),
     )
+
+
+def library_of(inspection: EncoderInspection) -> str:
+    return "diffusers" if inspection.reads == LATENTS else "transformers"
 
 
 def pipeline_of(inspection: EncoderInspection) -> str:

@@ -1,0 +1,197 @@
+"""Denoisers: the part of a pipeline of diffusers that a student replaces. No code of a pipeline's folder is run."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from linearizer.encoders.attention_both_ways import BothWays
+from linearizer.errors import ModelNotAvailable, RequestError, UnsupportedModel, first_line
+from linearizer.hub.weight_files import read_json
+from linearizer.quiet import quiet
+
+PIPELINE = "model_index.json"
+STUDENTS = {  # of each kind of teacher
+    "DiTTransformer2DModel": "LinearizedDiT",
+    "PixArtTransformer2DModel": "LinearizedPixArt",
+    "UNet2DConditionModel": "LinearizedUNet",
+}
+CODE = "modeling_denoiser"  # of a checkpoint's part
+CARRIED = ("slots_of_all", "attention_both_ways", CODE)  # modules that it is made of, each before those that import it
+COPIED = (".json", ".safetensors", ".txt", ".model")  # endings of a pipeline's files that hold no code
+LIBRARIES = ("diffusers", "transformers", "stable_diffusion", None)  # the last but one: a part of diffusers
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The folder of a pipeline, which part of it is the denoiser, and of what kind."""
+
+    folder: Path
+    part: str
+    kind: str
+
+    @staticmethod
+    def is_at(model: str) -> bool:
+        return os.path.isfile(os.path.join(os.path.expanduser(model), PIPELINE))
+
+    @staticmethod
+    def find(model: str) -> Pipeline:
+        """Read the index of a pipeline; refuse one whose denoiser cannot be linearized, or that needs other code."""
+        folder = Path(os.path.expanduser(model))
+        index = read_json(model, folder / PIPELINE)
+        parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+        for name, (library, _) in parts.items():
+            if library not in LIBRARIES:
+                raise UnsupportedModel(
+                    f"{model!r} needs code from its repository for its {name}, which is never run here: name a "
+                    "pipeline whose parts are all of diffusers and transformers"
+                )
+        for name in ("transformer", "unet"):
+            kind = parts.get(name, (None, None))[1]
+            if kind in STUDENTS:
+                return Pipeline(folder, name, kind)
+        kinds = ", ".join(kind for name, (_, kind) in parts.items() if name in ("transformer", "unet") and kind)
+        raise UnsupportedModel(
+            f"{model!r} cannot be linearized, because its denoiser is not of a kind whose picture attends to itself "
+            f"alone ({kinds or 'it has none'}): name a pipeline with {', '.join(STUDENTS)}"
+        )
+
+    def load_denoiser(self) -> Any:
+        """Load the denoiser in float32 as a model whose attention can be replaced; it attends as the teacher."""
+        kind = getattr(modeling(), STUDENTS[self.kind])
+        with explaining(self.folder):
+            model = kind.from_pretrained(self.folder / self.part, use_safetensors=True)
+        return model.float().requires_grad_(False).eval()
+
+    def load_with(self, denoiser: Any) -> Any:
+        """Load all other parts in float32."""
+        from diffusers import DiffusionPipeline
+
+        how = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+        with explaining(self.folder):
+            whole = DiffusionPipeline.from_pretrained(self.folder, **{self.part: denoiser}, **how).to(torch.float32)
+        whole.set_progress_bar_config(disable=True)
+        return whole
+
+    def write_denoiser(self, folder: Path, denoiser: Any, how: BothWays) -> None:
+        """Write the denoiser of a student, with its code."""
+        denoiser.register_to_config(**{modeling().SETTING: {"block": list(how.block), "slots": how.slots}})
+        denoiser.save_pretrained(folder / self.part)
+        (folder / self.part / f"{CODE}.py").write_text(code_in_one_file(), encoding="utf-8")
+
+    def write_others(self, folder: Path) -> None:
+        """Write all other files of the teacher's pipeline, and an index by which diffusers loads the student's."""
+
+        def left_out(place: str, names: list[str]) -> list[str]:
+            files = (name for name in names if not (Path(place) / name).is_dir())
+            return [self.part, *(name for name in files if name.startswith(".") or not name.endswith(COPIED))]
+
+        shutil.copytree(self.folder, folder, ignore=left_out, dirs_exist_ok=True)
+        index = {**read_json(str(self.folder), self.folder / PIPELINE), self.part: [CODE, STUDENTS[self.kind]]}
+        (folder / PIPELINE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def modeling() -> Any:
+    """Import what needs diffusers."""
+    try:
+        from linearizer.encoders import modeling_denoiser
+    except ImportError as error:
+        raise RequestError("a pipeline needs diffusers: pip install 'linearizer[diffusion]'") from error
+    return modeling_denoiser
+
+
+def code_in_one_file() -> str:
+    """Write the modules that a denoiser needs as one, without the imports of each other."""
+    sources = ((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in CARRIED)
+    lines = (line for source in sources for line in [*source.splitlines(), "", ""])
+    return "\n".join(line for line in lines if not line.startswith("from .")) + "\n"
+
+
+@contextmanager
+def explaining(folder: Path) -> Iterator[None]:
+    """Turn what diffusers says of a damaged pipeline into a sentence."""
+    from diffusers.utils import logging
+
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with quiet():
+            yield
+    except Exception as error:  # each part reads its files in its own way, with errors of many types
+        raise ModelNotAvailable(
+            f"{str(folder)!r} cannot be loaded by diffusers from safetensors alone ({first_line(error)}): repair it, "
+            "or download it again"
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a pipeline asked its denoiser, and the noise that this found; a student is asked the same."""
+
+    given: dict[str, Any]
+    noise: torch.Tensor
+
+    def ask(self, denoiser: Any) -> torch.Tensor:
+        return noise_of(self.given, denoiser(**self.given))
+
+    def kl(self, noise: torch.Tensor, scheduler: Any) -> torch.Tensor:
+        """Return the KL of a step with other noise, in nats: |ε - ε'|² / 2σ², with the σ of ε in a step of DDPM."""
+        time = torch.as_tensor(self.given["timestep"]).long().cpu()
+        kept, added = scheduler.alphas_cumprod.cpu()[time], scheduler.betas.cpu()[time]
+        weight = added / (2 * (1 - added) * (1 - kept))
+        if scheduler.config.prediction_type == "v_prediction":
+            weight = weight * kept
+        return (weight.to(noise.device) * (noise - self.noise).square().flatten(1).sum(1)).mean()
+
+
+def noise_of(given: dict[str, Any], out: Any) -> torch.Tensor:
+    """Take the noise out of what a denoiser returns, which may have variances after it."""
+    latents = given["sample"] if "sample" in given else given["hidden_states"]
+    return out[0][:, : latents.shape[1]]
+
+
+def check_scheduler(model: str, scheduler: Any) -> None:
+    """Refuse a scheduler that does not say how much noise a step adds."""
+    kind = getattr(scheduler.config, "prediction_type", None)
+    if not hasattr(scheduler, "alphas_cumprod") or kind not in ("epsilon", "v_prediction"):
+        raise UnsupportedModel(
+            f"{model!r} has a scheduler ({type(scheduler).__name__}) whose steps have no variance that is known here: "
+            "put a DDIM or DDPM scheduler that predicts noise or velocity into its folder"
+        )
+
+
+def draw_calls(whole: Any, denoiser: Any, prompt: str, seed: int, steps: int) -> list[Call]:
+    """Let the teacher draw a picture for a prompt, or for a class of its own, and note what it is asked."""
+    signature = inspect.signature(super(modeling().BothWaysDenoiser, denoiser).forward)
+    calls = list[Call]()
+
+    def note(module: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        given = {**signature.bind(*args, **kwargs).arguments, "return_dict": False}
+        calls.append(Call(given, noise_of(given, out)))
+
+    generator = torch.Generator().manual_seed(seed)
+    classes = getattr(denoiser.config, "num_embeds_ada_norm", None) or 1
+    label = int(torch.randint(classes, (1,), generator=generator))
+    by_prompt = "prompt" in inspect.signature(whole.__call__).parameters
+    asked = {"prompt": prompt, "output_type": "latent"} if by_prompt else {"class_labels": [label], "output_type": "np"}
+    hook = denoiser.register_forward_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            whole(**asked, num_inference_steps=steps, generator=generator)
+    finally:
+        hook.remove()
+    return calls
