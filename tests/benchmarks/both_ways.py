@@ -1,11 +1,12 @@
 """Attention in both directions on two real encoders: quality beside controls, time beside SDPA.
 
   python -m tests.benchmarks.both_ways                  all parts; what is finished is kept, and a second call goes on
-  python -m tests.benchmarks.both_ways --parts time     only some: text, long, pictures, time
+  python -m tests.benchmarks.both_ways --parts time     only some: text, long, longest, others, pictures, time
 
 Quality is that of `linearizer run` and `linearizer evaluate`, on held-out texts of Python's language reference and on
-photographs; a control has as many keys. `long` stretches the 512 positions of the text model, and trains nothing. Time
-is CPU time of one layer of 12 heads of 64 (pictures: 6), in float32 on one thread; eager is softmax written out.
+photographs; a control has as many keys. `long` and `longest` stretch the 512 positions of the text model, and train
+nothing; `others` puts what papers have in the place of slots. Time is CPU time of one layer of 12 heads of 64
+(pictures: 6), in float32 on one thread; eager is softmax written out.
 Writes results/both-ways.json, .md and .svg.
 """
 
@@ -23,8 +24,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from linearizer import pipeline
 from linearizer.encoders import encoder_run
 from linearizer.encoders.attention_both_ways import BothWays
+from linearizer.encoders.distill_encoder import distil
+from linearizer.encoders.encoder_quality import Judgement, MergedTokens, describe_scores, read_outputs, score
 from linearizer.encoders.encoder_report import judge_encoder, quality_table
 from linearizer.encoders.key_budget import spend_keys
+from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.publish.card import table_markdown
@@ -32,13 +36,21 @@ from linearizer.publish.encoder_card import public_source
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from linearizer.run.results import Request
+from tests.benchmarks.both_ways_controls import Nystrom, Summed
 from tests.benchmarks.both_ways_models import photographs, picture_encoder, sentence_encoder
 from tests.benchmarks.line_chart import Panel, draw
 
 RESULTS = Path(__file__).parent / "results" / "both-ways"
 TEXT, PICTURE = {"budget": 80, "length": 512}, {"budget": 100, "texts": 4, "steps": 0}
-LONG, SHORTER = {"budget": 256, "length": 2048, "texts": 8, "steps": 0}, (512,)
+LONG = {"budget": 256, "length": 2048, "texts": 8, "steps": 0}
+LONGEST = {"budget": 256, "length": 4096, "texts": 4, "steps": 0}
+OTHERS = {"budget": 80, "length": 512, "texts": 8, "batch": 1}
 LENGTHS, GRIDS = (512, 1024, 2048, 4096, 8192, 16384, 32768), ((37, 37), (74, 74), (148, 148))
+TRAINED = ("window and slots", "window", "elu + 1 (LinFusion)", "window and elu + 1", "MALA")
+ABOUT_OTHERS = (
+    "Texts are learnt from one by one, 32 in all, at the rate of a run. The sums of NaLaFormer have twice as many "
+    "features as a head has dimensions, and therefore more keys than the budget."
+)
 MOST_EAGER = 4096  # tokens: the scores of all pairs take gigabytes
 TIMED = 2  # times; the fastest counts
 
@@ -50,9 +62,10 @@ def main(arguments=None):
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     path = RESULTS.with_suffix(".json")
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = {}
     for part in given.parts:
-        found[part] = PARTS[part](given.work)
+        result = PARTS[part](given.work)
+        found = {**(json.loads(path.read_text()) if path.exists() else {}), part: result}
         write_whole(path, json.dumps({name: found[name] for name in PARTS if name in found}, indent=1) + "\n")
         write_whole(RESULTS.with_suffix(".md"), write_tables(found))
         if "time" in found:
@@ -65,7 +78,49 @@ def judge_text(work):
 
 
 def judge_long(work):
-    return judge(work, "long", SHORTER, model=str(sentence_encoder(work)), **LONG)
+    return judge(work, "long", (512,), model=str(sentence_encoder(work)), **LONG)
+
+
+def judge_longest(work):
+    return judge(work, "longest", (), model=str(sentence_encoder(work)), **LONGEST)
+
+
+def judge_others(work):
+    """Judge what papers have in the place of slots, before and after the training of a student."""
+    folder = work / "runs" / "others"
+    encoder = encoder_run.begin(folder, EncoderPlan(model=str(sentence_encoder(work)), **OTHERS), folder.exists())
+    shares, how = encoder_run.read_shares(encoder, encoder.plan, None), encoder.both_ways
+    teacher, dims = encoder_run.load_teacher(encoder), encoder.inspection.head_dim
+    expected = read_outputs(teacher, shares.judged)
+    student = encoder_run.make_student(encoder, teacher, how)
+    weights = {name: x.clone() for name, x in student.state_dict().items()}
+    rows = {
+        "window and slots": how,
+        "window": encoder.plain_window,
+        "merged tokens (ToMe)": MergedTokens(int(how.keys)),
+        "Nyström (SOFT)": Nystrom(38, encoder.tokens),
+        "elu + 1 (LinFusion)": Summed("elu", dims, dims),
+        "window and elu + 1": Summed("elu", dims, dims, block=2),
+        "MALA": Summed("elu", dims, dims, mala=True),
+        "NaLaFormer": Summed("signs", 2 * dims, dims),
+    }
+    scores = {}
+    for name, attention in rows.items():
+        student.load_state_dict(weights)
+        student.attend_with(attention)
+        keys = getattr(attention, "keys", how.keys)  # merged tokens do not count their search
+        scores[name] = keys, score(expected, read_outputs(student, shares.judged))
+        if name in TRAINED:
+            finish(distil(student, shares.learnt, encoder.plan.batch))
+            scores[f"{name}, trained"] = keys, score(expected, read_outputs(student, shares.judged))
+    drawn, owners = owners_of(shares.documents)
+    over, first = Resampled(owners, encoder.plan.seed), scores["window and slots"][1]
+    described = {name: describe_scores(keys, each, first, over) for name, (keys, each) in scores.items()}
+    judgement = Judgement(encoder.plan.text, encoder.tokens, len(shares.judged), drawn, over.count, described)
+    attention = encoder.inspection.share(encoder.tokens)
+    made = {**asdict(how), "tokens": encoder.tokens, "attention": attention}
+    table = table_markdown(quality_table(encoder, judgement))
+    return {"made": made, "verdict": ABOUT_OTHERS, "tables": [table], "judged": [asdict(judgement)]}
 
 
 def judge_pictures(work):
@@ -165,9 +220,18 @@ def crossing(rows):
 TITLES = {
     "text": "MiniLM-L6, windows and slots",
     "long": "MiniLM-L6 with stretched positions, windows and slots",
+    "longest": "MiniLM-L6 with positions stretched further, windows and slots",
+    "others": "MiniLM-L6, what papers have in the place of slots",
     "pictures": "DINOv2-small, windows and slots",
 }
-PARTS = {"text": judge_text, "long": judge_long, "pictures": judge_pictures, "time": time_layers}
+PARTS = {
+    "text": judge_text,
+    "long": judge_long,
+    "longest": judge_longest,
+    "others": judge_others,
+    "pictures": judge_pictures,
+    "time": time_layers,
+}
 
 if __name__ == "__main__":
     main()
