@@ -28,7 +28,7 @@ STUDENTS = {  # of each kind of teacher
 CODE = "modeling_denoiser"  # of a checkpoint's part
 CARRIED = ("slots_of_all", "attention_both_ways", CODE)  # modules that it is made of, each before those that import it
 COPIED = (".json", ".safetensors", ".txt", ".model")  # endings of a pipeline's files that hold no code
-LIBRARIES = ("diffusers", "transformers", "stable_diffusion", None)  # the last but one: a part of diffusers
+LIBRARIES = ("diffusers", "transformers", "stable_diffusion", None)  # stable_diffusion is a part of diffusers
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Pipeline:
         """Read the index of a pipeline; refuse one whose denoiser cannot be linearized, or that needs other code."""
         folder = Path(os.path.expanduser(model))
         index = read_json(model, folder / PIPELINE)
-        parts = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+        pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
+        parts = {name: pair for name, pair in pairs.items() if all(isinstance(each, str | None) for each in pair)}
         for name, (library, _) in parts.items():
             if library not in LIBRARIES:
                 raise UnsupportedModel(

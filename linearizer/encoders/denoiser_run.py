@@ -24,7 +24,7 @@ from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.encoder_run import compare, create_run, missing_students
 from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection
-from linearizer.errors import RequestError, TextError, UnsupportedModel
+from linearizer.errors import RequestError, TextError, UnsupportedModel, first_line
 from linearizer.evaluate.language import Resampled
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
@@ -71,7 +71,13 @@ def inspect_denoiser(model: str) -> EncoderInspection:
     denoiser = pipeline.load_denoiser()
     whole = pipeline.load_with(denoiser)
     check_scheduler(model, whole.scheduler)
-    watch, (call, *_) = Watch(), draw_calls(whole, denoiser, "", 0, 1)
+    try:
+        watch, (call, *_) = Watch(), draw_calls(whole, denoiser, "", 0, 1)
+    except Exception as error:  # of code of diffusers, in the way of each pipeline
+        raise UnsupportedModel(
+            f"{model!r} cannot be linearized, because it draws no picture of a prompt or a class alone "
+            f"({first_line(error)}): name a pipeline that does"
+        ) from error
     with torch.no_grad():
         denoiser.attend_with(watch)
         with FlopCounterMode(display=False) as counter:

@@ -7,21 +7,10 @@ import sys
 import pytest
 import torch
 
+from linearizer.encoders import denoiser
 from linearizer.encoders.attention_both_ways import BothWays
 
-pytest.importorskip("diffusers")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers
-
-from diffusers import (  # noqa: E402
-    AutoencoderKL,
-    DDIMScheduler,
-    DiTPipeline,
-    DiTTransformer2DModel,
-    PixArtTransformer2DModel,
-    UNet2DConditionModel,
-)
-
-from linearizer.encoders import denoiser, modeling_denoiser  # noqa: E402
+pytestmark = pytest.mark.filterwarnings("ignore")  # of diffusers, which takes seconds to import
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 16, "patch_size": 1}
 UNET = {"sample_size": 18, "block_out_channels": (8, 16), "layers_per_block": 1, "cross_attention_dim": 8}
@@ -33,28 +22,37 @@ CAPTION = {"caption_channels": 8, "cross_attention_dim": 16, "norm_type": "ada_n
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory):
+def diffusers():
+    return pytest.importorskip("diffusers")
+
+
+@pytest.fixture(scope="module")
+def pipeline(diffusers, tmp_path_factory):
     """The folder of a small pipeline with random weights."""
     folder = tmp_path_factory.mktemp("teacher") / "dit"
     torch.manual_seed(0)
-    transformer = DiTTransformer2DModel(**HEADS, num_embeds_ada_norm=1000, out_channels=8)
-    decoder = AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,))
-    DiTPipeline(transformer, decoder, DDIMScheduler()).save_pretrained(folder)
+    transformer = diffusers.DiTTransformer2DModel(**HEADS, num_embeds_ada_norm=1000, out_channels=8)
+    decoder = diffusers.AutoencoderKL(latent_channels=4, norm_num_groups=4, block_out_channels=(8,))
+    diffusers.DiTPipeline(transformer, decoder, diffusers.DDIMScheduler()).save_pretrained(folder)
     return folder
 
 
-def kinds():
+def kinds(diffusers):
     prompt = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(1))
     sizes = {"resolution": None, "aspect_ratio": None}
     return {
-        "DiT": (DiTTransformer2DModel, {**HEADS, "num_embeds_ada_norm": 1000}, {"class_labels": torch.tensor([3])}),
+        "DiT": (
+            diffusers.DiTTransformer2DModel,
+            {**HEADS, "num_embeds_ada_norm": 1000},
+            {"class_labels": torch.tensor([3])},
+        ),
         "PixArt": (
-            PixArtTransformer2DModel,
+            diffusers.PixArtTransformer2DModel,
             {**HEADS, **CAPTION},
             {"encoder_hidden_states": prompt, "added_cond_kwargs": sizes},
         ),
         "UNet": (
-            UNet2DConditionModel,
+            diffusers.UNet2DConditionModel,
             {**UNET, **BLOCKS, "norm_num_groups": 4, "attention_head_dim": 4},
             {"encoder_hidden_states": prompt},
         ),
@@ -62,11 +60,11 @@ def kinds():
 
 
 @pytest.mark.parametrize("kind", ["DiT", "PixArt", "UNet"])
-def test_a_student_with_keys_for_all_patches_is_its_teacher_and_with_fewer_is_not(kind):
-    make, sizes, given = kinds()[kind]
+def test_a_student_with_keys_for_all_patches_is_its_teacher_and_with_fewer_is_not(kind, diffusers):
+    make, sizes, given = kinds(diffusers)[kind]
     torch.manual_seed(0)
     teacher = make(**sizes).eval()
-    student = getattr(modeling_denoiser, f"Linearized{kind}")(**sizes).eval()
+    student = getattr(denoiser.modeling(), f"Linearized{kind}")(**sizes).eval()
     student.load_state_dict(teacher.state_dict())
     side = sizes["sample_size"]
     latents = torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(2))
@@ -78,16 +76,17 @@ def test_a_student_with_keys_for_all_patches_is_its_teacher_and_with_fewer_is_no
             assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4) is same
 
 
-def test_a_picture_that_is_not_square_keeps_its_rows():
-    assert modeling_denoiser.grid_of(24 * 10, 48, 20) == (24, 10)
-    assert modeling_denoiser.grid_of(12 * 5, 24, 9) == (12, 5)
+def test_a_picture_that_is_not_square_keeps_its_rows(diffusers):
+    grid_of = denoiser.modeling().grid_of
+    assert grid_of(24 * 10, 48, 20) == (24, 10)
+    assert grid_of(12 * 5, 24, 9) == (12, 5)
     with pytest.raises(ValueError, match="61 tokens are not the patches"):
-        modeling_denoiser.grid_of(61, 24, 9)
+        grid_of(61, 24, 9)
 
 
-def test_the_kl_of_a_step_is_that_of_its_gaussians():
+def test_the_kl_of_a_step_is_that_of_its_gaussians(diffusers):
     """Two steps of DDPM from the same latents have equal variances, and means that differ by their noise."""
-    scheduler, time = DDIMScheduler(), 600
+    scheduler, time = diffusers.DDIMScheduler(), 600
     latents, noise, other = torch.randn(3, 1, 4, 6, 6, generator=torch.Generator().manual_seed(3)).unbind()
     beta, kept = scheduler.betas[time], scheduler.alphas_cumprod[time]
     means = [(latents - beta / (1 - kept).sqrt() * each) / (1 - beta).sqrt() for each in (noise, other)]
@@ -137,6 +136,7 @@ pipe([1], num_inference_steps=2)
             ["diffusers", "FluxTransformer2DModel"],
             "its denoiser is not of a kind whose picture attends to itself alone",
         ),
+        (["diffusers", ["odd"]], "attends to itself alone (it has none)"),
         (["modeling_own", "DiTTransformer2DModel"], "needs code from its repository for its transformer"),
     ],
 )
