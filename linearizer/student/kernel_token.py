@@ -3,7 +3,7 @@
 Every token launches the same three kernels for a layer, so a graph may repeat them. The rows of a head, its ring and
 its slots, are cut into parts, so that few heads keep a whole GPU at work:
 
-  merge_leaving  merge the block that leaves a window before the token, if one does (kernel_merging.py)
+  merge_leaving  merge the block that leaves a window before the token, if one does (kernel_leaving.py)
   attend_part    turn the query, remember the token in the part that has its row, attend to the rows of one part
   join_parts     one softmax over all parts, turned back
 
@@ -22,7 +22,8 @@ except ImportError:
     raise
 
 from .kernel_common import EMPTY, load_tile, on_device_of_first, padded, precision, update_softmax
-from .kernel_merging import ROWS_AT_ONCE, make_workspace, merge_leaving, merging_constants
+from .kernel_leaving import merge_leaving
+from .kernel_merging import ROWS_AT_ONCE, make_workspace, merging_constants
 from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
