@@ -46,11 +46,15 @@ enum { BYTES = 64, ROWS = 8 };
 enum { BYTES = 32, ROWS = 4 };
 #endif
 typedef REAL vec __attribute__((vector_size(BYTES), aligned(BYTES), may_alias));
+typedef __typeof__((vec){0} < (vec){0}) mask;
 enum { LANES = BYTES / sizeof(REAL), TILE = 2 * LANES, PARTIAL = 32 / sizeof(REAL) };
 
 static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
 
 static long padded(long size, long by) { return (size + by - 1) / by * by; }
+
+/* The lanes of x where a mask has them, and those of y elsewhere. */
+static inline vec either(mask where, vec x, vec y) { return (vec)((where & (mask)x) | (~where & (mask)y)); }
 
 static uint32_t bits_of(REAL x) {
     float y = (float)x;
@@ -79,17 +83,23 @@ static inline REAL code_of(REAL x, REAL scale, REAL limit) {
     return code < -limit ? -limit : code > limit ? limit : code;
 }
 
-/* The scale that moves a vector least, of those tried; the same bits in vectors of any width. */
-static REAL best_scale(const REAL *x, long dim, REAL limit) {
-    REAL top = 0, best_error = INFINITY, best = 0, lanes[PARTIAL] = {0};
-    for (long d = 0; d < dim; d += PARTIAL)
+static REAL largest(const REAL *x, long dim) {
+    REAL top = 0, lanes[PARTIAL] = {0};
+    long d = 0;
+    for (; d + PARTIAL <= dim; d += PARTIAL)
         for (long l = 0; l < PARTIAL; l++) {
             REAL size = x[d + l] < 0 ? -x[d + l] : x[d + l];
             lanes[l] = size > lanes[l] ? size : lanes[l];
         }
     for (long l = 0; l < PARTIAL; l++) top = lanes[l] > top ? lanes[l] : top;
-    top /= limit;
-    for (int i = 0; i < 3; i++) {
+    for (; d < dim; d++) top = x[d] > top ? x[d] : -x[d] > top ? -x[d] : top;
+    return top;
+}
+
+/* The scale that moves a vector least, of those tried; the same bits in vectors of any width. */
+static REAL best_scale(const REAL *x, long dim, REAL limit) {
+    REAL top = largest(x, dim) / limit, best_error = INFINITY, best = 0, lanes[PARTIAL];
+    for (int i = 0; i < 3 && best_error > 0; i++) {  /* the first moves nothing that was rounded before */
         REAL scale = as_bf16(top * TRIED[i]), error = 0;
         if (!(scale > TINIEST)) scale = 0;
         for (long l = 0; l < PARTIAL; l++) lanes[l] = 0;

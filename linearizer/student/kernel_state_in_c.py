@@ -9,7 +9,7 @@ SOURCE = r"""
 enum {  /* tensors of a group of heads */
        HEAD, METRIC, GAIN, MEAN_QUERY, SINK_K, SINK_V, WINDOW_K, WINDOW_V, SLOT_K, SLOT_V, WEIGHT, SPREAD,
        GROUP_TENSORS };
-enum { ROWS_AT_ONCE = 32, PARTS = 4 };
+enum { ROWS_AT_ONCE = 48, PARTS = 4 };
 
 static const REAL TINY = 1e-30, MOST_TOKENS = 32767, MOST_IMPORTANT = 20;
 
@@ -25,19 +25,18 @@ typedef struct {
     REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
     REAL *metric;                               /* (key_dim, key), turned */
     REAL *importance, *query;                   /* query: the mean query, and its product with the mean key */
-    REAL *place, *least;                        /* place in the order, infinite in a free row; least cost before it */
+    REAL *place, *least, *nearest;              /* place, infinite in a free row; least cost before it, with what */
     char *changed, *gone, *lost;                /* lost: what was nearest to it */
-    long *order, *nearest, *chosen, *partner, *free;
+    long *order, *chosen, *partner, *free;
 } Slots;
 
 static REAL limit_of(long bits) { return ((1 << bits) - 1) / (REAL)2; }
 
 /* The scale of a vector: in 8 bits a power of two, the least with which its largest number fits. */
 static REAL scale_of(const REAL *x, long dim, long bits) {
-    float top = 0;
     if (bits < 8) return best_scale(x, dim, limit_of(bits));
-    for (long d = 0; d < dim; d++) top = fabsf((float)x[d]) > top ? fabsf((float)x[d]) : top;
-    return fminf(fmaxf((float)of_bits((bits_of(top) + 0x1FFFF) & 0x7F800000u) * 0x1p-6f, 0x1p-24f), 0x1p121f);
+    float top = (float)of_bits((bits_of(largest(x, dim)) + 0x1FFFF) & 0x7F800000u);
+    return fminf(fmaxf(top * 0x1p-6f, 0x1p-24f), 0x1p121f);
 }
 
 static void round_vector(REAL *x, long dim, long bits, long kept_bf16) {
@@ -147,79 +146,92 @@ static void measure_slot(Slots *s, long i) {
     for (long d = 0; d < s->key + s->value; d++) s->columns[d * s->room + i] = row[d];
 }
 
-/* Products of some slots with all, over some of the columns: the same bits for a pair, whichever is a row. */
-static void multiply_slots(const Slots *s, long from, long to, const long *some, REAL *out) {
+/* Products of some slots with all from a row on, over some of the columns: the same bits for a pair, whichever of both
+   is a row. */
+static void multiply_slots(const Slots *s, long from, long to, const long *some, long begin, REAL *out) {
     const REAL *rows[ROWS], *columns = s->columns + from * s->room;
     for (int r = 0; r < ROWS; r++) rows[r] = columns + some[r];
-    multiply(rows, s->room, to - from, columns, s->room, padded(s->used, LANES), out, s->room, 0);
+    multiply(rows, s->room, to - from, columns + begin, s->room, padded(s->used, LANES) - begin, out + begin, s->room,
+             0);
 }
 
-/* Find the least cost of merging a slot with one before it. */
-static void find_nearest(Slots *s, long i) {
-    const REAL *cost = s->cost + i * s->room, own = s->place[i];
-    REAL lanes[LANES], least = INFINITY;
-    for (long l = 0; l < LANES; l++) lanes[l] = INFINITY;
-    for (long j = 0; j < padded(s->used, LANES); j += LANES)
-        for (long l = 0; l < LANES; l++) {
-            REAL x = s->place[j + l] < own ? cost[j + l] : INFINITY;
-            lanes[l] = x < lanes[l] ? x : lanes[l];
-        }
-    for (long l = 0; l < LANES; l++) least = lanes[l] < least ? lanes[l] : least;
-    s->least[i] = least, s->nearest[i] = -1;
-    for (long j = 0; j < s->used && s->nearest[i] < 0 && least < INFINITY; j++)
-        if (cost[j] == least && s->place[j] < own) s->nearest[i] = j;
+/* By what an error of a slot counts for more than one of the oldest (slots_merging.RECENCY). */
+#define RECENCY(place) ((place) + 1)
+
+/* Find the slot with which merging a slot from a place costs least, the first of those that cost the same: of those
+   before it, or of all, where errors of newer slots count for more. */
+static inline __attribute__((always_inline)) long find_least(
+    const Slots *s, long i, REAL own, int before, REAL *least) {
+    vec best = (vec){0} + (REAL)INFINITY, first = best, at = {0};
+    for (long j = 0; j < padded(s->used, LANES); j += LANES) {
+        vec x = *(vec *)(s->cost + i * s->room + j), place = *(vec *)(s->place + j);
+        if (!before) x *= RECENCY(either(place > own, place, (vec){0} + own));
+        mask better = (x < best) | ((x == best) & (place < first));
+        better &= place < (before ? own : (REAL)INFINITY);
+        best = either(better, x, best), first = either(better, place, first);
+        at = either(better, (vec){0} + (REAL)j, at);
+    }
+    long found = 0;
+    for (long l = 1; l < LANES; l++)
+        if (best[l] < best[found] || (best[l] == best[found] && first[l] < first[found])) found = l;
+    *least = best[found];
+    return first[found] < INFINITY ? (long)at[found] + found : -1;
 }
 
 /* Compute what merging costs each pair of which a slot has changed, and the least cost of every slot. */
 static void measure_pairs(Slots *s) {
-    long n = s->used, found = 0, some[ROWS];
+    long n = s->used, found = 0, some[ROWS], whole = 0;
     REAL *key = s->dots, *value = s->dots + ROWS * s->room;
     for (long i = 0; i < n; i++)
         if (s->changed[i]) measure_slot(s, i);
+    while (whole < n && s->changed[whole]) whole++;
     for (long i = 0; i < n || found;) {
         for (; i < n && found < ROWS; i++)
             if (s->changed[i]) some[found++] = i;
         if (!found) break;
         for (long r = found; r < ROWS; r++) some[r] = some[0];
-        multiply_slots(s, 0, s->key, some, key);
-        multiply_slots(s, s->key, s->key + s->value, some, value);
+        long begin = some[0] < whole ? some[0] / LANES * LANES : 0;  /* earlier rows have measured their pairs */
+        multiply_slots(s, 0, s->key, some, begin, key);
+        multiply_slots(s, s->key, s->key + s->value, some, begin, value);
         for (long r = 0; r < found; r++) {
             REAL *cost = s->cost + some[r] * s->room, *kk = key + r * s->room, *vv = value + r * s->room;
             REAL a = s->key_square[some[r]], b = s->value_square[some[r]], own = s->inverse[some[r]];
             REAL important = s->importance[some[r]];
-            for (long j = 0; j < n; j++) {
+            for (long j = begin; j < n; j++) {
                 REAL x = a + s->key_square[j] - 2 * kk[j], y = b + s->value_square[j] - 2 * vv[j];
                 x = x * x / (own + s->inverse[j]);
                 x = x * x * (y > TINY ? y : TINY);
                 cost[j] = x * (important > s->importance[j] ? important : s->importance[j]);
             }
             cost[some[r]] = INFINITY;
-            for (long j = 0; j < n; j++) s->cost[j * s->room + some[r]] = cost[j];
+            for (long j = begin; j < n; j++) s->cost[j * s->room + some[r]] = cost[j];
         }
         found = 0;
     }
     for (long o = 0; o < s->count; o++) {
-        long i = s->order[o], nearest = s->nearest[i];
+        long i = s->order[o], nearest = (long)s->nearest[i];
         s->lost[i] = s->changed[i] || nearest < 0 || s->gone[nearest] || s->changed[nearest];
     }
     for (long c = 0; c < n; c++) {
-        const REAL *cost = s->cost + c * s->room;
-        for (long i = 0; s->changed[c] && i < n; i++)
-            if (cost[i] < s->least[i] && s->place[c] < s->place[i]) s->least[i] = cost[i], s->nearest[i] = c;
+        for (long i = 0; s->changed[c] && i < n; i += LANES) {
+            vec x = *(vec *)(s->cost + c * s->room + i), *least = (vec *)(s->least + i);
+            vec *nearest = (vec *)(s->nearest + i);
+            mask better = (x < *least) & (*(vec *)(s->place + i) > s->place[c]);
+            *least = either(better, x, *least), *nearest = either(better, (vec){0} + (REAL)c, *nearest);
+        }
     }
-    for (long o = 0; o < s->count; o++)
-        if (s->lost[s->order[o]]) find_nearest(s, s->order[o]);
+    for (long o = 0; o < s->count; o++) {
+        long i = s->order[o];
+        if (s->lost[i]) s->nearest[i] = find_least(s, i, s->place[i], 1, s->least + i);
+    }
     memset(s->changed, 0, n);
 }
-
-/* By what an error of a slot counts for more than one of the oldest (slots_merging.RECENCY). */
-static REAL recency(REAL place) { return place + 1; }
 
 /* Choose which slots go, and into which that stay. */
 static void choose_pairs(Slots *s, long most) {
     long chosen = 0;
     for (long o = 0; o < s->count; o++) {
-        REAL least = s->dots[o] = s->least[s->order[o]] * recency(o);
+        REAL least = s->dots[o] = s->least[s->order[o]] * RECENCY(o);
         long at = chosen < most ? chosen : most;
         while (at > 0 && least < s->dots[s->partner[at - 1]]) at--;
         if (at == most) continue;
@@ -227,19 +239,12 @@ static void choose_pairs(Slots *s, long most) {
         for (long c = chosen - 1; c > at; c--) s->partner[c] = s->partner[c - 1];
         s->partner[at] = o;
     }
-    for (long c = 0; c < most; c++) s->chosen[c] = s->order[s->partner[c]], s->gone[s->chosen[c]] = 1;
     for (long c = 0; c < most; c++) {
-        const REAL *cost = s->cost + s->chosen[c] * s->room, own = s->place[s->chosen[c]];
-        REAL least = INFINITY;
-        for (long j = 0; j < s->used; j++) {
-            REAL x = cost[j] * recency(s->place[j] > own ? s->place[j] : own);
-            s->dots[j] = s->gone[j] ? INFINITY : x;
-            least = s->dots[j] < least ? s->dots[j] : least;
-        }
-        s->partner[c] = -1;
-        for (long o = 0; o < s->count && s->partner[c] < 0; o++)
-            if (!s->gone[s->order[o]] && s->dots[s->order[o]] == least) s->partner[c] = s->order[o];
+        long i = s->chosen[c] = s->order[s->partner[c]];
+        s->gone[i] = 1, s->dots[c] = s->place[i], s->place[i] = INFINITY;
     }
+    REAL least;
+    for (long c = 0; c < most; c++) s->partner[c] = find_least(s, s->chosen[c], s->dots[c], 0, &least);
 }
 
 /* Merge what goes into what stays. */
@@ -275,7 +280,7 @@ static void close_gaps(Slots *s) {
     long kept = 0;
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o];
-        if (s->gone[i]) s->free[s->unused++] = i, s->place[i] = INFINITY;
+        if (s->gone[i]) s->free[s->unused++] = i;
         else s->place[i] = kept, s->order[kept++] = i;
     }
     s->count = kept;
@@ -335,6 +340,13 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
     return used;
 }
 
+/* Write rows of zeros. */
+static void write_zeros(const Side *s, char *rows, long count) {
+    memset(s->taken, 0, s->size * sizeof(REAL));
+    if (count) write_row(s, s->taken, rows);
+    for (long i = 1; i < count; i++) memcpy(rows + i * s->width, rows, s->width);
+}
+
 /* Read what a state holds after `count` tokens; before the first, write zeros. */
 static void read_state(Reader *r, long count) {
     for (int v = 0; v < 2; v++) {
@@ -350,7 +362,7 @@ static void read_state(Reader *r, long count) {
             continue;
         }
         for (long i = 0; i < r->sinks; i++) write_sink(s, s->taken, sinks_of(r, s), r->own * r->sinks + i);
-        for (long i = 0; i < r->window; i++) write_row(s, s->taken, row_of(r, s, WINDOW_K, r->window, i));
+        write_zeros(s, row_of(r, s, WINDOW_K, r->window, 0), r->window);
     }
     Slots *slots = &r->slots;
     for (long i = 0; count && i < slots->most; i++) {
@@ -381,11 +393,10 @@ static void write_state(Reader *r, long from, long to, int merged) {
         for (long p = to - from > r->window ? to - r->window : from; p < to; p++)
             write_row(s, s->ring + p % r->room * s->size, row_of(r, s, WINDOW_K, r->window, p % r->window));
         if (!merged) continue;
-        memset(s->taken, 0, s->size * sizeof(REAL));
-        for (long i = 0; i < slots->most; i++) {
-            const REAL *row = slots->seen + i * (slots->key + slots->value) + (v ? slots->key : 0);
-            write_row(s, i < slots->count ? row : s->taken, row_of(r, s, SLOT_K, slots->most, i));
-        }
+        const REAL *row = slots->seen + (v ? slots->key : 0);
+        for (long i = 0; i < slots->count; i++, row += slots->key + slots->value)
+            write_row(s, row, row_of(r, s, SLOT_K, slots->most, i));
+        write_zeros(s, row_of(r, s, SLOT_K, slots->most, slots->count), slots->most - slots->count);
     }
     for (long i = 0; merged && i < slots->most; i++) {
         long at = r->own * slots->most + i;
