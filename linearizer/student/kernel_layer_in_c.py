@@ -158,6 +158,7 @@ static void level_slots(Reader *r, REAL gain) {
 }
 
 static void prepare_merging(Slots *s, const REAL *metric, const REAL *query, REAL factor) {
+    show_slots(s, 1);
     memset(s->columns, 0, (s->key + s->value) * s->room * sizeof(REAL));
     memset(s->metric, 0, s->key_dim * s->key * sizeof(REAL));
     for (long r = 0; r < s->key_dim; r++)

@@ -60,7 +60,7 @@ static void read_row(const Side *s, const char *row, REAL *x) {
     if (s->bits == 16) {
         memcpy(x, row, s->width);
     } else if (s->bits == 8) {
-        REAL scale = (REAL)ldexpf(1, ((const int8_t *)row)[s->dim]);
+        REAL scale = of_bits((uint32_t)(((const int8_t *)row)[s->dim] + 127) << 23);
         for (long d = 0; d < s->dim; d++) x[d] = ((const int8_t *)row)[d] * scale;
     } else {
         const uint8_t *bytes = (const uint8_t *)row;
@@ -69,8 +69,15 @@ static void read_row(const Side *s, const char *row, REAL *x) {
         long half = s->dim / 2, more = s->bits - 4, part = s->dim * more / 8;  /* bytes of what is above four bits */
         uint8_t whole[s->dim];
         for (long d = 0; d < half; d++) whole[d] = bytes[d] & 15, whole[half + d] = bytes[d] >> 4;
-        for (long shift = 0, d = 0; d < s->dim && more; shift += more, d += part)
-            for (long p = 0; p < part; p++) whole[d + p] |= (bytes[half + p] >> shift & ((1 << more) - 1)) << 4;
+        const uint64_t high = ((1 << more) - 1) * 0x0101010101010101u;  /* of eight bytes at once */
+        for (long shift = 0, d = 0; d < s->dim && more; shift += more, d += part) {
+            long p = 0;
+            for (uint64_t x, y; p + 8 <= part; p += 8) {
+                memcpy(&x, bytes + half + p, 8), memcpy(&y, whole + d + p, 8);
+                y |= (x >> shift & high) << 4, memcpy(whole + d + p, &y, 8);
+            }
+            for (; p < part; p++) whole[d + p] |= (bytes[half + p] >> shift & high & 255) << 4;
+        }
         for (long d = 0; d < s->dim; d++) x[d] = ((REAL)whole[d] - limit) * scale;
     }
 }
@@ -117,13 +124,13 @@ static REAL *add_slot(Slots *s, REAL weight, REAL spread) {
     return s->rows + i * s->width;
 }
 
-/* Lay out in their order the slots that queries see. */
-static void show_slots(Slots *s) {
+/* Lay out in their order the slots that queries see; or, before the first merge, those of a state in rows. */
+static void show_slots(Slots *s, int in_rows) {
     for (long o = 0; o < s->count; o++) {
-        const REAL *row = s->rows + s->order[o] * s->width;
-        REAL *seen = s->seen + o * (s->key + s->value);
-        memcpy(seen, row + s->key + s->value, s->key * sizeof(REAL));
-        memcpy(seen + s->key, row + s->key, s->value * sizeof(REAL));
+        REAL *row = s->rows + s->order[o] * s->width, *seen = s->seen + o * (s->key + s->value);
+        REAL *k = row + s->key + s->value, *v = row + s->key;
+        memcpy(in_rows ? k : seen, in_rows ? seen : k, s->key * sizeof(REAL));
+        memcpy(in_rows ? v : seen + s->key, in_rows ? seen + s->key : v, s->value * sizeof(REAL));
     }
 }
 
@@ -295,7 +302,7 @@ static void merge_slots(Slots *s) {
         merge_pairs(s, most);
         close_gaps(s);
     }
-    show_slots(s);
+    show_slots(s, 0);
 }
 
 typedef struct {
@@ -375,12 +382,12 @@ static void read_state(Reader *r, long count) {
             weight = ((REAL *)r->of[WEIGHT])[at], spread = ((REAL *)r->of[SPREAD])[at];
         }
         if (!(weight > 0)) continue;
-        REAL *row = add_slot(slots, weight, spread);
-        memset(row, 0, slots->width * sizeof(REAL));
-        read_row(&r->value, row_of(r, &r->value, SLOT_K, slots->most, i), row + slots->key);
-        read_row(&r->key, row_of(r, &r->key, SLOT_K, slots->most, i), row + slots->key + slots->value);
+        add_slot(slots, weight, spread);
+        REAL *seen = slots->seen + (slots->count - 1) * (slots->key + slots->value);
+        memset(seen, 0, (slots->key + slots->value) * sizeof(REAL));
+        read_row(&r->key, row_of(r, &r->key, SLOT_K, slots->most, i), seen);
+        read_row(&r->value, row_of(r, &r->value, SLOT_K, slots->most, i), seen + slots->key);
     }
-    show_slots(slots);
 }
 
 /* Write what has changed from a place on. */
