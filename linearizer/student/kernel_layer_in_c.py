@@ -8,6 +8,8 @@ on how a text was cut into calls nor on the number of threads. The reference are
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -333,6 +335,12 @@ class LayerInC:
                     setattr(memory[index], name, x.to(out.dtype))
 
 
+@functools.cache
+def helpers(process: int) -> ThreadPoolExecutor:
+    """Return the threads of a process that help to read; they last, since starting threads takes 0.1 ms a layer."""
+    return ThreadPoolExecutor()
+
+
 def call_kernel(
     kernel: Kernel, sizes: Any, addresses: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor,
     count: Tensor,
@@ -342,17 +350,15 @@ def call_kernel(
     if not q.dtype == k.dtype == v.dtype == work:
         q, k, v = (x.to(work) for x in (q, k, v))
     given = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), out.to(work)]
-    strides = (x.stride() for x in given)
-    sizes[STRIDES] = [y for x in strides for y in (x if len(x) == 5 else (*x[:2], 0, *x[2:]))[:4]]
+    of_q, of_k, of_v, of_out = (x.stride() for x in given)
+    sizes[STRIDES] = [*of_q[:4], *of_k[:2], 0, of_k[2], *of_v[:2], 0, of_v[2], *of_out[:4]]
     sizes[0], sizes[TOKENS] = 0, tokens
     rest = count, None if real is None else real.contiguous()
     addresses[OF_CALL] = [None if x is None else x.data_ptr() for x in (*given, *rest)]
     threads = min(torch.get_num_threads(), len(k) * k.shape[1])
-    if threads == 1 or tokens == 1:  # which is read before others begin
-        done = [kernel(sizes, addresses)]
-    else:
-        with ThreadPoolExecutor(threads) as pool:  # a kernel lets other threads of Python work meanwhile
-            done = [*pool.map(kernel, [sizes] * threads, [addresses] * threads)]
+    others = threads - 1 if tokens > 1 else 0  # a token is read before others begin
+    parts = [helpers(os.getpid()).submit(kernel, sizes, addresses) for _ in range(others)]
+    done = kernel(sizes, addresses), *(part.result() for part in parts)
     if not all(done):
         raise MemoryError("no memory to attend in")
     if out.dtype != work:

@@ -1,6 +1,8 @@
 """The kernel in C that reads on a CPU: PyTorch's results, whatever heads hold, however texts are cut."""
 
 import copy
+import os
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -78,6 +80,25 @@ def test_the_number_of_threads_changes_no_bit():
     for out, memory in found[1:]:
         assert torch.equal(out, found[0][0])
         assert_same_states(memory, found[0][1], rtol=0, atol=0)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_forked_reads_with_threads_of_its_own():
+    student, given = layer(HELD, dtype=torch.float32), text(9, LENGTH, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        expected, _ = read(student, given, (LENGTH,))
+        child = get_context("fork").Process(
+            target=lambda: os._exit(0 if torch.equal(read(student, given, (LENGTH,))[0], expected) else 1)
+        )
+        child.start()
+        child.join(60)
+        child.kill()
+    finally:
+        torch.set_num_threads(threads)
+    assert child.exitcode == 0
 
 
 @needs_compiler
