@@ -91,7 +91,10 @@ def padding_only(
     if mask_function is not causal_mask_function:
         raise ValueError(NOT_SERVED)
     new = None if attention_mask is None else attention_mask[:, -q_length:]
-    if new is None or new.all():
+    if new is None:
+        return None
+    in_graph = torch.compiler.is_compiling() and q_length == 1 and new.is_cpu  # which looks at no number
+    if not in_graph and new.all():
         return None
     return new[:, None, None].bool()
 

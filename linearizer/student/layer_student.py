@@ -208,25 +208,29 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`; under autocast with inputs of its type, and everything else as without it."""
         device = query.device.type
-        attend = self.attend_uncompiled if self.breaks_graph(query, key, memory) else self.attend
+        attend = self.attend_uncompiled if self.breaks_graph(query, key, real, memory) else self.attend
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return attend(query, key, value, scale, real, memory)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, memory)
 
-    def breaks_graph(self, q: Tensor, k: Tensor, memory: list | None) -> bool:
+    def breaks_graph(self, q: Tensor, k: Tensor, real: Tensor | None, memory: list | None) -> bool:
         """Whether a compiled model leaves attention uncompiled: texts, and slots that no kernel reads, look at numbers,
-        each a break in a graph."""
+        each a break in a graph; so does all that a kernel does not read where a token may be padding."""
         if not torch.compiler.is_dynamo_compiling() or q.shape[-2] > 1:
             return torch.compiler.is_dynamo_compiling()
-        read = (held_layer(memory, k), held_pool(memory, k)) if is_compiled() else ()
+        read = (held_layer(memory, k), held_pool(memory, k) if real is None else None) if is_compiled() else ()
         served = [index for plan in read if plan is not None for index in plan.windows]
-        return any(isinstance(group, SlotGroup) and index not in served for index, group in enumerate(self.groups))
+        look = SlotGroup if real is None else HeadGroup
+        return any(isinstance(group, look) and index not in served for index, group in enumerate(self.groups))
 
     @torch.compiler.disable
-    def attend_uncompiled(self, *inputs: Any) -> Tensor:
-        return self.attend(*inputs)
+    def attend_uncompiled(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
+    ) -> Tensor:
+        real = None if real is not None and real.all() else real
+        return self.attend(query, key, value, scale, real, memory)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
