@@ -134,4 +134,4 @@ def test_reading_a_longer_text_takes_no_more_operations(default):
     default(0, 12)
     short, long = default(12, 24), default(24, 60)
     assert not {"bmm", "baddbmm", "_softmax", "logsumexp"} & {*short.counts, *long.counts}
-    assert long.counts.total() <= short.counts.total() and long.launches == short.launches
+    assert long.counts.total() <= short.counts.total() and long.launches == short.launches <= 4
