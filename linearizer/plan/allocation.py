@@ -187,8 +187,8 @@ def size_row(tokens: int, cache: int, state: int, sign: str = "") -> tuple[str, 
     """State the sizes after a number of tokens; the `sign` ≤ marks a state that is only known to be no larger."""
     times = cache / state if state else math.inf
     factor = "∞" if times == math.inf else f"{times:,.0f}×" if times >= 100 else f"{times:.3g}×"
-    bound = "≥ " if sign else ""
-    return f"{thousands(tokens)} tokens", size(cache), f"{sign} {size(state)}".strip(), bound + factor
+    smaller = "not yet" if times <= 1 else f"≥ {factor}" if sign else factor
+    return f"{thousands(tokens)} tokens", size(cache), f"{sign} {size(state)}".strip(), smaller
 
 
 def thousands(tokens: int) -> str:

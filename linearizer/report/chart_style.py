@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ MAP_INK = "#000000"  # can be read on all of them
 LAYER_COLOURS = [[0.0, "#6a5fb5"], [0.5, "#2a83c4"], [1.0, "#17937f"]]  # the same, seen as lines on white and on black
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 300  # of a line: more cannot be seen
+MAX_NAMED = 4  # lines that have their names at their ends
 MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
 FONT = {"family": "system-ui, sans-serif", "size": 12}
@@ -56,7 +59,23 @@ def new_figure(height: int, x: Options = NO_OPTIONS, y: Options = NO_OPTIONS, **
     """Create a figure with options of its axes, in one piece, which plotly checks ten times as fast as many."""
     from plotly.graph_objects import Figure
 
-    return Figure(layout={**LAYOUT, "height": height, "xaxis": {**XAXIS, **x}, "yaxis": {**YAXIS, **y}, **layout})
+    figure = Figure(layout={**LAYOUT, "height": height, "xaxis": {**XAXIS, **x}, "yaxis": {**YAXIS, **y}, **layout})
+    return figure.update_yaxes(title_standoff=8)  # from its numbers, which are wider on some axes
+
+
+def name_lines(figure: Figure, span: float) -> bool:
+    """Name lines at their last points in place of a legend, if they are few and end apart; return whether it is so.
+
+    Their axis reaches over `span` powers of ten.
+    """
+    ends = sorted(math.log10(line.y[-1]) for line in figure.data)
+    if len(ends) > MAX_NAMED or any(above - below <= span / 10 for below, above in pairwise(ends)):
+        return False
+    for line in figure.data:
+        named = {"text": [""] * (len(line.y) - 1) + [f"  {line.name}"], "textposition": "middle right"}
+        line.update(mode=f"{line.mode}+text", cliponaxis=False, **named)
+    figure.update_layout(showlegend=False, margin_r=96)
+    return True
 
 
 def thin_points(points: Sequence[T]) -> list[T]:

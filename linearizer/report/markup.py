@@ -12,6 +12,8 @@ from linearizer.run.files import project_folder
 from linearizer.run.names import runs_root
 from linearizer.run.results import Part
 
+MANY_COLUMNS = 4  # of a table: with more, a phone shows the cells of a row below each other
+
 
 def message_box(text: str, kind: str = "note") -> str:
     """Put a sentence in a box; `kind` is note, good or bad, and a sign shows it too."""
@@ -57,10 +59,13 @@ def table(
     """
     keep = (lambda text: text) if safe else escape
     top = "".join(f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in head)
-    body = "".join(
-        f'<tr><th scope="row">{keep(row[0])}</th>{"".join(f"<td>{keep(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows
-    )
+    many = len(head) > MANY_COLUMNS
+    cells = [f'<td data-head="{escape(name, quote=True)}">' if many else "<td>" for name in head[1:]]
+    body = ""
+    for row in rows:
+        others = "".join(f"{begin}{keep(cell)}</td>" for begin, cell in zip(cells, row[1:], strict=False))
+        body += f'<tr><th scope="row">{keep(row[0])}</th>{others}</tr>'
+    kind += " lz-many" * many
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
         f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(label or caption)}"><table '

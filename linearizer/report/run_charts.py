@@ -112,21 +112,30 @@ def draw_frontier(
     x = {"title": "state or cache, bytes", **style.COUNTS_AXIS, **ticks}
     figure = style.new_figure(300, x, {"title": "KL, nats per token", **style.LOG_AXIS})
     token, (_, grey, *_) = head_bytes.cache_bytes(layers, 1), style.SUBJECT_STYLES["teacher"]
-    if shown := [(held, factor * kl) for held, kl in style.thin_points(points)]:
+    shown = [(held, max(factor * kl, MIN_DRAWN_KL)) for held, kl in style.thin_points(points)]
+    for name, (held, kl) in measured.items():
+        look = style.subject_line(name, f"KL %{{y:.2g}} with {size(held)}") | {"mode": "markers"}
+        figure.add_scatter(x=[held], y=[max(kl, MIN_DRAWN_KL)], **look)
+    drawn = [kl for trace in figure.data for kl in trace.y] + [kl for _, kl in shown]
+    named = style.name_lines(figure, math.log10(max(drawn, default=1) / min(drawn, default=1)))
+    if shown:
+        title = "predicted" + f", × {factor:.2g}" * (factor != 1)
+        label = {"text": [f"  {title}"], "textposition": "middle right"} if named else {}  # where the line begins
         figure.add_scatter(
             x=[held for held, _ in shown],
-            y=[max(kl, MIN_DRAWN_KL) for _, kl in shown],
+            y=[kl for _, kl in shown],
             customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
-            mode="lines",
+            mode="lines+text" if named else "lines",
             line={"color": style.GREEN, "width": 2},
-            name="predicted from the prices" + (f", × {factor:.2g} as measured" if factor != 1 else ""),
+            name=title,
             hovertemplate="KL %{y:.2g} with %{customdata}<extra>predicted</extra>",
+            **label,
         )
-    for name, (held, kl) in measured.items():
-        line = style.subject_line(name, f"KL %{{y:.2g}} with {size(held)}")
-        figure.add_scatter(x=[held], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
-    dotted = {"color": grey, "width": 2, "dash": "dot"}
-    return figure.add_vline(x=cache_bytes, line=dotted, showlegend=True, name=f"teacher's cache, {size(cache_bytes)}")
+    name, dotted = f"teacher's cache, {size(cache_bytes)}", {"color": grey, "width": 2, "dash": "dot"}
+    if not named:
+        return figure.add_vline(x=cache_bytes, line=dotted, showlegend=True, name=name)
+    place = {"x": math.log10(cache_bytes), "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
+    return figure.add_vline(x=cache_bytes, line=dotted).add_annotation(text=name, showarrow=False, **place)
 
 
 def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:

@@ -93,6 +93,14 @@ def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
     assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
 
 
+@pytest.mark.parametrize(("kl", "named"), [(0.1, True), (0.011, False)])
+def test_few_lines_that_end_apart_have_their_names_at_their_ends_and_others_a_legend(kl, named):
+    measured = {"student": (500, 0.01), "window": (500, kl)}
+    figure = run_charts.draw_frontier([(100, 1.0), (900, 0.005)], measured, 4000, LAYERS)
+    words = " ".join(word for trace in figure.data for word in trace.text or ())
+    assert (figure.layout.showlegend is False) == named == all(name in words for name in ("student", "predicted"))
+
+
 def test_every_axis_says_its_unit():
     for name, figure in everything().items():
         for axis in (*figure.select_xaxes(), *figure.select_yaxes()):

@@ -10,7 +10,7 @@ from linearizer.report.markup import part_html
 from linearizer.report.parts import PART_VIEWS, evaluation_report
 from linearizer.report.run_charts import MIN_DRAWN_KL
 from linearizer.run.results import PARTS, Speed, read_part
-from tests.support.evaluation_results import NAMES, STORED, TYPED
+from tests.support.evaluation_results import STORED, TYPED
 
 DRAWN = [part for part in PARTS if part not in ("generation", "tasks")]  # the others are tables alone
 
@@ -51,13 +51,6 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(part):
     figure = figure_of(part)
     assert figure["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)" and figure["data"]
     assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
-
-
-@pytest.mark.parametrize("part", ["language", "recall", "needle", "speed"])
-def test_subjects_differ_by_marker_not_only_by_colour(part):
-    symbols = [trace["marker"]["symbol"] for trace in figure_of(part)["data"] if "marker" in trace]
-    first = [symbol if isinstance(symbol, str) else symbol[0] for symbol in symbols]
-    assert len(set(first)) == len(first) == (len(NAMES) - (part in ("language", "speed")))
 
 
 def test_gaps_are_those_that_were_measured():

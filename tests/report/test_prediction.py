@@ -62,10 +62,10 @@ def test_terminal_and_card_show_what_was_measured_beside_what_was_predicted(run)
 def test_the_curve_of_budgets_is_multiplied_and_says_so(run):
     def curve():
         figure = json.loads(RunState(run).draw_frontier(run.allocation, run.results["language"]))
-        return next(line for line in figure["data"] if line["name"].startswith("predicted from the prices"))
+        return next(line for line in figure["data"] if line["name"].startswith("predicted"))
 
     before = curve()
     measured_at(run, 1.5)
     after = curve()
-    assert after["name"] == before["name"] + ", × 1.5 as measured"
+    assert after["name"] == before["name"] + ", × 1.5"
     assert after["y"] == pytest.approx([1.5 * kl for kl in before["y"]], rel=1e-3)
