@@ -152,6 +152,12 @@ class Plan(JsonProduct):
             raise RequestError(f"{', '.join(unknown)} is unknown: there are {', '.join(sorted(options_of(Plan)))}")
         return Plan(**{"recipe": recipe, **choices_of(recipe), **given})
 
+    def to_json(self) -> str:
+        """Write the options that are set: an option that is left out is read as None again."""
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if value is not None}, indent=self.json_indent
+        )
+
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read a plan, also of a version that had more options; refuse what can no longer be asked for."""
