@@ -8,6 +8,7 @@ because libraries abort if the process ends while they are being loaded.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ def import_libraries() -> None:
     finally:
         IMPORTED.set()  # an error shows where the library is imported again
     import_module("linearizer.pipeline")
+    gc.freeze()  # later collections of garbage would visit all modules, and stop every thread for more than a second
 
 
 def identify_visitor(secret: str, profile: Profile, token: Token) -> Visitor:
