@@ -26,7 +26,7 @@ LABEL = "linearizer-run"  # of a job: the id of its run
 HOURS = {"second": 3600, "minute": 60, "hour": 1}  # units in an hour
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")  # stages of a job
-NOTHING_BEGUN = "nothing was begun, and nothing costs"
+NOTHING_BEGUN = "nothing was begun, and nothing is charged"
 TROUBLE = (*HUB_ERRORS, OSError)  # what a call may raise
 JOBS = Use(
     "used",

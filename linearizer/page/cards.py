@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +22,7 @@ from linearizer.report.tables import with_half_width
 from linearizer.report.verdict import Verdict, judge_run, of_subject
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
+from linearizer.serve.server import HOST, PORT
 from linearizer.workers import control, device_queue
 from linearizer.workers.control import LIVE, Status
 
@@ -185,13 +188,27 @@ def numbers_card(run: Run) -> str:
 
 def use_card(run: Run) -> str:
     """Show how a student is served and loaded at one's own machine."""
-    if on_space() or not run.checkpoint.is_dir():
+    if not run.checkpoint.is_dir():
         return ""
-    load = f"""AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)"""
-    code = (
-        f"linearizer serve {run.folder.absolute()}\n\nfrom transformers import AutoModelForCausalLM\n\nmodel = {load}"
+    if on_space():
+        return message_box("To use the student elsewhere, publish it: the page then shows the lines that load it.")
+    load = f'AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)'
+    body = json.dumps({"prompt": "Once", "max_tokens": 40})
+    ways = {
+        "Load it": f"from transformers import AutoModelForCausalLM\n\nmodel = {load}",
+        "Serve it": f"linearizer serve {shlex.quote(str(run.folder.absolute()))}",
+        "Ask the server": f"curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+    }
+    shown = "".join(
+        f'<div><h3>{title}</h3>{copy_button("Copy", code)}<pre tabindex="0">{escape(code)}</pre></div>'
+        for title, code in ways.items()
     )
-    return folded("Use this student", f'<div class="lz-card"><pre tabindex="0">{escape(code)}</pre></div>')
+    return f'<div class="lz-lead"><h3>Use it</h3></div><div class="lz-card lz-use">{shown}</div>'
+
+
+def copy_button(title: str, text: str) -> str:
+    """Make a button that copies a text, which head.html does."""
+    return f'<button type="button" data-act="copy" value="{escape(text, quote=True)}">{title}</button>'
 
 
 def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
@@ -214,7 +231,7 @@ def published_card(published: Mapping[str, Any]) -> str:
 def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
     """Show the progress of publishing."""
     if error is not None:
-        return message_box(f"{error}. What was sent is kept: press Publish again.", "bad")
+        return message_box(f"{error}. Press Publish to go on.", "bad")
     share = None if step is None else share_done(asdict(step))
     return progress_bar(f"Sending to {repo_id}", share, loud=announcement(f"Sending to {repo_id}."))
 

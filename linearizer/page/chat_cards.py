@@ -128,4 +128,4 @@ def draw_course(course: Sequence[Held]) -> str:
     ]
     about = f"Bytes over tokens: {told_sizes(now.bytes)} after {now.tokens:,} tokens"
     across = Axis(0, now.total, [(count, f"{count:,}") for count in (0, now.total)], log=False)
-    return draw_lines(about, across, Axis(0, most, [(0, "0"), (most, "")], log=False), lines, marks=False)
+    return draw_lines(about, across, Axis(0, most, [(0, "0"), (most, size(most))], log=False), lines, marks=False)

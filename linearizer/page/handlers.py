@@ -289,7 +289,10 @@ def preview_publication(browser: Browser, owner: str, repo: str, private: bool) 
     """Show what publishing would send."""
     from linearizer.publish import push
 
-    preview = actions.preview_publication(browser.visitor, browser.run_name, repo_id_of(owner, repo), private)
+    try:
+        preview = actions.preview_publication(browser.visitor, browser.run_name, repo_id_of(owner, repo), private)
+    except LinearizerError as error:
+        return markup.message_box(str(error), "bad"), "", "", gr.Button(interactive=False)
     warnings = push.list_warnings(browser.find_run())
     notes = "".join(markup.message_box(note, "bad" if note in warnings else "note") for note in preview.notes)
     return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=preview.checked)

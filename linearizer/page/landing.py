@@ -117,8 +117,8 @@ def budget_html(model: RealModel, budget: Budget) -> str:
         ("budget", f"{budget.tokens} tokens"),
         ("state, whatever the length", size(budget.state_bytes)),
         (f"the model’s cache at {longest:,} tokens", size(model.cache_bytes[-1])),
-        ("tokens as the model’s own", f"{student.agreement[-1]:.1%}"),
-        ("with a plain window of the same bytes", f"{window.agreement[-1]:.1%}"),
+        ("agrees with the model", f"{student.agreement[-1]:.1%}"),
+        ("a plain window of the same bytes does", f"{window.agreement[-1]:.1%}"),
     ]
     lengths = Axis(model.lengths[0], longest, [(length, f"{length // 1024}k") for length in model.lengths])
 
@@ -129,7 +129,7 @@ def budget_html(model: RealModel, budget: Budget) -> str:
     cache, state = ([count / 1e6 for count in counts] for counts in (model.cache_bytes, [budget.state_bytes] * 4))
     charts = (
         ("KL to the model", KL, [line(row.name, [mean for mean, *_ in row.kl]) for row in budget.rows]),
-        ("Tokens as the model’s own", AGREEMENT, [line(row.name, row.agreement) for row in budget.rows]),
+        ("Agreement with the model", AGREEMENT, [line(row.name, row.agreement) for row in budget.rows]),
         ("Memory, MB", MEGABYTES, [line("cache", cache), line("state", state)]),
     )
     drawn = ""

@@ -17,7 +17,12 @@ from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import glossary_html, message_box, part_lead
 from linearizer.report.parts import PART_VIEWS
 
-SEARCH_ABOUT = "a name on the Hub, such as HuggingFaceTB/SmolLM2-135M, a folder, or a GGUF file"
+SEARCH_ABOUT = "a name on the Hub, a folder, or a GGUF file"
+MODELS = {  # to begin with, by the titles of their buttons
+    "Take the demo (14 MB)": "demo",
+    "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
+}
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 WHEN_JUDGED = "It is drawn once the student is judged."
 ABOUT_BUDGET = (
@@ -86,10 +91,12 @@ def choose_model(ui: SimpleNamespace) -> None:
         f"and measures what that costs. {landing.gain_sentence()}</p></div>",
         elem_id="hero",
     )
-    with gr.Row(equal_height=False, elem_classes="lz-pick"):
-        typed: dict[str, Any] = {"allow_custom_value": True, "scale": 5, "min_width": 260}
-        ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, elem_id="model", **typed)
-        ui.demo = gr.Button("Take the demo (14 MB)", scale=1, min_width=180, elem_id="demo")
+    ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, allow_custom_value=True, elem_id="model")
+    with gr.Row(elem_classes="lz-chips"):
+        ui.models = {
+            model: gr.Button(title, size="sm", min_width=90, elem_id=model.rpartition("/")[2])
+            for title, model in MODELS.items()
+        }
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
     link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
@@ -155,7 +162,7 @@ def place_job(ui: SimpleNamespace) -> None:
                 [], value=None, label="Hardware", info="what it costs now", allow_custom_value=True, elem_id="flavor"
             )
             ui.job_minutes = gr.Number(
-                None, label="Minutes at most", info="empty: twice the forecast", precision=0, elem_id="job-minutes"
+                0, label="Minutes at most", info="0: twice the forecast", precision=0, elem_id="job-minutes"
             )
             ui.job_push = gr.Textbox(
                 "", label="Publish privately as", placeholder="OWNER/NAME, if at all", max_lines=1, elem_id="job-push"
@@ -213,7 +220,8 @@ def result_step(ui: SimpleNamespace) -> None:
             ui.part_charts["language"] = chart("Quality by length", PART_VIEWS["language"].shows, later=later)
         with gr.Column(min_width=320):
             about = (
-                "KL to the teacher, lower is better, by bytes of memory. Markers were measured at this run's length."
+                "KL to the teacher, lower is better, by bytes of memory. Markers were measured at this run's length; "
+                "the line is predicted from the prices, times what whole students differ from that."
             )
             ui.frontier = chart("Quality by bytes", about, later=WHEN_JUDGED)
     ui.usage = gr.HTML(elem_id="use-card")

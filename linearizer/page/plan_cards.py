@@ -18,6 +18,7 @@ from linearizer.plan.recipes import RECIPES
 from linearizer.report import run_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.prediction import predict_kl
+from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
     name = f'<h3 class="lz-group">{escape(plan.model)}</h3>'
+    kl = kl or "not known yet: a run of this model predicts it for every budget, once it has priced the heads"
     return name + cost_card(features, f"at most {size(most)}{length}", smaller, rows, kl)
 
 
@@ -187,7 +189,12 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
         fix = allocate_by_freedoms(require_profile(run), run.layers, strategy="fix", **sizes)
     decided = plan == run.plan and run.allocation is not None
     own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
-    card = allocation_card(allocation, run.layers, run.positions, predict_kl(run, plan, allocation))
+    judged = judge_run(run) if decided else None
+    if judged is not None and judged.kl is not None:
+        kl = f"{judged.kl:.4f}: measured on texts of {judged.length:,} tokens"
+    else:
+        kl = predict_kl(run, plan, allocation)
+    card = allocation_card(allocation, run.layers, run.positions, kl)
     note = f'<p class="lz-faint">{own if decided else other}</p>'
     figure = run_charts.draw_allocation(allocation, run.layers, fix)
     return figure.to_json(), note + card

@@ -10,7 +10,7 @@ from html import escape
 
 from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
-from linearizer.page.cards import STEP_SENTENCES, state_line, step_bar
+from linearizer.page.cards import STEP_SENTENCES, copy_button, state_line, step_bar
 from linearizer.plan.allocation import StateSize
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, message_box, sentence_html, table
@@ -40,7 +40,7 @@ def list_run(status: Status, now: float) -> str:
     acts = [f'<a href="../?run={name}">Open</a>'] if plan is not None else []
     acts += [act_button("stop", "Stop")] if doing.state in ("queued", "running") else []
     acts += [act_button("resume", "Resume")] if status.state in RESUMED and not status.live else []
-    acts += [act_button("copy", "Copy the plan", plan.to_json())] if plan is not None else []
+    acts += [copy_button("Copy the plan", plan.to_json())] if plan is not None else []
     if not status.live:
         acts += [folded("Rename", rename_form(name))] if plan is not None else []
         acts.append(folded("Delete", deleting_card(status) + act_button("delete", "Delete it for good")))
@@ -58,9 +58,9 @@ def list_run(status: Status, now: float) -> str:
     )
 
 
-def act_button(act: str, title: str, value: str = "") -> str:
+def act_button(act: str, title: str) -> str:
     """Make a button of a card, which head.html sends on."""
-    return f'<button type="button" data-act="{act}" value="{escape(value, quote=True)}">{title}</button>'
+    return f'<button type="button" data-act="{act}">{title}</button>'
 
 
 def rename_form(name: str) -> str:
@@ -96,7 +96,7 @@ def last_runs(statuses: Sequence[Status]) -> str:
         for status in statuses
         if status.plan is not None
     ]
-    return f'<p class="lz-links">Your last runs: {", ".join(links)}</p>' if links else ""
+    return f'<p class="lz-links">Your last runs: {" · ".join(links)}</p>' if links else ""
 
 
 def state_words(status: Status) -> str:

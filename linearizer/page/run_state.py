@@ -132,7 +132,7 @@ class RunState:
         if "shares" in self.pieces or decidable(run):
             path = run.folder / "allocation.json"
             decided = path.stat().st_mtime_ns if path.is_file() else "predicted"
-            self.put("shares", (decided, run.has_file(CANDIDATES)), lambda: True)
+            self.put("shares", (decided, run.has_file(CANDIDATES), run.has_file("evaluation.json")), lambda: True)
 
     def draw_evaluation(self) -> None:
         """Show the results of the evaluation, once there are any."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import os
 import threading
@@ -137,7 +136,8 @@ def wire_model(ui: SimpleNamespace) -> None:
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
     # queued, or Gradio would not tell the page that the State of the inspection has changed
     ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
-    ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
+    for model, button in ui.models.items():
+        button.click(lambda model=model: model, None, ui.model, **QUICK)
     ui.to_budget.click(open_budget, None, [ui.walk, ui.step_2], **QUICK)
 
 
@@ -287,8 +287,6 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
-    gc.collect()
-    gc.freeze()  # later collections of garbage would visit all modules, and stop every thread for up to a second
     site.launch(
         server_name=host or ("0.0.0.0" if on_space() else None),
         server_port=port,

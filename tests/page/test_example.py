@@ -52,7 +52,7 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     assert pieces["verdict"].value.count("<dt>") == 4
     drawn = {line["name"] for line in json.loads(pieces["frontier"].value)["data"]}
     names = {name.partition(",")[0] for name in drawn}
-    assert names == {"predicted from the prices", "student", "plain window"}
+    assert names == {"predicted", "student", "plain window"}
     for part in PART_VIEWS.keys() - {"tasks"}:
         tables, figure = pieces[run_state.PART_PREFIX + part].value()
         assert figure or '<details class="lz-fold" open>' in tables
