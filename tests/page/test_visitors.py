@@ -130,6 +130,8 @@ def test_a_list_without_a_visitor_says_so(space):
     listed, *choices = handlers.list_runs({}, None, None, False)
     assert "this Space does not know you" in listed and len(choices) == 3
     assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
+    note, *_ = handlers.preview_publication({}, None, None, "ann", "student", True)
+    assert "lz-bad" in note and "none of your runs" in note
     assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
 
 
