@@ -87,7 +87,9 @@ def test_words_in_figures_stand_out_from_the_ground_in_both_schemes(local, brows
 
 FOCUSED = """() => {
   const at = document.activeElement, look = getComputedStyle(at), box = at.getBoundingClientRect();
-  const ring = look.outlineStyle !== 'none' && parseFloat(look.outlineWidth) > 0 || look.boxShadow !== 'none';
+  const list = at.matches('[role=listbox], [role=combobox]');  // what is chosen lies in the frame, too
+  const frame = list ? getComputedStyle(at.closest('.wrap:has(> .wrap-inner)')) : look;
+  const ring = frame.outlineStyle !== 'none' && parseFloat(frame.outlineWidth) > 0 || frame.boxShadow !== 'none';
   const inside = box.width > 0 && box.right > 0 && box.left < innerWidth;
   return [at.tagName, at.id || at.ariaLabel || at.innerText.slice(0, 30), ring, inside,
     look.visibility === 'visible' && look.display !== 'none'];
