@@ -25,7 +25,7 @@ from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
 from linearizer.page import chat as answers
-from linearizer.page import chats, limits, plan_cards, sending, zerogpu
+from linearizer.page import chats, downloads, limits, plan_cards, sending, zerogpu
 from linearizer.page.calls import endpoint
 from linearizer.page.chats import Settings
 from linearizer.page.planning import EFFORTS, examine_model, make_plan
@@ -333,6 +333,11 @@ def end_chat(visitor: Visitor, run: str, chat: str) -> str:
     return chat
 
 
+def download_student(visitor: Visitor, run: str) -> str:
+    """Return the address, below that of this page, where the student is fetched as a zip within a minute."""
+    return downloads.offer(visitor.find_run(run))
+
+
 def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Preview:
     """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
     from linearizer.publish import push
@@ -353,7 +358,8 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, list_hardware, start_job, run_status, list_runs, stop_run,
     use_run, resume_run, rename_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget,
-    branch_run, compare_models, read_document, end_chat, preview_publication, publish_run,
+    branch_run, compare_models, read_document, end_chat, download_student, preview_publication,
+    publish_run,
 )  # fmt: skip
 OF_NO_RUN = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
 ONE_AT_A_TIME = (compare_models, read_document)

@@ -191,7 +191,7 @@ def use_card(run: Run) -> str:
     if not run.checkpoint.is_dir():
         return ""
     if on_space():
-        return message_box("To use the student elsewhere, publish it: the page then shows the lines that load it.")
+        return message_box("To use it elsewhere, download or publish it: the page then shows the lines that load it.")
     load = f'AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)'
     body = json.dumps({"prompt": "Once", "max_tokens": 40})
     ways = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, run_list, sending
+from linearizer.page import actions, cards, chat, chat_cards, chats, downloads, plan_cards, run_list, sending
 from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
@@ -29,6 +29,7 @@ MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
 WRITTEN = ("prompt_note", "meter", "teacher", "student", "window", "compare_note")  # of Compare, empty in a new chat
 LOADING = "Loading the models."
+WATCHED_PARTS = ("memory", "seen", "walk", "timer", "touched", "note")
 COMPARED = ("prompt", *WRITTEN, "teacher_card", "student_card", "window_card")
 ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
     "stop": actions.stop_run,
@@ -82,7 +83,7 @@ def search_models(browser: Browser, key: gr.KeyUpData) -> Any:
 
 
 def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
-    """Show a run from its profile step on; nothing of it was drawn yet."""
+    """Show a run from its profile step on; nothing of it was drawn yet. The order is that of WATCHED_PARTS."""
     step = 3 if name else 1
     return (
         {**browser.memory, "run": name},
@@ -271,8 +272,8 @@ def list_owners(browser: Browser) -> tuple[Any, str, str]:
     """List the accounts under which the visitor may publish, and suggest a name."""
     from linearizer.hub import repository
 
-    model, token = browser.find_run().plan.model, browser.visitor.token
-    suggested, owners, note = f"{model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized", [], ""
+    suggested, token = downloads.student_name(browser.find_run()), browser.visitor.token
+    owners, note = list[str](), ""
     if on_space() and token is None:
         note = "To publish, sign in at the top right. What would be sent can be shown without."
     else:
@@ -301,6 +302,12 @@ def preview_publication(browser: Browser, owner: str, repo: str, private: bool) 
 def repo_id_of(owner: str | None, repo: str | None) -> str:
     """Name a repository by its owner and its name, or by its name alone."""
     return "/".join(part for part in ((owner or "").strip(), (repo or "").strip()) if part)
+
+
+@handler
+def download_student(browser: Browser) -> str:
+    """Return the address that the browser then fetches."""
+    return actions.download_student(browser.visitor, browser.run_name)
 
 
 @handler

@@ -115,6 +115,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
             ui.budget = gr.Slider(value=DEFAULT_BUDGET, label="Tokens of cache", elem_id="budget", **reach)
             ui.forecast = gr.HTML(elem_id="forecast")
             ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
+            ui.start_note = gr.HTML(elem_id="start-note")
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
     with gr.Accordion("Change how", open=False, elem_id="how"):
@@ -225,6 +226,8 @@ def result_step(ui: SimpleNamespace) -> None:
             )
             ui.frontier = chart("Quality by bytes", about, later=WHEN_JUDGED)
     ui.usage = gr.HTML(elem_id="use-card")
+    ui.download = gr.Button("Download the student", visible=False, elem_id="download")
+    ui.link = gr.Textbox(visible="hidden", label="where the student is fetched")
     place_publishing(ui)
     place_measurements(ui)
 

@@ -13,7 +13,7 @@ from linearizer.amounts import duration
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, plan_cards, plan_form, planning
 from linearizer.page.calls import Browser, handler, refusals
-from linearizer.page.handlers import watch_run
+from linearizer.page.handlers import WATCHED_PARTS, watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, describe_reach
 from linearizer.page.plan_form import WAYS, effort_choices, name_fields, recipe_of, way_choices
 from linearizer.page.planning import Examined, make_plan
@@ -98,8 +98,11 @@ def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
 
 @handler
 def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
-    """Start a run of the form; from here on the page only watches."""
-    return watch_run(browser, actions.start_run(browser.visitor, *read_form(*choices)))
+    """Start a run of the form; from here on the page only watches. A refusal stays until something else is chosen."""
+    try:
+        return (*watch_run(browser, actions.start_run(browser.visitor, *read_form(*choices))), "")
+    except LinearizerError as error:
+        return (*[gr.skip()] * len(WATCHED_PARTS), markup.message_box(name_fields(str(error)), "bad"))
 
 
 @handler
@@ -154,6 +157,6 @@ def read_job(flavor: str | None, minutes: float | None, push: str | None) -> tup
     return str(flavor), int(minutes or 0), (push or "").strip()
 
 
-def hide_question() -> tuple[Any, float]:
-    """Take back the question where something else was chosen since."""
-    return gr.Column(visible=False), 0.0
+def forget_answers() -> tuple[Any, float, str]:
+    """Take back the question of a job and a refused start, where something else was chosen since."""
+    return gr.Column(visible=False), 0.0, ""

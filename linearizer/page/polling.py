@@ -40,7 +40,7 @@ TABS, PLACES = ("step_2", "step_3", "step_4", "step_5", "step_6"), ("prices_plac
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
     *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet"),
-    *(*ASKED, *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *CHOSEN),
+    *(*ASKED, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *CHOSEN),
 )
 LEADING_PART = "language"  # of an evaluation: its first chart stands above the others
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
@@ -99,6 +99,7 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
         drawn["step_4"] = gr.Tab(visible=new["trains"], interactive=True)
     if "can" in new:
         drawn |= {name: gr.Button(visible=new["can"][name]) for name in ASKED}
+        drawn["download"] = gr.Button(visible=new["can"]["student"])
     if "shares" in new and not touched:
         drawn |= draw_own_shares(run)
     # a visitor is still where the page itself went: at the run's step, or where the run was opened
@@ -146,7 +147,7 @@ def show_attached(run: Run | None) -> dict[str, Any]:
 def show_nothing() -> dict[str, Any]:
     """Empty what shows a run."""
     shown: dict[str, Any] = dict.fromkeys((*PLOTS, "bars")) | dict.fromkeys((*TEXTS, "other_card", "sent"), "")
-    shown |= {name: gr.Button(visible=False) for name in ASKED}
+    shown |= {name: gr.Button(visible=False) for name in (*ASKED, "download")}
     shown |= {name: part(interactive=False) for name, part in LOCKED.items()}
     return {**shown, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
 

@@ -14,8 +14,9 @@ from typing import Any
 import gradio as gr
 from gradio.themes import Color
 from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 
-from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling
+from linearizer.page import actions, downloads, handlers, layout, limits, plan_handlers, polling
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
 from linearizer.serve.guards import Guard, is_local
@@ -37,6 +38,7 @@ STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
 HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second
+COMPRESSED_BYTES = 10_000  # from which on an answer is sent compressed; Gradio does so for files alone
 MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 ACCENT = Color(
@@ -154,7 +156,7 @@ def wire_plan(ui: SimpleNamespace) -> None:
     changes = [part.change for part in changed]
     ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **last)
     gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, shown, **last)
-    ui.start.click(plan_handlers.start_run, [ui.memory, *choices], watch_outputs(ui), **ONCE)
+    ui.start.click(plan_handlers.start_run, [ui.memory, *choices], [*watch_outputs(ui), ui.start_note], **ONCE)
     wire_job(ui, choices)
     written = [ui.model, *form]
     taken = ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
@@ -165,7 +167,7 @@ def wire_plan(ui: SimpleNamespace) -> None:
 
 
 def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
-    job, question = [ui.flavor, ui.job_minutes, ui.job_push], [ui.job_sure, ui.cap]
+    job, answers = [ui.flavor, ui.job_minutes, ui.job_push], [ui.job_sure, ui.cap, ui.start_note]
     ui.job_part.expand(plan_handlers.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
     shown = [ui.job_sure, ui.job_question, ui.cap]
     ui.offer.click(
@@ -173,11 +175,11 @@ def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
     )
     ui.start_job.click(plan_handlers.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
     changes = [part.change for part in (*job, *choices)]
-    gr.on(changes, plan_handlers.hide_question, None, question, **{**QUICK, "trigger_mode": "always_last"})
+    gr.on(changes, plan_handlers.forget_answers, None, answers, **{**QUICK, "trigger_mode": "always_last"})
 
 
 def watch_outputs(ui: SimpleNamespace) -> list[Any]:
-    return [ui.memory, ui.seen, ui.walk, ui.timer, ui.touched, ui.note]
+    return [getattr(ui, name) for name in handlers.WATCHED_PARTS]
 
 
 def wire_run(ui: SimpleNamespace) -> None:
@@ -227,6 +229,8 @@ def wire_publish(ui: SimpleNamespace) -> None:
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]
     shown = [ui.preview_note, ui.files, ui.card_text, ui.publish]
+    fetched = ui.download.click(handlers.download_student, ui.memory, ui.link, **ONCE)
+    fetched.success(None, ui.link, None, js="fetchFile", **QUICK)
     ui.preview.click(handlers.preview_publication, target, shown, **{**ONCE, **noted})
     ui.publish.click(handlers.publish_run, target, ui.timer, **ONCE)
 
@@ -287,6 +291,9 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
+    is_open = on_space() or host not in LOCAL_HOSTS
+    middleware = [Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)]
+    middleware += [] if is_open else [Middleware(Guard, allows=is_local)]
     site.launch(
         server_name=host or ("0.0.0.0" if on_space() else None),
         server_port=port,
@@ -299,8 +306,6 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         enable_monitoring=False,
         max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
-        app_kwargs={}
-        if on_space() or host not in LOCAL_HOSTS
-        else {"middleware": [Middleware(Guard, allows=is_local)]},
+        app_kwargs={"routes": [downloads.ROUTE], "middleware": middleware},
         ssr_mode=False,
     )

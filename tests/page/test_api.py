@@ -1,5 +1,6 @@
 """The page as an API at one's own machine: the whole flow by `gradio_client`, types, and memory that stays flat."""
 
+import io
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from linearizer.page.actions import ENDPOINTS
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import Plan
+from linearizer.run.folder import Run
 from tests.support.page_server import SMALL, client_of, ended, process_of, server, wait_for
 
 
@@ -73,6 +76,18 @@ def test_a_measured_run_branches_into_another_budget_without_measuring_again(loc
     assert (folder / other / "profile.json").read_bytes() == (folder / run / "profile.json").read_bytes()
     assert "profiled" not in (folder / other / "events.jsonl").read_text()
     assert json.loads((folder / other / "plan.json").read_text())["budget"] == 96
+
+
+def test_a_student_is_fetched_as_a_zip_by_an_address_that_nobody_can_guess(local, done):
+    address = local.url + client_of(local.url).predict(done, api_name="/download_student")
+    with urllib.request.urlopen(address) as answer:
+        assert answer.headers["Content-Disposition"] == 'attachment; filename="demo-linearized.zip"'
+        packed = zipfile.ZipFile(io.BytesIO(answer.read()))
+    own = {path.name: path.read_bytes() for path in Run(local.runs / done).checkpoint.iterdir()}
+    assert {name: packed.read(f"demo-linearized/{name}") for name in own} == own and packed.testzip() is None
+    assert len(packed.namelist()) == len(own)
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(address.replace(address[-24:-4], secrets.token_urlsafe(15)))
 
 
 def test_at_ones_own_machine_nobody_signs_in_and_nothing_is_told_of_calls(local):

@@ -72,6 +72,23 @@ def name_model(field, text):
     field.press("Enter")
 
 
+def test_a_refused_start_says_why_until_something_else_is_chosen(local, browser):
+    with looking(browser, local.url, viewport={"width": 390, "height": 844}) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        change_how(page)
+        page.get_by_role("button", name="Advanced").click()
+        field(page, "text").fill("file:nowhere.txt")
+        field(page, "text").press("Tab")
+        page.click("#start")
+        shown(page, "#start-note", "nowhere.txt")
+        wait_until_true(page, "document.querySelector('#heard').textContent.includes('nowhere.txt')")
+        assert page.locator("#start-note").is_visible() and "run=" not in page.url
+        field(page, "text").fill("builtin")
+        field(page, "text").press("Tab")
+        wait_until_true(page, "!document.querySelector('#start-note').innerText.trim()")
+
+
 def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browser, hub, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
