@@ -189,8 +189,10 @@ def test_on_its_card_a_run_is_resumed_renamed_copied_and_deleted(local, browser,
         card.locator("input").fill("better")
         card.get_by_role("button", name="Rename it").click()
         card = page.locator("[data-run=better]")
-        card.get_by_text("Delete", exact=True).click()
+        card.get_by_text("Delete", exact=True).press("Enter")  # by keyboard
         assert "Delete better (demo" in card.inner_text() and (runs / "better" / "checkpoint").is_dir()
-        card.get_by_role("button", name="Delete it for good").click()
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == "Delete it for good"
+        page.keyboard.press("Enter")
         card.wait_for(state="detached")
     assert not {"better", "unwanted"} & {path.name for path in runs.iterdir()} and (runs / done).is_dir()
