@@ -45,11 +45,15 @@ from tests.benchmarks.quality_rows import ROWS, is_control
 from tests.benchmarks.quality_table import RESULTS
 from tests.benchmarks.real_costs import Costs, made_costs
 from tests.benchmarks.real_judging import (
+    QUESTIONS,
     ask_for_numbers,
+    chat_prompts,
     check_readings,
+    compare_answers,
     do_tasks,
     edges_of,
     read_by_place,
+    teacher_answers,
     teacher_readings,
 )
 from tests.benchmarks.real_table import TEACHER, RealTable
@@ -85,7 +89,8 @@ def main(arguments=None):
     parser.add_argument("--judge", type=Path, help='a file of JSON lines with a "text" each, to judge on instead')
     parser.add_argument("--needles", type=int, default=2, help="numbers at every depth of every length; 0: none")
     parser.add_argument("--ruler", type=int, default=1, help="texts of every task, depth and length; 0: none")
-    parser.add_argument("--task-lengths", nargs="*", type=int, help="of needles and RULER, where not at all lengths")
+    parser.add_argument("--answers", type=int, default=2, help="questions about every text, in the chat template")
+    parser.add_argument("--task-lengths", nargs="*", type=int, help="of needles, RULER and answers, where not all")
     parser.add_argument("--run", nargs="*", default=[], metavar="NAME=VALUE", help="options of the runs: texts=2 …")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it stops, to be called again")
     parser.add_argument("--out", type=Path, help="where results go (default: results/real-MODEL)")
@@ -172,6 +177,7 @@ class Bench:
         """Print how many tokens a row has still to read, and how long a run of its plan takes by the forecast."""
         given, missing = self.arguments, self.missing(self.table.find(row, budget))
         texts = {"needle": len(DEPTHS) * given.needles, "ruler": len(KINDS) * len(TASK_DEPTHS) * given.ruler}
+        texts["answers"] = given.texts * given.answers
         tokens = sum(max(self.lengths) if kind == "texts" else texts[kind] * length for kind, length in missing)
         made = not missing or row == TEACHER or is_control(row)
         plan, speeds = None if made else self.plan_of(row, budget), measure_speeds("cpu")
@@ -183,8 +189,9 @@ class Bench:
         edges = {*self.edges, max(self.lengths)}
         texts = [each for each in self.documents if not edges <= {*record["texts"].get(each.name, {}).get("edges", ())}]
         given = self.arguments
-        tasks = [(kind, length) for length in self.task_lengths for kind in ("needle", "ruler")]
         wanted = {"needle": given.needles, "ruler": given.ruler}
+        wanted["answers"] = given.answers if self.tokenizer.chat_template else 0
+        tasks = [(kind, length) for length in self.task_lengths for kind in wanted]
         left = [
             (kind, length) for kind, length in tasks if record[kind].get(str(length), {}).get("count", 0) < wanted[kind]
         ]
@@ -268,10 +275,14 @@ class Bench:
             count = getattr(self.arguments, {"needle": "needles"}.get(kind, kind))
             windows = self.windows[:, :length]
             if kind == "needle":
-                record[kind][str(length)] = ask_for_numbers(subject, windows, self.tokenizer, count)
+                found = ask_for_numbers(subject, windows, self.tokenizer, count)
+            elif kind == "ruler":
+                found = {"tasks": do_tasks(subject, windows, self.tokenizer, count)}
             else:
-                tasks = do_tasks(subject, windows, self.tokenizer, count)
-                record[kind][str(length)] = {"count": count, "tasks": tasks}
+                prompts = chat_prompts(windows, self.tokenizer, QUESTIONS[:count])
+                answers = teacher_answers(self.work / "teacher", lambda: self.teacher_of(subject), prompts)
+                found = compare_answers(subject, prompts, answers)
+            record[kind][str(length)] = {**found, "count": count}
             self.keep(record)
 
     def read_texts(self, subject, record, documents):

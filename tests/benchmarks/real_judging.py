@@ -1,4 +1,4 @@
-"""How the benchmark on a real model judges: token by token beside its teacher, by needles, and by RULER's tasks.
+"""How the benchmark on a real model judges: token by token beside its teacher, by needles, RULER's tasks and answers.
 
 What a teacher says of a text is computed once, and kept as what its output embedding is given: a few megabytes where
 the logits of 8,192 tokens take 1.6 GB. Logits are made of it again piece by piece.
@@ -25,6 +25,8 @@ PIECE = 512  # tokens of some texts that are read, and whose logits are held, at
 FIRST_PLACE = 256
 FACT, QUESTION = "\nThe secret number is{}. Remember it.\n", "\nThe secret number is"
 DIGITS = 6
+QUESTIONS = ("What is the text above about?", "Which names does the text above mention?")
+ANSWER_TOKENS = 64  # of the teacher's answers, at most
 
 
 def edges_of(lengths):
@@ -37,15 +39,24 @@ def edges_of(lengths):
 @torch.inference_mode()
 def teacher_readings(folder, load, ids):
     """Return what a teacher's output embedding is given for every token of a text, once computed: (tokens, dim)."""
-    kept = Path(folder) / f"{digest({'ids': ids})[:24]}.safetensors"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
+
+    def read():
         model, given = load(), []
         cache = fresh_cache(model)
         with watched(model.get_output_embeddings(), given):
             for piece in ids.split(PIECE, 1):
                 read_logits(Subject("teacher", model), piece, cache)
-        save_file({"given": torch.cat(given, 1)[0].contiguous()}, unfinished := kept.with_suffix(".part"))
+        return torch.cat(given, 1)[0].contiguous()
+
+    return kept_of(Path(folder) / digest({"ids": ids})[:24], read)
+
+
+def kept_of(path, make):
+    """Return a tensor that is made once and then kept in a file."""
+    kept = path.with_suffix(".safetensors")
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"given": make()}, unfinished := kept.with_suffix(".part"))
         unfinished.replace(kept)
     return load_file(kept)["given"]
 
@@ -135,3 +146,36 @@ def do_tasks(subject, windows, tokenizer, count):
     scores = torch.tensor(score_answers(subject, sum(cells, [])), dtype=torch.float64).unflatten(0, (len(KINDS), each))
     means = zip(KINDS, scores.mean(1).tolist(), strict=True)
     return {kind: {"right": right, "loss": loss} for kind, (right, loss) in means}
+
+
+def chat_prompts(windows, tokenizer, questions):
+    """Ask questions about each text, as a turn of a chat: (1, tokens) each."""
+    texts = [tokenizer.decode(window, skip_special_tokens=True) for window in windows]
+    turns = [[{"role": "user", "content": f"{text}\n\n{question}"}] for text in texts for question in questions]
+    asked = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    return [tokenizer(each, add_special_tokens=False, return_tensors="pt")["input_ids"] for each in asked]
+
+
+@torch.inference_mode()
+def teacher_answers(folder, load, prompts):
+    """Return the teacher's likeliest answer to each prompt, once written: (tokens)."""
+
+    def write(ids):
+        return load().generate(ids, do_sample=False, max_new_tokens=ANSWER_TOKENS)[0, ids.shape[1] :].contiguous()
+
+    return [
+        kept_of(Path(folder) / f"answer-{digest({'ids': ids})[:24]}", lambda ids=ids: write(ids)) for ids in prompts
+    ]
+
+
+@torch.inference_mode()
+def compare_answers(subject, prompts, answers):
+    """Count the tokens of a teacher's answers that a subject would write: all, and those before the first other."""
+    shares, alike = [], []
+    for ids, answer in zip(prompts, answers, strict=True):
+        (logits,) = read_last(subject, torch.cat([ids, answer[None]], 1), [len(answer)])
+        same = logits.argmax(-1).cpu() == answer
+        shares.append(same.double().mean().item())
+        alike.append(int(same.cumprod(0).sum()))
+    tokens = sum(map(len, answers)) / len(answers)
+    return {"agreement": sum(shares) / len(shares), "alike": sum(alike) / len(alike), "tokens": tokens}

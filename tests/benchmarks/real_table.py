@@ -16,7 +16,7 @@ from tests.benchmarks.line_chart import Panel, draw
 from tests.benchmarks.quality_rows import ROWS, describe_row
 from tests.benchmarks.quality_table import Table
 
-TEACHER, BESIDE = "teacher", "swa"  # the row that differences are taken from is of the same budget
+TEACHER, BESIDE = "teacher", "swa, 8 bits"  # the row that differences are taken from is of the same budget
 DRAWN = {  # rows of the chart, by their names there
     "student": "best",
     "plain window": "swa, 8 bits",
@@ -31,6 +31,8 @@ ABOUT = (
     "replacement, and differences are paired: the same documents were drawn for both rows. A document is read once, "
     "and its first tokens are the shorter texts. A needle is a number of six digits: the share of numbers that are "
     "told whole, by depth. RULER: the share of right answers over its tasks and depths, and the loss of the answers. "
+    "Answers: the teacher answers questions about a text, in its chat template: the share of the answers' tokens "
+    "that a row would write next, and how many it writes as the teacher does before the first other token. "
     "Seconds are those of making the student, without judging it; passes are the tokens that went through the model "
     "for that, over the tokens of the texts that the run measured."
 )
@@ -43,7 +45,7 @@ class RealTable(Table):
         """Return the record of a row, or an empty one."""
         found = [r for r in self.records if (r["row"], r["budget"]) == (row, budget)]
         empty = {"row": row, "budget": budget, "seed": 0, "texts": {}, "state": {}, "needle": {}, "ruler": {}}
-        return found[0] if found else empty
+        return {"answers": {}, **(found[0] if found else empty)}
 
     def write(self):
         """Write the records and the table; return the table."""
@@ -58,7 +60,7 @@ class RealTable(Table):
         summary = {
             str(length): {
                 "kl": self.estimate(record, "kl", length),
-                "kl less swa": self.difference(record, length),
+                "kl less window": self.difference(record, length),
                 **{name: self.estimate(record, name, length) for name in ("agreement", "loss")},
             }
             for length in lengths_of(record)
@@ -78,7 +80,7 @@ class RealTable(Table):
         return {"mean": found.mean, "interval": found.interval, "documents": len(values)}
 
     def difference(self, record, length):
-        """Return how much larger the KL of a row is than that of swa at its budget; None where that is not known."""
+        """Return how much larger the KL of a row is than that of the window at its budget; None if not known."""
         other = self.find(BESIDE, record["budget"])
         if record["row"] in (TEACHER, BESIDE) or not other["texts"]:
             return None
@@ -145,7 +147,7 @@ class RealTable(Table):
         lengths = sorted({length for record in records for length in lengths_of(record)})
         head = ["", "state"]
         for length in lengths:
-            head += [f"KL, {length}", f"less swa, {length}", f"agrees, {length}"]
+            head += [f"KL, {length}", f"less window, {length}", f"agrees, {length}"]
         lines = []
         for record in records:
             cells = [record["row"], held(record)]
@@ -186,13 +188,19 @@ class RealTable(Table):
             scores = [(row, [own["tasks"][kind] for kind in kinds]) for row, own in done]
             lines = [[row, *(f"{one['right']:.0%}, {one['loss']:.2f}" for one in tasks)] for row, tasks in scores]
             tables.append(f"RULER in {length} tokens\n\n" + grid(["", *kinds], lines))
+        for length, done in by_length(records, "answers"):
+            lines = [
+                [row, f"{own['agreement']:.1%}", f"{own['alike']:.1f} of {own['tokens']:.1f}"] for row, own in done
+            ]
+            tables.append(f"Answers about {length} tokens\n\n" + grid(["", "agrees", "tokens alike"], lines))
         return tables
 
 
 def by_length(records, kind):
-    """List the lengths of needles or of tasks, and what each row has there."""
-    lengths = sorted({int(length) for record in records for length in record[kind]})
-    return [(n, [(r["row"], r[kind][str(n)]) for r in records if str(n) in r[kind]]) for n in lengths]
+    """List the lengths of needles, tasks or answers, and what each row has there."""
+    found = [(record["row"], record.get(kind, {})) for record in records]
+    lengths = sorted({int(length) for _, own in found for length in own})
+    return [(n, [(row, own[str(n)]) for row, own in found if str(n) in own]) for n in lengths]
 
 
 def lengths_of(record):
