@@ -63,11 +63,13 @@ def new_figure(height: int, x: Options = NO_OPTIONS, y: Options = NO_OPTIONS, **
     return figure.update_yaxes(title_standoff=8)  # from its numbers, which are wider on some axes
 
 
-def name_lines(figure: Figure, span: float) -> bool:
+def name_lines(figure: Figure, others: Sequence[float] = ()) -> bool:
     """Name lines at their last points in place of a legend, if they are few and end apart; return whether it is so.
 
-    Their axis reaches over `span` powers of ten.
+    Their axis is logarithmic, and shows `others` besides.
     """
+    drawn = [math.log10(value) for value in (*others, *(value for line in figure.data for value in line.y))]
+    span = max(drawn, default=0) - min(drawn, default=0)
     ends = sorted(math.log10(line.y[-1]) for line in figure.data)
     if len(ends) > MAX_NAMED or any(above - below <= span / 10 for below, above in pairwise(ends)):
         return False

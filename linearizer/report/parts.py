@@ -5,7 +5,6 @@ Numbers and markers of a chart say what its colours say.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import sub as subtract
@@ -51,8 +50,7 @@ def length_chart(part: Part[results.Language]) -> Figure | None:
             bars = {"type": "data", "array": [*above], "arrayminus": [*below], "width": 4, "thickness": 1.5}
             figure.add_scatter(x=lengths, y=means, error_y=bars, **look)
     if not alone:
-        drawn = [kl for line in figure.data for kl in line.y]
-        style.name_lines(figure, math.log10(max(drawn) / min(drawn)))
+        style.name_lines(figure)
     return figure
 
 

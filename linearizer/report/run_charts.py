@@ -116,8 +116,7 @@ def draw_frontier(
     for name, (held, kl) in measured.items():
         look = style.subject_line(name, f"KL %{{y:.2g}} with {size(held)}") | {"mode": "markers"}
         figure.add_scatter(x=[held], y=[max(kl, MIN_DRAWN_KL)], **look)
-    drawn = [kl for trace in figure.data for kl in trace.y] + [kl for _, kl in shown]
-    named = style.name_lines(figure, math.log10(max(drawn, default=1) / min(drawn, default=1)))
+    named = style.name_lines(figure, [kl for _, kl in shown])
     if shown:
         title = "predicted" + f", × {factor:.2g}" * (factor != 1)
         label = {"text": [f"  {title}"], "textposition": "middle right"} if named else {}  # where the line begins
