@@ -127,7 +127,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
     wire_model(ui)
     wire_plan(ui)
-    wire_run(ui)
+    wire_run(ui, opened)
     wire_compare(ui)
     wire_publish(ui)
     wire_evaluate(ui)
@@ -182,10 +182,12 @@ def watch_outputs(ui: SimpleNamespace) -> list[Any]:
     return [getattr(ui, name) for name in handlers.WATCHED_PARTS]
 
 
-def wire_run(ui: SimpleNamespace) -> None:
+def wire_run(ui: SimpleNamespace, opened: Any) -> None:
+    """Connect what a run shows: it is asked for when the page is opened, and again and again from then on."""
     shown = [getattr(ui, name) for name in polling.OUTPUTS]
     outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.examined]
-    ui.timer.tick(polling.poll_run, ui.memory, outputs, **{**QUICK, "trigger_mode": "once"})
+    for asked in (opened.success, ui.timer.tick):
+        asked(polling.poll_run, ui.memory, outputs, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
