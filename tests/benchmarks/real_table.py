@@ -97,8 +97,9 @@ class RealTable(Table):
         return "\n\n".join([ABOUT, judged, *blocks, "\n".join(["What the rows are", "", *lines])]) + "\n"
 
     def short(self):
-        """Write the KL of all rows alone."""
-        records = [record for record in self.ordered() if record["row"] != TEACHER and "refused" not in record]
+        """Write the KL of the student, of its rivals and of caches in few bits alone."""
+        shown = {*DRAWN.values(), *(row for row in ROWS if row.startswith("cache"))}
+        records = [record for record in self.ordered() if record["row"] in shown and "refused" not in record]
         lengths = sorted({length for record in records for length in lengths_of(record)})
         lines = [
             [record["row"], str(record["budget"] or ""), held(record)]
