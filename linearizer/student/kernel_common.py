@@ -168,9 +168,15 @@ def dims_at_once(x: Tensor) -> int:
 
 
 def precision(x: Tensor) -> dict:
-    """How to add up, and how to multiply fp32: on tensor cores, nearly exactly; without them it fills the registers."""
+    """How to add up, and how to multiply fp32: on tensor cores, nearly exactly; without them it fills the registers.
+
+    AMD's multiply fp32 exactly, and Triton has no other way for them.
+    """
     exact = x.dtype == torch.float64
-    return {"ACC": tl.float64 if exact else tl.float32, "PRECISION": "ieee" if exact else "tf32x3"}
+    return {
+        "ACC": tl.float64 if exact else tl.float32,
+        "PRECISION": "ieee" if exact or torch.version.hip else "tf32x3",
+    }
 
 
 def padded(size: int) -> int:
@@ -178,8 +184,8 @@ def padded(size: int) -> int:
 
 
 def chip(x: Tensor) -> tuple[int, int] | None:
-    """The generation of the GPU where x is."""
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+    """The generation of the NVIDIA GPU where x is; AMD counts its own by the same numbers."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda and not torch.version.hip else None
 
 
 def for_chip(table: dict, x: Tensor) -> tuple:

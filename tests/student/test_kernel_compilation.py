@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from tests.support.compiling import CASES  # noqa: E402
 
-SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB that one block of threads may have
+SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64}  # KiB that one block of threads may have
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def reports(tmp_path_factory):
 def test_kernels_fit(chip, size, reports):
     rows = [row for row in reports if (row["chip"], row["size"]) == (chip, size)]
     assert len({row["kernel"] for row in rows}) == 17
-    spilled = 768 if size.startswith("256") else 64  # bytes, of all copies of a loop, one for each number of bits
+    spilled = 768 if size.startswith("256") else 320 if chip == "gfx942" else 64  # bytes, of all copies of a loop
     for row in rows:
         assert row["spilled"] <= spilled and row["shared"] <= SHARED[chip] * 1024, row
     assert all(row["tensor_cores"] for row in rows if row["kernel"] not in ("scan_segments", "stabilise", "join_parts"))

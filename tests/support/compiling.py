@@ -1,6 +1,9 @@
 """Compile every kernel for a GPU that need not be there: python -m tests.support.compiling 90 prints what each takes.
 
-Further words are sizes: 128x128 is the width of a head and its features, 128x128xfp32 the same without bf16.
+Chips are 80, 90 and so on of NVIDIA, and gfx942 of AMD.
+
+Further words are sizes: 128x128 is the width of a head and its features, 128x128xfp32 the same without bf16, and
+64x64xg3 has 3 query heads a KV head (4 where that is not said).
 
 Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
 of the kernel and of what it calls, wherever in a file it stands, its arguments, the chip, and Triton's version. A
@@ -16,6 +19,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import triton
@@ -53,7 +57,11 @@ TYPES = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
-CASES = [(80, "128x128"), (89, "128x128"), (90, "128x128"), (120, "128x128"), (90, "256x128"), (89, "128x128xfp32")]
+CASES = [
+    *((chip, "128x128") for chip in (80, 89, 90, 100, 120, "gfx942")),
+    *((90, "256x128"), (90, "64x64xg3"), (89, "128x128xfp32")),
+]
+AMD_COUNTS = ("vgpr_count", "private_segment_fixed_size")
 RECORD = Path(__file__).with_name("compiled.json")
 
 
@@ -65,12 +73,13 @@ def launches(chip, call):
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
         result.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
 
-    run, JITFunction.run = JITFunction.run, capture
-    before, kernel_common.chip = kernel_common.chip, lambda _: chip
-    try:
+    by_amd = isinstance(chip, str)
+    with (
+        patch.object(JITFunction, "run", capture),
+        patch.object(kernel_common, "chip", lambda _: None if by_amd else chip),
+        patch.object(torch.version, "hip", "6" if by_amd else None),
+    ):
         call()
-    finally:
-        JITFunction.run, kernel_common.chip = run, before
     return result
 
 
@@ -78,32 +87,32 @@ def draw(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def everything(dim, features, dtype, window=64, sinks=4):
+def everything(dim, features, dtype, group, window=64, sinks=4):
     """Call all that launches: attention and its gradients, both losses."""
-    inputs = attention_inputs(1, 8, 4, 2048, dim, features, dtype, window, sinks)
+    inputs = attention_inputs(1, 8, group, 2048, dim, features, dtype, window, sinks)
     q, k, *_, u, w, level, mean = inputs
     attention_and_gradients(inputs, window)
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
     for bits in (4, 16):
-        attend_with_a_token(dim, dtype, sinks, bits)
-    read_with_slots(dim, dtype, sinks)
+        attend_with_a_token(dim, dtype, group, sinks, bits)
+    read_with_slots(dim, dtype, group, sinks)
 
 
-def attend_with_a_token(dim, dtype, sinks, bits, heads=8):
+def attend_with_a_token(dim, dtype, group, sinks, bits, heads=8):
     """Merge, and attend with one token, to heads of 16 bits or of any."""
     table, count = draw(heads, kernel_packed_rows.FIELDS.value, dtype=torch.int64), draw(1, dtype=torch.int64)
     merging = [draw(heads, dim + 1, dim + 1).float(), draw(heads).float()]
     turns = token_pool.turning(Turns(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
-    k, out = draw(1, heads, 1, dim, dtype=dtype), draw(1, heads, 4, 1, dim, dtype=dtype)
+    k, out = draw(1, heads, 1, dim, dtype=dtype), draw(1, heads, group, 1, dim, dtype=dtype)
     pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, 256, 16, 512, bits]
     kernel_token.launch_token(out, k, k, 0.125, out, pool, count, table, merging, turns, sizes)
 
 
-def read_with_slots(dim, dtype, sinks, tokens=2048, window=64, slots=64):
+def read_with_slots(dim, dtype, group, sinks, tokens=2048, window=64, slots=64):
     """Read a text with heads of 16 bits, and with heads of few, whose vectors are in fp32."""
     for kind in {dtype, torch.float32}:
-        q, k = draw(1, 8, 4, tokens, dim, dtype=kind), draw(1, 8, tokens, dim, dtype=kind)
+        q, k = draw(1, 8, group, tokens, dim, dtype=kind), draw(1, 8, tokens, dim, dtype=kind)
         merging = Merging(draw(8, dim, dim), draw(8), draw(8, dim + 1), window, 16)
         text = SlotText.of(q, k, k, merging, None, SlotState.empty(k, k, window, sinks, slots))
         kernel_text_slots.launch_texts(text.state.count, [text])
@@ -168,6 +177,8 @@ def source_of(kernel, arguments):
 
 def compiled(source, options, chip):
     """Compile a launch: its registers, its spilled bytes, its shared memory."""
+    if isinstance(chip, str):
+        return compiled_for_amd(source, options, chip)
     with unassembled():
         built = triton.compile(source, target=GPUTarget("cuda", chip[0] * 10 + chip[1], 32), options=options)
     report = assemble(built.asm["ptx"])
@@ -178,6 +189,21 @@ def compiled(source, options, chip):
         "shared": built.metadata.shared,
         "warps": options.get("num_warps", 4),
         "tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05", built.asm["ptx"])),
+    }
+
+
+def compiled_for_amd(source, options, chip):
+    """Compile a launch for a chip of AMD, whose assembler is Triton's own."""
+    built = triton.compile(source, target=GPUTarget("hip", chip, 64), options=options)
+    program = built.asm["amdgcn"]
+    counted = {name: int(re.search(rf"\.{name}:\s+(\d+)", program)[1]) for name in AMD_COUNTS}
+    return {
+        "kernel": source.fn.__name__,
+        "registers": counted["vgpr_count"],
+        "spilled": counted["private_segment_fixed_size"],
+        "shared": built.metadata.shared,
+        "warps": options.get("num_warps", 4),
+        "tensor_cores": "v_mfma" in program,
     }
 
 
@@ -208,15 +234,20 @@ def assemble(ptx):
 
 def report(chip, size, record):
     """Describe all kernels of one size on one chip, each launch once, by their hashes."""
-    dim, features, *wide = size.split("x")
-    dim, features, dtype = int(dim), int(features), torch.float32 if wide == ["fp32"] else torch.bfloat16
-    chip, seen = divmod(chip, 10), {}
-    for kernel, arguments, options in launches(chip, lambda: everything(dim, features, dtype)):
+    dim, features, *more = size.split("x")
+    dim, features, dtype = int(dim), int(features), torch.float32 if "fp32" in more else torch.bfloat16
+    group = next((int(word[1:]) for word in more if word[0] == "g"), 4)
+    chip, seen = chip if isinstance(chip, str) else divmod(chip, 10), {}
+    for kernel, arguments, options in launches(chip, lambda: everything(dim, features, dtype, group)):
         plain = {name: plain_of(value) for name, value in arguments.items()}
         seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
     size = {"dim": dim, "features": features, "dtype": str(dtype)}
     rows = (kept_or_compiled(*launch, chip, record) for launch in seen.values())
     return {key: row | size for key, row in rows}
+
+
+def named_chip(name):
+    return int(name) if name.isdigit() else name
 
 
 def main():
@@ -229,7 +260,9 @@ def main():
             lines = ",\n".join(f'"{key}": {json.dumps(kept[key])}' for key in sorted(kept))
             RECORD.write_text(f"{{\n{lines}\n}}\n")
         return
-    chosen = CASES if sys.argv[1] == "--all" else [(int(sys.argv[1]), size) for size in sys.argv[2:] or ["128x128"]]
+    chosen = (
+        CASES if sys.argv[1] == "--all" else [(named_chip(sys.argv[1]), size) for size in sys.argv[2:] or ["128x128"]]
+    )
     for chip, size in chosen:
         for row in report(chip, size, record).values():
             sys.stdout.write(json.dumps({"chip": chip, "size": size, **row}) + "\n")
