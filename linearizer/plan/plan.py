@@ -23,6 +23,7 @@ USUAL_TEXTS, USUAL_LENGTH = 8, 512
 MEASURED_TOKENS = 2**13  # of all texts: the longer they are, the fewer
 FEWEST_TEXTS = 3  # where they are long: one to price heads on, and two to compare students on
 BUDGETS_IN_LENGTH = 16  # tokens of a text for each token of the budget: what fits into a state whole has no price
+BUDGETS_IN_GRAPH = 4  # where all layers are in memory at once, to be differentiated
 PRICED_LENGTH = 4096  # tokens of a text that heads are priced on, at least: beyond it a student leaves its teacher
 MIN_SAMPLES, MAX_SAMPLES = 32, 1024  # queries and keys of a head, half and half
 MAX_STEPS = 10**9
@@ -102,7 +103,7 @@ class Plan(JsonProduct):
         None,
         "tokens of a text, at most what the model's positions allow",
         f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}, or {PRICED_LENGTH} where heads have prices; "
-        "fewer where the source is short",
+        f"{BUDGETS_IN_GRAPH} times where a loss runs through the whole model; fewer where the source is short",
         least=1,
     )
     steps: int = training(
@@ -252,7 +253,7 @@ class Plan(JsonProduct):
     def usual_length(self) -> int:
         """The tokens of a text where the plan names no number: several times what the state can hold whole."""
         least = PRICED_LENGTH if self.rules.decided_by == "prices" else USUAL_LENGTH
-        return max(least, BUDGETS_IN_LENGTH * (self.budget or 0))
+        return max(least, (BUDGETS_IN_GRAPH if self.differentiates_all else BUDGETS_IN_LENGTH) * (self.budget or 0))
 
     def kept_length(self, positions: int | None) -> int:
         """The plan's tokens of a text, or the usual number, within the model's positions."""
@@ -329,6 +330,11 @@ class Plan(JsonProduct):
         """The plan's rank of adapters, or that of adapters that make up for what the heads lost."""
         adapts = self.heals and FITTED not in self.kept_loss.split("+")
         return (HEALING_RANK if adapts else 0) if self.lora is None else self.lora
+
+    @property
+    def differentiates_all(self) -> bool:
+        """Whether a loss runs through the whole model: that of adapters, or of gates."""
+        return bool(self.kept_lora) or self.rules.decided_by == "gates"
 
     @property
     def changes_weights(self) -> bool:

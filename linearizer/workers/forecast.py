@@ -15,6 +15,7 @@ import torch
 
 from linearizer.evaluate.evaluate_run import JUDGING, MAX_APPROXIMATION_TEXTS, MAX_WRITTEN_TOKENS
 from linearizer.evaluate.recall import DEPTHS
+from linearizer.method.allocate_run import GATE_BATCH
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.plan.head_bytes import Head, Layer
@@ -211,9 +212,11 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
         pricing = plan.texts_priced * length * token / 2
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
-    if plan.kept_lora:  # the whole student is differentiated, and judged with its teacher's own weights
+    if plan.differentiates_all:
         width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
-        graph = plan.batch * length * (NUMBER * GRAPH_WIDTHS * width * len(inspection.layers) + 2 * token)
+        graph = length * NUMBER * GRAPH_WIDTHS * width * len(inspection.layers)
+        graph = plan.batch * (graph + 2 * length * token) if plan.kept_lora else GATE_BATCH * graph
+    if plan.kept_lora:  # a student is judged with its teacher's own weights
         weights *= 2
     sample = 6 * 8 * plan.samples**2
     work = max(sample, judging, pricing, rows, graph)

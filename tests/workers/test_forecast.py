@@ -8,7 +8,7 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.run.disk import map_bytes, rows_of
 from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.workers.forecast import Speeds, forecast_run
+from linearizer.workers.forecast import Speeds, forecast_run, run_memory
 from tests.support.runs import inspection_of
 
 
@@ -34,6 +34,18 @@ def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs()
     fitted = forecast_run(replace(plan, steps=50, loss=None), result, speeds, 0)  # in closed form
     assert plain.seconds < fitted.seconds < healed.seconds
     assert fitted.disk_bytes == plain.disk_bytes + texts + 2 * 10**9  # weights of its own
+
+
+def test_where_a_loss_runs_through_the_whole_model_texts_are_short_and_the_graph_is_counted():
+    result = inspection_of(
+        [Layer(9, 3, 64, 64)] * 30, parameters=135 * 10**6, weight_bytes=27 * 10**7, max_positions=8192
+    )
+    adapters, features = (Plan.of(name, model="demo", budget=256) for name in ("lolcats", "features"))
+    gates = Plan.of("duo", model="demo", budget=256, may_grow=True)
+    assert [plan.usual_length for plan in (gates, adapters, features)] == [1024, 1024, 4096]
+    less = [run_memory(plan, result) for plan in (gates, adapters)]
+    more = [run_memory(replace(plan, length=4096), result) for plan in (gates, adapters)]
+    assert all(b - a > 1e10 for a, b in zip(less, more, strict=True))
 
 
 @pytest.mark.parametrize("name", ["clusters", "mlp"])
