@@ -247,15 +247,70 @@ int read_heads(int64_t *sizes, void **tensors) {
 
 
 @dataclass
+class ServedHeads:
+    """The heads of a layer that the kernel serves, and what it is told of them, whatever their states are.
+
+    It is made once for texts of a kind; what follows from numbers that may be learned is made again where they change.
+    """
+
+    texts: tuple  # the kind
+    kernel: Kernel
+    numbers: list[int]  # sizes, as the kernel reads them
+    work: torch.dtype
+    wide: bool
+    layouts: dict[int, dict[str, tuple]]  # of the state of each group
+    heads: list[Tensor]  # of each group
+    factors: Tensor
+    turned: list[Tensor] | None = None  # Turns.matrices, which follow from these:
+    given: Sequence[Tensor] = ()
+
+    def __reduce__(self) -> tuple:
+        """Become nothing in a copy."""
+        return type(None), ()
+
+    @staticmethod
+    def of(groups: Sequence[Any], texts: tuple, q: Tensor, k: Tensor, v: Tensor) -> ServedHeads | None:
+        """Find the groups that are served; None: PyTorch serves all."""
+        *_, scale, keeps, exact_values = texts
+        work, layouts = working_dtype(k), {}
+        wide = not any(x.shape[-1] * work.itemsize % WIDEST for x in (k, v))
+        if (kernel := load_kernel("read_heads", SOURCE, work, wide)) is None:
+            return None
+        numbers: list[int] = []
+        for index, group in enumerate(groups):
+            held = group.window_group(scale, None)
+            if held is None or (held.merging is not None and held.merging.block > group.window):
+                continue
+            if q.shape[-2] == 1 and k.dtype != work and group.bits == 16:
+                continue  # a state in another type changes it at each call
+            layouts[index] = layout_of(group, held.merging, k, v, work)
+            room = (group.window, 0, 0) if held.merging is None else (group.window, group.slots, group.block)
+            of_values = 16 if exact_values else group.bits
+            kept_bf16 = group.bits == 16 and k.dtype != work
+            numbers += [len(group.heads), *room, group.bits, of_values, of_values, int(kept_bf16)]
+        if not layouts:
+            return None
+        sinks, dims = groups[min(layouts)].sinks, (k.shape[-1], v.shape[-1])
+        sizes = [0, len(layouts), len(k), 0, q.shape[2], sinks, *dims, int(keeps), *[0] * 16]
+        heads = [torch.tensor(groups[index].heads, device="cpu") for index in layouts]
+        factors = torch.tensor([scale, scale**0.5], dtype=torch.float64, device="cpu")
+        return ServedHeads(texts, kernel, [*sizes, *numbers], work, wide, layouts, heads, factors)
+
+    def turning(self, turns: Turns) -> list[Tensor]:
+        """Return how heads turn what they take."""
+        given = turns.key_steps, turns.key_middle, turns.value_middle
+        if self.turned is None or not all(map(torch.equal, self.given, given)):
+            self.given, self.turned = [x.detach().clone() for x in given], turns.matrices(self.work)
+        return self.turned
+
+
+@dataclass
 class LayerInC:
     """What the kernel needs of some heads of a layer; all but a call's own lies at the same addresses."""
 
-    kernel: Kernel
-    numbers: list[int]  # sizes, as the kernel reads them
+    served: ServedHeads
     sizes: Any
     addresses: Any
-    work: torch.dtype
-    wide: bool
     count: Tensor  # (batch,) tokens read, as all states have it
     windows: dict[int, Tensor | None]  # of the state of each group that is served: while they are its own, all holds
     kept: list[Tensor | None]  # what lives at the addresses
@@ -267,51 +322,40 @@ class LayerInC:
     @staticmethod
     @torch.inference_mode(False)  # so that later calls may write what this one makes
     @torch.no_grad()
-    def of(
-        groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, turns: Turns | None,
-        exact_values: bool,
-    ) -> LayerInC | None:  # fmt: skip
+    def of(student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float) -> LayerInC | None:
         """Prepare for the groups that are served, with states of their own; None: PyTorch serves all."""
-        work, served, count = working_dtype(k), {}, torch.zeros(len(k), dtype=torch.long, device="cpu")
-        wide = not any(x.shape[-1] * work.itemsize % WIDEST for x in (k, v))
-        if (kernel := load_kernel("read_heads", SOURCE, work, wide)) is None:
+        texts = (len(k), k.dtype, *q.shape[2:3], q.shape[-2] > 1, k.shape[-1], v.shape[-1])
+        texts += scale, memory is not None, student.exact_values
+        if (served := student.served_in_c) is None or served.texts != texts:
+            served = student.served_in_c = ServedHeads.of(student.groups, texts, q, k, v)
+        if served is None:
             return None
-        for index, group in enumerate(groups):
-            state = None if memory is None or index >= len(memory) else memory[index]
-            held = group.window_group(scale, state)
-            if held is None or (held.merging is not None and held.merging.block > group.window):
-                continue
-            layout = layout_of(group, held.merging, k, v, work)
-            if state is not None and any(getattr(state, name).shape != shape for name, (shape, _) in layout.items()):
-                continue  # PyTorch refuses it
-            if q.shape[-2] > 1 or k.dtype == work or group.bits < 16:  # a state in another type changes it at each call
-                served[index] = group, held.merging, state, layout
-                count = count if state is None else state.count.clone()
-        if not served:
-            return None
-        if memory is not None:
-            memory += [None] * (len(groups) - len(memory))
-        dims, sinks = (k.shape[-1], v.shape[-1]), next(group.sinks for group, *_ in served.values())
-        sizes = [0, len(served), len(k), 0, q.shape[2], sinks, *dims, int(memory is not None), *[0] * 16]
-        kept = [torch.tensor([scale, scale**0.5], dtype=torch.float64, device="cpu"), *[None] * 6]
-        kept += [None] * 6 if turns is None else turns(turns.matrices, work)
+        states = {index: memory[index] if memory else None for index in served.layouts}
+        count = torch.zeros(len(k), dtype=torch.long, device="cpu")
+        for index, state in states.items():
+            if state is not None:
+                if any(getattr(state, name).shape != shape for name, (shape, _) in served.layouts[index].items()):
+                    return None  # PyTorch refuses it
+                count = state.count.clone()
+        turns = student.turns
+        kept = [served.factors, *[None] * 6, *([None] * 6 if turns is None else turns(served.turning, turns))]
         windows: dict[int, Tensor | None] = {}
-        for index, (group, merging, state, layout) in served.items():
-            bits, own, room = (group.bits, 16 if exact_values else group.bits), {}, (group.window, 0, 0)
+        if memory is not None:
+            memory += [None] * (len(student.groups) - len(memory))
+        for heads, (index, state) in zip(served.heads, states.items(), strict=True):
+            merging, own = student.groups[index].merging(scale), {}
             if merging is not None:
-                room = group.window, group.slots, group.block
-                own = {name: getattr(merging, name).to(work).contiguous() for name in MERGING}
+                own = {name: getattr(merging, name).to(served.work).contiguous() for name in MERGING}
             if memory is not None:
-                memory[index] = state = own_state(state, layout, count)
-                own |= tensors(state)
+                memory[index] = state = own_state(state, served.layouts[index], count)
+                own |= vars(state)
             windows[index] = own.get("window_k")
-            sizes += [len(group.heads), *room, *bits, bits[1], int(group.bits == 16 and k.dtype != work)]
-            kept += [torch.tensor(group.heads, device="cpu"), *(own.get(name) for name in (*MERGING, *HELD))]
-        return LayerInC(kernel, sizes, whole_numbers(*sizes), addresses_of(*kept), work, wide, count, windows, kept)
+            kept += [heads, *(own.get(name) for name in (*MERGING, *HELD))]
+        return LayerInC(served, whole_numbers(*served.numbers), addresses_of(*kept), count, windows, kept)
 
     def holds(self, memory: list, k: Tensor) -> bool:
         """Whether the states still lie at the addresses: all that changes one replaces its count, too."""
-        if len(self.count) != len(k) or self.work != working_dtype(k):
+        if len(self.count) != len(k) or self.served.work != working_dtype(k):
             return False
         states = [(memory[index], window) for index, window in self.windows.items()]
         return all(state.count is self.count and state.window_k is window for state, window in states)
@@ -323,13 +367,13 @@ class LayerInC:
             held = [index for index in there if index >= OF_LAYER and (index - OF_LAYER) % OF_GROUP > len(MERGING)]
             given = [index for index in there if index not in held]
             tensors_at = ([self.kept[index] for index in at] for at in (given, held))
-            read_heads(q, k, v, real, out, self.count, *tensors_at, given, held, self.numbers, self.wide)
+            read_heads(q, k, v, real, out, self.count, *tensors_at, given, held, self.served.numbers, self.served.wide)
         else:
-            call_kernel(self.kernel, self.sizes, self.addresses, q, k, v, real, out, self.count)
+            call_kernel(self.served.kernel, self.sizes, self.addresses, q, k, v, real, out, self.count)
         if memory is None:
             return
         self.count.add_(q.shape[-2] if real is None else real.sum(-1))
-        for index in self.windows if out.dtype != self.work else ():
+        for index in self.windows if out.dtype != self.served.work else ():
             for name, x in tensors(memory[index]).items():
                 if name in VECTORS and x.is_floating_point():
                     setattr(memory[index], name, x.to(out.dtype))
@@ -412,15 +456,14 @@ def own_state(state: ExactState | None, layout: dict[str, tuple], count: Tensor)
 
 
 def read_in_c(
-    groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
-    out: Tensor, turns: Turns | None, exact_values: bool = False,
-) -> list[int]:  # fmt: skip
+    student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor
+) -> list[int]:
     """Read with all heads that the kernel serves, into `out`; return the indices of their groups.
 
     q (batch, heads, group, tokens, dim), k, v and out are those of the whole layer, `memory` has the states of groups.
     """
     if (plan := held_layer(memory, k)) is None:
-        if is_traced() or (plan := LayerInC.of(groups, memory, q, k, v, scale, turns, exact_values)) is None:
+        if is_traced() or (plan := LayerInC.of(student, memory, q, k, v, scale)) is None:
             return []
         if memory is not None:
             memory[min(plan.windows)].layer_in_c = plan

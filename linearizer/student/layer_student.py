@@ -16,7 +16,7 @@ from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap
 from .kernel_dispatch import linear_attention, may_run_in_triton, read_slots
 from .kernel_in_c import may_run_in_c
-from .kernel_layer_in_c import held_layer, read_in_c
+from .kernel_layer_in_c import ServedHeads, held_layer, read_in_c
 from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import Turns, first_columns, first_tokens, pack_state, round_tokens, unpack_state
@@ -178,6 +178,7 @@ class LayerStudent(nn.Module):
         self.turns = Turns(len(held), key_dim, value_dim) if any(each.turns for each in self.groups) else None
         self.exact_values = False  # keep values of any size as they are: to measure attention's weights, without memory
         self.keeps_bytes = True  # of numbers of few bits; else the rounded numbers, as graphs for other runtimes do
+        self.served_in_c: ServedHeads | None = None  # by the kernel in C, where it read last
         self.in_c: bool | None = None  # whether the kernel in C reads; None: where a trial finds it right
         self.in_triton: bool | None = None  # the same of Triton's kernels
         self.found_right: set[tuple] = set()  # the kernels, types and sizes for which a trial did
@@ -246,7 +247,7 @@ class LayerStudent(nn.Module):
         inputs, groups = (query, key, value, scale, real, out), cast(Sequence[HeadGroup], self.groups)
         done: list[int] = []
         if is_compiled() or self.reads_in_c(query, key, value):
-            done = read_in_c(groups, memory, *inputs, self.turns, self.exact_values)
+            done = read_in_c(self, memory, *inputs)
         in_triton = len(done) < len(groups) and self.reads_in_triton(query, key, value)
         if is_compiled() or in_triton:
             done += attend_token_in_pool(groups, memory, *inputs, done, self.turns)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 from multiprocessing import get_context
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from linearizer.student import kernel_in_c, layer_student
 from linearizer.student.kernel_in_c import COMMON, compiled, load_kernel
 from linearizer.student.kernel_layer_in_c import SOURCE
+from linearizer.student.layer_student import SlotGroup
 from linearizer.student.state import tensors
 from tests.support.kernels import needs_compiler
 from tests.support.layers import SCALE, assert_same_states, layer, read, text
@@ -133,6 +135,23 @@ def test_a_copied_state_leaves_the_first_alone():
     edges = (1, 2, LENGTH - 20)
     found, expected = (read(student, rest, edges, memory=states)[0] for states in (copied, memory))
     assert torch.equal(found, expected)
+
+
+@needs_compiler
+def test_what_the_heads_learn_later_counts_in_the_next_text(monkeypatch):
+    student, given = layer(HELD), text(9, LENGTH)
+    first, _ = read(student, given, (LENGTH,))
+    with torch.no_grad():
+        student.turns.key_middle.data += 0.5
+        for group in student.groups:
+            if isinstance(group, SlotGroup):
+                group.merger.gain.data *= 2
+    found, memory = read(student, given, (LENGTH,))
+    again, _ = read(pickle.loads(pickle.dumps(student)), given, (LENGTH,))
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected, _ = read(student, given, (LENGTH,))
+    torch.testing.assert_close(found, expected)
+    assert in_c(memory) and torch.equal(again, found) and not torch.equal(found, first)
 
 
 @needs_compiler
