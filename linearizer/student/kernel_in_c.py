@@ -75,6 +75,7 @@ static REAL as_bf16(REAL x) {
 }
 
 #define ROUND(x) (sizeof(REAL) == 4 ? (REAL)rintf((float)(x)) : (REAL)rint(x))
+#define MAGNITUDE(x) (sizeof(REAL) == 4 ? (REAL)fabsf((float)(x)) : (REAL)fabs(x))
 #define ROUND_DOWN(x) (sizeof(REAL) == 4 ? (REAL)floorf((float)(x)) : (REAL)floor(x))
 
 /* The number half way between whole ones, none beyond a limit, that a number becomes. */
@@ -88,11 +89,11 @@ static REAL largest(const REAL *x, long dim) {
     long d = 0;
     for (; d + PARTIAL <= dim; d += PARTIAL)
         for (long l = 0; l < PARTIAL; l++) {
-            REAL size = x[d + l] < 0 ? -x[d + l] : x[d + l];
+            REAL size = MAGNITUDE(x[d + l]);
             lanes[l] = size > lanes[l] ? size : lanes[l];
         }
     for (long l = 0; l < PARTIAL; l++) top = lanes[l] > top ? lanes[l] : top;
-    for (; d < dim; d++) top = x[d] > top ? x[d] : -x[d] > top ? -x[d] : top;
+    for (; d < dim; d++) top = MAGNITUDE(x[d]) > top ? MAGNITUDE(x[d]) : top;
     return top;
 }
 
