@@ -2,7 +2,7 @@
 
 Slots merge as slots_merging.py says, up to rounding; what pairs cost is kept from one block to the next. A pair costs
 the same bits whichever of both has changed, so that results do not depend on how a text was cut into calls.
-kernel_layer_in_c.py reads with it.
+kernel_heads_in_c.py reads with it.
 """
 
 SOURCE = r"""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from linearizer.student import kernel_in_c, layer_student
+from linearizer.student.kernel_heads_in_c import SOURCE
 from linearizer.student.kernel_in_c import COMMON, compiled, load_kernel
-from linearizer.student.kernel_layer_in_c import SOURCE
 from linearizer.student.layer_student import SlotGroup
 from linearizer.student.state import tensors
 from tests.support.kernels import needs_compiler
