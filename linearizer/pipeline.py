@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from linearizer import checks
-from linearizer.encoders import denoiser_run, encoder_run
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement
-from linearizer.encoders.inspect_encoder import LATENTS
+from linearizer.encoders.kinds import kind_of
 from linearizer.errors import LinearizerError, ModelNotAvailable
 from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
 from linearizer.evaluate.setup import Setup, assembled, environment
@@ -220,8 +219,7 @@ def linearize_encoder(run: Run, token: str | None = None, held: bool = False) ->
     if not run.done:
         with logged_work(run, held):
             encoder = EncoderRun(run)
-            room = denoiser_run if encoder.inspection.reads == LATENTS else encoder_run
-            yield from room.make_and_judge(encoder, token)
+            yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
             encoder_card.add_card(encoder)
             run.log(EventName.DONE)
 
@@ -232,7 +230,8 @@ def evaluate_encoder(
     """Judge the student of an encoder's run on the texts of a request, unless that was done."""
     run = run.evaluating
     with logged_work(run, held):
-        judgement = yield from encoder_run.evaluate(encoder := EncoderRun(run), request, again, token)
+        encoder = EncoderRun(run)
+        judgement = yield from kind_of(encoder.inspection).evaluate(encoder, request, again, token)
         encoder_card.add_card(encoder)
         run.log(EventName.DONE)
     return judgement

@@ -32,29 +32,25 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def serve_inspect(arguments: argparse.Namespace) -> bool:
     """Describe an encoder; False: the model is none."""
-    from linearizer.encoders import denoiser, denoiser_run, encoder_run
+    from linearizer.encoders.kinds import find_kind
 
-    if denoiser.Pipeline.is_at(arguments.model):
-        inspection = denoiser_run.inspect_denoiser(arguments.model)
-    elif encoder_run.is_encoder(arguments.model):
-        inspection = encoder_run.inspect(arguments.model)
-    else:
+    if (kind := find_kind(arguments.model)) is None:
         return False
+    inspection = kind.inspect(arguments.model, None)
     print_product(arguments, asdict(inspection), describe_encoder(inspection))
     return True
 
 
 def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
     """Begin the run of an encoder, or open the run to resume; None: the model is none."""
-    from linearizer.encoders import denoiser, denoiser_run, encoder_run
+    from linearizer.encoders.kinds import find_kind
 
     if arguments.plan is not None or (arguments.out is not None and (arguments.out / "plan.json").exists()):
         return None  # a plan, or a run to resume, of a causal model
     changes = plan_changes(arguments)
     whole = {"budget": DEFAULT_BUDGET, **changes}
     causal = Plan.of(**whole)  # refuses values that are none before a model is asked for
-    of_pipeline = denoiser.Pipeline.is_at(changes["model"])
-    if not of_pipeline and not encoder_run.is_encoder(changes["model"]):
+    if (kind := find_kind(changes["model"])) is None:
         if given := [name for name in ("pictures", "slots") if getattr(arguments, name) is not None]:
             raise RequestError(f"--{given[0]} is for encoders, and {changes['model']!r} is none: leave it out")
         return None
@@ -68,8 +64,7 @@ def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
     choices["text"] = absolute_source(choices.get("text", EncoderPlan.text))
     choices["pictures"] = absolute_path(arguments.pictures) if arguments.pictures else None
     plan = EncoderPlan(**choices, slots=arguments.slots is not False)
-    room = denoiser_run if of_pipeline else encoder_run
-    return room.begin(arguments.out or fresh_folder(causal), plan, resume=arguments.resume)
+    return kind.begin(arguments.out or fresh_folder(causal), plan, None, arguments.resume)
 
 
 def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Judgement | None = None) -> None:
@@ -113,16 +108,15 @@ def describe_result(run: Run, newest: Judgement | None = None) -> str:
 
 def describe_encoder(inspection: EncoderInspection) -> str:
     """Describe an encoder, and what its attention costs."""
-    from linearizer.encoders.inspect_encoder import LATENTS
+    from linearizer.encoders.kinds import kind_of
 
-    longest = inspection.tokens
+    longest, title = inspection.tokens, kind_of(inspection).title.format(reads=inspection.reads)
     lengths = LENGTHS if inspection.reads == "texts" else (longest, 4 * longest, 16 * longest)
     shares = ", ".join(f"{inspection.share(tokens):.0%} at {tokens:,}" for tokens in lengths)
     shape = f"{inspection.layers} layers of {inspection.heads} heads of size {inspection.head_dim}"
-    kind = "a denoiser" if inspection.reads == LATENTS else f"an encoder of {inspection.reads}"
     longer = "; longer texts by interpolated positions" * inspection.stretches
     lines = {
-        "model": f"{inspection.name} ({inspection.architecture}), {kind}",
+        "model": f"{inspection.name} ({inspection.architecture}), {title}",
         "parameters": f"{inspection.parameters:,}",
         "attention": f"in both directions, {shape}",
         "tokens": f"{longest:,} of " + (f"a text at most{longer}" if inspection.reads == "texts" else "a picture"),

@@ -30,6 +30,7 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import replacing
 from linearizer.run.folder import Run
+from linearizer.run.results import Request
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.devices import choose_device
 from linearizer.teacher.text import read_for_length
@@ -39,7 +40,7 @@ PROMPT = 200  # characters
 Scores = dict[str, torch.Tensor]
 
 
-def begin(folder: Path, plan: EncoderPlan, resume: bool = False) -> EncoderRun:
+def begin(folder: Path, plan: EncoderPlan, token: str | None = None, resume: bool = False) -> EncoderRun:
     """Begin a run, or open the run to resume; all that can be refused before the work is refused here."""
     begun = Run.is_begun(folder, resume)
     if plan.length is not None or plan.pictures is not None:
@@ -48,7 +49,7 @@ def begin(folder: Path, plan: EncoderPlan, resume: bool = False) -> EncoderRun:
     if begun:
         (opened := EncoderRun(Run(folder))).check_same(plan)
         return opened
-    inspection = inspect_denoiser(plan.model)
+    inspection = inspect(plan.model)
     inspection.check_worth(plan.budget, inspection.tokens)
     attention_of(plan, inspection)
     return create_run(folder, plan, inspection)
@@ -65,7 +66,7 @@ class Watch:
         return value
 
 
-def inspect_denoiser(model: str) -> EncoderInspection:
+def inspect(model: str, token: str | None = None) -> EncoderInspection:
     """Describe a denoiser by a step of it; its operations are counted without those of its self-attention."""
     pipeline = Pipeline.find(model)
     denoiser = pipeline.load_denoiser()
@@ -140,6 +141,11 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
         rows = yield from log_progress(encoder.run, compare(encoder, over, load, make_student, scored))
         made = Judgement(plan.text, encoder.tokens, plan.texts, "pictures", over.count, rows)
         encoder.run.write_product(QUALITY, json.dumps({made.name: asdict(made)}, indent=1))
+
+
+def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
+    """Refuse to judge a denoiser again: teacher and student are asked what the pictures of its run asked."""
+    raise RequestError("a denoiser is judged by its run alone: begin another run to judge it on other prompts")
 
 
 def draw_shares(

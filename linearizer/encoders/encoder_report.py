@@ -5,12 +5,9 @@ from __future__ import annotations
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement, Quality
 from linearizer.encoders.encoder_run import STUDENT, WINDOW
-from linearizer.encoders.inspect_encoder import LATENTS
+from linearizer.encoders.kinds import kind_of
 from linearizer.report.tables import Table, in_interval, with_half_width
 from linearizer.report.verdict import FAR, NEAR, Kind, Verdict
-
-KL_OF = "of the classes, or, where there are none, of which other text or picture is alike"
-KL_OF_NOISE = "|ε - ε'|² / 2σ² of a step of DDPM, summed over the latents, a mean over the times of a picture"
 
 
 def judge_encoder(encoder: EncoderRun) -> Verdict | None:
@@ -48,10 +45,8 @@ def weigh(encoder: EncoderRun, judgement: Judgement, student: Quality, window: Q
 
 def what_agrees(encoder: EncoderRun) -> str:
     """Name what the student should find as its teacher does."""
-    if encoder.inspection.reads == LATENTS:
-        return "the same sign of the noise"
     heads = ("Classification", "MaskedLM")
-    return "the same class" if encoder.inspection.auto_class.endswith(heads) else "the same nearest neighbour"
+    return "the same class" if encoder.inspection.auto_class.endswith(heads) else kind_of(encoder.inspection).agrees
 
 
 def describe_inputs(encoder: EncoderRun, tokens: int) -> str:
@@ -79,7 +74,7 @@ def quality_table(encoder: EncoderRun, judgement: Judgement) -> Table:
         shares = (with_half_width(each, ".1%") for each in (row.agreement, row.nearest))
         near = with_half_width(row.kl, ".4f"), in_interval(row.apart), *shares, with_half_width(row.hidden, ".4f")
         rows.append((name, f"{row.keys:g}", *near))
-    kl_of = KL_OF_NOISE if encoder.inspection.reads == LATENTS else KL_OF
+    kl_of = kind_of(encoder.inspection).kl_of
     over = f"95% intervals from {judgement.count} {judgement.drawn}, drawn again; {judgement.text}"
     about = (
         f"KL: {kl_of}; student less: its KL less that of the row, input by input; same first: {what_agrees(encoder)}"

@@ -31,7 +31,7 @@ from linearizer.encoders.encoder_inputs import (
     share_out,
 )
 from linearizer.encoders.encoder_quality import Judgement, MergedTokens, Quality, describe_scores, read_outputs, score
-from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection, inspect_encoder, reads_both_ways
+from linearizer.encoders.inspect_encoder import EncoderInspection, inspect_encoder
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
 from linearizer.encoders.stretch_positions import MOST_STRETCHED, stretch_positions
 from linearizer.errors import FolderError, RequestError, TextError
@@ -51,12 +51,6 @@ from linearizer.teacher.load import load_config
 LENGTHS_OF = "sentence_bert_config.json"
 SENTENCES = ("modules.json", LENGTHS_OF, "config_sentence_transformers.json", "*_*/config.json")
 STUDENT, UNTRAINED, MERGED, WINDOW = "student", "before training", "merged tokens", "window"
-
-
-def is_encoder(model: str, token: str | None = None) -> bool:
-    """Whether a model reads in both directions, so that its run is one of this room."""
-    source = find_model(model, token)
-    return source.head is None and reads_both_ways(load_config(source, token))
 
 
 def inspect(model: str, token: str | None = None) -> EncoderInspection:
@@ -175,8 +169,6 @@ def judge_and_keep(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token
 def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
     """Return what is to be read; refuse what is measured of causal models alone, and what the student cannot read."""
     own, inspection, usual = encoder.plan, encoder.inspection, Request()
-    if inspection.reads == LATENTS:
-        raise RequestError("a denoiser is judged by its run alone: begin another run to judge it on other prompts")
     served = ("text", "length", "texts") if inspection.reads == "texts" else ("texts",)
     asked, plain = asdict(request), asdict(usual)
     if others := [name for name in asked if asked[name] != plain[name] and name not in served]:

@@ -15,6 +15,7 @@ from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_report import describe_inputs, judge_encoder, quality_table
 from linearizer.encoders.encoder_run import STUDENT
 from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection
+from linearizer.encoders.kinds import kind_of
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.publish.card import (
     TAGS,
@@ -77,7 +78,7 @@ def write_card(encoder: EncoderRun, repo_id: str | None = None) -> str:
     body = Template((Path(__file__).parent / "encoder_card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
         verdict="" if verdict is None else f"> {verdict.sentence}\n\n",
-        library=library_of(encoder.inspection),
+        library=kind_of(encoder.inspection).library,
         summary=describe_student(encoder, teacher),
         snippet=write_snippet(encoder, repo_id or "PATH/OF/THIS/FOLDER"),
         evaluation="\n\n".join(tables) or "The student was not evaluated.",
@@ -140,17 +141,13 @@ def build_metadata(encoder: EncoderRun, teacher: CitedTeacher, title: str) -> Mo
         base_model=teacher.repo_id,
         base_model_relation="finetune" if teacher.repo_id else None,
         pipeline_tag=pipeline_of(inspection),
-        library_name=library_of(inspection),
+        library_name=kind_of(inspection).library,
         tags=TAGS,
         datasets=[plan.text.split(":")[1]] if is_on_hub(plan.text) and not plan.pictures else None,
         model_name=one_line(title),
         eval_results=list_results(encoder) or None,
         **public_terms(teacher),
     )
-
-
-def library_of(inspection: EncoderInspection) -> str:
-    return "diffusers" if inspection.reads == LATENTS else "transformers"
 
 
 def pipeline_of(inspection: EncoderInspection) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_report import judge_encoder
-from linearizer.encoders.inspect_encoder import LATENTS
+from linearizer.encoders.kinds import kind_of
 from linearizer.errors import FaultError, RequestError
 from linearizer.hub.models import access_token
 from linearizer.hub.repository import (
@@ -102,7 +102,7 @@ def snippet_of(run: Run, name: str, revision: str) -> str:
 
 def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
-    if run.of_encoder and EncoderRun(run).inspection.reads == LATENTS:
+    if run.of_encoder and not kind_of(EncoderRun(run).inspection).published:
         raise RequestError(f"a pipeline is not published from here: upload {str(run.checkpoint)!r} with `hf upload`")
     if not (run.checkpoint / CONFIG).is_file() or (run.allocation is None and not run.of_encoder):
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")

@@ -1,0 +1,68 @@
+"""The two kinds of runs in this room, and which of them a model has: what differs between them is chosen here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from linearizer.encoders import denoiser_run, encoder_run
+from linearizer.encoders.denoiser import Pipeline
+from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_quality import Judgement
+from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection, reads_both_ways
+from linearizer.hub.models import find_model
+from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.progress import Steps
+from linearizer.run.results import Request
+from linearizer.teacher.load import load_config
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is done with a model, and the words in which its result is told."""
+
+    inspect: Callable[[str, str | None], EncoderInspection]  # by a model and a token
+    begin: Callable[[Path, EncoderPlan, str | None, bool], EncoderRun]
+    make_and_judge: Callable[[EncoderRun, str | None], Steps[None]]
+    evaluate: Callable[[EncoderRun, Request, bool, str | None], Steps[Judgement]]
+    title: str  # of a model
+    library: str  # that loads a student
+    kl_of: str
+    agrees: str  # what a student should find as its teacher does
+    published: bool = True  # whether a student can be, from here
+
+
+ENCODER = Kind(
+    encoder_run.inspect,
+    encoder_run.begin,
+    encoder_run.make_and_judge,
+    encoder_run.evaluate,
+    "an encoder of {reads}",
+    "transformers",
+    "of the classes, or, where there are none, of which other text or picture is alike",
+    "the same nearest neighbour",
+)
+DENOISER = Kind(
+    denoiser_run.inspect,
+    denoiser_run.begin,
+    denoiser_run.make_and_judge,
+    denoiser_run.evaluate,
+    "a denoiser",
+    "diffusers",
+    "|ε - ε'|² / 2σ² of a step of DDPM, summed over the latents, a mean over the times of a picture",
+    "the same sign of the noise",
+    published=False,
+)
+
+
+def find_kind(model: str, token: str | None = None) -> Kind | None:
+    """Return the kind of run that a model has in this room; None: its tokens read only those before them."""
+    if Pipeline.is_at(model):
+        return DENOISER
+    source = find_model(model, token)
+    return ENCODER if source.head is None and reads_both_ways(load_config(source, token)) else None
+
+
+def kind_of(inspection: EncoderInspection) -> Kind:
+    return DENOISER if inspection.reads == LATENTS else ENCODER
