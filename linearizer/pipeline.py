@@ -19,6 +19,7 @@ from linearizer import checks
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.kinds import kind_of
+from linearizer.encoders.layer_times import keep_times
 from linearizer.errors import LinearizerError, ModelNotAvailable
 from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
 from linearizer.evaluate.setup import Setup, assembled, environment
@@ -220,6 +221,8 @@ def linearize_encoder(run: Run, token: str | None = None, held: bool = False) ->
         with logged_work(run, held):
             encoder = EncoderRun(run)
             yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
+            if not encoder.times:
+                yield from keep_times(encoder)
             encoder_card.add_card(encoder)
             run.log(EventName.DONE)
 

@@ -3,6 +3,7 @@
 RUN/encoder.json     its plan, as decided
 RUN/state/window/    the control: a window of as many keys, distilled as the student is
 RUN/quality.json     how close the student and its controls are to the teacher
+RUN/times.json       how long a layer takes over the number of tokens
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from linearizer.encoders.attention_both_ways import BothWays
-from linearizer.encoders.encoder_quality import Judgement
+from linearizer.encoders.encoder_quality import Judgement, LayerTime
 from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.encoders.key_budget import spend_keys
 from linearizer.errors import RequestError
@@ -21,7 +22,7 @@ from linearizer.plan.json_products import read_json
 from linearizer.plan.options import differences
 from linearizer.run.folder import Run
 
-QUALITY = "quality.json"
+QUALITY, TIMES = "quality.json", "times.json"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class EncoderRun:
     def judgements(self) -> dict[str, Judgement]:
         """How close the student and its controls are to the teacher, by what was read: the run's own texts first."""
         return self.run.product(QUALITY, lambda text: read_json(dict[str, Judgement], text)) or {}
+
+    @property
+    def times(self) -> list[LayerTime]:
+        """How long a layer takes, where that was measured."""
+        return self.run.product(TIMES, lambda text: read_json(dict[str, list[LayerTime]], text)["times"]) or []
 
     def check_same(self, plan: EncoderPlan) -> None:
         """Refuse to resume with another plan than the run was begun with."""

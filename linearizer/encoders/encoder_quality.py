@@ -67,6 +67,15 @@ class Judgement:
         return f"{self.inputs} of {self.tokens} tokens, {self.text}"
 
 
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds that the attention of a layer takes: a student's, and softmax over all tokens (SDPA)."""
+
+    tokens: int
+    student: float
+    sdpa: float
+
+
 def read_outputs(model: PreTrainedModel, inputs: Iterable[Inputs]) -> Outputs:
     """Let a model read inputs."""
     hidden, logits = list[torch.Tensor](), list[torch.Tensor]()
@@ -131,7 +140,9 @@ class MergedTokens:
     ) -> torch.Tensor:
         if key.shape[2] <= self.count:
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
-        owner = slots_of_all.find_slots(normalize(key, dim=-1), self.count, piece=key.shape[2] + 1)
+        unit, whole = normalize(key, dim=-1), key.shape[2] + 1
+        heads = [slots_of_all.find_slots(each[None, None], self.count, piece=whole) for each in unit.flatten(0, 1)]
+        owner = torch.cat(heads).view(key.shape[:3])  # one by one: all pairs of all heads would take gigabytes
         sums = [torch.zeros_like(x[:, :, : self.count]) for x in (key, value)]
         into = owner[..., None].expand_as(key)
         keys, values = (each.scatter_add(2, into, x) for each, x in zip(sums, (key, value), strict=True))

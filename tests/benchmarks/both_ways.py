@@ -1,33 +1,31 @@
 """Attention in both directions on two real encoders: quality beside controls, time beside SDPA.
 
   python -m tests.benchmarks.both_ways                  all parts; what is finished is kept, and a second call goes on
-  python -m tests.benchmarks.both_ways --parts time     only some: text, long, longest, others, pictures, time
+  python -m tests.benchmarks.both_ways --parts time     only some: text, long, longest, farthest, others, pictures, time
 
 Quality is that of `linearizer run` and `linearizer evaluate`, on held-out texts of Python's language reference and on
-photographs; a control has as many keys. `long` and `longest` stretch the 512 positions of the text model, and train
-nothing; `others` puts what papers have in the place of slots. Time is CPU time of one layer of 12 heads of 64
+photographs; a control has as many keys. `long`, `longest` and `farthest` stretch the 512 positions of the text model,
+and train nothing; `others` puts what papers have in the place of slots. Time is CPU time of one layer of 12 heads of 64
 (pictures: 6), in float32 on one thread; eager is softmax written out.
 Writes results/both-ways.json, .md and .svg.
 """
 
 import argparse
 import json
-import math
 import time
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer import pipeline
 from linearizer.encoders import encoder_run
 from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.distill_encoder import distil
-from linearizer.encoders.encoder_quality import Judgement, MergedTokens, describe_scores, read_outputs, score
+from linearizer.encoders.encoder_quality import Judgement, LayerTime, MergedTokens, describe_scores, read_outputs, score
 from linearizer.encoders.encoder_report import judge_encoder, quality_table
 from linearizer.encoders.key_budget import spend_keys
+from linearizer.encoders.layer_times import crossing, time_layer
 from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
@@ -44,6 +42,7 @@ RESULTS = Path(__file__).parent / "results" / "both-ways"
 TEXT, PICTURE = {"budget": 80, "length": 512}, {"budget": 100, "texts": 4, "steps": 0}
 LONG = {"budget": 256, "length": 2048, "texts": 8, "steps": 0}
 LONGEST = {"budget": 256, "length": 4096, "texts": 4, "steps": 0}
+FARTHEST = {**LONGEST, "length": 8192}
 OTHERS = {"budget": 80, "length": 512, "texts": 8, "batch": 1}
 LENGTHS, GRIDS = (512, 1024, 2048, 4096, 8192, 16384, 32768), ((37, 37), (74, 74), (148, 148))
 TRAINED = ("window and slots", "window", "elu + 1 (LinFusion)", "window and elu + 1", "MALA")
@@ -52,7 +51,6 @@ ABOUT_OTHERS = (
     "features as a head has dimensions, and therefore more keys than the budget."
 )
 MOST_EAGER = 4096  # tokens: the scores of all pairs take gigabytes
-TIMED = 2  # times; the fastest counts
 
 
 def main(arguments=None):
@@ -83,6 +81,10 @@ def judge_long(work):
 
 def judge_longest(work):
     return judge(work, "longest", (), model=str(sentence_encoder(work)), **LONGEST)
+
+
+def judge_farthest(work):
+    return judge(work, "farthest", (), model=str(sentence_encoder(work)), **FARTHEST)
 
 
 def judge_others(work):
@@ -145,31 +147,20 @@ def time_layers(work):
     """Time one layer of a text and of a picture at several sizes."""
     torch.set_num_threads(1)
     text, picture = spend_keys(256, 1, 1, 1, slots=True), spend_keys(100, 2, 1, 0, slots=True)
-    rows = [time_layer(12, (length,), text) for length in LENGTHS]
-    return rows + [time_layer(6, grid, picture) for grid in GRIDS]
+    rows = [time_sizes(12, (length,), text) for length in LENGTHS]
+    return rows + [time_sizes(6, grid, picture) for grid in GRIDS]
 
 
-def time_layer(heads, grid, how: BothWays):
-    tokens = torch.Size(grid).numel() + (how.first if len(grid) == 2 else 0)
-    query, key, value = (torch.randn(1, heads, tokens, 64) for _ in range(3))
-    axes = grid if len(grid) == 2 else ()
-    seconds = {
-        "linear": cpu_seconds(lambda: how.attend(query, key, value, 0.125, axes)),
-        "sdpa": cpu_seconds(lambda: scaled_dot_product_attention(query, key, value)),
-    }
-    if tokens <= MOST_EAGER:
-        seconds["eager"] = cpu_seconds(lambda: (query * 0.125 @ key.mT).softmax(-1) @ value)
-    return {"tokens": tokens, "axes": len(grid), "keys": how.keys, **seconds}
-
-
-def cpu_seconds(work):
-    with torch.no_grad():
-        seconds = []
-        for _ in range(TIMED):
-            begun = time.process_time()
-            work()
-            seconds.append(time.process_time() - begun)
-    return min(seconds)
+def time_sizes(heads, grid, how: BothWays):
+    timed = time_layer(how, heads, 64, grid, clock=time.process_time)
+    row = {"tokens": timed.tokens, "axes": len(grid), "keys": how.keys, "linear": timed.student, "sdpa": timed.sdpa}
+    if timed.tokens <= MOST_EAGER:
+        query, key, value = (torch.randn(1, heads, timed.tokens, 64) for _ in range(3))
+        begun = time.process_time()
+        with torch.no_grad():
+            (query * 0.125 @ key.mT).softmax(-1) @ value
+        row["eager"] = time.process_time() - begun
+    return row
 
 
 def write_tables(found):
@@ -202,25 +193,17 @@ def draw_times(rows):
             for name, look in looks.items()
             if sum(name in row for row in own) > 1
         ]
-        where = crossing(own)
+        where = crossing([LayerTime(row["tokens"], row["linear"], row["sdpa"]) for row in own])
         title = f"A {kind}: " + (f"equal at {where:,.0f} tokens" if where else "seconds of a layer")
         panels.append(Panel(title, lines, lambda seconds: f"{seconds:g} s"))
     return draw(panels, "CPU seconds of a layer over the number of tokens: ours, SDPA, and softmax written out")
-
-
-def crossing(rows):
-    """Return from how many tokens on a layer is faster than with SDPA, between two sizes that were measured."""
-    ahead = [(math.log(row["tokens"]), math.log(row["sdpa"] / row["linear"])) for row in rows]
-    for (before, low), (after, high) in pairwise(ahead):
-        if low < 0 <= high:
-            return math.exp(before - low * (after - before) / (high - low))
-    return None
 
 
 TITLES = {
     "text": "MiniLM-L6, windows and slots",
     "long": "MiniLM-L6 with stretched positions, windows and slots",
     "longest": "MiniLM-L6 with positions stretched further, windows and slots",
+    "farthest": "MiniLM-L6 with positions stretched sixteen times, windows and slots",
     "others": "MiniLM-L6, what papers have in the place of slots",
     "pictures": "DINOv2-small, windows and slots",
 }
@@ -228,6 +211,7 @@ PARTS = {
     "text": judge_text,
     "long": judge_long,
     "longest": judge_longest,
+    "farthest": judge_farthest,
     "others": judge_others,
     "pictures": judge_pictures,
     "time": time_layers,
