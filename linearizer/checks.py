@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearizer.errors import RequestError
 from linearizer.hub.models import Source, cache_folder, download_bytes
 from linearizer.method.decide import check_dials
 from linearizer.method.measure_run import fit_to_text, min_texts, needed_tokens
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import FITTED, Plan
 from linearizer.run.disk import run_bytes
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def with_absolute_paths(plan: Plan) -> Plan:
+AnyPlan = TypeVar("AnyPlan", Plan, EncoderPlan)
+
+
+def with_absolute_paths(plan: AnyPlan) -> AnyPlan:
     """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
-    model = plan.model if plan.model == "demo" else absolute_path(plan.model)
-    return replace(plan, model=model, text=absolute_source(plan.text))
+    places: dict[str, Any] = {"model": plan.model if plan.model == "demo" else absolute_path(plan.model)}
+    if isinstance(plan, EncoderPlan) and plan.pictures is not None:
+        places["pictures"] = absolute_path(plan.pictures)
+    return replace(plan, text=absolute_source(plan.text), **places)
 
 
 def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:

@@ -12,15 +12,13 @@ from linearizer.errors import RequestError
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import DEFAULT_BUDGET, Plan
 from linearizer.report.tables import write_tables
-from linearizer.run.names import absolute_path, absolute_source, fresh_folder
+from linearizer.run.names import fresh_folder
 
 if TYPE_CHECKING:
     from linearizer.encoders.encoder_folder import EncoderRun
     from linearizer.encoders.encoder_quality import Judgement
     from linearizer.encoders.inspect_encoder import EncoderInspection
     from linearizer.run.folder import Run
-
-LENGTHS = (512, 2048, 8192, 32768)  # tokens, at which the share of attention is told
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -43,13 +41,14 @@ def serve_inspect(arguments: argparse.Namespace) -> bool:
 
 def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
     """Begin the run of an encoder, or open the run to resume; None: the model is none."""
+    from linearizer.checks import with_absolute_paths
     from linearizer.encoders.kinds import find_kind
 
     if arguments.plan is not None or (arguments.out is not None and (arguments.out / "plan.json").exists()):
         return None  # a plan, or a run to resume, of a causal model
     changes = plan_changes(arguments)
     whole = {"budget": DEFAULT_BUDGET, **changes}
-    causal = Plan.of(**whole)  # refuses values that are none before a model is asked for
+    Plan.of(**whole)  # refuses values that are none before a model is asked for
     if (kind := find_kind(changes["model"])) is None:
         if given := [name for name in ("pictures", "slots") if getattr(arguments, name) is not None]:
             raise RequestError(f"--{given[0]} is for encoders, and {changes['model']!r} is none: leave it out")
@@ -60,11 +59,8 @@ def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     choices: dict[str, Any] = {name: value for name, value in changes.items() if name in known}
-    choices["model"] = absolute_path(choices["model"])
-    choices["text"] = absolute_source(choices.get("text", EncoderPlan.text))
-    choices["pictures"] = absolute_path(arguments.pictures) if arguments.pictures else None
-    plan = EncoderPlan(**choices, slots=arguments.slots is not False)
-    return kind.begin(arguments.out or fresh_folder(causal), plan, None, arguments.resume)
+    plan = EncoderPlan(**choices, pictures=arguments.pictures or None, slots=arguments.slots is not False)
+    return kind.begin(arguments.out or fresh_folder(plan), with_absolute_paths(plan), None, arguments.resume)
 
 
 def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Judgement | None = None) -> None:
@@ -110,18 +106,6 @@ def describe_encoder(inspection: EncoderInspection) -> str:
     """Describe an encoder, and what its attention costs."""
     from linearizer.encoders.kinds import kind_of
 
-    longest, title = inspection.tokens, kind_of(inspection).title.format(reads=inspection.reads)
-    lengths = LENGTHS if inspection.reads == "texts" else (longest, 4 * longest, 16 * longest)
-    shares = ", ".join(f"{inspection.share(tokens):.0%} at {tokens:,}" for tokens in lengths)
-    shape = f"{inspection.layers} layers of {inspection.heads} heads of size {inspection.head_dim}"
-    longer = "; longer texts by interpolated positions" * inspection.stretches
-    lines = {
-        "model": f"{inspection.name} ({inspection.architecture}), {title}",
-        "parameters": f"{inspection.parameters:,}",
-        "attention": f"in both directions, {shape}",
-        "tokens": f"{longest:,} of " + (f"a text at most{longer}" if inspection.reads == "texts" else "a picture"),
-        "its share": f"of the model's operations: {shares} tokens",
-        "licence": inspection.licence or "not stated",
-        "supported": "yes, and tested" if inspection.tested else "yes",
-    }
-    return "\n".join(f"{name:12}{value}" for name, value in lines.items())
+    title = kind_of(inspection).title.format(reads=inspection.reads)
+    lines = [("model", f"{inspection.name} ({inspection.architecture}), {title}"), *inspection.describe_shape()]
+    return "\n".join(f"{name:12}{value}" for name, value in lines)

@@ -25,7 +25,6 @@ from linearizer.workers import control
 from linearizer.workers.control import Status
 from linearizer.workers.runs import delete_run, resume_run
 
-PLANS = ("plan", "encoder")  # fields of a status
 ACTIONS = {
     "list": "all runs under the root (the default)",
     "attach": "follow a run to its end; ctrl-C leaves it, and it goes on",
@@ -51,7 +50,7 @@ def serve_runs(arguments: argparse.Namespace) -> None:
     if arguments.action == "list":
         if arguments.run is not None:
             raise RequestError(f"list shows all runs, not {arguments.run!r}: leave it out, or name an action")
-        statuses = control.runs_in(root, encoders=True)
+        statuses = control.runs_in(root)
         text = describe_runs(statuses) if statuses else f"no runs in {root}"
         print_product(arguments, [status_values(status) for status in statuses], text)
         return
@@ -118,7 +117,7 @@ def describe_newest_evaluation(run: Run) -> str:
 
 def status_values(status: Status) -> dict[str, Any]:
     """Return the status of a run as plain values."""
-    plain = {field.name: getattr(status, field.name) for field in fields(status) if field.name not in PLANS}
+    plain = {field.name: getattr(status, field.name) for field in fields(status) if field.name != "plan"}
     names = {"name": status.run.folder.name, "run": str(status.run.folder)}
     evaluation = status.evaluation and {name: getattr(status.evaluation, name) for name in ("state", "step", "error")}
     return {**plain, **names, **dial_of(status), "evaluation": evaluation}
@@ -126,8 +125,7 @@ def status_values(status: Status) -> dict[str, Any]:
 
 def dial_of(status: Status) -> dict[str, Any]:
     """Return the model and the dial of a run's plan; of a damaged plan, None."""
-    plan = status.plan or status.encoder
-    return {name: getattr(plan, name, None) for name in ("model", "budget", "features")}
+    return {name: getattr(status.plan, name, None) for name in ("model", "budget", "features")}
 
 
 def describe_runs(statuses: Sequence[Status]) -> str:

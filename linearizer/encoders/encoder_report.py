@@ -7,7 +7,13 @@ from linearizer.encoders.encoder_quality import Judgement, Quality
 from linearizer.encoders.encoder_run import STUDENT, WINDOW
 from linearizer.encoders.kinds import kind_of
 from linearizer.report.tables import Table, in_interval, with_half_width
-from linearizer.report.verdict import FAR, NEAR, Kind, Verdict
+from linearizer.report.verdict import FAR, NEAR, Kind, Verdict, judge_run
+from linearizer.run.folder import Run
+
+
+def judge_any_run(run: Run) -> Verdict | None:
+    """Return the verdict on the student of a run, of an encoder or not; None until it is judged."""
+    return judge_encoder(EncoderRun(run)) if run.of_encoder else judge_run(run)
 
 
 def judge_encoder(encoder: EncoderRun) -> Verdict | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 WATCHED_TOKENS = 8
+LENGTHS = (512, 2048, 8192, 32768)  # tokens of texts, at which the share of attention is told
 LATENTS = "latents"  # what a denoiser reads
 LEAST_SHARE = 0.1  # of a model's operations that its attention has: with less there is little to save
 ANOTHER = "name an encoder with plain softmax attention, such as bert, roberta, electra, vit or dinov2"
@@ -57,10 +58,30 @@ class EncoderInspection(JsonProduct):
     terms: dict[str, Any]  # licence and language as the teacher's card states them
     repo_id: str | None  # of the Hub
 
+    @property
+    def pair_operations(self) -> int:
+        """The multiplications and additions that a key costs a token, in all layers."""
+        return 2 * self.layers * self.heads * self.head_dim
+
     def share(self, tokens: int) -> float:
         """Return the share of attention in the operations of the model at a length."""
-        attention = 4 * tokens * self.layers * self.heads * self.head_dim
-        return attention / (attention + 2 * self.layer_parameters)
+        attention = tokens * self.pair_operations
+        return attention / (attention + self.layer_parameters)
+
+    def describe_shape(self) -> list[tuple[str, str]]:
+        """Describe layers, tokens and what attention costs, as pairs of a name and words."""
+        texts, longest = self.reads == "texts", self.tokens
+        lengths = LENGTHS if texts else (longest, 4 * longest, 16 * longest)
+        shares = ", ".join(f"{self.share(tokens):.0%} at {tokens:,}" for tokens in lengths)
+        longer = "; longer texts by interpolated positions" * self.stretches
+        return [
+            ("parameters", f"{self.parameters:,}"),
+            ("attention", f"in both directions, {self.layers} layers of {self.heads} heads of size {self.head_dim}"),
+            ("tokens", f"{longest:,} of {f'a text at most{longer}' if texts else 'a picture'}"),
+            ("its share", f"of the model's operations: {shares} tokens"),
+            ("licence", self.licence or "not stated"),
+            ("supported", "yes, and tested" if self.tested else "yes"),
+        ]
 
     def check_worth(self, budget: float, tokens: int) -> None:
         """Refuse a budget with which there is nothing to save."""

@@ -21,6 +21,8 @@ from typing import Any
 
 import gradio as gr
 
+from linearizer.encoders.encoder_report import judge_any_run
+from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
@@ -28,13 +30,14 @@ from linearizer.page import chat as answers
 from linearizer.page import chats, downloads, limits, plan_cards, sending, zerogpu
 from linearizer.page.calls import endpoint
 from linearizer.page.chats import Settings
-from linearizer.page.planning import EFFORTS, examine_model, make_plan
+from linearizer.page.planning import EFFORTS, ExaminedEncoder, examine_model, make_encoder_plan, make_plan
 from linearizer.page.visitors import Visitor, check_name, on_space
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
 from linearizer.report import markup
-from linearizer.report.verdict import Verdict, judge_run
+from linearizer.report.verdict import Verdict
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.names import runs_root
@@ -92,7 +95,7 @@ def list_local_models(query: str) -> list[str]:
     return [os.path.dirname(path) for path in configs][:MAX_MODELS_FOUND]
 
 
-def inspect_model(visitor: Visitor, model: str) -> Inspection:
+def inspect_model(visitor: Visitor, model: str) -> Inspection | EncoderInspection:
     """Describe a model and whether it can be linearized; no weight is downloaded."""
     return examine_model(visitor, model).inspection
 
@@ -106,6 +109,8 @@ def estimate_run(
     """
     plan = make_plan(model, budget, effort, options or {})
     examined = examine_model(visitor, plan.model)
+    if isinstance(examined, ExaminedEncoder):
+        raise RequestError(f"{plan.model!r} is an encoder, whose run start_encoder_run starts: it has other options")
     examined.inspection.require_support()
     return {**asdict(examined.forecast(plan)), "command": plan.command(), "plan": asdict(plan)}
 
@@ -117,6 +122,23 @@ def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Qu
     """
     with new_run(visitor, make_plan(model, budget, effort, options or {}), yielding(options)) as run:
         return run.folder.name
+
+
+def start_encoder_run(visitor: Visitor, model: str, budget: int = 256, options: Options = None) -> str:
+    """Start the run of an encoder of texts or pictures, and return its name at once; all else is as for start_run.
+
+    budget: how many tokens each token sees. options: {encoder}.
+    """
+    plan = make_encoder_plan(model, budget, options or {})
+    with limits.turn(visitor, runs_root()):
+        examined = examine_model(visitor, plan.model)
+        if not isinstance(examined, ExaminedEncoder):
+            raise RequestError(f"{plan.model!r} is no encoder: start_run starts its run")
+        limits.check_encoder_plan(plan, examined.inspection)
+        run = examined.kind.begin(visitor.fresh_folder(plan), plan, visitor.token, False).run
+        with deleted_on_refusal(run):
+            choose_start(run)(run, visitor.token)
+    return run.folder.name
 
 
 def branch_run(visitor: Visitor, run: str, budget: int) -> str:
@@ -143,17 +165,24 @@ def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator
     with limits.turn(visitor, runs_root()):
         folder = visitor.fresh_folder(plan)
         run = pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
-        try:
+        with deleted_on_refusal(run):
             yield run
             choose_start(run)(run, visitor.token)
-        except LinearizerError:
-            runs.delete_run(run)
-            raise
+
+
+@contextmanager
+def deleted_on_refusal(run: Run) -> Iterator[None]:
+    """Leave no folder of a run that cannot start."""
+    try:
+        yield
+    except LinearizerError:
+        runs.delete_run(run)
+        raise
 
 
 def choose_start(run: Run) -> Callable[..., None]:
     """Return the starter of a run: of a process, or of a call for each step where ZeroGPU lends the device."""
-    return (zerogpu if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
+    return (zerogpu if zerogpu.on_zerogpu() and run.any_plan.device != "cpu" else control).start
 
 
 def list_hardware(visitor: Visitor) -> list[Hardware]:
@@ -203,7 +232,7 @@ def run_status(visitor: Visitor, run: str) -> RunStatus:
     """
     opened = visitor.find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
-    return describe_status(control.status(opened), evaluation, judge_run(opened) if evaluation else None)
+    return describe_status(control.status(opened), evaluation, judge_any_run(opened))
 
 
 def list_runs(visitor: Visitor) -> list[RunStatus]:
@@ -356,10 +385,10 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
 
 
 ENDPOINTS = (
-    search_models, inspect_model, estimate_run, start_run, list_hardware, start_job, run_status, list_runs, stop_run,
-    use_run, resume_run, rename_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget,
-    branch_run, compare_models, read_document, end_chat, download_student, preview_publication,
-    publish_run,
+    search_models, inspect_model, estimate_run, start_run, start_encoder_run, list_hardware, start_job, run_status,
+    list_runs, stop_run, use_run, resume_run, rename_run, delete_run, evaluate_run, evaluation_status,
+    stop_evaluation, share_budget, branch_run, compare_models, read_document, end_chat, download_student,
+    preview_publication, publish_run,
 )  # fmt: skip
 OF_NO_RUN = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
 ONE_AT_A_TIME = (compare_models, read_document)
@@ -378,7 +407,7 @@ def add_endpoints() -> None:
 
 def described_options() -> dict[str, str]:
     """Return the texts for the braces in the descriptions of endpoints: the values that options may have."""
-    plan, request = options_of(Plan), options_of(Request)
+    plan, encoder, request = (options_of(kind) for kind in (Plan, EncoderPlan, Request))
     return {
         "budget": plan["budget"].limits.about,
         "seed": plan["seed"].limits.about,
@@ -387,6 +416,7 @@ def described_options() -> dict[str, str]:
         "prompt": "at most as many tokens as the model reads, less those to write",
         "tokens": f"1 to {limits.MAX_COMPARED_TOKENS}",
         "plan": list_options({name: plan[name] for name in plan if name not in ("model", "budget")}),
+        "encoder": list_options({name: encoder[name] for name in encoder if name not in ("model", "budget")}),
         "request": list_options({name: request[name] for name in request if name != "parts"}),
     }
 

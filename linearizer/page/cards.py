@@ -12,10 +12,12 @@ from html import escape
 from typing import Any
 
 from linearizer.amounts import ago, duration, size
+from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.errors import LinearizerError
 from linearizer.page.visitors import on_space
 from linearizer.plan.allocation import StateSize
 from linearizer.progress import Progress
+from linearizer.publish.encoder_card import ways_to_load
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import with_half_width
@@ -45,7 +47,7 @@ STEP_SENTENCES = {
     "price": "prices every head",
     "gates": "learns gates",
     "check": "compares it with plain students",
-    "distill": "trains the features",
+    "distill": "trains the student",
     "evaluate": "judges the student",
 }
 
@@ -61,7 +63,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     """Show the state of a run."""
     if status is None:
         return ""
-    plan = status.run.plan
+    plan = status.run.any_plan
     before = turn_line(status.run, now) if status.state in ("queued", "running") else ""  # a run at work may pause
     state = STATE_SENTENCES[status.state] if before or status.state != "queued" else "starting"
     moving = status.step if status.state in LIVE else None
@@ -141,6 +143,8 @@ def progress_bar(title: str, share: float | None, text: str = "", loud: str = ""
 
 def trains(run: Run) -> bool:
     """Whether a run trains, as far as is known: features of its student, or copies of its teacher's weights."""
+    if run.of_encoder:  # whose training is shown above the steps alone
+        return False
     features = (held := run.allocation) is None or any(head.features for row in held.heads for head in row)
     return run.plan.trains and (features or run.plan.changes_weights)
 
@@ -192,18 +196,23 @@ def use_card(run: Run) -> str:
         return ""
     if on_space():
         return message_box("To use it elsewhere, download or publish it: the page then shows the lines that load it.")
-    load = f'AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)'
-    body = json.dumps({"prompt": "Once", "max_tokens": 40})
-    ways = {
-        "Load it": f"from transformers import AutoModelForCausalLM\n\nmodel = {load}",
-        "Serve it": f"linearizer serve {shlex.quote(str(run.folder.absolute()))}",
-        "Ask the server": f"curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
-    }
+    ways = ways_to_load(EncoderRun(run)) if run.of_encoder else ways_of_causal(run)
     shown = "".join(
         f'<div><h3>{title}</h3>{copy_button("Copy", code)}<pre tabindex="0">{escape(code)}</pre></div>'
         for title, code in ways.items()
     )
     return f'<div class="lz-lead"><h3>Use it</h3></div><div class="lz-card lz-use">{shown}</div>'
+
+
+def ways_of_causal(run: Run) -> dict[str, str]:
+    """Write the code that loads and serves the student of a causal language model."""
+    load = f'AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)'
+    body = json.dumps({"prompt": "Once", "max_tokens": 40})
+    return {
+        "Load it": f"from transformers import AutoModelForCausalLM\n\nmodel = {load}",
+        "Serve it": f"linearizer serve {shlex.quote(str(run.folder.absolute()))}",
+        "Ask the server": f"curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+    }
 
 
 def copy_button(title: str, text: str) -> str:

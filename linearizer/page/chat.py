@@ -30,6 +30,7 @@ from linearizer.plan.allocation import StateSize
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
+from linearizer.run.names import refuse_encoder
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import MemoryPrompt, Reader
@@ -189,6 +190,7 @@ def has_student(run: Run) -> bool:
 
 
 def require_student(run: Run) -> Run:
+    refuse_encoder(run)
     if not has_student(run):
         raise RequestError("this run has no student yet: wait until it is done, or end its training")
     return run

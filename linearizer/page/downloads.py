@@ -40,7 +40,7 @@ def offer(run: Run) -> str:
 
 def student_name(run: Run) -> str:
     """Name the student of a run after its teacher."""
-    teacher = re.split(r"[/\\]", run.plan.model.partition("@")[0].rstrip("/"))[-1]
+    teacher = re.split(r"[/\\]", run.any_plan.model.partition("@")[0].rstrip("/"))[-1]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', teacher)}-linearized"
 
 

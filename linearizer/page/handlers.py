@@ -17,6 +17,7 @@ from linearizer.page import actions, cards, chat, chat_cards, chats, downloads, 
 from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
+from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.workers import control
 
@@ -84,7 +85,7 @@ def search_models(browser: Browser, key: gr.KeyUpData) -> Any:
 
 def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
     """Show a run from its profile step on; nothing of it was drawn yet. The order is that of WATCHED_PARTS."""
-    step = 3 if name else 1
+    step = 1 if not name else 5 if browser.visitor.find_run(name).of_encoder else 3
     return (
         {**browser.memory, "run": name},
         {"shown": str(step)},
@@ -327,7 +328,7 @@ def list_runs(browser: Browser, busy: bool) -> list[Any]:
         statuses = control.runs_in(browser.visitor.home)
     except LinearizerError as error:
         return [markup.message_box(str(error), "bad"), gr.Column(visible=False), *[gr.skip()] * 2]
-    own = [status.run.folder.name for status in statuses if status.plan is not None]
+    own = [status.run.folder.name for status in statuses if isinstance(status.plan, Plan)]
     names = own + [EXAMPLE_NAME] * has_example()
     return [run_list.run_cards(statuses), gr.Column(visible=len(names) > 1), *[gr.Dropdown(choices=names)] * 2]
 

@@ -28,6 +28,14 @@ WHEN_JUDGED = "It is drawn once the student is judged."
 ABOUT_BUDGET = (
     "The student’s memory (its state) may take as many bytes as the teacher’s KV cache takes after this many tokens."
 )
+LEADS = {  # of the second step, and the name of its slider
+    "causal": ("How much may it remember?", ABOUT_BUDGET),
+    "encoder": (
+        "How many tokens may each token see?",
+        "A token of the student costs what a token of the teacher costs among so many tokens, however many there are.",
+    ),
+}
+SLIDERS = {"causal": "Tokens of cache", "encoder": "Tokens that each token sees"}
 ABOUT_COMPARE = (
     "One chat with three models, which answer in turns, a token each. All of them read a file, and then answer from "
     "what each remembers of it."
@@ -39,8 +47,12 @@ ABOUT_JOBS = (
 )
 
 
-def lead(title: str, text: str, level: str = "h2") -> None:
-    gr.HTML(f'<div class="lz-lead"><{level}>{title}</{level}><p>{text}</p></div>')
+def lead(title: str, text: str, level: str = "h2") -> gr.HTML:
+    return gr.HTML(lead_html(title, text, level))
+
+
+def lead_html(title: str, text: str, level: str = "h2") -> str:
+    return f'<div class="lz-lead"><{level}>{title}</{level}><p>{text}</p></div>'
 
 
 def chart(title: str, text: str, name: str | None = None, later: str = "") -> gr.Plot:
@@ -107,22 +119,28 @@ def choose_model(ui: SimpleNamespace) -> None:
 
 def choose_plan(ui: SimpleNamespace) -> None:
     """Place the budget, what it takes here, and Start; all else that can be chosen is folded."""
-    lead("How much may it remember?", ABOUT_BUDGET)
+    ui.plan_lead = lead(*LEADS["causal"])
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
             reach: dict[str, Any] = {"minimum": MIN_BUDGET, "maximum": MAX_BUDGET, "step": 8}
             reach["info"] = describe_reach(MAX_BUDGET)
-            ui.budget = gr.Slider(value=DEFAULT_BUDGET, label="Tokens of cache", elem_id="budget", **reach)
+            ui.budget = gr.Slider(value=DEFAULT_BUDGET, label=SLIDERS["causal"], elem_id="budget", **reach)
             ui.forecast = gr.HTML(elem_id="forecast")
             ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
             ui.start_note = gr.HTML(elem_id="start-note")
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
+    with gr.Column(visible=False) as ui.encoder_sight:
+        fields = plan_form.place_encoder_options(in_sight=True)
     with gr.Accordion("Change how", open=False, elem_id="how"):
-        place_ways(ui)
-        with gr.Accordion("Advanced", open=False, elem_id="advanced"):
-            gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
-            ui.fields = plan_form.place_options()
+        with gr.Column() as ui.causal_form:
+            place_ways(ui)
+            with gr.Accordion("Advanced", open=False, elem_id="advanced"):
+                gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
+                ui.fields = plan_form.place_options()
+        with gr.Column(visible=False) as ui.encoder_form:
+            fields |= plan_form.place_encoder_options(in_sight=False)
+        ui.encoder_fields = {name: fields[name] for name in plan_form.ENCODER_OPTIONS}
         with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
             ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
             ui.plan = gr.Code("", language="json", label="plan.json, for --plan", lines=3, wrap_lines=True)
@@ -215,7 +233,7 @@ def result_step(ui: SimpleNamespace) -> None:
     ui.awaited = gr.HTML(message_box("The student of this run is not judged yet."), elem_id="awaited")
     ui.verdict = gr.HTML(elem_id="verdict")
     ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
-    with gr.Row():
+    with gr.Row() as ui.result_charts:
         with gr.Column(min_width=320):
             later = f"{WHEN_JUDGED[:-1]} on texts of several lengths."
             ui.part_charts["language"] = chart("Quality by length", PART_VIEWS["language"].shows, later=later)

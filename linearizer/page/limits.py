@@ -19,6 +19,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.plan.plan import Plan
 from linearizer.run import events
+from linearizer.run.disk import NUMBER
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
@@ -27,6 +28,8 @@ from linearizer.run.results import Request
 from linearizer.workers import control
 
 if TYPE_CHECKING:
+    from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.plan.encoder_plan import EncoderPlan
     from linearizer.plan.inspection import Inspection
 
 MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256}
@@ -102,13 +105,22 @@ def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> N
     """Refuse what a public Space cannot do for one visitor among many."""
     if not on_space():
         return
-    if inspection.expanded_bytes > limits.gigabytes * 1e9:
-        raise RequestError(
-            f"{inspection.name!r} has {inspection.expanded_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
-            f"{limits.gigabytes:g} GB: choose a smaller model, or {ELSEWHERE}"
-        )
+    from linearizer.workers.forecast import run_memory
+
+    check_weights(inspection.name, inspection.expanded_bytes, limits)
     check_amounts(amounts_of(plan, inspection), MAX_OF_PLAN)
-    check_memory(plan, inspection, limits)
+    check_memory(run_memory(plan, inspection), limits)
+
+
+def check_encoder_plan(plan: EncoderPlan, inspection: EncoderInspection, limits: Limits = LIMITS) -> None:
+    """Refuse the same of an encoder's run."""
+    from linearizer.workers.forecast import encoder_memory
+
+    if on_space():
+        check_weights(inspection.name, NUMBER * inspection.parameters, limits)
+        amounts = {name: getattr(plan, name) for name in ("budget", "texts", "steps", "batch")}
+        check_amounts({**amounts, "length": plan.length or inspection.tokens}, MAX_OF_PLAN)
+        check_memory(encoder_memory(plan, inspection), limits)
 
 
 def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
@@ -118,11 +130,17 @@ def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
     return amounts | {"window": plan.kept_window, "sinks": plan.kept_sinks, "lora": plan.kept_lora}
 
 
-def check_memory(plan: Plan, inspection: Inspection, limits: Limits) -> None:
-    """Refuse what would take the memory that all visitors' runs share."""
-    from linearizer.workers.forecast import run_memory
+def check_weights(name: str, weight_bytes: float, limits: Limits) -> None:
+    if weight_bytes > limits.gigabytes * 1e9:
+        raise RequestError(
+            f"{name!r} has {weight_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
+            f"{limits.gigabytes:g} GB: choose a smaller model, or {ELSEWHERE}"
+        )
 
-    if (needed := run_memory(plan, inspection)) > limits.memory * 1e9:
+
+def check_memory(needed: float, limits: Limits) -> None:
+    """Refuse what would take the memory that all visitors' runs share."""
+    if needed > limits.memory * 1e9:
         raise RequestError(
             f"this plan would take some {needed / 1e9:.1f} GB of memory, and this Space gives a run {limits.memory:g} "
             f"GB: ask for shorter texts, fewer features or a smaller batch, or {ELSEWHERE}"
@@ -183,7 +201,7 @@ def check_turn(home: Path, root: Path, limits: Limits) -> None:
 def count_at_work(home: Path) -> int:
     """Count the runs of a visitor that wait or work, by their locks: others' logs and files need not be read."""
     held = 0
-    for file in home.glob("*/plan.json"):
+    for file in home.glob("*/lock"):
         with suppress(OSError):  # its lock is damaged, so nothing works on it
             held += Run(file.parent).is_locked
     return held

@@ -20,6 +20,7 @@ from linearizer.report.markup import announcement, folded, message_box, table, v
 from linearizer.report.prediction import predict_kl
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
+from linearizer.run.names import refuse_encoder
 
 if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
@@ -172,6 +173,7 @@ def require_profile(run: Run) -> Profile:
     """Return the profile of a run, once everything is measured that sharing out a budget needs."""
     from linearizer.method.decide import decidable
 
+    refuse_encoder(run)
     if (profile := run.profile) is None or not decidable(run):
         raise RequestError("this run has not measured its heads yet: wait for it, or resume it")
     return profile

@@ -6,7 +6,7 @@ Every field holds text, and empty text leaves the option to the recipe, so that 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import gradio as gr
 
 from linearizer.errors import RequestError
 from linearizer.page.planning import EFFORTS, make_plan
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.plan.recipes import RECIPES
@@ -23,6 +24,8 @@ TITLES = {"lora": "Rank of adapters", "dtype": "Type of number"}  # of some opti
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")
 GROUPS = (MEASURING, TRAINING, ALLOCATION, MACHINE)
 OPTIONS = {name: option for name, option in options_of(Plan).items() if name not in IN_SIGHT}
+ENCODER_OPTIONS = {name: option for name, option in options_of(EncoderPlan).items() if name not in ("model", "budget")}
+ENCODER_IN_SIGHT = ("length", "text", "pictures")  # the first two of encoders of texts
 BY_EFFORT = frozenset(name for sizes, _ in EFFORTS.values() for name in sizes)
 WIDE = 24  # characters that a field has no room for
 TRUTH = [("yes", "true"), ("no", "false")]
@@ -116,7 +119,14 @@ def place_options() -> dict[str, gr.components.Component]:
     return {name: fields[name] for name in OPTIONS}
 
 
-def place_option(option: Option) -> gr.components.Component:
+def place_encoder_options(in_sight: bool) -> dict[str, gr.components.Component]:
+    """Place the fields of an encoder's options that are in sight, or the others."""
+    chosen = [option for name, option in ENCODER_OPTIONS.items() if (name in ENCODER_IN_SIGHT) == in_sight]
+    with gr.Row(elem_classes="lz-options"):
+        return {option.name: place_option(option, "encoder") for option in chosen}
+
+
+def place_option(option: Option, prefix: str = "option") -> gr.components.Component:
     """Place the field of one option."""
     usual = "as thorough as chosen" if option.name in BY_EFFORT else name_fields(option.usual)
     about = name_fields(option.limits.about)
@@ -126,7 +136,7 @@ def place_option(option: Option) -> gr.components.Component:
         "label": field_title(option.name),
         "info": about,
         "min_width": 250,
-        "elem_id": f"option-{option.name}",
+        "elem_id": f"{prefix}-{option.name}",
     }
     choices = TRUTH if option.value_kind is bool else [(str(choice), str(choice)) for choice in option.limits.choices]
     if choices:
@@ -134,14 +144,15 @@ def place_option(option: Option) -> gr.components.Component:
     return gr.Textbox("", placeholder=usual, max_lines=1, **shared)
 
 
-def read_fields(values: Sequence[Any]) -> dict[str, Any]:
+def read_fields(values: Sequence[Any], options: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:
     """Read the fields; what is empty is left out."""
-    written = {name: str(value or "").strip() for name, value in zip(OPTIONS, values, strict=True)}
-    return {name: OPTIONS[name].parse(text) for name, text in written.items() if text}
+    written = {name: str(value or "").strip() for name, value in zip(options, values, strict=True)}
+    return {name: options[name].parse(text) for name, text in written.items() if text}
 
 
 def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
-    """Return the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields.
+    """Return the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields,
+    those of encoders last.
 
     The effort is the nearest to the plan. What still differs is written into the fields, and so is what was `asked`.
     """
@@ -159,7 +170,15 @@ def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
     effort = min(EFFORTS, key=lambda name: len(differing(name)))
     written = differing(effort)
     fields = (write_value(mine[name]) if name in written else "" for name in OPTIONS)
-    return plan.model, budget, effort, plan.may_grow, way, gr.skip() if WAYS[way].recipe else plan.recipe, *fields
+    listed = gr.skip() if WAYS[way].recipe else plan.recipe
+    return plan.model, budget, effort, plan.may_grow, way, listed, *fields, *[""] * len(ENCODER_OPTIONS)
+
+
+def write_encoder_plan(plan: EncoderPlan) -> tuple[Any, ...]:
+    """Return the values of the form that make the plan of an encoder's run."""
+    usual = EncoderPlan(plan.model)
+    fields = ("" if (mine := getattr(plan, name)) == getattr(usual, name) else mine for name in ENCODER_OPTIONS)
+    return plan.model, plan.budget, *[gr.skip()] * (4 + len(OPTIONS)), *map(write_value, fields)
 
 
 def write_value(value: Any) -> str:

@@ -11,56 +11,104 @@ import gradio as gr
 
 from linearizer.amounts import duration
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, plan_cards, plan_form, planning
+from linearizer.page import actions, encoder_cards, plan_cards, plan_form, planning
 from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import WATCHED_PARTS, watch_run
-from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, describe_reach
+from linearizer.page.layout import LEADS, MAX_BUDGET, MIN_BUDGET, SLIDERS, describe_reach, lead_html
 from linearizer.page.plan_form import WAYS, effort_choices, name_fields, recipe_of, way_choices
-from linearizer.page.planning import Examined, make_plan
+from linearizer.page.planning import Examined, ExaminedEncoder, make_plan
 from linearizer.plan.plan import YIELDING
 from linearizer.report import markup
 from linearizer.run.folder import parse_plan
 
 if TYPE_CHECKING:
+    from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.plan.encoder_plan import EncoderPlan
     from linearizer.workers.forecast import RunForecast
 
 
 @handler
 def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     """Describe a model."""
-    closed = gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()  # the second step needs a model
+    closed = gr.Button(interactive=False), gr.Tab(interactive=False), *[gr.skip()] * 9  # the second step needs a model
     if not model:
         return markup.message_box("No model is named: type one, or take the demo."), None, *closed
     try:
         examined = planning.examine_model(browser.visitor, model)
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), None, *closed
+    if isinstance(examined, ExaminedEncoder):
+        encoder = examined.inspection
+        card = encoder_cards.model_card(encoder, examined.kind.title.format(reads=encoder.reads))
+        return (
+            card,
+            examined,
+            gr.Button(interactive=True),
+            gr.Tab(interactive=True),
+            *show_form(encoder.tokens, encoder),
+        )
     inspection = examined.inspection
-    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
     return (
         plan_cards.model_card(inspection),
         replace(examined, priced=planning.find_priced(browser.visitor, inspection)) if inspection.supported else None,
         gr.Button(interactive=inspection.supported),
         gr.Tab(interactive=inspection.supported),
-        gr.Slider(maximum=most, info=describe_reach(most)),
+        *show_form(inspection.max_positions),
+    )
+
+
+def show_form(positions: int | None, encoder: EncoderInspection | None = None) -> tuple[Any, ...]:
+    """Show the form of a causal model, or of an encoder: the reach of the slider, what it is called, and the fields."""
+    most, kind = max(2 * MIN_BUDGET, min(MAX_BUDGET, positions or MAX_BUDGET)), "encoder" if encoder else "causal"
+    reads = encoder and encoder.reads
+    return (
+        gr.Slider(maximum=most, info=describe_reach(most), label=SLIDERS[kind]),
+        gr.HTML(lead_html(*LEADS[kind])),
+        gr.Column(visible=encoder is None),
+        gr.Column(visible=encoder is not None),
+        gr.Column(visible=encoder is not None),
+        gr.Accordion(visible=encoder is None),  # jobs do not know encoders
+        gr.Textbox(visible=reads == "texts"),
+        gr.Textbox(visible=reads != "pictures"),
+        gr.Textbox(visible=reads == "pictures"),
     )
 
 
 def read_form(
-    chosen: Examined | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
+    chosen: Examined | ExaminedEncoder | None,
+    budget: float,
+    effort: str,
+    may_grow: bool,
+    way: str,
+    listed: str,
+    *fields: Any,
 ) -> tuple[str, int, str, dict[str, Any]]:
     """Read the form, what is chosen in sight and the fields under Advanced: model, budget, effort and options."""
     if chosen is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
-    options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_fields(fields)}
+    own, others = fields[: len(plan_form.OPTIONS)], fields[len(plan_form.OPTIONS) :]
+    if isinstance(chosen, ExaminedEncoder):
+        options = plan_form.read_fields(others, plan_form.ENCODER_OPTIONS)
+    else:
+        options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_fields(own)}
     return chosen.inspection.name, int(budget), effort, options
 
 
-def show_budget(chosen: Examined | None, *choices: Any) -> str:
+def read_encoder_form(chosen: ExaminedEncoder, *choices: Any) -> EncoderPlan:
+    """Read the plan of an encoder's run, which can begin."""
+    model, budget, _, options = read_form(chosen, *choices)
+    plan = planning.make_encoder_plan(model, budget, options)
+    chosen.check(plan)
+    return plan
+
+
+def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str:
     """Describe a budget, while the slider moves."""
     if chosen is None:
         return markup.message_box("Choose a model first.")
     try:
+        if isinstance(chosen, ExaminedEncoder):
+            return encoder_cards.keys_card(read_encoder_form(chosen, *choices), chosen.inspection)
         plan = make_plan(*read_form(chosen, *choices))
         chosen.check(plan)
     except LinearizerError as error:
@@ -69,8 +117,15 @@ def show_budget(chosen: Examined | None, *choices: Any) -> str:
     return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions, kl)
 
 
-def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
+def show_plan(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> tuple[Any, ...]:
     """Describe a budget, the time of each way and effort here, and the command that does the same elsewhere."""
+    if isinstance(chosen, ExaminedEncoder):
+        takes, command = "", ""
+        with suppress(LinearizerError):  # the card says what is wrong
+            encoder = read_encoder_form(chosen, *choices)
+            takes = plan_cards.forecast_card(planning.machine_of(encoder), chosen.forecast(encoder))
+            command = encoder.command()
+        return show_budget(chosen, *choices), takes, *[gr.skip()] * 3, command, ""
     budget, effort, may_grow, way, *rest = choices
     card, times = show_budget(chosen, *choices), dict[str, str]()
     takes, command, written = "", "", ""
@@ -86,7 +141,7 @@ def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
     with suppress(LinearizerError):  # the card says what is wrong
         plan = make_plan(*read_form(chosen, *choices))
         command, written = plan.command(), plan.to_json()
-        takes = plan_cards.forecast_card(chosen.machine(plan) if chosen else None, forecast(effort, way))
+        takes = plan_cards.forecast_card(planning.machine_of(plan), forecast(effort, way))
         efforts = {name: f"about {duration(forecast(name, way).seconds)}" for name in planning.EFFORTS}
         for name in WAYS:
             with suppress(LinearizerError):  # a way that cannot be combined with the other choices
@@ -100,7 +155,12 @@ def show_plan(chosen: Examined | None, *choices: Any) -> tuple[Any, ...]:
 def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
     """Start a run of the form; from here on the page only watches. A refusal stays until something else is chosen."""
     try:
-        return (*watch_run(browser, actions.start_run(browser.visitor, *read_form(*choices))), "")
+        if isinstance(choices[0], ExaminedEncoder):
+            model, budget, _, options = read_form(*choices)
+            name = actions.start_encoder_run(browser.visitor, model, budget, options)
+        else:
+            name = actions.start_run(browser.visitor, *read_form(*choices))
+        return (*watch_run(browser, name), "")
     except LinearizerError as error:
         return (*[gr.skip()] * len(WATCHED_PARTS), markup.message_box(name_fields(str(error)), "bad"))
 
@@ -109,6 +169,8 @@ def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
 def change_run(browser: Browser) -> tuple[Any, ...]:
     """Take the choices of the run that is watched, for another run."""
     run = browser.find_run()
+    if run.of_encoder:
+        return plan_form.write_encoder_plan(run.encoder_plan)
     return plan_form.write_plan(run.plan, [name for name in YIELDING if run.given[name] is not None])
 
 

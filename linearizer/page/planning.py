@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
-from linearizer.page.visitors import Visitor, example_folder, has_example
+from linearizer.page.visitors import Visitor, example_folder, has_example, on_space
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
 from linearizer.run.folder import UNBOUNDED, Run
@@ -20,8 +21,10 @@ from linearizer.run.prices import CANDIDATES
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.encoders.kinds import Kind
     from linearizer.plan.inspection import Inspection
-    from linearizer.workers.forecast import Machine, RunForecast
+    from linearizer.workers.forecast import Machine, RunForecast, Speeds
 
 EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
     "Try it": ({"texts": 2, "length": 256}, 1 / 6),
@@ -57,24 +60,54 @@ class Examined:
 
     def forecast(self, plan: Plan) -> RunForecast:
         """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
-        from linearizer.teacher import devices
         from linearizer.workers import forecast
 
-        # ZeroGPU's device is not there to be measured
-        device = "cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device)
-        return forecast.forecast_run(plan, self.inspection, forecast.measure_speeds(device), self.download)
+        return forecast.forecast_run(plan, self.inspection, speeds_of(plan), self.download)
 
-    def machine(self, plan: Plan) -> Machine | None:
-        """Describe what a plan would run on here; None: a GPU that is lent only for the work."""
+
+@dataclass(frozen=True, eq=False)
+class ExaminedEncoder:
+    """An encoder before a run."""
+
+    inspection: EncoderInspection
+    kind: Kind
+    download: int
+
+    def check(self, plan: EncoderPlan) -> None:
+        """Refuse what would be refused of a plan before its work, while its visitor still chooses."""
+        from linearizer.encoders.encoder_folder import attention_of
+        from linearizer.encoders.encoder_run import check_pictures, decide_length
+
+        self.inspection.check_worth(plan.budget, decide_length(plan, self.inspection) or self.inspection.tokens)
+        attention_of(plan, self.inspection)
+        if self.inspection.reads == "pictures":
+            check_pictures(plan)
+        limits.check_encoder_plan(plan, self.inspection)
+
+    def forecast(self, plan: EncoderPlan) -> RunForecast:
         from linearizer.workers import forecast
 
-        if zerogpu.on_zerogpu():
-            return None
-        return forecast.describe_machine(plan, runs_root())
+        return forecast.forecast_encoder(plan, self.inspection, speeds_of(plan), self.download)
 
 
-def examine_model(visitor: Visitor, model: str) -> Examined:
+def speeds_of(plan: Plan | EncoderPlan) -> Speeds:
+    """Measure, once, the device that a plan runs on here; on ZeroGPU, whose device is not there yet, the CPU."""
+    from linearizer.teacher import devices
+    from linearizer.workers import forecast
+
+    return forecast.measure_speeds("cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device))
+
+
+def machine_of(plan: Plan | EncoderPlan) -> Machine | None:
+    """Describe what a plan would run on here; None: a GPU that is lent only for the work."""
+    from linearizer.workers import forecast
+
+    return None if zerogpu.on_zerogpu() else forecast.describe_machine(plan, runs_root())
+
+
+def examine_model(visitor: Visitor, model: str) -> Examined | ExaminedEncoder:
     """Describe a model and whether it can be linearized; no weight is downloaded."""
+    from linearizer.encoders.kinds import find_kind
     from linearizer.hub import models
     from linearizer.teacher.inspect_model import inspect_model
     from linearizer.teacher.load import load_config
@@ -83,6 +116,10 @@ def examine_model(visitor: Visitor, model: str) -> Examined:
     if not model:
         raise RequestError("no model was named: write `org/name`, or take the demo")
     limits.check_model(model)
+    if (kind := find_kind(model, visitor.token)) is not None:
+        encoder = kind.inspect(model, visitor.token)
+        download = models.download_bytes(models.find_model(model, visitor.token)) if encoder.repo_id else 0
+        return ExaminedEncoder(encoder, kind, download)
     source = models.find_model(model, visitor.token)
     config = load_config(source, visitor.token)
     inspection = inspect_model(source, config)
@@ -117,3 +154,18 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
         plan = replace(plan, steps=max(1, round(plan.steps * share)))
     limits.check_model(plan.model, plan.text)
     return plan
+
+
+def make_encoder_plan(model: str, budget: int, options: Mapping[str, Any]) -> EncoderPlan:
+    """Make the plan of an encoder's run of a visitor's choices; what is None or empty is the usual."""
+    from linearizer.checks import with_absolute_paths
+
+    given = {name: value for name, value in options.items() if value is not None and value != ""}
+    known = options_of(EncoderPlan).keys() - {"model", "budget"}
+    if unknown := sorted(given.keys() - known):
+        raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
+    plan = EncoderPlan(model.strip(), budget, **given)
+    limits.check_model(plan.model, plan.text)
+    if plan.pictures is not None and on_space():
+        raise RequestError(f"on a Space no folder of pictures can be read: {limits.ELSEWHERE}")
+    return with_absolute_paths(plan)

@@ -15,8 +15,10 @@ from typing import Any
 import gradio as gr
 from gradio.components.plot import PlotData
 
+from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.kinds import kind_of
 from linearizer.errors import LinearizerError
-from linearizer.page import cards, plan_cards, run_state, sending
+from linearizer.page import cards, encoder_cards, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import ASKED, IDLE_POLL_SECONDS, show_note
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
@@ -36,7 +38,9 @@ POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = ("map", "prices", "frontier", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
-TABS, PLACES = ("step_2", "step_3", "step_4", "step_5", "step_6"), ("prices_place", "freedoms_place", "awaited")
+TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
+PLACES = ("prices_place", "freedoms_place", "awaited", "result_charts", "all")
+OF_CAUSAL, OF_CAUSAL_TABS = {"result_charts": gr.Row, "all": gr.Accordion}, ("step_3", "step_6")  # not for encoders
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
     *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet"),
@@ -129,15 +133,23 @@ def in_order(drawn: dict[str, Any]) -> list[Any]:
 def show_attached(run: Run | None) -> dict[str, Any]:
     """Open every step of a run, the first two to read; without a run, let these choose, and close the others."""
     watching = run is not None
-    shown: dict[str, Any] = {name: gr.Tab(interactive=watching) for name in TABS}
+    hidden = OF_CAUSAL_TABS if run is not None and run.of_encoder else ()
+    visible = {name: {"visible": "hidden" if name in hidden else True} for name in OF_CAUSAL_TABS}
+    shown: dict[str, Any] = {name: gr.Tab(interactive=watching, **visible.get(name, {})) for name in TABS}
     shown |= {f"{name}_choice": gr.Column(visible=not watching) for name in ("model", "plan")}
     shown |= {f"{name}_of_run": gr.Column(visible=watching) for name in ("model", "plan")}
     if run is None:
         return {**shown, "run_model": "", "run_plan": ""}
+    shown |= {name: part(visible=not run.of_encoder) for name, part in OF_CAUSAL.items()}
+    shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
+    if run.of_encoder:
+        encoder = EncoderRun(run)
+        title = kind_of(encoder.inspection).title.format(reads=encoder.inspection.reads)
+        card = encoder_cards.model_card(encoder.inspection, title)
+        return {**shown, "run_model": card, "run_plan": encoder_cards.plan_card(encoder.plan)}
     decided_by = run.plan.rules.decided_by
     shown["prices_place"] = gr.Column(visible=decided_by == "prices")
     shown["freedoms_place"] = gr.Column(visible=decided_by == "freedoms")
-    shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     shown["run_plan"] = plan_cards.plan_card(run.plan)
     if run.has_file("inspection.json"):
         shown |= {"run_model": plan_cards.model_card(run.inspection), "other": slider_of(run)}

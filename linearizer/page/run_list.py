@@ -9,6 +9,7 @@ from dataclasses import asdict
 from html import escape
 
 from linearizer.amounts import ago, growing, size
+from linearizer.encoders.encoder_report import judge_any_run
 from linearizer.errors import LinearizerError
 from linearizer.page.cards import STEP_SENTENCES, copy_button, state_line, step_bar
 from linearizer.plan.allocation import StateSize
@@ -18,6 +19,7 @@ from linearizer.report.run_charts import MIN_DRAWN_KL
 from linearizer.report.tables import describe_heads
 from linearizer.report.verdict import judge_run, of_subject
 from linearizer.run.folder import Run
+from linearizer.run.names import refuse_encoder
 from linearizer.workers.control import LIVE, Status
 
 RESUMED = ("stopped", "failed", "lost")  # states of runs that can go on
@@ -45,9 +47,7 @@ def list_run(status: Status, now: float) -> str:
         acts += [folded("Rename", rename_form(name))] if plan is not None else []
         acts.append(folded("Delete", deleting_card(status) + act_button("delete", "Delete it for good")))
     title = "A damaged run" if plan is None else f'<a href="../?run={name}">{escape(plan.model)}</a>'
-    what = (
-        name if plan is None else f"{name} · {escape(plan.dial)}{', may grow' * plan.may_grow}, {escape(plan.recipe)}"
-    )
+    what = name if plan is None else f"{name} · {escape(plan.in_brief)}"
     bar = step_bar(step, now) if step and status.state in ("running", "stopping") else ""
     said = sentence_html(status.error) if status.error else quality_line(status.run)
     return (
@@ -71,17 +71,17 @@ def rename_form(name: str) -> str:
 def quality_line(run: Run) -> str:
     """Show the verdict on a run's student, and the KL of student and window over the length of texts."""
     with suppress(LinearizerError):  # a damaged file of one run must not hide the others
-        if (verdict := judge_run(run)) is None:
+        if (verdict := judge_any_run(run)) is None:
             return ""
-        lengths, lines = run.results["language"].result.lengths, []
+        lengths, lines = [] if run.of_encoder else run.results["language"].result.lengths, []
         for name in ("window", "student"):
             judged = [(each.length, of_subject(each, name).kl) for each in lengths]
             points = [(float(length), max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]
             lines += [Line(name, points, f"lz-{name}")] * (len(points) > 1)
-        about = f"KL over texts of {lengths[0].length:,} to {lengths[-1].length:,} tokens, student and window"
         first = verdict.sentence.partition(". ")[0]
         drawn = ""
         if lines:
+            about = f"KL over texts of {lengths[0].length:,} to {lengths[-1].length:,} tokens, student and window"
             x, y = (Axis.around([point[side] for line in lines for point in line.points]) for side in (0, 1))
             drawn = draw_lines(about, x, y, lines, marks=False)
         return f"{drawn}<p>{sentence_html(first)}.</p>"
@@ -122,6 +122,8 @@ def deleting_card(status: Status) -> str:
 
 def comparison_card(first: Run, second: Run) -> str:
     """Compare two runs: results, verdicts, and the options of their plans that differ."""
+    for run in (first, second):
+        refuse_encoder(run)
     columns, plans = zip(*((run_facts(run), asdict(run.plan)) for run in (first, second)), strict=True)
     rows = [[name, *(facts.get(name, "–") for facts in columns)] for name in columns[0] | columns[1]]
     options = [[name.replace("_", " "), *(show_option(plan[name]) for plan in plans)] for name in plans[0]]

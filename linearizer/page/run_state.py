@@ -14,9 +14,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from linearizer.encoders.encoder_folder import QUALITY, TIMES, EncoderRun
 from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import decidable, offers_of
-from linearizer.page import cards, chat
+from linearizer.page import cards, chat, encoder_cards
 from linearizer.page.visitors import is_example
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
@@ -72,6 +73,8 @@ class RunState:
         """Read what is new in the log."""
         new, self.place = events.read_events(self.run.log_file, self.place)
         for event in new:
+            if self.run.of_encoder and event["event"] != EventName.PUBLISHED:
+                continue
             if event["event"] == EventName.DISTILL and self.run.owns_event(event):
                 self.add_step(event)
             elif event["event"] == EventName.DISTILLED and self.run.owns_event(event):
@@ -116,8 +119,11 @@ class RunState:
             self.drawn, steps = now, self.training
             mark = (len(steps), steps[-1]["done"] if steps else 0)
             self.put("losses", mark, lambda: run_charts.draw_training_losses(steps).to_json() if steps else None)
-        self.draw_profile()
-        self.draw_evaluation()
+        if run.of_encoder:
+            self.draw_encoder()
+        else:
+            self.draw_profile()
+            self.draw_evaluation()
 
     def draw_profile(self) -> None:
         """Draw the degrees of freedom or the prices of heads, once all are measured, where they decide."""
@@ -133,6 +139,13 @@ class RunState:
             path = run.folder / "allocation.json"
             decided = path.stat().st_mtime_ns if path.is_file() else "predicted"
             self.put("shares", (decided, run.has_file(CANDIDATES), run.has_file("evaluation.json")), lambda: True)
+
+    def draw_encoder(self) -> None:
+        """Show the result of an encoder's run, once there is one."""
+        files = [self.run.folder / name for name in (QUALITY, TIMES)]
+        if mark := [path.stat().st_mtime_ns for path in files if path.is_file()]:
+            self.put("verdict", mark, lambda: encoder_cards.result_card(EncoderRun(self.run)))
+            self.put("usage", mark, lambda: cards.use_card(self.run))
 
     def draw_evaluation(self) -> None:
         """Show the results of the evaluation, once there are any."""
@@ -178,6 +191,8 @@ def draw_part(name: str, part: Part) -> tuple[str, str | None]:
 
 def step_of_page(status: Status) -> int:
     """Return the step of the page that shows a run now: 3 measure, 4 train, 5 result."""
+    if status.run.of_encoder:
+        return 5
     step = status.step["event"] if status.step else EventName.PROFILE
     return 5 if status.state == "done" or step == EventName.EVALUATE else 4 if step == EventName.DISTILL else 3
 
@@ -189,9 +204,12 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "stop": status.state in ("queued", "running"),
         "resume": status.state in ("stopped", "failed", "lost"),
         "pay": False,  # until resuming has asked
-        "use": status.state == "running" and training and not status.run.has_request("use"),
+        "use": status.state == "running"
+        and training
+        and not status.run.of_encoder
+        and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
-        "compare": chat.has_student(status.run),
+        "compare": chat.has_student(status.run) and not status.run.of_encoder,
     }
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearizer.errors import RequestError
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import Plan
 from linearizer.run.files import find_carried
 from linearizer.run.folder import Run
@@ -72,7 +73,7 @@ class Visitor:
         if name == EXAMPLE_NAME and has_example() and (self.folder is None or not (self.home / name).exists()):
             return Run(example_folder())
         folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
-        if folder is None or folder.is_symlink() or not (folder / "plan.json").is_file():
+        if folder is None or folder.is_symlink() or not (folder / Run(folder).plan_file).is_file():
             raise RequestError(f"{shorten(name)!r} is none of your runs: choose one that `Runs` lists")
         return Run(folder)
 
@@ -84,7 +85,7 @@ class Visitor:
             )
         return run
 
-    def fresh_folder(self, plan: Plan) -> Path:
+    def fresh_folder(self, plan: Plan | EncoderPlan) -> Path:
         """Choose the folder of a new run; on a Space nobody can guess its name."""
         home = self.home
         if on_space():

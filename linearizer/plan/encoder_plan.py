@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 
 from linearizer.plan.json_products import JsonProduct
-from linearizer.plan.options import check_options, option
+from linearizer.plan.options import check_options, option, options_of
 
 
 @dataclass(frozen=True)
@@ -15,16 +16,16 @@ class EncoderPlan(JsonProduct):
     json_indent = 1
 
     model: str
-    budget: int = option(256, least=1)
-    length: int | None = option(None, least=4)  # tokens of a text; None: as many as the model has positions for
-    text: str = "builtin"
-    pictures: str | None = None  # a folder
-    slots: bool = True  # whether far tokens share slots; otherwise they are not seen
-    texts: int = option(16, least=4)  # texts or pictures to judge on
-    steps: int = option(32, least=0)  # of distillation
-    batch: int = option(4, least=1)
-    seed: int = option(0, least=0)
-    device: str = "auto"
+    budget: int = option(256, "how many tokens each token sees", least=1)
+    length: int | None = option(None, "tokens of a text", "as many as the model has positions for", least=4)
+    text: str = option("builtin", "texts to learn from and to judge on: builtin, file:PATH or dataset:ID")
+    pictures: str | None = option(None, "the folder of pictures to learn from and to judge on")
+    slots: bool = option(True, "whether far tokens share slots; otherwise they are not seen", "yes")
+    texts: int = option(16, "how many texts or pictures to judge on", least=4)
+    steps: int = option(32, "steps of distillation", least=0)
+    batch: int = option(4, "texts or pictures of a step", least=1)
+    seed: int = option(0, "the seed of what is drawn", least=0)
+    device: str = option("auto", "the device to compute on: auto, cpu or cuda")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -38,3 +39,23 @@ class EncoderPlan(JsonProduct):
     def least(self) -> int:
         """How many of these there must be."""
         return min(self.steps, 1) * self.batch
+
+    @property
+    def dial(self) -> str:
+        """What the plan spends, in words."""
+        return f"{self.budget} keys a token"
+
+    @property
+    def in_brief(self) -> str:
+        """What the plan spends, and how."""
+        return f"{self.dial}, {'slots' if self.slots else 'a window alone'}"
+
+    def command(self) -> str:
+        """Write `linearizer run …` with every option that is not the usual one."""
+        words = ["linearizer", "run", self.model]
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "model" and value != each.default:
+                flag = options_of(EncoderPlan)[each.name].flag
+                words += ["--no-slots"] if value is False else [flag, str(value)]
+        return shlex.join(words)

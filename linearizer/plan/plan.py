@@ -295,6 +295,11 @@ class Plan(JsonProduct):
         """What the plan spends, in words."""
         return f"{self.budget} tokens of cache" if self.features is None else f"{self.features} features per KV head"
 
+    @property
+    def in_brief(self) -> str:
+        """What the plan spends, and how."""
+        return f"{self.dial}{', may grow' * self.may_grow}, {self.recipe}"
+
     def target_tokens(self, positions: int) -> int:
         """The length at which the bytes of softmax heads count; `positions` are the model's."""
         return self.target_length or positions

@@ -118,6 +118,16 @@ def write_snippet(encoder: EncoderRun, name: str, revision: str | None = None) -
     )
 
 
+def ways_to_load(encoder: EncoderRun) -> dict[str, str]:
+    """Write the code that loads the student of a run from its folder, each way under its title."""
+    place = str(encoder.checkpoint.absolute())
+    ways = {"Load it": write_snippet(encoder, place)}
+    if (encoder.checkpoint / "modules.json").is_file():
+        load = f"SentenceTransformer({json.dumps(place)}, trust_remote_code=True)"
+        ways["Load it for sentences"] = f"from sentence_transformers import SentenceTransformer\n\nmodel = {load}"
+    return ways
+
+
 def public_plan(plan: EncoderPlan, teacher: CitedTeacher) -> dict[str, Any]:
     """Remove the folders of this machine from a plan."""
     model = plan.model if teacher.repo_id else teacher.name

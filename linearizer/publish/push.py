@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 from linearizer.encoders.encoder_folder import EncoderRun
-from linearizer.encoders.encoder_report import judge_encoder
+from linearizer.encoders.encoder_report import judge_any_run
 from linearizer.encoders.kinds import kind_of
 from linearizer.errors import FaultError, RequestError
 from linearizer.hub.models import access_token
@@ -25,7 +25,6 @@ from linearizer.hub.repository import (
 from linearizer.progress import Progress, Steps
 from linearizer.publish import encoder_card, space
 from linearizer.publish.card import CitedTeacher, write_card, write_snippet
-from linearizer.report.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
@@ -135,7 +134,7 @@ def holds_student(repo: Repository, token: str | None) -> bool:
 
 def list_warnings(run: Run) -> tuple[str, ...]:
     """List what speaks against publishing a student: the verdict on it, where that is bad."""
-    verdict = judge_encoder(EncoderRun(run)) if run.of_encoder else judge_run(run)
+    verdict = judge_any_run(run)
     return () if verdict is None or verdict.kind != "bad" else (verdict.sentence,)
 
 

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from linearizer.errors import FolderError, RequestError
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import ENCODER_PLAN, PLAN, Run
 
@@ -32,8 +33,8 @@ def find_run(name: str, root: Path | None = None, encoders: bool = False) -> Run
     for folder in (root / name, Path(name)):
         run = Run(folder)
         if os.path.isfile(folder / PLAN) or os.path.isfile(folder / ENCODER_PLAN):  # unlike Path's, it takes any name
-            if run.of_encoder and not encoders:
-                raise RequestError(f"{str(folder)!r} is of an encoder, which writes no text and keeps no state: {USES}")
+            if not encoders:
+                refuse_encoder(run)
             return run
     known = sorted(plan.parent.name for file in (PLAN, ENCODER_PLAN) for plan in root.glob(f"*/{file}"))
     if near := get_close_matches(name, known, n=3, cutoff=0.5):
@@ -46,10 +47,17 @@ def find_run(name: str, root: Path | None = None, encoders: bool = False) -> Run
     raise FolderError(f"there is no run {name!r}: {hint}{said}")
 
 
-def fresh_folder(plan: Plan, root: Path | None = None) -> Path:
+def refuse_encoder(run: Run) -> None:
+    """Refuse the run of an encoder, where only those of causal language models are served."""
+    if run.of_encoder:
+        raise RequestError(f"{str(run.folder)!r} is of an encoder, which writes no text and keeps no state: {USES}")
+
+
+def fresh_folder(plan: Plan | EncoderPlan, root: Path | None = None) -> Path:
     """Choose a folder for a new run, by its model and its dial."""
     model = re.sub(r"[^A-Za-z0-9._+/-]", "-", plan.model).rstrip("/").split("/")[-1][:MAX_MODEL]
-    name = f"{model}-{plan.budget}" if plan.features is None else f"{model}-c{plan.features}"
+    features = plan.features if isinstance(plan, Plan) else None
+    name = f"{model}-{plan.budget}" if features is None else f"{model}-c{features}"
     root = root or runs_root()
     return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())
 

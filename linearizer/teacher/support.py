@@ -43,7 +43,7 @@ ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS}
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 MASKED = "its layers mask tokens by numbers of their own, which a state of fixed size cannot follow"
 ENCODER = "it is an encoder, which reads in both directions"
-ENCODERS = "the page serves causal language models; `linearizer run` on the command line linearizes encoders, too"
+ENCODERS = "the page and `linearizer run` without --job linearize encoders, too, in runs of their own"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
 # Kinds whose own code hands text to the tower as it is, and lets every token read those before it alone.
 TOWERS = frozenset(

@@ -28,6 +28,7 @@ from linearizer.run.events import STEPS, Event, EventName, first_event, newest_e
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
 from linearizer.run.folder import ENCODER_PLAN, FILES_OF_RUN, PLAN, Run, newest_request
 from linearizer.run.locks import Lock
+from linearizer.run.names import refuse_encoder
 from linearizer.run.results import PARTS
 
 STATE_AFTER = {
@@ -49,7 +50,7 @@ class Status:
     """The state of a run, and how far it has come."""
 
     run: Run
-    plan: Plan | None  # None where the run is damaged, or of an encoder
+    plan: Plan | EncoderPlan | None  # None where the run is damaged
     state: str
     step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
     error: str | None  # why it failed, or was stopped by others than its owner, in a sentence
@@ -59,7 +60,6 @@ class Status:
     saved: float | None  # when the state of training was last written
     published: Event | None = None  # where its student was published last, at which revision, and how to load it
     evaluation: Status | None = None  # how the evaluation of its student goes; None where none was asked for
-    encoder: EncoderPlan | None = None  # the plan of an encoder's run
 
     @property
     def live(self) -> bool:
@@ -169,6 +169,7 @@ def stop(run: Run, why: str = "") -> None:
 
 def use_now(run: Run) -> None:
     """Request that training ends at this step; the student is then judged and saved."""
+    refuse_encoder(run)
     current = status(run)
     if current.state not in ("queued", "running"):
         raise RequestError(f"{str(run.folder)!r} is {current.state}: only a run that is at work can end its training")
@@ -212,8 +213,7 @@ def status(run: Run) -> Status:
     evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
     return Status(
         run=run,
-        plan=None if run.of_encoder else run.plan,
-        encoder=run.encoder_plan if run.of_encoder else None,
+        plan=run.any_plan,
         state=found.state,
         step=found.step,
         error=found.error,
@@ -294,9 +294,9 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
     return files
 
 
-def runs_in(root: Path, newest: int | None = None, encoders: bool = False) -> list[Status]:
+def runs_in(root: Path, newest: int | None = None) -> list[Status]:
     """Return the status of every run under a folder, or of some whose plans are newest; the newest first."""
-    plans = [path for name in (PLAN, ENCODER_PLAN)[: 1 + encoders] for path in root.glob(f"*/{name}")]
+    plans = [path for name in (PLAN, ENCODER_PLAN) for path in root.glob(f"*/{name}")]
     plans = plans if newest is None else nlargest(newest, plans, modified)
     found = (status_or_damage(Run(file.parent)) for file in plans)
     return sorted(filter(None, found), key=lambda each: each.begun, reverse=True)

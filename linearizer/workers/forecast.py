@@ -13,11 +13,13 @@ from pathlib import Path
 
 import torch
 
+from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.evaluate.evaluate_run import JUDGING, MAX_APPROXIMATION_TEXTS, MAX_WRITTEN_TOKENS
 from linearizer.evaluate.recall import DEPTHS
 from linearizer.method.allocate_run import GATE_BATCH
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
@@ -35,6 +37,8 @@ SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is m
 START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
 READ_RATE = 4e8  # bytes of weights in a second
 PROCESS_BYTES = 620e6  # of Python, PyTorch and what runs import
+BOTH_WAYS = 4.0  # times as long an operation of a student's attention takes that reads in both directions
+TIMING_SECONDS = 6.0  # for the times of a layer at several lengths
 WEIGHTS = 1.2  # times the bytes of weights are in memory: of some there are two forms while they load or compute
 LOGITS = 6.5  # copies of the logits of texts that are in memory at once
 GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of its hidden state
@@ -121,6 +125,27 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     spectra = heads * plan.samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
     return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
+
+
+def forecast_encoder(plan: EncoderPlan, inspection: EncoderInspection, speeds: Speeds, download: float) -> RunForecast:
+    """Forecast the run of an encoder, whose student attends more slowly than as many operations in one product take."""
+    tokens, weights = plan.length or inspection.tokens, NUMBER * inspection.parameters
+    teacher, student = (
+        tokens * (inspection.layer_parameters + keys * inspection.pair_operations) / speeds.products
+        for keys in (tokens, BOTH_WAYS * plan.budget)
+    )
+    made = 2 if plan.steps and plan.slots else 1  # the window, too
+    judging = plan.texts * (teacher + (2 + made) * student)
+    training = made * plan.learnt * (teacher + HEALING_PASSES * student) if plan.steps else 0.0
+    seconds = START_SECONDS + TIMING_SECONDS + weights / speeds.reads + judging + training
+    return RunForecast(seconds, encoder_memory(plan, inspection), made * weights + download, download)
+
+
+def encoder_memory(plan: EncoderPlan, inspection: EncoderInspection) -> float:
+    """Estimate the bytes of memory of an encoder's run: weights with what training keeps of them, and a graph."""
+    tokens, width = plan.length or inspection.tokens, inspection.heads * inspection.head_dim
+    graph = plan.batch * tokens * inspection.layers * GRAPH_WIDTHS * width * bool(plan.steps)
+    return PROCESS_BYTES + NUMBER * ((5 if plan.steps else 2) * inspection.parameters + graph + 2 * tokens**2)
 
 
 def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[float, float, float]:
@@ -236,7 +261,7 @@ class Machine:
         return forecast.memory_bytes <= self.free_memory and forecast.disk_bytes <= self.free_disk
 
 
-def describe_machine(plan: Plan, runs: Path) -> Machine:
+def describe_machine(plan: Plan | EncoderPlan, runs: Path) -> Machine:
     """Describe what a plan would run on."""
     device = torch.device(choose_device(plan.device))
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from linearizer import pipeline
@@ -22,42 +22,18 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.workers import control
+from tests.support.encoders import SIZES, WORDS, write_sentence_encoder, write_topics
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, files_of, publish
-
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, initializer_range=0.2)
-WORDS = [f"w{number}" for number in range(60)]
 
 
 @pytest.fixture(scope="module")
 def sentence_encoder(tmp_path_factory):
-    """A small sentence encoder, with the files by which sentence-transformers knows it."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    folder = tmp_path_factory.mktemp("teacher") / "sentences"
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("bert", **SIZES, vocab_size=64, max_position_embeddings=256)
-    AutoModel.from_config(config).save_pretrained(folder)
-    words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS])}, "[UNK]")
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 1), ("[SEP]", 2)])
-    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-    (folder / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "Transformer"}]')
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    return folder
+    return write_sentence_encoder(tmp_path_factory.mktemp("teacher") / "sentences")
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Words of a few topics, each a passage of its own."""
-    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("text") / "words.jsonl"
-    topics = [draw.choice(WORDS, 12) for _ in range(5)]
-    rows = [" ".join(draw.choice(topics[number % 5], 200)) for number in range(12)]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    return f"file:{path}"
+    return write_topics(tmp_path_factory.mktemp("text") / "words.jsonl")
 
 
 def options(text, folder, **changes):

@@ -88,7 +88,7 @@ def test_a_run_is_stopped_and_resumed(local, browser):
         shown(page, "#run-card", "stopped; all that was finished is kept", LONG)
         assert control.state_of(Run(runs / name)) == "stopped"
         page.get_by_role("button", name="Resume").click()
-        shown(page, "#run-card", "trains the features", LONG)
+        shown(page, "#run-card", "trains the student", LONG)
         page.get_by_role("button", name="End training now").click()
         shown(page, "#run-card", "done", LONG)
         page.click("#step-4-button")

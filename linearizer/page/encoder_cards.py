@@ -1,0 +1,147 @@
+"""The HTML of encoders: what a model is, what a budget of keys buys, a run's plan, and its result on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from linearizer.amounts import count_in_words
+from linearizer.encoders.encoder_folder import EncoderRun, attention_of
+from linearizer.encoders.encoder_quality import Judgement, LayerTime
+from linearizer.encoders.encoder_report import describe_inputs, judge_encoder, quality_table
+from linearizer.encoders.encoder_run import MERGED, STUDENT, WINDOW
+from linearizer.encoders.layer_times import crossing
+from linearizer.page.cards import verdict_card
+from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.report.line_chart import Axis, Line, draw_lines
+from linearizer.report.markup import announcement, folded, message_box, table, table_html, values_list
+from linearizer.report.tables import Table, with_half_width
+
+if TYPE_CHECKING:
+    from linearizer.encoders.inspect_encoder import EncoderInspection
+
+NO_BYTES = "An encoder reads a text or picture at once and keeps no cache, so operations are bought, and no bytes."
+NO_CHAT = (
+    "There is no chat to compare here: an encoder writes no text. `linearizer evaluate` judges its student on other "
+    "lengths."
+)
+LOOKS = {STUDENT: "lz-student", WINDOW: "lz-window"}  # of lines; of others lz-other
+SHORT = {"before training": "untrained", MERGED: "merged"}  # names of lines, where the whole has no room
+
+
+def model_card(inspection: EncoderInspection, title: str) -> str:
+    """Describe an encoder that can be linearized."""
+    kind = f"{title} · {inspection.architecture}"
+    tested = "" if inspection.tested else " by its interface; its family is not among the tested families"
+    return (
+        f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
+        f"{message_box(f'Supported{tested}.', 'good')}{values_list(inspection.describe_shape()[:-1])}</article>"
+    )
+
+
+def keys_card(plan: EncoderPlan, inspection: EncoderInspection) -> str:
+    """Show how many tokens a token sees with a budget, and the operations that this saves, by length."""
+    tokens, keys = plan.length or inspection.tokens, attention_of(plan, inspection).keys
+    rows = []
+    for length in (tokens, 4 * tokens, 16 * tokens):
+        teacher, student = (inspection.layer_parameters + seen * inspection.pair_operations for seen in (length, keys))
+        counts = (count_in_words(round(count)) for count in (teacher, student))
+        rows.append((f"{length:,} tokens", *counts, f"{teacher / student:.1f}×"))
+    pairs = [
+        ("tokens that a token sees", f"{keys:g} of {tokens:,}"),
+        ("attention, of the model’s operations", f"{inspection.share(tokens):.0%}"),
+        ("operations of a token", f"{rows[0][3]} fewer"),
+    ]
+    caption = "Multiplications and additions of a token, teacher and student"
+    sizes = table(caption, ("", "teacher", "student", "fewer"), rows)
+    loud = announcement(f"{keys:g} of {tokens:,} tokens, {rows[0][3]} fewer operations")
+    return f'<div{loud}>{values_list(pairs, "lz-wide")}<p class="lz-faint">{NO_BYTES}</p>{sizes}</div>'
+
+
+def plan_card(plan: EncoderPlan) -> str:
+    """Show the plan of a run, and the command that does the same elsewhere."""
+    pairs = [
+        ("model", plan.model),
+        ("budget", plan.in_brief),
+        ("reads", plan.pictures or (f"texts of {plan.length:,} tokens, {plan.text}" if plan.length else plan.text)),
+        ("judged on", f"{plan.texts}"),
+        ("training", f"{plan.steps} steps of {plan.batch}" if plan.steps else "none"),
+        ("seed", f"{plan.seed}"),
+    ]
+    command = f"<code>{escape(plan.command())}</code>"
+    lines = values_list(pairs)
+    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p></article>'
+
+
+def result_card(encoder: EncoderRun) -> str:
+    """Show the verdict on a student, what it was judged by, and how long a layer takes; empty until it is judged."""
+    if not (judged := [*encoder.judgements.values()]):
+        return ""
+    own, times = judged[0], encoder.times
+    named = {STUDENT: "KL to the teacher", WINDOW: "a window of as many keys has", MERGED: "merged tokens have"}
+    numbers = [(title, with_half_width(own.rows[name].kl, ".4f")) for name, title in named.items() if name in own.rows]
+    numbers.append(("tokens that a token sees", f"{encoder.both_ways.keys:g} of {own.tokens:,}"))
+    charts = "".join(
+        f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
+        for title, drawn in ([draw_times(times)] if len(times) > 1 else []) + [draw_quality(encoder, own)]
+    )
+    tables = [quality_table(encoder, each) for each in judged] + [times_table(times)] * bool(times)
+    rest = "".join(table_html(f"Result, {number}", each) for number, each in enumerate(tables, 1))
+    return (
+        f"{verdict_card(judge_encoder(encoder))}{values_list(numbers, 'lz-wide')}"
+        f'<div class="lz-real lz-charts">{charts}</div>{folded("In numbers", rest)}{message_box(NO_CHAT)}'
+    )
+
+
+def draw_times(times: Sequence[LayerTime]) -> tuple[str, str]:
+    """Draw the time of a layer over the tokens; a line stands where student and SDPA take as long."""
+    seconds = [second for each in times for second in (each.student, each.sdpa)]
+    x = Axis(times[0].tokens, times[-1].tokens, [(each.tokens, short(each.tokens)) for each in times])
+    around = Axis.around(seconds)
+    tens = (10.0**power for power in range(-6, 3) if around.low <= 10.0**power <= around.high)
+    y = Axis(around.low, around.high, [(ten, f"{ten:.5f}".rstrip("0").rstrip(".")) for ten in tens])
+    lines = [
+        Line("student", [(each.tokens, each.student) for each in times], "lz-student"),
+        Line("SDPA", [(each.tokens, each.sdpa) for each in times], "lz-window"),
+    ]
+    where = crossing(times)
+    faster = times[-1].sdpa > times[-1].student
+    title = f"equal at about {where:,.0f} tokens" if where else f"the student’s is {'less' if faster else 'more'}"
+    about = "; ".join(f"{each.tokens:,} tokens {each.student:.2g} s, SDPA {each.sdpa:.2g} s" for each in times)
+    drawn = draw_lines(f"Time of a layer, {title}: {about}", x, y, lines + mark_at(where, y))
+    return f"Seconds of a layer over the tokens: {title}", drawn
+
+
+def mark_at(where: float | None, y: Axis) -> list[Line]:
+    return [] if where is None else [Line("", [(where, y.low), (where, y.high)], "lz-other")]
+
+
+def draw_quality(encoder: EncoderRun, judgement: Judgement) -> tuple[str, str]:
+    """Draw the KL of a student and its controls with their intervals, each a line of its own."""
+    ends = {name: (*row.kl.interval, row.kl.mean) for name, row in judgement.rows.items()}
+    most = max(high for _, high, _ in ends.values()) or 1.0
+    x = Axis(0.0, most, [(share * most, f"{share * most:.2g}") for share in (0.0, 0.5, 1.0)], log=False)
+    y = Axis(-0.5, len(ends) - 0.5, (), log=False)
+    lines = [
+        Line(SHORT.get(name, name), [(low, place), (mean, place), (high, place)], LOOKS.get(name, "lz-other"))
+        for place, (name, (low, high, mean)) in enumerate(reversed(ends.items()))
+    ]
+    about = "; ".join(f"{name} {mean:.4f} ({low:.4f} to {high:.4f})" for name, (low, high, mean) in ends.items())
+    where = describe_inputs(encoder, judgement.tokens)
+    return f"KL to the teacher on {where}, with 95% intervals", draw_lines(f"KL to the teacher: {about}", x, y, lines)
+
+
+def times_table(times: Sequence[LayerTime]) -> Table:
+    """Lay out the time of a layer by length."""
+    rows = [("tokens", "student", "SDPA", "times faster")]
+    rows += [
+        (f"{each.tokens:,}", f"{each.student:.2g} s", f"{each.sdpa:.2g} s", f"{each.sdpa / each.student:.2f}")
+        for each in times
+    ]
+    return Table(rows, ("Attention of one layer on one text or picture, where the run worked",))
+
+
+def short(tokens: int) -> str:
+    """Write a number of tokens where there is little room."""
+    return f"{tokens / 1024:.3g}k" if tokens >= 1024 else f"{tokens}"
