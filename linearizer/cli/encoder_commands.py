@@ -76,6 +76,7 @@ def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Jud
         "both_ways": asdict(encoder.both_ways),
         "verdict": None if (verdict := judge_encoder(encoder)) is None else asdict(verdict),
         "quality": [asdict(each) for each in judged],
+        "times": [asdict(each) for each in encoder.times],
     }
     print_product(arguments, product, describe_result(encoder.run, newest))
 
@@ -84,6 +85,7 @@ def describe_result(run: Run, newest: Judgement | None = None) -> str:
     """Describe the student of an encoder's run, and all judgements of it, or a new one."""
     from linearizer.encoders.encoder_folder import EncoderRun
     from linearizer.encoders.encoder_report import judge_encoder, quality_table
+    from linearizer.encoders.layer_times import crossing
 
     encoder = EncoderRun(run)
     share = encoder.inspection.share(encoder.tokens)
@@ -92,6 +94,8 @@ def describe_result(run: Run, newest: Judgement | None = None) -> str:
         f"{encoder.tokens:,} tokens, {encoder.both_ways.keys:g} keys each; attention is {share:.0%} of the teacher's "
         "operations"
     )
+    if (where := crossing(encoder.times)) is not None:
+        lines.append(f"a layer is faster than SDPA from about {where:,.0f} tokens on, as timed in this run")
     judged = [*encoder.judgements.values()] if newest is None else [newest]
     lines += ["", write_tables([quality_table(encoder, each) for each in judged]), ""]
     lines.append(

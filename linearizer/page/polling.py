@@ -133,9 +133,9 @@ def in_order(drawn: dict[str, Any]) -> list[Any]:
 def show_attached(run: Run | None) -> dict[str, Any]:
     """Open every step of a run, the first two to read; without a run, let these choose, and close the others."""
     watching = run is not None
-    hidden = OF_CAUSAL_TABS if run is not None and run.of_encoder else ()
-    visible = {name: {"visible": "hidden" if name in hidden else True} for name in OF_CAUSAL_TABS}
-    shown: dict[str, Any] = {name: gr.Tab(interactive=watching, **visible.get(name, {})) for name in TABS}
+    shown: dict[str, Any] = {name: gr.Tab(interactive=watching) for name in TABS}
+    seen: Any = "hidden" if run is not None and run.of_encoder else True
+    shown |= {name: gr.Tab(interactive=watching, visible=seen) for name in OF_CAUSAL_TABS}
     shown |= {f"{name}_choice": gr.Column(visible=not watching) for name in ("model", "plan")}
     shown |= {f"{name}_of_run": gr.Column(visible=watching) for name in ("model", "plan")}
     if run is None:

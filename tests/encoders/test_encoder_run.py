@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.distill_encoder import distil, read_states, states_loss
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_inputs import share_out
-from linearizer.encoders.encoder_quality import Outputs, alike, describe_scores, score
+from linearizer.encoders.encoder_quality import LayerTime, Outputs, alike, describe_scores, score
+from linearizer.encoders.layer_times import crossing
 from linearizer.evaluate.language import Resampled
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
@@ -62,6 +64,9 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
     difference = judged["rows"]["student"]["kl"]["mean"] - judged["rows"]["window"]["kl"]["mean"]
     assert low <= difference <= high and judged["rows"]["student"]["apart"] is None
     assert "Judged on 6 texts; with other numbers of tokens than 160: not judged." in product["verdict"]["sentence"]
+    tokens = [each["tokens"] for each in product["times"]]
+    assert len(tokens) > 1 and all(after == 2 * before > 40 for before, after in pairwise(tokens))
+    assert all(each["student"] > 0 < each["sdpa"] for each in product["times"])
     student = AutoModel.from_pretrained(tmp_path / "run" / "checkpoint", trust_remote_code=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint")
     given = tokenizer(" ".join(WORDS * 2), return_tensors="pt")
@@ -266,3 +271,9 @@ def test_outputs_that_agree_have_no_kl_and_others_some():
     assert worse.kl.mean > 0.1 and worse.nearest.mean < 1 and worse.apart.interval[1] < 0
     assert worse.kl.interval[0] < worse.kl.mean < worse.kl.interval[1]
     torch.testing.assert_close(alike(means).exp().sum(-1), torch.ones(8))
+
+
+def test_student_and_sdpa_take_as_long_where_their_lines_cross():
+    times = [LayerTime(tokens, 1e-3 * tokens, 1e-6 * tokens**2) for tokens in (250, 500, 2000, 4000)]
+    assert crossing(times) == pytest.approx(1000)
+    assert crossing(times[:2]) is None and crossing(times[2:]) is None

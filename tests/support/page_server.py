@@ -131,7 +131,7 @@ def process_of(url):
 def end_runs(root):
     """Stop what is still at work under a folder, and wait until it has stopped."""
     end = time.monotonic() + 180
-    for folder in {plan.parent.parent for plan in root.rglob("plan.json")}:
+    for folder in {log.parent.parent for log in root.rglob("events.jsonl")}:
         for status in control.runs_in(folder):
             try:
                 control.stop(status.run)
