@@ -17,7 +17,7 @@ from linearizer.run.names import fresh_folder
 if TYPE_CHECKING:
     from linearizer.encoders.encoder_folder import EncoderRun
     from linearizer.encoders.encoder_quality import Judgement
-    from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.plan.encoder_inspection import EncoderInspection
     from linearizer.run.folder import Run
 
 

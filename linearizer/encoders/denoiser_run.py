@@ -23,9 +23,9 @@ from linearizer.encoders.distill_encoder import train_layers
 from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.encoder_run import compare, create_run, missing_students
-from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection
 from linearizer.errors import RequestError, TextError, UnsupportedModel, first_line
 from linearizer.evaluate.language import Resampled
+from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import replacing

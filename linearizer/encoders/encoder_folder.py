@@ -14,9 +14,9 @@ from pathlib import Path
 
 from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.encoder_quality import Judgement, LayerTime
-from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.encoders.key_budget import spend_keys
 from linearizer.errors import RequestError
+from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.json_products import read_json
 from linearizer.plan.options import differences

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from linearizer.encoders.inspect_encoder import EncoderInspection, auto_class_of
+from linearizer.encoders.inspect_encoder import auto_class_of
 from linearizer.encoders.modeling_encoder import CLASSES
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.hub.models import CONFIG, Source, fetch
 from linearizer.hub.weight_files import damaged_weights
+from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.quiet import quiet
 from linearizer.teacher.load import check_complete, check_finite_weights, fetch_weights, load_tokenizer
 from linearizer.teacher.text import read_for_length, too_little_text

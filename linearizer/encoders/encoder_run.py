@@ -31,12 +31,13 @@ from linearizer.encoders.encoder_inputs import (
     share_out,
 )
 from linearizer.encoders.encoder_quality import Judgement, MergedTokens, Quality, describe_scores, read_outputs, score
-from linearizer.encoders.inspect_encoder import EncoderInspection, inspect_encoder
+from linearizer.encoders.inspect_encoder import inspect_encoder
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
 from linearizer.encoders.stretch_positions import MOST_STRETCHED, stretch_positions
 from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.hub.models import Source, fetch, find_model
+from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import replacing, writing

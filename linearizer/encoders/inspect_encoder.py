@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from linearizer.encoders.modeling_encoder import CLASSES, grid_of
 from linearizer.encoders.stretch_positions import position_tables, unused_rows
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
-from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.quiet import quiet
 from linearizer.teacher.support import Refused, refusing_config, run_blueprint
 
@@ -23,74 +22,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 WATCHED_TOKENS = 8
-LENGTHS = (512, 2048, 8192, 32768)  # tokens of texts, at which the share of attention is told
-LATENTS = "latents"  # what a denoiser reads
-LEAST_SHARE = 0.1  # of a model's operations that its attention has: with less there is little to save
 ANOTHER = "name an encoder with plain softmax attention, such as bert, roberta, electra, vit or dinov2"
 MASKED = "its layers mask or weight pairs of tokens by numbers of their own, such as biases of positions"
 CAUSAL = "its tokens read only those before them"
 UNSEEN = "its code does not hand its attention to transformers' attention interface, so no layer is seen"
 TESTED = frozenset("bert roberta electra distilbert vit deit dinov2 siglip_vision_model clip_vision_model".split())
-
-
-@dataclass(frozen=True)
-class EncoderInspection(JsonProduct):
-    """Facts about an encoder without its weights."""
-
-    name: str
-    revision: str | None
-    architecture: str
-    model_type: str
-    auto_class: str  # of transformers, by which it loads
-    reads: str  # texts, pictures, or LATENTS
-    tested: bool  # whether tests of this project cover its kind
-    layers: int  # that attend to all tokens; those with windows of their own stay as they are
-    heads: int
-    head_dim: int
-    tokens: int  # of a picture of the usual size, or the most of a text
-    first: int  # tokens before the patches of a picture, or special ones before a text where its tokenizer was asked
-    last: int  # special ones after a text
-    stretches: bool  # whether its positions are a table, which can be interpolated for longer texts
-    parameters: int
-    layer_parameters: int  # outside of embeddings: a token is multiplied by each
-    licence: str | None
-    gated: bool
-    terms: dict[str, Any]  # licence and language as the teacher's card states them
-    repo_id: str | None  # of the Hub
-
-    @property
-    def pair_operations(self) -> int:
-        """The multiplications and additions that a key costs a token, in all layers."""
-        return 2 * self.layers * self.heads * self.head_dim
-
-    def share(self, tokens: int) -> float:
-        """Return the share of attention in the operations of the model at a length."""
-        attention = tokens * self.pair_operations
-        return attention / (attention + self.layer_parameters)
-
-    def describe_shape(self) -> list[tuple[str, str]]:
-        """Describe layers, tokens and what attention costs, as pairs of a name and words."""
-        texts, longest = self.reads == "texts", self.tokens
-        lengths = LENGTHS if texts else (longest, 4 * longest, 16 * longest)
-        shares = ", ".join(f"{self.share(tokens):.0%} at {tokens:,}" for tokens in lengths)
-        longer = "; longer texts by interpolated positions" * self.stretches
-        return [
-            ("parameters", f"{self.parameters:,}"),
-            ("attention", f"in both directions, {self.layers} layers of {self.heads} heads of size {self.head_dim}"),
-            ("tokens", f"{longest:,} of {f'a text at most{longer}' if texts else 'a picture'}"),
-            ("its share", f"of the model's operations: {shares} tokens"),
-            ("licence", self.licence or "not stated"),
-            ("supported", "yes, and tested" if self.tested else "yes"),
-        ]
-
-    def check_worth(self, budget: float, tokens: int) -> None:
-        """Refuse a budget with which there is nothing to save."""
-        nothing = f"there is nothing to save in {self.name!r} at {tokens} tokens, because "
-        longer = "ask for longer texts" if self.reads == "texts" else "let its processor make larger pictures"
-        if budget >= tokens:
-            raise UnsupportedModel(f"{nothing}the budget of {budget:g} is not less: ask for a smaller one, or {longer}")
-        if (share := self.share(tokens)) < LEAST_SHARE:
-            raise UnsupportedModel(f"{nothing}attention is {share:.1%} of its operations there: {longer}")
 
 
 def reads_both_ways(config: PreTrainedConfig) -> bool:

@@ -10,8 +10,9 @@ from linearizer.encoders import denoiser_run, encoder_run
 from linearizer.encoders.denoiser import Pipeline
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement
-from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection, reads_both_ways
+from linearizer.encoders.inspect_encoder import reads_both_ways
 from linearizer.hub.models import find_model
+from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Steps
 from linearizer.run.results import Request

@@ -21,8 +21,6 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer.encoders.encoder_report import judge_any_run
-from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
@@ -32,6 +30,7 @@ from linearizer.page.calls import endpoint
 from linearizer.page.chats import Settings
 from linearizer.page.planning import EFFORTS, ExaminedEncoder, examine_model, make_encoder_plan, make_plan
 from linearizer.page.visitors import Visitor, check_name, on_space
+from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
@@ -230,6 +229,8 @@ def run_status(visitor: Visitor, run: str) -> RunStatus:
     """Return what a run is doing: state, newest progress, error, disk, where it was published, its
     evaluation, and the verdict on its student.
     """
+    from linearizer.encoders.encoder_report import judge_any_run
+
     opened = visitor.find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
     return describe_status(control.status(opened), evaluation, judge_any_run(opened))

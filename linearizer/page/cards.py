@@ -12,12 +12,10 @@ from html import escape
 from typing import Any
 
 from linearizer.amounts import ago, duration, size
-from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.errors import LinearizerError
 from linearizer.page.visitors import on_space
 from linearizer.plan.allocation import StateSize
 from linearizer.progress import Progress
-from linearizer.publish.encoder_card import ways_to_load
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import with_half_width
@@ -196,12 +194,19 @@ def use_card(run: Run) -> str:
         return ""
     if on_space():
         return message_box("To use it elsewhere, download or publish it: the page then shows the lines that load it.")
-    ways = ways_to_load(EncoderRun(run)) if run.of_encoder else ways_of_causal(run)
+    ways = ways_of_encoder(run) if run.of_encoder else ways_of_causal(run)
     shown = "".join(
         f'<div><h3>{title}</h3>{copy_button("Copy", code)}<pre tabindex="0">{escape(code)}</pre></div>'
         for title, code in ways.items()
     )
     return f'<div class="lz-lead"><h3>Use it</h3></div><div class="lz-card lz-use">{shown}</div>'
+
+
+def ways_of_encoder(run: Run) -> dict[str, str]:
+    from linearizer.encoders.encoder_folder import EncoderRun
+    from linearizer.publish.encoder_card import ways_to_load
+
+    return ways_to_load(EncoderRun(run))
 
 
 def ways_of_causal(run: Run) -> dict[str, str]:

@@ -11,6 +11,7 @@ from linearizer.encoders.encoder_folder import EncoderRun, attention_of
 from linearizer.encoders.encoder_quality import Judgement, LayerTime
 from linearizer.encoders.encoder_report import describe_inputs, judge_encoder, quality_table
 from linearizer.encoders.encoder_run import MERGED, STUDENT, WINDOW
+from linearizer.encoders.kinds import kind_of
 from linearizer.encoders.layer_times import crossing
 from linearizer.page.cards import verdict_card
 from linearizer.plan.encoder_plan import EncoderPlan
@@ -19,7 +20,7 @@ from linearizer.report.markup import announcement, folded, message_box, table, t
 from linearizer.report.tables import Table, with_half_width
 
 if TYPE_CHECKING:
-    from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.plan.encoder_inspection import EncoderInspection
 
 NO_BYTES = "An encoder reads a text or picture at once and keeps no cache, so operations are bought, and no bytes."
 NO_CHAT = (
@@ -30,9 +31,9 @@ LOOKS = {STUDENT: "lz-student", WINDOW: "lz-window"}  # of lines; of others lz-o
 SHORT = {"before training": "untrained", MERGED: "merged"}  # names of lines, where the whole has no room
 
 
-def model_card(inspection: EncoderInspection, title: str) -> str:
+def model_card(inspection: EncoderInspection) -> str:
     """Describe an encoder that can be linearized."""
-    kind = f"{title} · {inspection.architecture}"
+    kind = f"{kind_of(inspection).title.format(reads=inspection.reads)} · {inspection.architecture}"
     tested = "" if inspection.tested else " by its interface; its family is not among the tested families"
     return (
         f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'

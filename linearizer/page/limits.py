@@ -28,7 +28,7 @@ from linearizer.run.results import Request
 from linearizer.workers import control
 
 if TYPE_CHECKING:
-    from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.plan.encoder_inspection import EncoderInspection
     from linearizer.plan.encoder_plan import EncoderPlan
     from linearizer.plan.inspection import Inspection
 

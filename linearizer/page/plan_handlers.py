@@ -11,7 +11,7 @@ import gradio as gr
 
 from linearizer.amounts import duration
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, encoder_cards, plan_cards, plan_form, planning
+from linearizer.page import actions, plan_cards, plan_form, planning
 from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import WATCHED_PARTS, watch_run
 from linearizer.page.layout import LEADS, MAX_BUDGET, MIN_BUDGET, SLIDERS, describe_reach, lead_html
@@ -22,7 +22,7 @@ from linearizer.report import markup
 from linearizer.run.folder import parse_plan
 
 if TYPE_CHECKING:
-    from linearizer.encoders.inspect_encoder import EncoderInspection
+    from linearizer.plan.encoder_inspection import EncoderInspection
     from linearizer.plan.encoder_plan import EncoderPlan
     from linearizer.workers.forecast import RunForecast
 
@@ -38,8 +38,9 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), None, *closed
     if isinstance(examined, ExaminedEncoder):
-        encoder = examined.inspection
-        card = encoder_cards.model_card(encoder, examined.kind.title.format(reads=encoder.reads))
+        from linearizer.page.encoder_cards import model_card
+
+        encoder, card = examined.inspection, model_card(examined.inspection)
         return (
             card,
             examined,
@@ -108,7 +109,9 @@ def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str
         return markup.message_box("Choose a model first.")
     try:
         if isinstance(chosen, ExaminedEncoder):
-            return encoder_cards.keys_card(read_encoder_form(chosen, *choices), chosen.inspection)
+            from linearizer.page.encoder_cards import keys_card
+
+            return keys_card(read_encoder_form(chosen, *choices), chosen.inspection)
         plan = make_plan(*read_form(chosen, *choices))
         chosen.check(plan)
     except LinearizerError as error:

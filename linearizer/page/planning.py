@@ -21,8 +21,8 @@ from linearizer.run.prices import CANDIDATES
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from linearizer.encoders.inspect_encoder import EncoderInspection
     from linearizer.encoders.kinds import Kind
+    from linearizer.plan.encoder_inspection import EncoderInspection
     from linearizer.plan.inspection import Inspection
     from linearizer.workers.forecast import Machine, RunForecast, Speeds
 

@@ -15,10 +15,8 @@ from typing import Any
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer.encoders.encoder_folder import EncoderRun
-from linearizer.encoders.kinds import kind_of
 from linearizer.errors import LinearizerError
-from linearizer.page import cards, encoder_cards, plan_cards, run_state, sending
+from linearizer.page import cards, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import ASKED, IDLE_POLL_SECONDS, show_note
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
@@ -143,9 +141,11 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     shown |= {name: part(visible=not run.of_encoder) for name, part in OF_CAUSAL.items()}
     shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     if run.of_encoder:
+        from linearizer.encoders.encoder_folder import EncoderRun
+        from linearizer.page import encoder_cards
+
         encoder = EncoderRun(run)
-        title = kind_of(encoder.inspection).title.format(reads=encoder.inspection.reads)
-        card = encoder_cards.model_card(encoder.inspection, title)
+        card = encoder_cards.model_card(encoder.inspection)
         return {**shown, "run_model": card, "run_plan": encoder_cards.plan_card(encoder.plan)}
     decided_by = run.plan.rules.decided_by
     shown["prices_place"] = gr.Column(visible=decided_by == "prices")

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from html import escape
 
 from linearizer.amounts import ago, growing, size
-from linearizer.encoders.encoder_report import judge_any_run
 from linearizer.errors import LinearizerError
 from linearizer.page.cards import STEP_SENTENCES, copy_button, state_line, step_bar
 from linearizer.plan.allocation import StateSize
@@ -70,6 +69,8 @@ def rename_form(name: str) -> str:
 
 def quality_line(run: Run) -> str:
     """Show the verdict on a run's student, and the KL of student and window over the length of texts."""
+    from linearizer.encoders.encoder_report import judge_any_run
+
     with suppress(LinearizerError):  # a damaged file of one run must not hide the others
         if (verdict := judge_any_run(run)) is None:
             return ""

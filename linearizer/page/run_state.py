@@ -14,10 +14,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from linearizer.encoders.encoder_folder import QUALITY, TIMES, EncoderRun
 from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import decidable, offers_of
-from linearizer.page import cards, chat, encoder_cards
+from linearizer.page import cards, chat
 from linearizer.page.visitors import is_example
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
@@ -142,6 +141,9 @@ class RunState:
 
     def draw_encoder(self) -> None:
         """Show the result of an encoder's run, once there is one."""
+        from linearizer.encoders.encoder_folder import QUALITY, TIMES, EncoderRun
+        from linearizer.page import encoder_cards
+
         files = [self.run.folder / name for name in (QUALITY, TIMES)]
         if mark := [path.stat().st_mtime_ns for path in files if path.is_file()]:
             self.put("verdict", mark, lambda: encoder_cards.result_card(EncoderRun(self.run)))

@@ -19,9 +19,9 @@ from huggingface_hub import EvalResult, ModelCardData
 
 import linearizer
 from linearizer.amounts import count_in_words
-from linearizer.encoders.inspect_encoder import EncoderInspection
 from linearizer.hub.models import DEMO
 from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize
+from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan

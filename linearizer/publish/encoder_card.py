@@ -14,8 +14,8 @@ import linearizer
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_report import describe_inputs, judge_encoder, quality_table
 from linearizer.encoders.encoder_run import STUDENT
-from linearizer.encoders.inspect_encoder import LATENTS, EncoderInspection
 from linearizer.encoders.kinds import kind_of
+from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.publish.card import (
     TAGS,
