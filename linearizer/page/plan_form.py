@@ -151,8 +151,7 @@ def read_fields(values: Sequence[Any], options: Mapping[str, Option] = OPTIONS) 
 
 
 def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
-    """Return the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields,
-    those of encoders last.
+    """Return the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields.
 
     The effort is the nearest to the plan. What still differs is written into the fields, and so is what was `asked`.
     """
@@ -171,7 +170,7 @@ def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
     written = differing(effort)
     fields = (write_value(mine[name]) if name in written else "" for name in OPTIONS)
     listed = gr.skip() if WAYS[way].recipe else plan.recipe
-    return plan.model, budget, effort, plan.may_grow, way, listed, *fields, *[""] * len(ENCODER_OPTIONS)
+    return plan.model, budget, effort, plan.may_grow, way, listed, *fields
 
 
 def write_encoder_plan(plan: EncoderPlan) -> tuple[Any, ...]:
