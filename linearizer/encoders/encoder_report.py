@@ -44,7 +44,7 @@ def weigh(encoder: EncoderRun, judgement: Judgement, student: Quality, window: Q
     if high < 0:
         return "good" if student.agreement.mean >= NEAR else "note", f"Better than {beside} {where}: {found}."
     if low > 0:
-        return "bad", f"Worse than {beside} {where}: {found}. Ask for --no-slots, or for a larger budget."
+        return "bad", f"Worse than {beside} {where}: {found}. Take windows alone (--no-slots), or a larger budget."
     kind: Kind = "bad" if student.agreement.mean < FAR else "note"
     return kind, f"No difference from {beside} is shown {where}: {found}."
 
