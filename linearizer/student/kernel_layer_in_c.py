@@ -112,7 +112,8 @@ class LayerInC:
     @torch.no_grad()
     def of(student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float) -> LayerInC | None:
         """Prepare for the groups that are served, with states of their own; None: PyTorch serves all."""
-        texts = (len(k), k.dtype, *q.shape[2:3], q.shape[-2] > 1, k.shape[-1], v.shape[-1])
+        groups = tuple(group.kind() for group in student.groups)
+        texts = (groups, len(k), k.dtype, *q.shape[2:3], q.shape[-2] > 1, k.shape[-1], v.shape[-1])
         texts += scale, memory is not None, student.exact_values
         if (served := student.served_in_c) is None or served.texts != texts:
             served = student.served_in_c = ServedHeads.of(student.groups, texts, q, k, v)

@@ -52,6 +52,10 @@ class HeadGroup(nn.Module):
     def merging(self, scale: float) -> Merging | None:
         return None
 
+    def kind(self) -> tuple[Any, ...]:
+        """Return itself and all that is not learned: a group of equal kind has states of the same sizes."""
+        return self, self.window, self.bits
+
     def window_group(self, scale: float, state: Any) -> WindowGroup | None:
         """Return what reads windows, alone or with slots, for all heads of a layer at once; None: it cannot."""
         return WindowGroup(self.heads, state, self.merging(scale), self.bits)
@@ -103,6 +107,9 @@ class SlotGroup(HeadGroup):
     ) -> None:
         super().__init__(heads, window, sinks, bits, can_turn(bits, key_dim, value_dim))
         self.slots, self.block, self.merger = slots, block, Merger(len(heads), key_dim)
+
+    def kind(self) -> tuple[Any, ...]:
+        return *super().kind(), self.slots, self.block
 
     def lay(
         self, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState | None
