@@ -83,8 +83,7 @@ def test_a_killed_run_is_lost_and_resumes_to_the_same_bits(done, begin):
     assert run.evaluation_parts == done.evaluation_parts
     told = (event for event in [*run.events()][before:] if "working" not in event)  # a slow step is told again
     steps = [event["done"] for event in told if event["event"] == "distill"]
-    # it went on from a state that was written, the last one where the machine stood still before the kill
-    assert not steps or (1 not in steps and 26 in steps)
+    assert 1 not in steps and 26 in steps  # it went on from a state that was written
 
 
 def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
@@ -103,7 +102,8 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     control.stop(second)
     wait_for(second, "stopped")
     device_queue.take_ticket(first.folder, ["cpu"]).remove()  # taking a ticket removes those of dead processes
-    assert not device_queue.tickets() and not (device_queue.queue_folder() / "working@cpu").exists()
+    names = {path.name for path in device_queue.queue_folder().iterdir()}
+    assert names - {"working@zerogpu"} == {"lock"}  # tests of another device, in the same process, leave that one
 
 
 def test_one_of_many_starts_wins(begin):
