@@ -17,6 +17,7 @@ from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
     BLOCK,
+    FEW,
     FIELDS,
     KEYS,
     LEVEL,
@@ -31,75 +32,80 @@ from .kernel_packed_rows import (
 
 
 @triton.jit
-def slots_of(field_ptr, start_ptr, BITS: tl.constexpr, C: tl.constexpr):
+def slots_of(field_ptr, start_ptr, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Where keys and values of a head begin; the same of its slots, and their counts, which of few bits have two
     bytes each."""
     keys_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + KEYS), ALIGNED)
     values_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + VALUES), ALIGNED)
     weight_ptr, spread_ptr = start_ptr + tl.load(field_ptr + WEIGHT), start_ptr + tl.load(field_ptr + SPREAD)
     window = tl.load(field_ptr + WINDOW)
-    if BITS == 16:
-        slot_k_ptr, slot_v_ptr = keys_ptr.to(C.KEPT) + window * C.D, values_ptr.to(C.KEPT) + window * C.DV
-    elif BITS == 8:
+    if KIND == 16:
+        ROWS: tl.constexpr = tl.pointer_type(C.KEPT)
+        slot_k_ptr, slot_v_ptr = keys_ptr.to(ROWS) + window * C.D, values_ptr.to(ROWS) + window * C.DV
+    elif KIND == 8:
         slot_k_ptr, slot_v_ptr = keys_ptr + window * (C.D + 1), values_ptr + window * (C.DV + 1)
     else:
-        slot_k_ptr = keys_ptr + window * (C.D * BITS // 8 + 2)
-        slot_v_ptr = values_ptr + window * (C.DV * BITS // 8 + 2)
-    if BITS < 8:
+        slot_k_ptr = keys_ptr + window * (bits * C.D // 8 + 2)
+        slot_v_ptr = values_ptr + window * (bits * C.DV // 8 + 2)
+    if KIND < 8:
         return keys_ptr, values_ptr, (slot_k_ptr, slot_v_ptr, weight_ptr.to(TWO_BYTES), spread_ptr.to(TWO_BYTES))
     else:
-        return keys_ptr, values_ptr, (slot_k_ptr, slot_v_ptr, weight_ptr.to(C.SUMS), spread_ptr.to(C.SUMS))
+        COUNTS: tl.constexpr = tl.pointer_type(C.SUMS)
+        return keys_ptr, values_ptr, (slot_k_ptr, slot_v_ptr, weight_ptr.to(COUNTS), spread_ptr.to(COUNTS))
 
 
 @triton.jit
-def read_leaving(work, field_ptr, start_ptr, slots, tokens, missing, block, BITS: tl.constexpr, C: tl.constexpr):
+def read_leaving(work, field_ptr, start_ptr, slots, tokens, missing, block, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Copy slots, and a block that leaves, into rows; return how many there are, and how many are listed as changed."""
-    keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, BITS, C)
-    have, changed = read_slots(work, state, slots, BITS, C)
-    return add_block(work, (keys_ptr, values_ptr), tokens, missing, block, have, changed, BITS, C)
+    keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
+    have, changed = read_slots(work, state, slots, bits, KIND, C)
+    return add_block(work, (keys_ptr, values_ptr), tokens, missing, block, have, changed, bits, KIND, C)
 
 
 @triton.jit
 def write_merged(
-    work, field_ptr, start_ptr, slots, have, level_ptr, gain, codes_ptr, BITS: tl.constexpr, C: tl.constexpr
+    work, field_ptr, start_ptr, slots, have, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr
 ):
     """Copy the rows into the slots of a state."""
-    _, _, state = slots_of(field_ptr, start_ptr, BITS, C)
-    write_slots(work, state, slots, have, level_ptr, gain, codes_ptr, BITS, C)
+    _, _, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
+    write_slots(work, state, slots, have, level_ptr, gain, bits, codes_ptr, KIND, C)
 
 
-@triton.jit
-def merge_leaving(kept, merging, workspace, codes_ptr, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["H"])
+def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C: tl.constexpr):
     """Merge the block that leaves the window before the next token, if any does; grid (text and head,)."""
     pool_ptr, count_ptr, table_ptr = kept
     metric_ptr, gain_ptr = merging
     float_ptr, list_ptr, ROOM = workspace
-    H, BYTES = sizes
     own = tl.program_id(0).to(tl.int64)
     at_ptr, start_ptr = table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
     count, window = tl.load(count_ptr + own // H).to(tl.int32), tl.load(at_ptr + WINDOW).to(tl.int32)
     slots, block = tl.load(at_ptr + SLOTS).to(tl.int32), tl.load(at_ptr + BLOCK).to(tl.int32)
     if (block > 0) & (count >= window) & ((count - window) % tl.maximum(block, 1) == 0):
         bits, merger = tl.load(at_ptr + BITS_KEPT).to(tl.int32), tl.load(at_ptr + MERGER)
-        level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(C.SUMS) + C.S
+        level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + C.S
         metric_ptr, gain = metric_ptr + merger * (C.D + 1) * (C.D + 1), tl.load(gain_ptr + merger)
         work, first, om = workspace_of(own, float_ptr, list_ptr, ROOM, C), count - window, tl.arange(0, C.MP)
         tokens, missing = (first + om) % window, tl.minimum(tl.maximum(C.S - first, 0), block)
         have, changed = block * 0, block * 0
         if bits == 16:
-            have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, 16, C)
-        for few in tl.static_range(C.LEAST, 9):
-            if few != 7:
-                if bits == few:
-                    have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, few, C)
-        kept_ptr, levels = pool_ptr.to(C.KEPT), 1 << bits
+            have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, bits, 16, C)
+        if C.LEAST <= 8:
+            if bits == 8:
+                have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, bits, 8, C)
+        if C.LEAST < 8:
+            if bits < 8:
+                have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, bits, FEW, C)
+        kept_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
         have, changed = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, C)
         codes_ptr += own * C.BT * (C.DP + C.VP)
         slot_level_ptr = level_ptr + window
         if bits == 16:
-            write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, codes_ptr, 16, C)
-        for few in tl.static_range(C.LEAST, 9):
-            if few != 7:
-                if bits == few:
-                    write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, codes_ptr, few, C)
+            write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, bits, codes_ptr, 16, C)
+        if C.LEAST <= 8:
+            if bits == 8:
+                write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, bits, codes_ptr, 8, C)
+        if C.LEAST < 8:
+            if bits < 8:
+                write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, bits, codes_ptr, FEW, C)
         tl.store(level_ptr + tokens, EMPTY, mask=om < block)

@@ -73,7 +73,7 @@ def put_rows(work, rows, live, k, v, weight, spread, place, C: tl.constexpr):
 
 
 @triton.jit
-def read_slots(work, state, slots, BITS: tl.constexpr, C: tl.constexpr):
+def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Copy the slots of a state into rows; return how many there are, all of them listed as changed."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     weights_ptr, room, count = work[3], work[6], 0
@@ -81,12 +81,12 @@ def read_slots(work, state, slots, BITS: tl.constexpr, C: tl.constexpr):
         rows = begin + tl.arange(0, C.BT)
         weight = tl.load(weight_ptr + rows, mask=rows < slots, other=0).to(C.ACC)
         spread = tl.load(spread_ptr + rows, mask=rows < slots, other=0)
-        if BITS < 8:
+        if KIND < 8:
             spread = (spread.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         live = weight > 0
-        codes, scales = load_codes(keys_ptr, rows, live, C.D, C.DP, BITS, C)
+        codes, scales = load_codes(keys_ptr, rows, live, bits, C.D, C.DP, KIND, C)
         k = codes * scales[:, None]
-        codes, scales = load_codes(values_ptr, rows, live, C.DV, C.VP, BITS, C)
+        codes, scales = load_codes(values_ptr, rows, live, bits, C.DV, C.VP, KIND, C)
         place = tl.where(live, rows.to(C.ACC), INFINITE)
         put_rows(work, rows, rows >= 0, k, codes * scales[:, None], weight + (~live), spread.to(C.ACC), place, C)
         for number in tl.static_range(2, 5):  # of free rows, too, so that nothing is computed of what lay here before
@@ -99,7 +99,7 @@ def read_slots(work, state, slots, BITS: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def add_block(work, window, tokens, missing, block, count, changed, BITS: tl.constexpr, C: tl.constexpr):
+def add_block(work, window, tokens, missing, block, count, changed, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Take tokens of a block into free rows, all but the first `missing`, which are sinks; list them as changed.
 
     `tokens` (MP,) are their rows in a window. Return how many slots there are, and how many are listed.
@@ -116,9 +116,9 @@ def add_block(work, window, tokens, missing, block, count, changed, BITS: tl.con
     om = tl.arange(0, C.MP)
     live, index = (om >= missing) & (om < block), om - missing
     rows = tl.load(free_ptr + index, mask=live, other=0)
-    codes, scales = load_codes(keys_ptr, tokens, live, C.D, C.DP, BITS, C)
+    codes, scales = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
     k = codes * scales[:, None]
-    codes, scales = load_codes(values_ptr, tokens, live, C.DV, C.VP, BITS, C)
+    codes, scales = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
     none = tl.zeros([C.MP], C.ACC)
     put_rows(work, rows, live, k, codes * scales[:, None], none + 1, none, (count + index).to(C.ACC), C)
     tl.store(list_ptr + changed + index, rows, mask=live)
@@ -313,7 +313,7 @@ def levels_of(work, rows, live, gain, C: tl.constexpr):
 
 
 @triton.jit
-def write_slots(work, state, slots, count, level_ptr, gain, codes_ptr, BITS: tl.constexpr, C: tl.constexpr):
+def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr):
     """Copy the rows into a state, in the order of their tokens, and zeros behind them; write their levels, too."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     weights_ptr, spreads_ptr, _, _, _, place_ptr, _ = numbers_of(work)
@@ -328,11 +328,11 @@ def write_slots(work, state, slots, count, level_ptr, gain, codes_ptr, BITS: tl.
         inside, live = at < slots, at < count
         rows = tl.load(order_ptr + at, mask=live, other=0)
         k, v = load_row_tile(work[2], rows, C.DP), load_row_tile(work[1], rows, C.VP)
-        store_rows(keys_ptr, at, inside, tl.where(live[:, None], k, 0.0), codes_ptr, C.D, C.DP, BITS, C)
-        store_rows(values_ptr, at, inside, tl.where(live[:, None], v, 0.0), codes_ptr, C.DV, C.VP, BITS, C)
+        store_rows(keys_ptr, at, inside, tl.where(live[:, None], k, 0.0), bits, codes_ptr, C.D, C.DP, KIND, C)
+        store_rows(values_ptr, at, inside, tl.where(live[:, None], v, 0.0), bits, codes_ptr, C.DV, C.VP, KIND, C)
         weight = tl.load(weights_ptr + rows, mask=live, other=0.0)
         spread = tl.load(spreads_ptr + rows, mask=live, other=0.0)
-        if BITS < 8:
+        if KIND < 8:
             spread = spread.to(tl.float32).to(tl.int32, bitcast=True) >> 16
         tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=inside)
         tl.store(spread_ptr + at, spread.to(spread_ptr.dtype.element_ty), mask=inside)

@@ -19,11 +19,11 @@ from .rounding import HIGHEST, LOWEST, TINIEST, TRIED
 LEAST, MOST, TINY = tl.constexpr(2.0**LOWEST), tl.constexpr(2.0**HIGHEST), tl.constexpr(TINIEST)
 SECOND, THIRD = tl.constexpr(TRIED[1]), tl.constexpr(TRIED[2])  # of the scales tried; the first is 1
 SIGNED, TWO_BYTES = tl.constexpr(tl.pointer_type(tl.int8)), tl.constexpr(tl.pointer_type(tl.int16))
-SHORT = tl.constexpr(tl.pointer_type(tl.bfloat16))  # of sinks of fewer bits
 # Of a head in a pool of bytes (token_pool.py): its place in the layer, its sizes, and where its tensors begin.
 HEAD, BITS_KEPT, WINDOW, SLOTS, BLOCK, MERGER = (tl.constexpr(field) for field in range(6))
 KEYS, VALUES, SINK_K, SINK_V, LEVEL, WEIGHT, SPREAD = (tl.constexpr(field) for field in range(6, 13))
 FIELDS = tl.constexpr(13)
+FEW = tl.constexpr(4)  # the kind of rows of fewer than 8 bits a number; others are of kind 8 and 16
 ALIGNED = tl.constexpr(16)  # bytes at which they begin
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
 HALVES = tl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken away again, it rounds half to even
@@ -33,50 +33,50 @@ HALVES = tl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken away again, it
 class PackedConstants(Constants):
     """What a kernel is compiled for that reads packed rows."""
 
-    KEPT: Any = None  # type of a pointer to rows of 16 bits
-    SUMS: Any = None  # type of a pointer to levels and counts
-    LEAST: Any = None  # the fewest bits of a number in a row
+    KEPT: Any = None  # type of rows of 16 bits: types are constants, and pointers to them are none in Triton 3.6
+    SUMS: Any = None  # type of levels and counts
+    LEAST: Any = None  # the least kind of rows
     TURNED: Any = None  # whether rows of fewer bits hold turned vectors
     MP: Any = None  # tokens that leave a window at once, padded
 
 
 def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:
-    """Return the types of pointers, rows of 16 bits being of a type, and for which bits a kernel is compiled: few
-    kernels serve all layers."""
+    """Return the types of what is kept, rows of 16 bits being of a type, and for which kinds of rows a kernel is
+    compiled: few kernels serve all layers."""
     work = torch.promote_types(kept, torch.float32)
     return {
-        "KEPT": tl.pointer_type(TYPES[kept]),
-        "SUMS": tl.pointer_type(TYPES[work]),
-        "LEAST": 4 if least < 8 else least,
+        "KEPT": TYPES[kept],
+        "SUMS": TYPES[work],
+        "LEAST": FEW.value if least < 8 else least,
     }
 
 
 @triton.jit
-def load_codes(rows_ptr, rows, live, DIM: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr):
+def load_codes(rows_ptr, rows, live, bits, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
     """The codes of rows, and their scales: (rows, WP), (rows,)."""
     od = tl.arange(0, WP)
     inside = live[:, None] & (od < DIM)[None, :]
-    if BITS == 16:
-        row_ptr = rows_ptr.to(C.KEPT) + rows.to(tl.int64) * DIM
+    if KIND == 16:
+        row_ptr = rows_ptr.to(tl.pointer_type(C.KEPT)) + rows.to(tl.int64) * DIM
         return tl.load(row_ptr[:, None] + od[None, :], mask=inside, other=0.0).to(C.ACC), tl.where(live, 1.0, 0.0)
-    if BITS == 8:
+    if KIND == 8:
         row_ptr = rows_ptr.to(SIGNED) + rows.to(tl.int64) * (DIM + 1)
         codes = tl.load(row_ptr[:, None] + od[None, :], mask=inside, other=0).to(C.ACC)
         exponent = tl.load(row_ptr + DIM, mask=live, other=0).to(tl.int32)
         return codes, ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     half: tl.constexpr = DIM // 2
-    more: tl.constexpr = BITS - 4
-    part: tl.constexpr = DIM * more // 8
+    more, part = bits - 4, (bits - 4) * DIM // 8
     row_ptr = rows_ptr + rows.to(tl.int64) * (half + part + 2)
     low = tl.load(row_ptr[:, None] + (od % half)[None, :], mask=inside, other=0).to(tl.int32)
+    shared = tl.maximum(part, 1)
+    high_ptr = row_ptr[:, None] + (od % shared + half)[None, :]
+    high = tl.load(high_ptr, mask=inside & (od < more * DIM)[None, :], other=0).to(tl.int32)
     codes = (low >> (od // half * 4)[None, :]) & 15
-    if BITS > 4:
-        high = tl.load(row_ptr[:, None] + (od % part + half)[None, :], mask=inside, other=0).to(tl.int32)
-        codes |= ((high >> (od // part * more)[None, :]) & ((1 << more) - 1)) << 4
+    codes |= ((high >> (od // shared * more)[None, :]) & ((1 << more) - 1)) << 4
     first = tl.load(row_ptr + half + part, mask=live, other=0).to(tl.int32)
     second = tl.load(row_ptr + half + part + 1, mask=live, other=0).to(tl.int32)
     scale = ((first | second << 8) << 16).to(tl.float32, bitcast=True)
-    return tl.where(inside, codes.to(C.ACC) - ((1 << BITS) - 1) / 2, 0.0), scale
+    return tl.where(inside, codes.to(C.ACC) - ((1 << bits) - 1) / 2, 0.0), scale
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def round_rows(x, bits, levels, DIM: tl.constexpr, WP: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    rows_ptr, rows, live, x, codes_ptr, DIM: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr
+    rows_ptr, rows, live, x, bits, codes_ptr, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr
 ):
     """Write vectors into rows, as rounding.pack_vectors does, and return them as they were rounded.
 
@@ -128,33 +128,32 @@ def store_rows(
     """
     od = tl.arange(0, WP)
     inside = live[:, None] & (od < DIM)[None, :]
-    codes, scale = round_rows(x, BITS, 1 << BITS, DIM, WP)
-    if BITS == 16:
-        row_ptr = rows_ptr.to(C.KEPT) + rows.to(tl.int64) * DIM
+    codes, scale = round_rows(x, KIND, 1 << bits, DIM, WP)
+    if KIND == 16:
+        row_ptr = rows_ptr.to(tl.pointer_type(C.KEPT)) + rows.to(tl.int64) * DIM
         tl.store(row_ptr[:, None] + od[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
-    elif BITS == 8:
+    elif KIND == 8:
         row_ptr = rows_ptr.to(SIGNED) + rows.to(tl.int64) * (DIM + 1)
         tl.store(row_ptr[:, None] + od[None, :], codes.to(tl.int8), mask=inside)
         tl.store(row_ptr + DIM, ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int8), mask=live)
     else:
         half: tl.constexpr = DIM // 2
-        more: tl.constexpr = BITS - 4
-        part: tl.constexpr = DIM * more // 8
+        more, part = bits - 4, (bits - 4) * DIM // 8
         row_ptr = rows_ptr + rows.to(tl.int64) * (half + part + 2)
         from_ptr = codes_ptr + tl.arange(0, x.shape[0])[:, None] * WP
-        tl.store(from_ptr + od[None, :], (codes + ((1 << BITS) - 1) / 2).to(tl.uint8), mask=inside)
+        tl.store(from_ptr + od[None, :], (codes + ((1 << bits) - 1) / 2).to(tl.uint8), mask=inside)
         tl.debug_barrier()
         within = live[:, None] & (od < half)[None, :]
         low = tl.load(from_ptr + od[None, :], mask=within, other=0).to(tl.int32) & 15
         bytes = low | (tl.load(from_ptr + half + od[None, :], mask=within, other=0).to(tl.int32) & 15) << 4
         tl.store(row_ptr[:, None] + od[None, :], bytes.to(tl.uint8), mask=within)
-        if BITS > 4:
-            within = live[:, None] & (od < part)[None, :]
-            bytes = tl.zeros([x.shape[0], WP], tl.int32)
-            for place in tl.static_range(8 // more):
-                high = tl.load(from_ptr + place * part + od[None, :], mask=within, other=0).to(tl.int32) >> 4
-                bytes |= high << place * more
-            tl.store(row_ptr[:, None] + half + od[None, :], bytes.to(tl.uint8), mask=within)
+        within = live[:, None] & (od < part)[None, :]
+        bytes = tl.zeros([x.shape[0], WP], tl.int32)
+        for place in tl.static_range(8):
+            here = within & (part * place + od < DIM)[None, :]
+            high = tl.load(from_ptr + part * place + od[None, :], mask=here, other=0).to(tl.int32) >> 4
+            bytes |= high << more * place
+        tl.store(row_ptr[:, None] + half + od[None, :], bytes.to(tl.uint8), mask=within)
         kept = scale.to(tl.int32, bitcast=True) >> 16
         tl.store(row_ptr + half + part, (kept & 255).to(tl.uint8), mask=live)
         tl.store(row_ptr + half + part + 1, ((kept >> 8) & 255).to(tl.uint8), mask=live)

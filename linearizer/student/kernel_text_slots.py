@@ -4,6 +4,8 @@
                   down what the slots are in each period
   attend_periods  one program for each period: its rows attend to sinks, window and the slots of their period
 
+Numbers that change from text to text are not specialised: a kernel would be compiled anew for many of them.
+
 Heads of a layer may hold windows and slots of all sizes, and still take one launch: where the tensors of a head lie is
 in a table, as an offset from tensors that the launch is given.
 """
@@ -66,14 +68,13 @@ def head_of(table_ptr, own, first_ptr, end_ptr, texts):
     return field_ptr + 4, first, end, window, block, period
 
 
-@triton.jit
-def merge_text(tensors, table_ptr, ends, workspace, periods, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["TEXTS", "TOKENS", "FROM", "PERIODS"])
+def merge_text(tensors, table_ptr, ends, workspace, periods, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr):
     """Merge what leaves windows while a text is read, and keep the slots of each period; grid (head and text,)."""
     base_ptr, number_ptr = tensors
     first_ptr, end_ptr = ends
     float_ptr, list_ptr, ROOM = workspace
     slot_k_ptr, slot_v_ptr, level_ptr = periods
-    TEXTS, TOKENS, FROM, PERIODS = sizes
     own = tl.program_id(0).to(tl.int64)
     field_ptr, first, end, window, block, period = head_of(table_ptr, own, first_ptr, end_ptr, TEXTS)
     slots, bits = tl.load(field_ptr - 2).to(tl.int32), tl.load(field_ptr - 1).to(tl.int32)
@@ -86,12 +87,12 @@ def merge_text(tensors, table_ptr, ends, workspace, periods, sizes, C: tl.conste
     work = workspace_of(own, float_ptr, list_ptr, ROOM, C)
     place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
     od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
-    count, changed = read_slots(work, state, slots, 16, C)
+    count, changed = read_slots(work, state, slots, 16, 16, C)
     for index in range(0, PERIODS):
         leaves = (period + FROM + index - 1) * block
         if (leaves >= 0) & (leaves + window >= first) & (leaves + window < end):
             tokens, missing = leaves + om - (end - window - TOKENS), tl.minimum(tl.maximum(C.S - leaves, 0), block)
-            count, changed = add_block(work, columns, tokens, missing, block, count, changed, 16, C)
+            count, changed = add_block(work, columns, tokens, missing, block, count, changed, 16, 16, C)
             count, changed = merge_rows(work, metric_ptr, bits, 1 << bits, count, slots, changed, base_ptr, C)
         for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BT):
             rows = begin + tl.arange(0, C.BT)
@@ -102,16 +103,14 @@ def merge_text(tensors, table_ptr, ends, workspace, periods, sizes, C: tl.conste
             to_ptr = slot_v_ptr + at[:, None] * C.DV + ov[None, :]
             tl.store(to_ptr, v.to(to_ptr.dtype.element_ty), mask=(ov < C.DV)[None, :])
             tl.store(level_ptr + at, levels_of(work, rows, live, gain, C))
-    write_slots(work, state, slots, count, numbers_of(work)[6], gain, list_ptr, 16, C)
+    write_slots(work, state, slots, count, numbers_of(work)[6], gain, 16, list_ptr, 16, C)
 
 
-@triton.jit
-def attend_periods(tensors, table_ptr, ends, periods, sizes, C: tl.constexpr):
+@triton.jit(do_not_specialize=["TEXTS", "TOKENS", "FROM", "PERIODS"])
+def attend_periods(tensors, table_ptr, ends, ROOM, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr):
     """Attend with the rows of a period; grid (head and text, period, part of its rows)."""
     base_ptr, slot_k_ptr, slot_v_ptr, level_ptr = tensors
     first_ptr, end_ptr = ends
-    ROOM, PERIODS = periods
-    TEXTS, TOKENS, FROM = sizes
     own = tl.program_id(0).to(tl.int64)
     field_ptr, first, end, window, block, period = head_of(table_ptr, own, first_ptr, end_ptr, TEXTS)
     period += FROM + tl.program_id(1)
@@ -210,12 +209,9 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
     grid = programs, together, triton.cdiv(most * group, constants.BT.value)
     ends, bases = (count, count + first.new), (first.q, first.state.weight)
     for begin in range(0, periods, together):
+        sizes = batch, tokens, begin, together
         merge_text[(programs,)](
-            bases, table, ends, (floats, lists, room), slots, (batch, tokens, begin, together), merging,
-            num_warps=8, num_stages=1,
-        )  # fmt: skip
-        attend_periods[grid](
-            (first.q, *slots), table, ends, (room, together), (batch, tokens, begin), constants,
-            num_warps=8, num_stages=1,
-        )  # fmt: skip
+            bases, table, ends, (floats, lists, room), slots, *sizes, merging, num_warps=8, num_stages=1
+        )
+        attend_periods[grid]((first.q, *slots), table, ends, room, *sizes, constants, num_warps=8, num_stages=1)
     return outputs

@@ -27,11 +27,11 @@ from .kernel_merging import ROWS_AT_ONCE, make_workspace, merging_constants
 from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
+    FEW,
     FIELDS,
     HEAD,
     KEYS,
     LEVEL,
-    SHORT,
     SINK_K,
     SINK_V,
     SLOTS,
@@ -87,15 +87,15 @@ def load_query(q_ptr, stride, steps_ptr, matrix_ptr, scale, root, TURNED: tl.con
 
 
 @triton.jit
-def attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, BITS: tl.constexpr, C: tl.constexpr):
+def attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Attend to the sinks and rows of one part of a head that keeps numbers of so many bits."""
     q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
     pool_ptr, count_ptr, table_ptr = kept
     steps_ptr, middle_ptr, value_middle_ptr, ones_ptr, key_matrix_ptr, value_matrix_ptr = turns
-    H, BYTES, EACH = sizes
+    BYTES, EACH = sizes
     scale, root = factors
-    TURNED: tl.constexpr = C.TURNED and BITS < 16
-    SINKS: tl.constexpr = C.KEPT if BITS == 16 else SHORT
+    TURNED: tl.constexpr = C.TURNED and KIND < 16
+    SINKS: tl.constexpr = tl.pointer_type(C.KEPT if KIND == 16 else tl.bfloat16)
     own, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     text, at_ptr, start_ptr = own // H, table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
     head, window = tl.load(at_ptr + HEAD), tl.load(at_ptr + WINDOW)
@@ -107,7 +107,7 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, BITS: t
     )
     keys_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + KEYS), ALIGNED)
     values_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + VALUES), ALIGNED)
-    level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(C.SUMS)
+    level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS))
     q = load_query(q_ptr + text * q_text + head * q_head, q_group, steps_ptr, key_matrix_ptr, scale, root, TURNED, C)
     top = tl.full([C.GP], EMPTY, C.ACC)
     total, acc = tl.zeros([C.GP], C.ACC), tl.zeros([C.GP, C.VP], C.ACC)
@@ -128,9 +128,9 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, BITS: t
         rows = start + tl.arange(0, C.BN)
         level = tl.load(level_ptr + rows, mask=(rows < end) & (rows != place), other=EMPTY).to(C.ACC)
         live = level > EMPTY / 2
-        codes, scales = load_codes(keys_ptr, rows, live, C.D, C.DP, BITS, C)
+        codes, scales = load_codes(keys_ptr, rows, live, bits, C.D, C.DP, KIND, C)
         logits = tl.dot(q, tl.trans(codes), out_dtype=C.ACC, input_precision=C.PRECISION) * scales[None, :]
-        codes, scales = load_codes(values_ptr, rows, live, C.DV, C.VP, BITS, C)
+        codes, scales = load_codes(values_ptr, rows, live, bits, C.DV, C.VP, KIND, C)
         logits += level[None, :]
         top, total, acc = update_softmax(top, total, acc, logits, live[None, :], codes * scales[:, None], C)
     if (begin <= place) & (place < end):
@@ -143,8 +143,8 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, BITS: t
             k = tl.load(k_ptr + od, mask=od < C.D, other=0.0).to(C.ACC)
             v = tl.load(v_ptr + ov, mask=ov < C.DV, other=0.0).to(C.ACC)
         at, codes_ptr = place + tl.zeros([1], tl.int32), codes_ptr + own * (C.DP + C.VP)
-        key = store_rows(keys_ptr, at, at >= 0, k[None, :], codes_ptr, C.D, C.DP, BITS, C)
-        value = store_rows(values_ptr, at, at >= 0, v[None, :], codes_ptr + C.DP, C.DV, C.VP, BITS, C)
+        key = store_rows(keys_ptr, at, at >= 0, k[None, :], bits, codes_ptr, C.D, C.DP, KIND, C)
+        value = store_rows(values_ptr, at, at >= 0, v[None, :], bits, codes_ptr + C.DP, C.DV, C.VP, KIND, C)
         tl.store(level_ptr + place, 0.0)
         logit = tl.sum(q * key, 1)
         new = tl.maximum(top, logit)
@@ -158,18 +158,19 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, BITS: t
     tl.store(part_ptr + og * (C.VP + 2) + C.VP + 1, total)
 
 
-@triton.jit
-def attend_part(given, kept, turns, part_ptr, codes_ptr, sizes, factors, C: tl.constexpr):
+@triton.jit(do_not_specialize=["H"])
+def attend_part(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, C: tl.constexpr):
     """Attend to the sinks and rows of one part; grid (text and head, part)."""
     pool_ptr, count_ptr, table_ptr = kept
-    H, BYTES, EACH = sizes
-    bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT)
+    bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT).to(tl.int32)
     if bits == 16:
-        attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, 16, C)
-    for few in tl.static_range(C.LEAST, 9):
-        if few != 7:
-            if bits == few:
-                attend_rows(given, kept, turns, part_ptr, codes_ptr, sizes, factors, few, C)
+        attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, 16, C)
+    if C.LEAST <= 8:
+        if bits == 8:
+            attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, 8, C)
+    if C.LEAST < 8:
+        if bits < 8:
+            attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, FEW, C)
 
 
 @triton.jit
@@ -179,11 +180,10 @@ def store_tile_at(pointer, rows, stride, columns, x, C: tl.constexpr):
     tl.store(pointer + rows[:, None] * stride + columns[None, :], x.to(pointer.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def join_parts(part_ptr, out, heads, value_middle_ptr, matrix_ptr, PARTS, C: tl.constexpr):
+@triton.jit(do_not_specialize=["H", "PARTS"])
+def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, H, PARTS, C: tl.constexpr):
     """Take one softmax over the parts of a head, and turn what it gives back; grid (text and head,)."""
     out_ptr, out_text, out_head, out_group = out
-    table_ptr, H = heads
     own = tl.program_id(0).to(tl.int64)
     at_ptr = table_ptr + own % H * FIELDS
     head, bits = tl.load(at_ptr + HEAD), tl.load(at_ptr + BITS_KEPT)
@@ -233,7 +233,7 @@ def launch_token(
         codes = pool.new_empty(programs * ROWS_AT_ONCE * sum(map(padded, dims)))
         constants = merging_constants(dims, block, like, sinks, k.dtype, least, bool(turns))
         merge_leaving[(programs,)](
-            kept, tuple(merging), (floats, lists, room), codes, (heads, bytes), constants, num_warps=8, num_stages=1
+            kept, tuple(merging), (floats, lists, room), codes, heads, bytes, constants, num_warps=8, num_stages=1
         )
     some = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
     parts = max(1, min(triton.cdiv(rows, 2 * some), PROGRAMS // programs))
@@ -250,8 +250,8 @@ def launch_token(
     given = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
     launch = {"num_warps": 8, "num_stages": 2}
     attend_part[(programs, parts)](
-        given, kept, tuple(turns), scratch, codes, (heads, bytes, each), (scale, scale**0.5), constants, **launch
+        given, kept, tuple(turns), scratch, codes, heads, (bytes, each), (scale, scale**0.5), constants, **launch
     )
     join_parts[(programs,)](
-        scratch, (out, *out.stride()[:3]), (table, heads), turns[2], turns[5], parts, constants, **launch
+        scratch, (out, *out.stride()[:3]), table, turns[2], turns[5], heads, parts, constants, **launch
     )

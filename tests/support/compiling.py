@@ -158,18 +158,20 @@ def source_of(kernel, arguments):
     """Describe a launch to the compiler, which specialises the members of a tuple as it does single arguments."""
     constants, attributes = {}, {}
 
-    def type_of(value, path, constant=False):
+    def type_of(value, path, constant=False, plain=False):
         if constant or value is None:
             constants[path] = value
             return "constexpr"
         if isinstance(value, tuple):
             return tuple(type_of(part, (*path, index)) for index, part in enumerate(value))
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not plain):
             attributes[path] = [["tt.divisibility", 16]]
         return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
 
     signature = {
-        parameter.name: type_of(arguments[parameter.name], (index,), parameter.is_constexpr)
+        parameter.name: type_of(
+            arguments[parameter.name], (index,), parameter.is_constexpr, parameter.do_not_specialize
+        )
         for index, parameter in enumerate(kernel.params)
     }
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
