@@ -167,12 +167,12 @@ def dims_at_once(x: Tensor) -> int:
     return width if x.element_size() <= 2 and width <= 128 else min(width, 64)
 
 
-def precision(x: Tensor) -> dict:
+def precision(dtype: torch.dtype) -> dict:
     """How to add up, and how to multiply fp32: on tensor cores, nearly exactly; without them it fills the registers.
 
     AMD's multiply fp32 exactly, and Triton has no other way for them.
     """
-    exact = x.dtype == torch.float64
+    exact = dtype == torch.float64
     return {
         "ACC": tl.float64 if exact else tl.float32,
         "PRECISION": "ieee" if exact or torch.version.hip else "tf32x3",
@@ -180,7 +180,7 @@ def precision(x: Tensor) -> dict:
 
 
 def padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def chip(x: Tensor) -> tuple[int, int] | None:

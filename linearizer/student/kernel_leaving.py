@@ -1,6 +1,7 @@
-"""What leaves the windows of a pool (token_pool.py) before a token: its slots merge, as one Triton kernel.
+"""What is done before a token is attended with, as one Triton kernel: a block that leaves a window merges into the
+slots of its head, and other programs turn the token, for heads that keep what is turned.
 
-kernel_merging.py merges; here is where a head's rows and slots lie in the pool, by the table of the pool.
+kernel_merging.py merges; here is where a head's rows and slots lie in the pool (token_pool.py), by the pool's table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .kernel_packed_rows import (
     BLOCK,
     FEW,
     FIELDS,
+    HEAD,
     KEYS,
     LEVEL,
     MERGER,
@@ -71,9 +73,72 @@ def write_merged(
     write_slots(work, state, slots, have, level_ptr, gain, bits, codes_ptr, KIND, C)
 
 
+@triton.jit
+def load_tile_at(pointer, rows, stride, stop, columns, width):
+    """Rows of a matrix that lie `stride` apart; what lies outside is 0."""
+    inside = (rows < stop)[:, None] & (columns < width)[None, :]
+    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def turned_of(turned_ptr, own, C: tl.constexpr):
+    """Where the queries of a token, its key and its value lie, as a head turned them."""
+    turned_ptr += own * ((C.GP + 1) * C.DP + C.VP)
+    return turned_ptr, turned_ptr + C.GP * C.DP, turned_ptr + (C.GP + 1) * C.DP
+
+
+@triton.jit
+def turn_vector(x_ptr, factor_ptr, middle_ptr, root, matrix_ptr, columns, WIDTH: tl.constexpr, WP: tl.constexpr):
+    """Some columns of (x · root - middle) / factor, rotated, and of the rotation: (columns,), (WP, columns)."""
+    od = tl.arange(0, WP)
+    matrix = load_tile_at(matrix_ptr, od, WIDTH, WIDTH, columns, WIDTH)
+    x = tl.load(x_ptr + od, mask=od < WIDTH, other=0.0).to(matrix.dtype) * root
+    x -= tl.load(middle_ptr + od, mask=od < WIDTH, other=0.0).to(matrix.dtype)
+    x /= tl.load(factor_ptr + od, mask=od < WIDTH, other=1.0).to(matrix.dtype)
+    return tl.sum(x[:, None] * matrix, 0), matrix
+
+
+@triton.jit
+def turn_token(given, turns, turned_ptr, own, text, head, columns, factors, C: tl.constexpr):
+    """Turn the queries of a head, its key and its value: some columns of each."""
+    q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
+    steps_ptr, middle_ptr, value_middle_ptr, ones_ptr, key_matrix_ptr, value_matrix_ptr = turns
+    scale, root = factors
+    asked_ptr, key_ptr, value_ptr = turned_of(turned_ptr, own, C)
+    og, od = tl.arange(0, C.GP), tl.arange(0, C.DP)
+    steps_ptr, middle_ptr = steps_ptr + head * C.D, middle_ptr + head * C.D
+    k_ptr, v_ptr = k_ptr + text * k_text + head * k_head, v_ptr + text * v_text + head * v_head
+    k, matrix = turn_vector(k_ptr, steps_ptr, middle_ptr, root, key_matrix_ptr, columns, C.D, C.DP)
+    q = load_tile_at(q_ptr + text * q_text + head * q_head, og, q_group, C.G, od, C.D).to(C.ACC) * scale
+    q *= tl.load(steps_ptr + od, mask=od < C.D, other=0.0).to(C.ACC)[None, :] / root
+    q = tl.dot(q, matrix.to(C.ACC), out_dtype=C.ACC, input_precision=C.PRECISION)
+    tl.store(
+        asked_ptr + og[:, None] * C.DP + columns[None, :], q, mask=(og < C.GP)[:, None] & (columns < C.DP)[None, :]
+    )
+    tl.store(key_ptr + columns, k, mask=columns < C.DP)
+    value_middle_ptr += head * C.DV
+    v, _ = turn_vector(v_ptr, ones_ptr, value_middle_ptr, 1.0, value_matrix_ptr, columns, C.DV, C.VP)
+    tl.store(value_ptr + columns, v, mask=columns < C.VP)
+
+
 @triton.jit(do_not_specialize=["H"])
+def prepare_token(given, kept, merging, turns, turned_ptr, workspace, codes_ptr, H, BYTES, factors, C: tl.constexpr):
+    """Merge the block that leaves the window before the next token, if any does, with the first program of a head, and
+    turn the token with others; grid (text and head, 1 + parts of the dimensions)."""
+    pool_ptr, count_ptr, table_ptr = kept
+    if tl.program_id(1) == 0:
+        merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C)
+    elif C.TURNED:
+        own = tl.program_id(0).to(tl.int64)
+        at_ptr = table_ptr + own % H * FIELDS
+        if tl.load(at_ptr + BITS_KEPT) < 16:
+            columns = (tl.program_id(1) - 1) * C.DS + tl.arange(0, C.DS)
+            turn_token(given, turns, turned_ptr, own, own // H, tl.load(at_ptr + HEAD), columns, factors, C)
+
+
+@triton.jit
 def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C: tl.constexpr):
-    """Merge the block that leaves the window before the next token, if any does; grid (text and head,)."""
+    """Merge the block that leaves the window of a head before the next token, if any does."""
     pool_ptr, count_ptr, table_ptr = kept
     metric_ptr, gain_ptr = merging
     float_ptr, list_ptr, ROOM = workspace
@@ -97,7 +162,7 @@ def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C: tl.constexpr
             if bits < 8:
                 have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, bits, FEW, C)
         kept_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
-        have, changed = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, C)
+        have, changed = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, True, C)
         codes_ptr += own * C.BT * (C.DP + C.VP)
         slot_level_ptr = level_ptr + window
         if bits == 16:

@@ -161,7 +161,7 @@ class Problem:
             self.sizes["BT"] = min(64, self.sizes["BT"])
         self.letters = {
             **{"D": self.key_dim, "DP": padded(self.key_dim), "DV": self.value_dim, "VP": padded(self.value_dim)},
-            **{"S": sinks, "SP": padded(sinks), "M": features, "SEG": SEGMENT, **self.sizes, **precision(q)},
+            **{"S": sinks, "SP": padded(sinks), "M": features, "SEG": SEGMENT, **self.sizes, **precision(q.dtype)},
         }
 
     def constants(self, **more: object) -> Constants:

@@ -35,6 +35,7 @@ from .kernel_common import (
     update_softmax,
 )
 from .kernel_merging import (
+    MERGING_LAUNCH,
     add_block,
     levels_of,
     load_row_tile,
@@ -93,7 +94,7 @@ def merge_text(tensors, table_ptr, ends, workspace, periods, TEXTS, TOKENS, FROM
         if (leaves >= 0) & (leaves + window >= first) & (leaves + window < end):
             tokens, missing = leaves + om - (end - window - TOKENS), tl.minimum(tl.maximum(C.S - leaves, 0), block)
             count, changed = add_block(work, columns, tokens, missing, block, count, changed, 16, 16, C)
-            count, changed = merge_rows(work, metric_ptr, bits, 1 << bits, count, slots, changed, base_ptr, C)
+            count, changed = merge_rows(work, metric_ptr, bits, 1 << bits, count, slots, changed, base_ptr, False, C)
         for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BT):
             rows = begin + tl.arange(0, C.BT)
             live, at = tl.load(place_ptr + rows) < float("inf"), (own * PERIODS + index) * ROOM + rows
@@ -199,19 +200,18 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
     together = max(1, min(periods, PERIOD_BYTES // (programs * room * (dim + value_dim) * first.q.element_size())))
     each = programs * together * room
     slots = first.q.new_empty(each * dim), first.q.new_empty(each * value_dim), floats.new_empty(each)
-    merging = merging_constants((dim, value_dim), most, floats, sinks, first.q.dtype)
+    merging = merging_constants((dim, value_dim), most, work, sinks, first.q.dtype)
     exact, wide = first.q.element_size() > 2, max(padded(dim), padded(value_dim)) > 128
     at_once = 16 if exact else 64 if chip(first.q) == (9, 0) and not wide else 32  # more would not fit into registers
     constants = Constants(
         D=dim, DV=value_dim, DP=padded(dim), VP=padded(value_dim), DS=dims_at_once(first.q), G=group, S=sinks,
-        SP=padded(sinks), BT=min(at_once, padded(most * group)), BN=32 if exact or wide else 64, **precision(first.q),
+        SP=padded(sinks), BT=min(at_once, padded(most * group)), BN=32 if exact or wide else 64,
+        **precision(first.q.dtype),
     )  # fmt: skip
     grid = programs, together, triton.cdiv(most * group, constants.BT.value)
     ends, bases = (count, count + first.new), (first.q, first.state.weight)
     for begin in range(0, periods, together):
         sizes = batch, tokens, begin, together
-        merge_text[(programs,)](
-            bases, table, ends, (floats, lists, room), slots, *sizes, merging, num_warps=8, num_stages=1
-        )
+        merge_text[(programs,)](bases, table, ends, (floats, lists, room), slots, *sizes, merging, **MERGING_LAUNCH)
         attend_periods[grid]((first.q, *slots), table, ends, room, *sizes, constants, num_warps=8, num_stages=1)
     return outputs

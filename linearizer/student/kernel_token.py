@@ -3,15 +3,17 @@
 Every token launches the same three kernels for a layer, so a graph may repeat them. The rows of a head, its ring and
 its slots, are cut into parts, so that few heads keep a whole GPU at work:
 
-  merge_leaving  merge the block that leaves a window before the token, if one does (kernel_leaving.py)
-  attend_part    turn the query, remember the token in the part that has its row, attend to the rows of one part
-  join_parts     one softmax over all parts, turned back
+  prepare_token  merge the block that leaves a window before the token, if one does; turn the token (kernel_leaving.py)
+  attend_part    remember the token in the part that has its row, attend to the rows of one part
+  join_parts     one softmax over all parts, turned back, some dimensions of it
 
 Rows are read in the bits in which they are kept: a logit is the product with the codes, times the scale of the row.
 The new token is attended to as it was rounded. Sinks belong to the first part.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -22,8 +24,8 @@ except ImportError:
     raise
 
 from .kernel_common import EMPTY, load_tile, on_device_of_first, padded, precision, update_softmax
-from .kernel_leaving import merge_leaving
-from .kernel_merging import ROWS_AT_ONCE, make_workspace, merging_constants
+from .kernel_leaving import load_tile_at, prepare_token, turned_of
+from .kernel_merging import MERGING_LAUNCH, ROWS_AT_ONCE, make_workspace, merging_constants
 from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
@@ -46,69 +48,33 @@ from .state import in_graphs, working_dtype
 
 Tensor = torch.Tensor
 NUMBERS_AT_ONCE = 4096  # of the keys, or of the values, of some rows: more would not fit into registers
+LAUNCH = {"num_warps": 8, "num_stages": 2}
 PROGRAMS = 264  # of a launch, where there are rows enough: two for each processor of the largest GPUs
 
 
 @triton.jit
-def rotate_vector(x_ptr, factor_ptr, middle_ptr, root, matrix_ptr, width, WP: tl.constexpr, C: tl.constexpr):
-    """(x · root - middle) / factor, rotated; DS dimensions at a time."""
-    columns, out = tl.arange(0, WP), tl.zeros([WP], C.ACC)
-    for d in range(0, width, C.DS):
-        od = d + tl.arange(0, C.DS)
-        inside = od < width
-        x = tl.load(x_ptr + od, mask=inside, other=0.0).to(C.ACC) * root
-        x -= tl.load(middle_ptr + od, mask=inside, other=0.0).to(C.ACC)
-        x /= tl.load(factor_ptr + od, mask=inside, other=1.0).to(C.ACC)
-        out += tl.sum(x[:, None] * load_tile(matrix_ptr, od, columns, width, width), 0)
-    return out
-
-
-@triton.jit
-def load_tile_at(pointer, rows, stride, stop, columns, width):
-    """Rows of a matrix that lie `stride` apart; what lies outside is 0."""
-    inside = (rows < stop)[:, None] & (columns < width)[None, :]
-    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def load_query(q_ptr, stride, steps_ptr, matrix_ptr, scale, root, TURNED: tl.constexpr, C: tl.constexpr):
-    """The queries of a head, as they are multiplied with what it keeps: (GP, DP)."""
-    og, columns = tl.arange(0, C.GP), tl.arange(0, C.DP)
-    if not TURNED:
-        return load_tile_at(q_ptr, og, stride, C.G, columns, C.D).to(C.ACC) * scale
-    out = tl.zeros([C.GP, C.DP], C.ACC)
-    for d in range(0, C.D, C.DS):
-        od = d + tl.arange(0, C.DS)
-        q = load_tile_at(q_ptr, og, stride, C.G, od, C.D).to(C.ACC) * scale
-        q *= tl.load(steps_ptr + od, mask=od < C.D, other=0.0).to(C.ACC)[None, :] / root
-        matrix = load_tile(matrix_ptr, od, columns, C.D, C.D).to(C.ACC)
-        out = tl.dot(q, matrix, acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
-    return out
-
-
-@triton.jit
-def attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, KIND: tl.constexpr, C: tl.constexpr):
+def attend_rows(
+    given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, KIND: tl.constexpr, C: tl.constexpr
+):
     """Attend to the sinks and rows of one part of a head that keeps numbers of so many bits."""
     q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
     pool_ptr, count_ptr, table_ptr = kept
-    steps_ptr, middle_ptr, value_middle_ptr, ones_ptr, key_matrix_ptr, value_matrix_ptr = turns
     BYTES, EACH = sizes
-    scale, root = factors
     TURNED: tl.constexpr = C.TURNED and KIND < 16
     SINKS: tl.constexpr = tl.pointer_type(C.KEPT if KIND == 16 else tl.bfloat16)
     own, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     text, at_ptr, start_ptr = own // H, table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
     head, window = tl.load(at_ptr + HEAD), tl.load(at_ptr + WINDOW)
     place, ROWS = (tl.load(count_ptr + text) % window).to(tl.int32), (window + tl.load(at_ptr + SLOTS)).to(tl.int32)
-    steps_ptr, middle_ptr, value_middle_ptr = (
-        steps_ptr + head * C.D,
-        middle_ptr + head * C.D,
-        value_middle_ptr + head * C.DV,
-    )
     keys_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + KEYS), ALIGNED)
     values_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + VALUES), ALIGNED)
     level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS))
-    q = load_query(q_ptr + text * q_text + head * q_head, q_group, steps_ptr, key_matrix_ptr, scale, root, TURNED, C)
+    og, od, ov = tl.arange(0, C.GP), tl.arange(0, C.DP), tl.arange(0, C.VP)
+    asked_ptr, key_ptr, value_ptr = turned_of(turned_ptr, own, C)
+    if TURNED:
+        q = load_tile_at(asked_ptr, og, C.DP, C.G, od, C.D)
+    else:
+        q = load_tile_at(q_ptr + text * q_text + head * q_head, og, q_group, C.G, od, C.D).to(C.ACC) * scale
     top = tl.full([C.GP], EMPTY, C.ACC)
     total, acc = tl.zeros([C.GP], C.ACC), tl.zeros([C.GP, C.VP], C.ACC)
     if C.S > 0:
@@ -116,8 +82,8 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits
             os = tl.arange(0, C.SP)
             sink_k_ptr = (start_ptr + tl.load(at_ptr + SINK_K)).to(SINKS)
             sink_v_ptr = (start_ptr + tl.load(at_ptr + SINK_V)).to(SINKS)
-            k = load_tile(sink_k_ptr, os, tl.arange(0, C.DP), C.S, C.D).to(C.ACC)
-            v = load_tile(sink_v_ptr, os, tl.arange(0, C.VP), C.S, C.DV).to(C.ACC)
+            k = load_tile(sink_k_ptr, os, od, C.S, C.D).to(C.ACC)
+            v = load_tile(sink_v_ptr, os, ov, C.S, C.DV).to(C.ACC)
             level = tl.load(level_ptr + os, mask=os < C.S, other=EMPTY).to(C.ACC)
             logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION) + level[None, :]
             top, total, acc = update_softmax(top, total, acc, logits, (level > EMPTY / 2)[None, :], v, C)
@@ -126,22 +92,20 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits
     end = tl.minimum(begin + EACH, ROWS)
     for start in range(begin, end, C.BN):
         rows = start + tl.arange(0, C.BN)
-        level = tl.load(level_ptr + rows, mask=(rows < end) & (rows != place), other=EMPTY).to(C.ACC)
+        inside = rows < end  # and what is empty is read, too, without waiting to know it
+        level = tl.load(level_ptr + rows, mask=inside & (rows != place), other=EMPTY).to(C.ACC)
         live = level > EMPTY / 2
-        codes, scales = load_codes(keys_ptr, rows, live, bits, C.D, C.DP, KIND, C)
+        codes, scales = load_codes(keys_ptr, rows, inside, bits, C.D, C.DP, KIND, C)
         logits = tl.dot(q, tl.trans(codes), out_dtype=C.ACC, input_precision=C.PRECISION) * scales[None, :]
-        codes, scales = load_codes(values_ptr, rows, live, bits, C.DV, C.VP, KIND, C)
+        codes, scales = load_codes(values_ptr, rows, inside, bits, C.DV, C.VP, KIND, C)
         logits += level[None, :]
         top, total, acc = update_softmax(top, total, acc, logits, live[None, :], codes * scales[:, None], C)
     if (begin <= place) & (place < end):
-        k_ptr, v_ptr = k_ptr + text * k_text + head * k_head, v_ptr + text * v_text + head * v_head
         if TURNED:
-            k = rotate_vector(k_ptr, steps_ptr, middle_ptr, root, key_matrix_ptr, C.D, C.DP, C)
-            v = rotate_vector(v_ptr, ones_ptr, value_middle_ptr, 1.0, value_matrix_ptr, C.DV, C.VP, C)
+            k, v = tl.load(key_ptr + od), tl.load(value_ptr + ov)
         else:
-            od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
-            k = tl.load(k_ptr + od, mask=od < C.D, other=0.0).to(C.ACC)
-            v = tl.load(v_ptr + ov, mask=ov < C.DV, other=0.0).to(C.ACC)
+            k = tl.load(k_ptr + text * k_text + head * k_head + od, mask=od < C.D, other=0.0).to(C.ACC)
+            v = tl.load(v_ptr + text * v_text + head * v_head + ov, mask=ov < C.DV, other=0.0).to(C.ACC)
         at, codes_ptr = place + tl.zeros([1], tl.int32), codes_ptr + own * (C.DP + C.VP)
         key = store_rows(keys_ptr, at, at >= 0, k[None, :], bits, codes_ptr, C.D, C.DP, KIND, C)
         value = store_rows(values_ptr, at, at >= 0, v[None, :], bits, codes_ptr + C.DP, C.DV, C.VP, KIND, C)
@@ -151,7 +115,6 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits
         old, weight = tl.exp(top - new), tl.exp(logit - new)
         acc = acc * old[:, None] + weight[:, None] * value
         top, total = new, total * old + weight
-    og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
     part_ptr += (own * tl.num_programs(1) + part) * C.GP * (C.VP + 2)
     tl.store(part_ptr + og[:, None] * (C.VP + 2) + ov[None, :], acc)
     tl.store(part_ptr + og * (C.VP + 2) + C.VP, top)
@@ -159,18 +122,18 @@ def attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits
 
 
 @triton.jit(do_not_specialize=["H"])
-def attend_part(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, C: tl.constexpr):
+def attend_part(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, C: tl.constexpr):
     """Attend to the sinks and rows of one part; grid (text and head, part)."""
     pool_ptr, count_ptr, table_ptr = kept
     bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT).to(tl.int32)
     if bits == 16:
-        attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, 16, C)
+        attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, 16, C)
     if C.LEAST <= 8:
         if bits == 8:
-            attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, 8, C)
+            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, 8, C)
     if C.LEAST < 8:
         if bits < 8:
-            attend_rows(given, kept, turns, part_ptr, codes_ptr, H, sizes, factors, bits, FEW, C)
+            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, FEW, C)
 
 
 @triton.jit
@@ -182,7 +145,7 @@ def store_tile_at(pointer, rows, stride, columns, x, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "PARTS"])
 def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, H, PARTS, C: tl.constexpr):
-    """Take one softmax over the parts of a head, and turn what it gives back; grid (text and head,)."""
+    """Take one softmax over the parts of a head, and turn what it gives back; grid (text and head, part of a value)."""
     out_ptr, out_text, out_head, out_group = out
     own = tl.program_id(0).to(tl.int64)
     at_ptr = table_ptr + own % H * FIELDS
@@ -200,14 +163,14 @@ def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, H, PARTS,
         top, total = new, total * old + tl.load(at + C.VP + 1) * factor
     acc /= total[:, None]
     if (bits == 16) | (not C.TURNED):
-        store_tile_at(out_ptr, og, out_group, ov, acc, C)
+        if tl.program_id(1) == 0:
+            store_tile_at(out_ptr, og, out_group, ov, acc, C)
     else:
-        for d in range(0, C.DV, C.DS):
-            od = d + tl.arange(0, C.DS)
-            matrix = load_tile_at(matrix_ptr, ov, C.DV, C.DV, od, C.DV).to(C.ACC)
-            turned = tl.dot(acc, matrix, out_dtype=C.ACC, input_precision=C.PRECISION)
-            turned += tl.load(value_middle_ptr + head * C.DV + od, mask=od < C.DV, other=0.0).to(C.ACC)[None, :]
-            store_tile_at(out_ptr, og, out_group, od, turned, C)
+        od = tl.program_id(1) * C.DS + tl.arange(0, C.DS)
+        matrix = load_tile_at(matrix_ptr, ov, C.DV, C.DV, od, C.DV).to(C.ACC)
+        turned = tl.dot(acc, matrix, out_dtype=C.ACC, input_precision=C.PRECISION)
+        turned += tl.load(value_middle_ptr + head * C.DV + od, mask=od < C.DV, other=0.0).to(C.ACC)[None, :]
+        store_tile_at(out_ptr, og, out_group, od, turned, C)
 
 
 @in_graphs(
@@ -226,32 +189,46 @@ def launch_token(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (texts, bytes), heads, work = pool.shape, len(table), working_dtype(k)
     sinks, slots, block, rows, least = sizes
-    dims, programs, kept = (q.shape[-1], v.shape[-1]), texts * heads, (pool, count, table)
-    like = q.new_empty(0, dtype=work)
-    if merging:
-        floats, lists, room = make_workspace(programs, slots + block, dims, like)
-        codes = pool.new_empty(programs * ROWS_AT_ONCE * sum(map(padded, dims)))
-        constants = merging_constants(dims, block, like, sinks, k.dtype, least, bool(turns))
-        merge_leaving[(programs,)](
-            kept, tuple(merging), (floats, lists, room), codes, heads, bytes, constants, num_warps=8, num_stages=1
-        )
+    dims, group, programs, kept = (q.shape[-1], v.shape[-1]), q.shape[2], texts * heads, (pool, count, table)
+    given = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
+    wide, like = sum(map(padded, dims)), q.new_empty(0, dtype=work)
+    turned = like
+    if merging or turns:
+        floats, lists, room = make_workspace(programs if merging else 0, slots + block, dims, like)
+        codes = pool.new_empty(programs * ROWS_AT_ONCE * wide)
+        constants = merging_constants(dims, block, work, sinks, k.dtype, least, bool(turns), group)
+        shares = 1
+        if turns:
+            turned = like.new_empty(programs * (padded(group) * padded(dims[0]) + wide))
+            shares += triton.cdiv(max(dims), constants.DS.value)
+        turning, merged = tuple(turns or [like] * 6), tuple(merging or [like] * 2)  # others are not read
+        prepare_token[(programs, shares)](
+            given, kept, merged, turning, turned, (floats, lists, room), codes, heads, bytes, (scale, scale**0.5),
+            constants, **MERGING_LAUNCH,
+        )  # fmt: skip
     some = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
-    parts = max(1, min(triton.cdiv(rows, 2 * some), PROGRAMS // programs))
+    parts = max(1, min(triton.cdiv(rows, some), PROGRAMS // programs))
     each = triton.cdiv(triton.cdiv(rows, parts), some) * some
     parts = triton.cdiv(rows, each)
-    constants = PackedConstants(
-        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, some),
-        G=q.shape[2], GP=padded(q.shape[2]), S=sinks, SP=padded(sinks), BN=some, TURNED=bool(turns),
-        **kinds_of_rows(k.dtype, least), **precision(like),
-    )  # fmt: skip
-    turns = turns or [like] * 6  # which are not read
-    scratch = like.new_empty(programs * parts * padded(q.shape[2]) * (padded(dims[1]) + 2))
-    codes = pool.new_empty(programs * sum(map(padded, dims)))
-    given = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
-    launch = {"num_warps": 8, "num_stages": 2}
+    constants = token_constants(dims, group, some, work, sinks, k.dtype, least, bool(turns))
+    scratch = like.new_empty(programs * parts * padded(group) * (padded(dims[1]) + 2))
+    codes = pool.new_empty(programs * wide)
     attend_part[(programs, parts)](
-        given, kept, tuple(turns), scratch, codes, heads, (bytes, each), (scale, scale**0.5), constants, **launch
+        given, kept, turned, scratch, codes, heads, (bytes, each), scale, constants, **LAUNCH
     )
-    join_parts[(programs,)](
-        scratch, (out, *out.stride()[:3]), table, turns[2], turns[5], heads, parts, constants, **launch
+    middle, matrix = (turns[2], turns[5]) if turns else (like, like)
+    join_parts[(programs, triton.cdiv(dims[1], constants.DS.value) if turns else 1)](
+        scratch, (out, *out.stride()[:3]), table, middle, matrix, heads, parts, constants, **LAUNCH
     )
+
+
+@functools.cache  # or the host would take longer to launch a kernel than it runs
+def token_constants(
+    dims: tuple[int, int], group: int, some: int, work: torch.dtype, sinks: int, kept: torch.dtype, least: int,
+    turned: bool,
+) -> PackedConstants:  # fmt: skip
+    """Return what kernels that attend with a token are compiled for, some rows at a time."""
+    return PackedConstants(
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, some), G=group, GP=padded(group),
+        S=sinks, SP=padded(sinks), BN=some, TURNED=turned, **kinds_of_rows(kept, least), **precision(work),
+    )  # fmt: skip

@@ -232,7 +232,7 @@ def losses(
         "DS": dims_at_once(q),
         "M": features,
         **sizes,
-        **precision(q),
+        **precision(q.dtype),
     }
     constants = Constants(**letters)
     blocks = triton.cdiv(tokens, sizes["BT"])

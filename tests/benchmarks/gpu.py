@@ -129,16 +129,16 @@ def tested(tiny):
 def kernels(tiny):
     """Time what has a target, the most telling sizes first."""
     layer, features = ((2, 2, 32), 16) if tiny else ((8, 4, 128), 128)
+    kinds = ["slots"] if tiny else [*KINDS][::-1]  # fewest bits first
     for batch in (1,) if tiny else (1, 8, 64):
-        rows = lambda batch=batch: decode_rows(batch, *layer, ["slots"] if tiny else KINDS)  # noqa: E731
+        rows = lambda batch=batch: decode_rows(batch, *layer, kinds)  # noqa: E731
         yield from attempted("decode", rows, TOKEN_SECONDS if batch == 1 else None)
-    for tokens in (64,) if tiny else (8192, 2048, 32768, 131072):
-        wanted = READ.get(tokens)
-        yield from attempted("prefill", lambda n=tokens: [prefill_row(n, *layer, features)], wanted)
-        if wanted or tiny:
-            kinds = ("slots", "slots and windows in few bits")
-            yield from attempted("slots", lambda n=tokens: (slots_row(n, *layer, kind) for kind in kinds), wanted)  # noqa: B023
+        for tokens in (64,) if tiny else {1: (2048, 8192), 8: (32768,)}.get(batch, ()):
+            rows = lambda n=tokens: (slots_row(n, *layer, kind) for kind in kinds if "slots" in kind)  # noqa: E731
+            yield from attempted("slots", rows, READ.get(tokens))
     yield from attempted("loss", lambda: [loss_row(*((1, 64) if tiny else (8, 2048)), *layer, features)])
+    for tokens in (64,) if tiny else (8192, 32768, 131072, 2048):
+        yield from attempted("prefill", lambda n=tokens: [prefill_row(n, *layer, features)], READ.get(tokens))
 
 
 def runs(tiny):

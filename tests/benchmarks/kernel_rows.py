@@ -27,7 +27,7 @@ from tests.support.log_features import reference
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
-MAX_COMPILED = 8192  # tokens: dynamo unrolls the loop over chunks, which takes minutes for longer texts
+MOST_RIVALS = 2048  # tokens, beyond which rivals with a loop over chunks take minutes, to compile or to run
 READ, SINKS = 512, 4
 TOKENS = 16  # timed together: a block, so that slots are merged once
 KINDS = {  # what KV heads hold, in turn
@@ -112,11 +112,13 @@ def prefill_row(tokens, heads, group, dim, features):
         "features": features,
         "ours": attempt(lambda: lambda: read(linear_attention)),
     }
-    rivals = {"chunked pytorch": lambda: lambda: read(attend_text_with_features)} | softmax_rivals(q, k, v, scale)
-    if GPU and tokens <= MAX_COMPILED:
-        rivals["chunked pytorch, compiled"] = lambda: compiled(lambda: read(attend_text_with_features))
+    rivals = softmax_rivals(q, k, v, scale)
+    if tokens <= MOST_RIVALS:
+        rivals["chunked pytorch"] = lambda: lambda: read(attend_text_with_features)
     if GPU:
         row["ours in a graph"] = attempt(lambda: lambda: read(linear_attention), graph=True)
+    if GPU and tokens <= MOST_RIVALS:
+        rivals["chunked pytorch, compiled"] = lambda: compiled(lambda: read(attend_text_with_features))
         for normalize in (True, False):
             rivals[f"fla normalize={normalize}"] = lambda n=normalize: fla(q, k, v, feature_map, n)
     row |= {"error": relative_error(read(linear_attention, *part), exact)}
@@ -174,7 +176,7 @@ def slots_row(tokens, heads, group, dim, kind):
     student, eager = layer_of(kind, heads, dim), layer_of(kind, heads, dim)
     eager.in_c = eager.in_triton = False
     rivals = softmax_rivals(q, k, v, scale)
-    if tokens <= MAX_COMPILED:
+    if tokens <= MOST_RIVALS:
         rivals["pytorch"] = lambda: lambda: eager(q.flatten(1, 2), k, v, scale, None, [])
     row = {"op": "slots", "tokens": tokens, "kind": kind}
     row["ours"] = attempt(lambda: lambda: student(q.flatten(1, 2), k, v, scale, None, []))
@@ -185,6 +187,7 @@ def slots_row(tokens, heads, group, dim, kind):
 def decode_rows(batch, heads, group, dim, kinds=KINDS):
     """Read a token more of a layer, by what its KV heads hold, beside softmax over a context."""
     text = [draw(batch, heads * many, READ + 1, dim, seed=n) for n, many in enumerate((group, 1, 1))]
+    rivals = context_rivals(batch, heads, group, dim)
     for kind in kinds:
         student, memory = layer_of(kind, heads, dim), []
         student(*(x[:, :, :READ] for x in text), dim**-0.5, None, memory)
@@ -198,7 +201,7 @@ def decode_rows(batch, heads, group, dim, kinds=KINDS):
         row["state_bytes"] = sum(x.nbytes for state in memory for x in tensors(state).values())
         if GPU:
             row["ours in a graph"] = attempt(lambda call=call: call, TOKENS, graph=True)
-        yield row | {"rivals": context_rivals(batch, heads, group, dim)}
+        yield row | {"rivals": rivals}
 
 
 def context_rivals(batch, heads, group, dim):

@@ -15,19 +15,28 @@ from tests.support.compiling import CASES  # noqa: E402
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64}  # KiB that one block of threads may have
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What all kernels take, compiled in a process of its own, because here they are interpreted."""
+def say_what_compiles(option, folder):
+    """Ask a process of its own, because kernels are interpreted in this one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.compiling", "--all"],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.compiling", option],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
+        env={**environment, "TRITON_CACHE_DIR": str(folder)},
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What all kernels take."""
+    return [json.loads(line) for line in say_what_compiles("--all", tmp_path_factory.mktemp("triton"))]
+
+
+def test_triton_prepares_every_launch(tmp_path):
+    assert len({*say_what_compiles("--prepare", tmp_path)}) == 17
 
 
 @pytest.mark.parametrize("chip, size", CASES)

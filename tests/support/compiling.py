@@ -7,8 +7,8 @@ Further words are sizes: 128x128 is the width of a head and its features, 128x12
 
 Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
 of the kernel and of what it calls, wherever in a file it stands, its arguments, the chip, and Triton's version. A
-kernel that changed is compiled anew; python -m tests.support.compiling --record compiles all and keeps the results, and
---all prints them.
+kernel that changed is compiled anew; python -m tests.support.compiling --record compiles all and keeps the results,
+--all prints them, and --prepare says what would be compiled.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from linearizer.student import (
@@ -48,15 +50,6 @@ for name in [name for name in sys.modules if name.startswith("linearizer.")]:
         if isinstance(function, JITFunction):
             function.starting_line_number = 1  # Triton hashes it, and a kernel that only moved is not compiled again
 
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.int16: "*i16",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
 CASES = [
     *((chip, "128x128") for chip in (80, 89, 90, 100, 120, "gfx942")),
     *((90, "256x128"), (90, "64x64xg3"), (89, "128x128xfp32")),
@@ -65,22 +58,43 @@ AMD_COUNTS = ("vgpr_count", "private_segment_fixed_size")
 RECORD = Path(__file__).with_name("compiled.json")
 
 
+@dataclass
+class Chip:
+    """The driver of a GPU that need not be there: Triton prepares what it would launch."""
+
+    target: GPUTarget
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return str(self.target)  # for which Triton keeps what it prepared
+
+    def get_current_stream(self, device):
+        return 0
+
+
 def launches(chip, call):
-    """What `call` would launch on such a chip: (kernel, its arguments by name, launch options)."""
+    """What Triton would compile for such a chip where `call` launches kernels: (source, warps and stages)."""
     result = []
 
-    def capture(kernel, *args, grid=None, warmup=False, **kwargs):
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
-        result.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
+    def capture(kernel, key, signature, device, constants, options, attributes, warmup):
+        taken = {"num_warps": options.num_warps, "num_stages": options.num_stages}
+        result.append((ASTSource(kernel, signature, constants, attributes), taken))
 
     by_amd = isinstance(chip, str)
     with (
-        patch.object(JITFunction, "run", capture),
+        patch.object(JITFunction, "_do_compile", capture),
+        patch.object(driver, "_active", Chip(target_of(chip))),
         patch.object(kernel_common, "chip", lambda _: None if by_amd else chip),
         patch.object(torch.version, "hip", "6" if by_amd else None),
     ):
         call()
     return result
+
+
+def target_of(chip):
+    return GPUTarget("hip", chip, 64) if isinstance(chip, str) else GPUTarget("cuda", chip[0] * 10 + chip[1], 32)
 
 
 def draw(*shape, dtype=torch.bfloat16):
@@ -139,42 +153,11 @@ def attention_and_gradients(inputs, window):
     kernel_text_gradients.FeatureAttention.backward(Context, inputs[0], *inputs[-2:])
 
 
-def plain_of(value):
-    """Describe an argument by its type and value, a tensor by its type."""
-    if isinstance(value, tuple):
-        return [plain_of(part) for part in value]
-    return str(value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def kept_or_compiled(kernel, arguments, options, chip, record):
-    """Take the result of an equal launch from the record, or compile; give the hash and the result."""
-    source = source_of(kernel, arguments)
-    parts = (triton.__version__, source.hash(), chip, sorted(options.items()))
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    return key, record.get(key) or compiled(source, options, chip)
-
-
-def source_of(kernel, arguments):
-    """Describe a launch to the compiler, which specialises the members of a tuple as it does single arguments."""
-    constants, attributes = {}, {}
-
-    def type_of(value, path, constant=False, plain=False):
-        if constant or value is None:
-            constants[path] = value
-            return "constexpr"
-        if isinstance(value, tuple):
-            return tuple(type_of(part, (*path, index)) for index, part in enumerate(value))
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not plain):
-            attributes[path] = [["tt.divisibility", 16]]
-        return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
-
-    signature = {
-        parameter.name: type_of(
-            arguments[parameter.name], (index,), parameter.is_constexpr, parameter.do_not_specialize
-        )
-        for index, parameter in enumerate(kernel.params)
-    }
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+def key_of(source, options, chip):
+    """The hash of all that the result depends on."""
+    return hashlib.sha256(
+        repr((triton.__version__, source.hash(), chip, sorted(options.items()))).encode()
+    ).hexdigest()[:32]
 
 
 def compiled(source, options, chip):
@@ -182,7 +165,7 @@ def compiled(source, options, chip):
     if isinstance(chip, str):
         return compiled_for_amd(source, options, chip)
     with unassembled():
-        built = triton.compile(source, target=GPUTarget("cuda", chip[0] * 10 + chip[1], 32), options=options)
+        built = triton.compile(source, target=target_of(chip), options=options)
     report = assemble(built.asm["ptx"])
     return {
         "kernel": source.fn.__name__,
@@ -196,7 +179,7 @@ def compiled(source, options, chip):
 
 def compiled_for_amd(source, options, chip):
     """Compile a launch for a chip of AMD, whose assembler is Triton's own."""
-    built = triton.compile(source, target=GPUTarget("hip", chip, 64), options=options)
+    built = triton.compile(source, target=target_of(chip), options=options)
     program = built.asm["amdgcn"]
     counted = {name: int(re.search(rf"\.{name}:\s+(\d+)", program)[1]) for name in AMD_COUNTS}
     return {
@@ -234,18 +217,19 @@ def assemble(ptx):
     raise RuntimeError(done.stderr)
 
 
-def report(chip, size, record):
-    """Describe all kernels of one size on one chip, each launch once, by their hashes."""
+def prepared(chip, size):
+    """List what is launched in one size on one chip, each kernel once for all equal launches, by their hashes."""
     dim, features, *more = size.split("x")
     dim, features, dtype = int(dim), int(features), torch.float32 if "fp32" in more else torch.bfloat16
     group = next((int(word[1:]) for word in more if word[0] == "g"), 4)
-    chip, seen = chip if isinstance(chip, str) else divmod(chip, 10), {}
-    for kernel, arguments, options in launches(chip, lambda: everything(dim, features, dtype, group)):
-        plain = {name: plain_of(value) for name, value in arguments.items()}
-        seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
-    size = {"dim": dim, "features": features, "dtype": str(dtype)}
-    rows = (kept_or_compiled(*launch, chip, record) for launch in seen.values())
-    return {key: row | size for key, row in rows}
+    chip = chip if isinstance(chip, str) else divmod(chip, 10)
+    found = launches(chip, lambda: everything(dim, features, dtype, group))
+    return {key_of(*launch, chip): (*launch, chip) for launch in found}
+
+
+def report(chip, size, record):
+    """Describe all kernels of one size on one chip."""
+    return {key: record.get(key) or compiled(*launch) for key, launch in prepared(chip, size).items()}
 
 
 def named_chip(name):
@@ -261,6 +245,10 @@ def main():
             kept = rows if case == CASES[-1] else {**record, **rows}
             lines = ",\n".join(f'"{key}": {json.dumps(kept[key])}' for key in sorted(kept))
             RECORD.write_text(f"{{\n{lines}\n}}\n")
+        return
+    if sys.argv[1] == "--prepare":
+        for case in CASES:
+            sys.stdout.writelines(f"{launch[0].fn.__name__}\n" for launch in prepared(*case).values())
         return
     chosen = (
         CASES if sys.argv[1] == "--all" else [(named_chip(sys.argv[1]), size) for size in sys.argv[2:] or ["128x128"]]
