@@ -94,7 +94,7 @@ def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[
         for sample in list_samples(record, settings)
     ]
     curves: dict[int, list[Freedoms]] = {index: [] for index in recorder.records}
-    with one_core_per_head() as pool:
+    with one_core_per_head({record.device for record in recorder.records.values()}) as pool:
         results = pool.map(
             lambda pair: measure_freedoms(pair[1](), settings, recorder.records[pair[0]].device), samples
         )
@@ -115,9 +115,11 @@ def layer_details(
 
 
 @contextmanager
-def one_core_per_head() -> Iterator[ThreadPoolExecutor]:
+def one_core_per_head(devices: set[torch.device]) -> Iterator[ThreadPoolExecutor]:
     """Compute each head on a single core: two that share a head wait for each other, endlessly on a busy machine."""
     cores = torch.get_num_threads()
+    for device in devices:  # PyTorch loads its solvers for a GPU at a first call, which fails in two threads at once
+        torch.linalg.cholesky_ex(torch.eye(1, device=device))
     pool = ThreadPoolExecutor(min(cores, MAX_WORKERS), initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool

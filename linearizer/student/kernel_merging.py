@@ -28,7 +28,7 @@ from .packed_state import MOST_TOKENS
 from .slots_merging import MOST_IMPORTANT, TINY
 
 Tensor = torch.Tensor
-ROWS_AT_ONCE, COLUMNS_AT_ONCE, DIMS_AT_ONCE, NUMBERS_AT_ONCE = 32, 64, 32, 256
+ROWS_AT_ONCE, COLUMNS_AT_ONCE, DIMS_AT_ONCE, NUMBERS_AT_ONCE = 32, 64, 64, 256
 MERGING_LAUNCH = {"num_warps": 8, "num_stages": 1}
 LIMIT, LEAST_DISTANCE = tl.constexpr(MOST_IMPORTANT), tl.constexpr(TINY)
 HEAVIEST = tl.constexpr(MOST_TOKENS)

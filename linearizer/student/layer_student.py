@@ -217,7 +217,7 @@ class LayerStudent(nn.Module):
         """Attend and update `memory`; under autocast with inputs of its type, and everything else as without it."""
         device = query.device.type
         attend = self.attend_uncompiled if self.breaks_graph(query, key, real, memory) else self.attend
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        if device == "meta" or not torch.is_autocast_enabled(device):
             return attend(query, key, value, scale, real, memory)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
