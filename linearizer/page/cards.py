@@ -14,14 +14,16 @@ from typing import Any
 from linearizer.amounts import ago, duration, size
 from linearizer.errors import LinearizerError
 from linearizer.page.visitors import on_space
-from linearizer.plan.allocation import StateSize
+from linearizer.plan.allocation import Allocation, StateSize
 from linearizer.progress import Progress
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
 from linearizer.report.parts import PART_VIEWS
+from linearizer.report.quality_charts import result_charts
 from linearizer.report.tables import with_half_width
 from linearizer.report.verdict import Verdict, judge_run, of_subject
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
+from linearizer.run.results import Language, Part
 from linearizer.serve.server import HOST, PORT
 from linearizer.workers import control, device_queue
 from linearizer.workers.control import LIVE, Status
@@ -167,6 +169,11 @@ def verdict_card(verdict: Verdict | None) -> str:
     first, _, rest = verdict.sentence.partition(". ")
     below = f'<p class="lz-note-below">{sentence_html(rest)}</p>' if rest else ""
     return f'<div class="lz-verdict">{message_box(first + "." * bool(rest), verdict.kind)}{below}</div>'
+
+
+def result_card(run: Run, allocation: Allocation, part: Part[Language]) -> str:
+    """Show the verdict on a student, four numbers, and two charts."""
+    return verdict_card(judge_run(run)) + numbers_card(run) + result_charts(run, allocation, part)
 
 
 def numbers_card(run: Run) -> str:

@@ -123,9 +123,11 @@ def draw_course(course: Sequence[Held]) -> str:
     most = max(*now.bytes.values(), now.bytes["teacher"] * now.total // max(now.tokens, 1), 1)
     begin = {name: 0 if name == "teacher" else held for name, held in course[0].bytes.items()}
     lines = [
-        Line(name, [(0, begin[name]), *((held.tokens, held.bytes[name]) for held in course)], f"lz-{name}")
+        Line(
+            name, [(0, begin[name]), *((held.tokens, held.bytes[name]) for held in course)], f"lz-{name}", marked=False
+        )
         for name in now.bytes
     ]
     about = f"Bytes over tokens: {told_sizes(now.bytes)} after {now.tokens:,} tokens"
     across = Axis(0, now.total, [(count, f"{count:,}") for count in (0, now.total)], log=False)
-    return draw_lines(about, across, Axis(0, most, [(0, "0"), (most, size(most))], log=False), lines, marks=False)
+    return draw_lines(about, across, Axis(0, most, [(0, "0"), (most, size(most))], log=False), lines)

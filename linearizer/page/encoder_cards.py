@@ -97,11 +97,8 @@ def result_card(encoder: EncoderRun) -> str:
 
 def draw_times(times: Sequence[LayerTime]) -> tuple[str, str]:
     """Draw the time of a layer over the tokens; a line stands where student and SDPA take as long."""
-    seconds = [second for each in times for second in (each.student, each.sdpa)]
     x = Axis(times[0].tokens, times[-1].tokens, [(each.tokens, short(each.tokens)) for each in times])
-    around = Axis.around(seconds)
-    tens = (10.0**power for power in range(-6, 3) if around.low <= 10.0**power <= around.high)
-    y = Axis(around.low, around.high, [(ten, f"{ten:.5f}".rstrip("0").rstrip(".")) for ten in tens])
+    y = Axis.round(second for each in times for second in (each.student, each.sdpa))
     lines = [
         Line("student", [(each.tokens, each.student) for each in times], "lz-student"),
         Line("SDPA", [(each.tokens, each.sdpa) for each in times], "lz-window"),
@@ -115,7 +112,7 @@ def draw_times(times: Sequence[LayerTime]) -> tuple[str, str]:
 
 
 def mark_at(where: float | None, y: Axis) -> list[Line]:
-    return [] if where is None else [Line("", [(where, y.low), (where, y.high)], "lz-other")]
+    return [] if where is None else [Line("", [(where, y.low), (where, y.high)], "lz-other", marked=False)]
 
 
 def draw_quality(encoder: EncoderRun, judgement: Judgement) -> tuple[str, str]:

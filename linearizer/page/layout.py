@@ -14,7 +14,7 @@ from linearizer.page.limits import LIMITS
 from linearizer.page.plan_form import USUAL_PAPER, effort_choices, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
-from linearizer.report.markup import glossary_html, message_box, part_lead
+from linearizer.report.markup import glossary_html, message_box
 from linearizer.report.parts import PART_VIEWS
 
 SEARCH_ABOUT = "a name on the Hub, a folder, or a GGUF file"
@@ -24,7 +24,6 @@ MODELS = {  # to begin with, by the titles of their buttons
     "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
 }
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
-WHEN_JUDGED = "It is drawn once the student is judged."
 ABOUT_BUDGET = (
     "The student’s memory (its state) may take as many bytes as the teacher’s KV cache takes after this many tokens."
 )
@@ -233,16 +232,6 @@ def result_step(ui: SimpleNamespace) -> None:
     ui.awaited = gr.HTML(message_box("The student of this run is not judged yet."), elem_id="awaited")
     ui.verdict = gr.HTML(elem_id="verdict")
     ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
-    with gr.Row() as ui.result_charts:
-        with gr.Column(min_width=320):
-            later = f"{WHEN_JUDGED[:-1]} on texts of several lengths."
-            ui.part_charts["language"] = chart("Quality by length", PART_VIEWS["language"].shows, later=later)
-        with gr.Column(min_width=320):
-            about = (
-                "KL to the teacher, lower is better, by bytes of memory. Markers were measured at this run's length; "
-                "the line is predicted from the prices, times what whole students differ from that."
-            )
-            ui.frontier = chart("Quality by bytes", about, later=WHEN_JUDGED)
     ui.usage = gr.HTML(elem_id="use-card")
     ui.download = gr.Button("Download the student", visible=False, elem_id="download")
     ui.link = gr.Textbox(visible="hidden", label="where the student is fetched")
@@ -302,10 +291,7 @@ def place_measurements(ui: SimpleNamespace) -> None:
     with gr.Accordion("All measurements", open=False, elem_id="all") as ui.all:
         for part, view in PART_VIEWS.items():
             with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
-                if part in ui.part_charts:  # which stands above
-                    gr.HTML(part_lead(part))
-                else:
-                    ui.part_charts[part] = chart(view.title, view.about)
+                ui.part_charts[part] = chart(view.title, view.about)
                 ui.part_tables[part] = gr.HTML()
         place_evaluation(ui)
 

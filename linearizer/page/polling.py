@@ -33,18 +33,17 @@ EXAMPLE_NOTE = (
     "Compare; it cannot be evaluated further or published."
 )
 POLL_SECONDS = 3.0  # between two polls of a run at work
-PLOTS = ("map", "prices", "frontier", "losses")
+PLOTS = ("map", "prices", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
 TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
-PLACES = ("prices_place", "freedoms_place", "awaited", "result_charts", "all")
-OF_CAUSAL, OF_CAUSAL_TABS = {"result_charts": gr.Row, "all": gr.Accordion}, ("step_3", "step_6")  # not for encoders
+PLACES = ("prices_place", "freedoms_place", "awaited", "all")
+OF_CAUSAL_TABS = ("step_3", "step_6")  # not for encoders
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
     *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet"),
     *(*ASKED, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *CHOSEN),
 )
-LEADING_PART = "language"  # of an evaluation: its first chart stands above the others
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
 
 
@@ -138,7 +137,7 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     shown |= {f"{name}_of_run": gr.Column(visible=watching) for name in ("model", "plan")}
     if run is None:
         return {**shown, "run_model": "", "run_plan": ""}
-    shown |= {name: part(visible=not run.of_encoder) for name, part in OF_CAUSAL.items()}
+    shown["all"] = gr.Accordion(visible=not run.of_encoder)
     shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     if run.of_encoder:
         from linearizer.encoders.encoder_folder import EncoderRun
@@ -198,12 +197,12 @@ def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
 
 @handler
 def draw_parts(browser: Browser, seen: dict[str, Any], opened: bool) -> list[Any]:
-    """Show the parts that are new since this page was last drawn: until all are opened, the one that leads."""
+    """Show the parts that are new since this page was last drawn, once they are opened."""
     watched = watched_run(browser)
     name, pieces = (None, {}) if watched is None else (browser.run_name, watched[1])
     live = name is not None and pieces["evaluating"].value in control.LIVE
     student = name is not None and pieces["can"].value["student"]
-    new = {part: mark for part, mark in part_marks(pieces).items() if opened or part == LEADING_PART}
+    new = {part: mark for part, mark in part_marks(pieces).items() if opened}
     drawn = seen.get("marks", {})
     before = drawn if seen.get("run") == name else {}
     outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]

@@ -78,13 +78,13 @@ def quality_line(run: Run) -> str:
         for name in ("window", "student"):
             judged = [(each.length, of_subject(each, name).kl) for each in lengths]
             points = [(float(length), max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]
-            lines += [Line(name, points, f"lz-{name}")] * (len(points) > 1)
+            lines += [Line(name, points, f"lz-{name}", marked=False)] * (len(points) > 1)
         first = verdict.sentence.partition(". ")[0]
         drawn = ""
         if lines:
             about = f"KL over texts of {lengths[0].length:,} to {lengths[-1].length:,} tokens, student and window"
             x, y = (Axis.around([point[side] for line in lines for point in line.points]) for side in (0, 1))
-            drawn = draw_lines(about, x, y, lines, marks=False)
+            drawn = draw_lines(about, x, y, lines)
         return f"{drawn}<p>{sentence_html(first)}.</p>"
     return ""
 

@@ -14,28 +14,22 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from linearizer.method.by_prices import kl_by_bytes
-from linearizer.method.decide import decidable, offers_of
+from linearizer.method.decide import decidable
 from linearizer.page import cards, chat
 from linearizer.page.visitors import is_example
-from linearizer.plan import head_bytes
-from linearizer.plan.allocation import Allocation
 from linearizer.report import markup, run_charts
 from linearizer.report.parts import PART_VIEWS
-from linearizer.report.prediction import find_correction
-from linearizer.report.verdict import judge_run
 from linearizer.run import events
 from linearizer.run.events import Event, EventName
 from linearizer.run.folder import Run
 from linearizer.run.prices import CANDIDATES
-from linearizer.run.results import Language, Part
+from linearizer.run.results import Part
 from linearizer.workers import control
 from linearizer.workers.control import LIVE, Status
 
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
 MAX_WATCHED_RUNS = 64  # whose pieces are kept
-SAME_BYTES = ("student", "window", "untrained")  # subjects of an evaluation
 PART_PREFIX = "part "  # begins the name of a piece that shows a part of an evaluation
 
 
@@ -160,29 +154,9 @@ class RunState:
             draw = cache(partial(draw_part, name, part))
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
         if "language" in parts and allocation is not None:
-            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(run)) + cards.numbers_card(run))
+            self.put("verdict", mark, lambda: cards.result_card(run, allocation, parts["language"]))
             self.put("usage", mark, lambda: cards.use_card(run))
-            self.put("frontier", mark, lambda: self.draw_frontier(allocation, parts["language"]))
         self.evaluated = mark
-
-    def draw_frontier(self, allocation: Allocation, part: Part[Language]) -> str:
-        """Draw bytes and kl of the student and of what could stand in its place, on texts of the run's length."""
-        plan, layers, language = self.run.plan, self.run.layers, part.result
-        priced = plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
-        points = kl_by_bytes(offers_of(self.run, plan, layers)) if priced else []
-        assert (read := part.read) is not None, "the part reads texts"
-        length = plan.kept_length(self.run.positions)  # as long as what prices predict
-        at = language.at(length)
-        subjects, length = (at.subjects, length) if at else (language.subjects, read.length)
-        own = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)
-        held = {each.name: each.state_bytes * length // read.length for each in language.subjects}  # caches grow
-        held |= dict.fromkeys(SAME_BYTES, own)
-        measured = {each.name: (held[each.name], each.kl.mean) for each in subjects if each.kl is not None}
-        measured.pop("teacher", None)  # whose kl is zero
-        correction = find_correction(self.run)
-        factor = 1.0 if correction is None else correction.factor
-        cache_bytes = head_bytes.cache_bytes(layers, length)
-        return run_charts.draw_frontier(points, measured, cache_bytes, layers, factor).to_json()
 
 
 def draw_part(name: str, part: Part) -> tuple[str, str | None]:

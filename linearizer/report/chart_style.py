@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ MAP_INK = "#000000"  # can be read on all of them
 LAYER_COLOURS = [[0.0, "#6a5fb5"], [0.5, "#2a83c4"], [1.0, "#17937f"]]  # the same, seen as lines on white and on black
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 300  # of a line: more cannot be seen
-MAX_NAMED = 4  # lines that have their names at their ends
 MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
 FONT = {"family": "system-ui, sans-serif", "size": 12}
@@ -63,26 +60,9 @@ def new_figure(height: int, x: Options = NO_OPTIONS, y: Options = NO_OPTIONS, **
     return figure.update_yaxes(title_standoff=8)  # from its numbers, which are wider on some axes
 
 
-def name_lines(figure: Figure, others: Sequence[float] = ()) -> bool:
-    """Name lines at their last points in place of a legend, if they are few and end apart; return whether it is so.
-
-    Their axis is logarithmic, and shows `others` besides.
-    """
-    drawn = [math.log10(value) for value in (*others, *(value for line in figure.data for value in line.y))]
-    span = max(drawn, default=0) - min(drawn, default=0)
-    ends = sorted(math.log10(line.y[-1]) for line in figure.data)
-    if len(ends) > MAX_NAMED or any(above - below <= span / 10 for below, above in pairwise(ends)):
-        return False
-    for line in figure.data:
-        named = {"text": [""] * (len(line.y) - 1) + [f"  {line.name}"], "textposition": "middle right"}
-        line.update(mode=f"{line.mode}+text", cliponaxis=False, **named)
-    figure.update_layout(showlegend=False, margin_r=96)
-    return True
-
-
-def thin_points(points: Sequence[T]) -> list[T]:
-    """Keep at most MAX_POINTS of the points of a line, the first and the last among them."""
-    every = max(1, -(-len(points) // (MAX_POINTS - 1)))
+def thin_points(points: Sequence[T], most: int = MAX_POINTS) -> list[T]:
+    """Keep some of the points of a line, the first and the last among them."""
+    every = max(1, -(-len(points) // (most - 1)))
     return [*points[:-1:every], *points[-1:]]
 
 

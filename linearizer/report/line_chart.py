@@ -1,16 +1,24 @@
-"""Charts of lines as SVG: a few kilobytes without a script, for the first page and the list of runs."""
+"""Charts of lines as SVG, which is drawn at once: a few kilobytes, and no script."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 WIDTH, HEIGHT = 400, 240  # of a chart, in its own units: it is drawn as wide as its place
 LEFT, RIGHT, TOP, BOTTOM = 44, 78, 12, 30  # margins: ticks at the left and below, names of lines at the right
 SPACING = 15.0  # between the names of two lines, at least
+LETTER, APART = 8.0, 8  # the width of a letter of a name, and the room between a name and its line
+UNMARKED = "lz-unmarked"  # a mark that has a note and is not seen
+TITLE = 18  # height of the title of an axis
+MAX_TICKS, STEPS = 6, (1, 2, 5)  # of an axis on a scale of factors
+
+
+def write_short(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-")
 
 
 @dataclass(frozen=True)
@@ -20,21 +28,37 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     kind: str
+    intervals: Sequence[tuple[float, float]] = ()  # of the points, drawn as bars
+    notes: Sequence[str] = ()  # of the points, each is shown when the mouse points at it
+    marked: bool = True  # whether there are marks at the points
+    named_first: bool = False  # the name stands at the first point, not at the last
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: the values at its ends, and those that are named."""
+    """An axis: the values at its ends, those that are named, and what it shows."""
 
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
     log: bool = True
+    title: str = ""
 
     @staticmethod
     def around(values: Sequence[float]) -> Axis:
         """Return an axis without ticks on which all values fit."""
         return Axis(min(values), max(max(values), 1.01 * min(values)), ())
+
+    @staticmethod
+    def round(values: Iterable[float], title: str = "", write: Callable[[float], str] = write_short) -> Axis:
+        """Return an axis on which all finite values fit, from a round number to another, some of which are named."""
+        some = [value for value in values if math.isfinite(value)] or [1.0]
+        named = numbers = round_numbers(min(some), max(some))
+        if len(numbers) > MAX_TICKS:
+            tens = round_numbers(min(some), max(some), (1,))
+            named = [ten for ten in tens if numbers[0] <= ten <= numbers[-1]][:: 1 + len(tens) // MAX_TICKS]
+        ticks = [(each, write(each)) for each in named]
+        return Axis(numbers[0], numbers[-1], ticks, title=title)
 
     def share(self, value: float) -> float:
         """Return how far along the axis a value is, 0 to 1."""
@@ -42,29 +66,89 @@ class Axis:
         return min(1.0, max(0.0, (at - low) / (high - low)))
 
 
-def draw_lines(about: str, x: Axis, y: Axis, lines: Sequence[Line], marks: bool = True) -> str:
-    """Draw lines with their names at their ends, and `marks` at their points; `about` says in words what is seen."""
-    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
+@dataclass(frozen=True)
+class Frame:
+    """The place of the lines of a chart between its axes."""
 
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        return LEFT + x.share(point[0]) * (right - LEFT), bottom - y.share(point[1]) * (bottom - TOP)
+    x: Axis
+    y: Axis
+    right: float
+    bottom: float = HEIGHT - BOTTOM
 
-    drawn = []
-    for value, name in y.ticks:
-        height = place((x.low, value))[1]
-        drawn.append(f'<path class="lz-grid" d="M{LEFT} {height:.1f}H{right}"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{escape(name)}</text>')
-    for value, name in x.ticks:
-        at = place((value, y.low))[0]
-        drawn.append(f'<text x="{at:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
-    placed = [[place(point) for point in line.points] for line in lines]
-    for line, points in zip(lines, placed, strict=True):
-        drawn.append(f'<path class="lz-line {line.kind}" d="{path_of(points)}"/>')
-        drawn += [f'<circle class="{line.kind}" cx="{a:.1f}" cy="{b:.1f}" r="3"/>' for a, b in points * marks]
-    for line, height in zip(lines, spread([points[-1][1] for points in placed], TOP, bottom), strict=True):
-        drawn.append(f'<text class="{line.kind}" x="{right + 8}" y="{height + 4:.1f}">{escape(line.name)}</text>')
-    label = escape(about, quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    def place(self, point: tuple[float, float]) -> tuple[float, float]:
+        across, up = self.x.share(point[0]), self.y.share(point[1])
+        return LEFT + across * (self.right - LEFT), self.bottom - up * (self.bottom - TOP)
+
+    def draw_axes(self) -> list[str]:
+        """Draw the ticks of both axes, and their titles where they have any."""
+        drawn = []
+        for value, name in self.y.ticks:
+            height = self.place((self.x.low, value))[1]
+            drawn.append(f'<path class="lz-grid" d="M{LEFT} {height:.1f}H{self.right:g}"/>')
+            drawn.append(f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        for value, name in self.x.ticks:
+            at = self.place((value, self.y.low))[0]
+            drawn.append(f'<text x="{at:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
+        if self.x.title:
+            middle = (LEFT + self.right) / 2
+            drawn.append(f'<text x="{middle:g}" y="{HEIGHT + 10}" text-anchor="middle">{escape(self.x.title)}</text>')
+        return [*drawn, f'<text y="{TOP - TITLE}">{escape(self.y.title)}</text>'] if self.y.title else drawn
+
+    def draw_line(self, line: Line) -> list[str]:
+        """Draw a line, the intervals of its points, and their marks."""
+        points = [self.place(point) for point in line.points]
+        drawn = [f'<path class="lz-line {line.kind}" d="{path_of(points)}"/>']
+        for (value, _), ends in zip(line.points, line.intervals, strict=bool(line.intervals)):
+            (at, low), (_, high) = (self.place((value, end)) for end in ends)
+            bar = f"M{at - 4:.1f} {low:.1f}h8m-4 0V{high:.1f}m-4 0h8"
+            drawn.append(f'<path class="lz-bar {line.kind}" d="{bar}"/>')
+        for (a, b), note in zip_longest(points * bool(line.marked or line.notes), line.notes):
+            circle = f'<circle class="{line.kind if line.marked else UNMARKED}" cx="{a:.1f}" cy="{b:.1f}" r="3"'
+            drawn.append(f"{circle}><title>{escape(note)}</title></circle>" if note else f"{circle}/>")
+        return drawn
+
+
+def draw_lines(about: str, x: Axis, y: Axis, lines: Sequence[Line], beside: bool = False) -> str:
+    """Draw lines with their names; `about` says in words what is seen.
+
+    Names stand in the right margin, or `beside` the ends of their lines, which may be anywhere.
+    """
+    names = [line.name for line in lines]
+    longest = max(map(len, names), default=0)
+    frame = Frame(x, y, WIDTH - (2 * APART if beside else max(RIGHT, APART + LETTER * longest)))
+    drawn = frame.draw_axes() + [part for line in lines for part in frame.draw_line(line)]
+    ends = [frame.place(line.points[0 if line.named_first else -1]) for line in lines]
+    if not beside:
+        ends = [(frame.right, height) for _, height in ends]
+    for line, (at, height, anchor) in zip(lines, place_names(names, ends), strict=True):
+        where = f'x="{at:g}" y="{height + 4:.1f}"{anchor}'
+        drawn.append(f'<text class="{line.kind}" {where}>{escape(line.name)}</text>')
+    above, below = TITLE * bool(y.title), TITLE * bool(x.title)
+    box, label = f"0 {-above} {WIDTH} {above + HEIGHT + below}", escape(about, quote=True)
+    return f'<svg viewBox="{box}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+
+
+def place_names(names: Sequence[str], ends: Sequence[tuple[float, float]]) -> list[tuple[float, float, str]]:
+    """Place names at the right of the ends of their lines, or at the left where there is no room, and move them apart.
+
+    Each place has the attribute that says on which side it is.
+    """
+    widths = [LETTER * len(name) for name in names]
+    fit = [at + APART + width <= WIDTH for (at, _), width in zip(ends, widths, strict=True)]
+    lefts = [at + APART if fits else at - APART - width for (at, _), width, fits in zip(ends, widths, fit, strict=True)]
+    columns: list[list[int]] = []  # of names that would lie above or on each other
+    for number in sorted(range(len(names)), key=lefts.__getitem__):
+        if columns and lefts[number] < max(lefts[other] + widths[other] for other in columns[-1]):
+            columns[-1].append(number)
+        else:
+            columns.append([number])
+    places = {}
+    for column in columns:
+        heights = spread([ends[number][1] for number in column], TOP, HEIGHT - BOTTOM)
+        for number, height in zip(column, heights, strict=True):
+            at = ends[number][0]
+            places[number] = (at + APART, height, "") if fit[number] else (at - APART, height, ' text-anchor="end"')
+    return [places[number] for number in range(len(names))]
 
 
 def spread(heights: Sequence[float], top: float, bottom: float) -> list[float]:
@@ -80,3 +164,12 @@ def spread(heights: Sequence[float], top: float, bottom: float) -> list[float]:
 
 def path_of(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+
+
+def round_numbers(low: float, high: float, steps: Sequence[int] = STEPS) -> list[float]:
+    """List round numbers, two at least, that enclose two numbers."""
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    numbers = [step * 10.0**power for power in powers for step in steps]
+    first = max(number for number in numbers if number <= low)
+    last = min(number for number in numbers if number >= high and number > first)
+    return [number for number in numbers if first <= number <= last]

@@ -78,12 +78,6 @@ def folded(title: str, content: str, opened: bool = False) -> str:
     return f'<details class="lz-fold"{" open" * opened}><summary>{escape(title)}</summary>{content}</details>'
 
 
-def part_lead(name: str) -> str:
-    """Name a part, and say what it asks."""
-    view = PART_VIEWS[name]
-    return f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.about)}</p></div>'
-
-
 def part_html(name: str, part: Part, opened: bool = False) -> str:
     """Show the result of a part as tables, which are folded."""
     view = PART_VIEWS[name]

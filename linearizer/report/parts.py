@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import sub as subtract
 from typing import TYPE_CHECKING, Any
 
 from linearizer.report import chart_style as style
 from linearizer.report import tables
 from linearizer.report.chart_style import new_figure, subject_line
-from linearizer.report.run_charts import MIN_DRAWN_KL, draw_head_map
+from linearizer.report.run_charts import draw_head_map
 from linearizer.report.tables import Table, describe_environment, mean_of, write_tables
 from linearizer.run import results
 from linearizer.run.results import Part
@@ -28,30 +27,6 @@ LOSS_AXIS = {"title": "loss, nats per token"}
 
 def no_chart(part: Part[Any]) -> None:
     """Draw nothing of a part that is shown as tables alone."""
-
-
-def length_chart(part: Part[results.Language]) -> Figure | None:
-    """Draw how far every subject is from the teacher, by the length of texts; without a teacher, its loss."""
-    lengths = [result.length for result in part.result.lengths]
-    if len(lengths) < 2:
-        return None
-    alone = any(subject.kl is None for subject in part.result.lengths[0].subjects)
-    x = {"title": "length of the texts, tokens", "type": "log", "tickvals": lengths}
-    y = LOSS_AXIS if alone else {"title": "KL, nats per token", **style.LOG_AXIS}
-    least = 0.0 if alone else MIN_DRAWN_KL  # the axis has no zero
-    figure = new_figure(300, {**x, "ticktext": [f"{length:,}" for length in lengths]}, y)
-    for subjects in zip(*(result.subjects for result in part.result.lengths), strict=True):
-        name, near = subjects[0].name, [subject.loss if alone else subject.kl for subject in subjects]
-        if alone or name != "teacher":  # whose KL is zero, which this axis has not
-            ends = ((each.mean, *each.interval) for each in near if each is not None)
-            means, low, high = zip(*([max(end, least) for end in each] for each in ends), strict=True)
-            look = subject_line(name, "%{y:.2g} nats over %{x} tokens")
-            above, below = map(subtract, high, means), map(subtract, means, low)
-            bars = {"type": "data", "array": [*above], "arrayminus": [*below], "width": 4, "thickness": 1.5}
-            figure.add_scatter(x=lengths, y=means, error_y=bars, **look)
-    if not alone:
-        style.name_lines(figure)
-    return figure
 
 
 def recall_chart(part: Part[results.Recall]) -> Figure:
@@ -114,13 +89,7 @@ class PartView:
 
 
 PART_VIEWS = {
-    "language": PartView(
-        "Language",
-        "How well is the next token predicted?",
-        tables.language_tables,
-        length_chart,
-        "KL to the teacher over texts of each length, lower is better; the bars are 95% intervals.",
-    ),
+    "language": PartView("Language", "How well is the next token predicted?", tables.language_tables),
     "recall": PartView(
         "Recall",
         "How far back is a passage remembered?",

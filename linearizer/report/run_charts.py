@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from linearizer.amounts import size
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
@@ -94,47 +93,6 @@ def draw_head_map(
 def cell_text(count: float, least: float) -> str:
     """Write a number as briefly as its cell needs; nothing is drawn below the least."""
     return f"≤{least:g}" if count <= least else f"{count:.{2 if count < 1 else 3}g}"
-
-
-def draw_frontier(
-    points: Sequence[tuple[int, float]],
-    measured: Mapping[str, tuple[int, float]],
-    cache_bytes: int,
-    layers: Sequence[Layer],
-    factor: float = 1.0,
-) -> Figure:
-    """Draw bytes and KL of all that was measured, and of every budget that was priced, before the teacher's cache.
-
-    Predictions are multiplied by a `factor`, by which whole students were measured to differ from them.
-    """
-    sizes = [*(held for held, _ in (*points, *measured.values())), cache_bytes]
-    ticks = {"dtick": 1} if max(sizes) > 30 * min(sizes) else {}  # at powers of ten, or they lie on each other
-    x = {"title": "state or cache, bytes", **style.COUNTS_AXIS, **ticks}
-    figure = style.new_figure(300, x, {"title": "KL, nats per token", **style.LOG_AXIS})
-    token, (_, grey, *_) = head_bytes.cache_bytes(layers, 1), style.SUBJECT_STYLES["teacher"]
-    shown = [(held, max(factor * kl, MIN_DRAWN_KL)) for held, kl in style.thin_points(points)]
-    for name, (held, kl) in measured.items():
-        look = style.subject_line(name, f"KL %{{y:.2g}} with {size(held)}") | {"mode": "markers"}
-        figure.add_scatter(x=[held], y=[max(kl, MIN_DRAWN_KL)], **look)
-    named = style.name_lines(figure, [kl for _, kl in shown])
-    if shown:
-        title = "predicted" + f", × {factor:.2g}" * (factor != 1)
-        label = {"text": [f"  {title}"], "textposition": "middle right"} if named else {}  # where the line begins
-        figure.add_scatter(
-            x=[held for held, _ in shown],
-            y=[kl for _, kl in shown],
-            customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
-            mode="lines+text" if named else "lines",
-            line={"color": style.GREEN, "width": 2},
-            name=title,
-            hovertemplate="KL %{y:.2g} with %{customdata}<extra>predicted</extra>",
-            **label,
-        )
-    name, dotted = f"teacher's cache, {size(cache_bytes)}", {"color": grey, "width": 2, "dash": "dot"}
-    if not named:
-        return figure.add_vline(x=cache_bytes, line=dotted, showlegend=True, name=name)
-    place = {"x": math.log10(cache_bytes), "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
-    return figure.add_vline(x=cache_bytes, line=dotted).add_annotation(text=name, showarrow=False, **place)
 
 
 def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:

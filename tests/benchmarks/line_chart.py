@@ -1,13 +1,11 @@
 """Draws panels of lines as SVG for the README, both axes of each on a scale of factors."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from linearizer.report.line_chart import HEIGHT, LEFT, WIDTH, Axis, Line, draw_lines
+from linearizer.report.line_chart import HEIGHT, LEFT, WIDTH, Axis, Line, draw_lines, round_numbers
 
 TITLE, GAP = 24, 28  # units above a panel, and on either side, which names may take
-STEPS = (1, 2, 5)
 STYLE = (  # colours stand out from white and from black
     "svg{font:12px sans-serif;fill:#7c8796}.lz-grid{stroke:#7c8796;stroke-opacity:.25}"
     ".lz-line{fill:none;stroke:#7c8796;stroke-width:2}.lz-line.lz-student{stroke:#2a83c4}"
@@ -50,12 +48,3 @@ def draw_panel(panel: Panel) -> str:
     x = Axis(lengths[0], max(lengths[-1], lengths[0] + 1), some)
     y = Axis(ticks[0], ticks[-1], [(tick, panel.written(tick)) for tick in ticks])
     return draw_lines(panel.title, x, y, panel.lines)
-
-
-def round_numbers(low: float, high: float) -> list[float]:
-    """List round numbers, two at least, that enclose two numbers."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 2)
-    numbers = [step * 10.0**power for power in powers for step in STEPS]
-    first = max(number for number in numbers if number <= low)
-    last = min(number for number in numbers if number >= high and number > first)
-    return [number for number in numbers if first <= number <= last]

@@ -46,13 +46,11 @@ def test_the_example_is_what_todays_code_writes(quick_run):
 def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
     pieces = run_state.read_pieces(visitor.find_run(EXAMPLE_NAME), 60.0)
-    for piece in ("prices", "verdict", "frontier"):
+    for piece in ("prices", "verdict"):
         assert pieces[piece].value, piece
     assert not pieces["trains"].value
     assert pieces["verdict"].value.count("<dt>") == 4
-    drawn = {line["name"] for line in json.loads(pieces["frontier"].value)["data"]}
-    names = {name.partition(",")[0] for name in drawn}
-    assert names == {"predicted", "student", "plain window"}
+    assert pieces["verdict"].value.count("<svg") == 2
     for part in PART_VIEWS.keys() - {"tasks"}:
         tables, figure = pieces[run_state.PART_PREFIX + part].value()
         assert figure or '<details class="lz-fold" open>' in tables

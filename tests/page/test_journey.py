@@ -23,7 +23,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         page.reload()  # what was begun goes on, and the page finds it again
         page.wait_for_url(f"**/?run={name}")
         shown(page, "#run-card", "done", LONG)
-        page.wait_for_selector(".js-plotly-plot text:has-text('student')")
+        page.wait_for_selector("#verdict svg text:has-text('student')")
         page.get_by_role("button", name="All measurements").click()
         page.wait_for_selector("#part-language table", state="attached")  # folded
         assert [table.locator("tbody tr").count() for table in page.locator("#part-language table").all()].count(3)

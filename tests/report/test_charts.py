@@ -50,7 +50,6 @@ def everything():
     return {
         "map": run_charts.draw_freedom_map(PROFILE, LAYERS),
         "prices": run_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
-        "frontier": run_charts.draw_frontier([(100, 1.0), (900, 0.1)], {"student": (500, 0.2)}, 4000, LAYERS),
         "bars": run_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": run_charts.draw_training_losses(STEPS),
     }
@@ -91,14 +90,6 @@ def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
     drawn = run_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
     assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
     assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
-
-
-@pytest.mark.parametrize(("kl", "named"), [(0.1, True), (0.011, False)])
-def test_few_lines_that_end_apart_have_their_names_at_their_ends_and_others_a_legend(kl, named):
-    measured = {"student": (500, 0.01), "window": (500, kl)}
-    figure = run_charts.draw_frontier([(100, 1.0), (900, 0.005)], measured, 4000, LAYERS)
-    words = " ".join(word for trace in figure.data for word in trace.text or ())
-    assert (figure.layout.showlegend is False) == named == all(name in words for name in ("student", "predicted"))
 
 
 def test_every_axis_says_its_unit():

@@ -8,11 +8,10 @@ import pytest
 from linearizer.report import chart_style
 from linearizer.report.markup import part_html
 from linearizer.report.parts import PART_VIEWS, evaluation_report
-from linearizer.report.run_charts import MIN_DRAWN_KL
 from linearizer.run.results import PARTS, Speed, read_part
 from tests.support.evaluation_results import STORED, TYPED
 
-DRAWN = [part for part in PARTS if part not in ("generation", "tasks")]  # the others are tables alone
+DRAWN = [part for part in PARTS if part not in ("language", "generation", "tasks")]  # the others are tables alone
 
 
 def drawn(name, part):
@@ -73,19 +72,6 @@ def test_the_error_of_every_head_is_drawn_and_dark_is_worse():
     (heads,) = figure_of("approximation")["data"]
     assert heads["text"] == [["0.1", "0.2"], ["", ""]]  # the second layer is bounded by itself
     assert heads["z"][0][1] > heads["z"][0][0] and heads["colorscale"] == chart_style.WORSE_COLOURS
-
-
-def test_quality_is_drawn_by_length_with_intervals_where_there_are_several():
-    student = traces("language")["student"]
-    assert student["x"] == [32, 128] and student["y"] == [0.2, 0.2]
-    assert student["error_y"]["array"] == pytest.approx([0.2, 0.2])
-    result = TYPED["language"].result
-    short, long = result.lengths
-    exact = replace(short, subjects=tuple(replace(one, kl=replace(one.kl, mean=-1e-9)) for one in short.subjects))
-    rounded = drawn("language", replace(TYPED["language"], result=replace(result, lengths=(exact, long))))
-    assert min(rounded.data[0].y) == MIN_DRAWN_KL  # an axis of factors has no zero
-    once = replace(TYPED["language"], result=replace(result, lengths=result.lengths[:1]))
-    assert drawn("language", once) is None
 
 
 def test_what_the_teacher_cannot_do_is_no_chart_and_says_so():

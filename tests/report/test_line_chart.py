@@ -5,7 +5,21 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from linearizer.report.line_chart import BOTTOM, HEIGHT, SPACING, TOP, WIDTH, Axis, Line, draw_lines, spread
+from linearizer.report.line_chart import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    LETTER,
+    MAX_TICKS,
+    SPACING,
+    TOP,
+    WIDTH,
+    Axis,
+    Line,
+    draw_lines,
+    place_names,
+    spread,
+)
 
 HEIGHTS = st.lists(st.floats(TOP, HEIGHT - BOTTOM), min_size=1, max_size=8)
 VALUES = st.lists(st.floats(1e-9, 1e9), min_size=2, max_size=5)
@@ -19,6 +33,23 @@ def test_names_are_moved_apart_in_their_order(heights):
     assert all(b - a > SPACING - 1e-6 for a, b in zip(in_order, in_order[1:], strict=False))
     assert TOP <= in_order[0] and in_order[-1] <= HEIGHT - BOTTOM
     assert len(heights) > 1 or moved == heights
+
+
+@given(st.lists(st.tuples(st.floats(LEFT, WIDTH), st.floats(TOP, HEIGHT - BOTTOM)), min_size=1, max_size=8))
+def test_names_beside_points_do_not_lie_on_each_other_and_stay_in_the_picture(ends):
+    width, boxes = LETTER * len("student"), []
+    for at, height, anchor in place_names(["student"] * len(ends), ends):
+        left = at - width * bool(anchor)
+        assert left >= 0 and left + width <= WIDTH
+        assert not [1 for x, y in boxes if abs(x - left) < width - 1e-6 and abs(y - height) < SPACING - 1e-6]
+        boxes.append((left, height))
+
+
+@given(st.floats(1e-6, 1e9), st.floats(1, 1e9))
+def test_an_axis_of_factors_holds_all_values_and_names_a_few_of_its_own(low, factor):
+    axis = Axis.round([low, low * factor], "", str)
+    assert axis.low <= low and low * factor <= axis.high
+    assert 1 < len(axis.ticks) <= MAX_TICKS and all(axis.low <= tick <= axis.high for tick, _ in axis.ticks)
 
 
 @given(st.lists(VALUES, min_size=1, max_size=3))

@@ -1,17 +1,15 @@
 """Wherever a predicted kl is shown, what was measured of whole students stands beside it, or multiplies it."""
 
-import json
-
 import pytest
 
 from linearizer.cli.text import describe_run
 from linearizer.method.decide import decide
-from linearizer.page.run_state import RunState
 from linearizer.plan.allocation import heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.publish.card import write_card
 from linearizer.report.prediction import find_correction, predict_kl
+from linearizer.report.quality_charts import predicted_line
 from linearizer.run.prices import Candidate, Candidates, Prices
 from tests.support.cards import made
 
@@ -60,12 +58,8 @@ def test_terminal_and_card_show_what_was_measured_beside_what_was_predicted(run)
 
 
 def test_the_curve_of_budgets_is_multiplied_and_says_so(run):
-    def curve():
-        figure = json.loads(RunState(run).draw_frontier(run.allocation, run.results["language"]))
-        return next(line for line in figure["data"] if line["name"].startswith("predicted"))
-
-    before = curve()
+    (before,) = predicted_line(run)
     measured_at(run, 1.5)
-    after = curve()
-    assert after["name"] == before["name"] + ", × 1.5"
-    assert after["y"] == pytest.approx([1.5 * kl for kl in before["y"]], rel=1e-3)
+    (after,) = predicted_line(run)
+    assert after.name == before.name + ", × 1.5"
+    assert [kl for _, kl in after.points] == pytest.approx([1.5 * kl for _, kl in before.points], rel=1e-3)

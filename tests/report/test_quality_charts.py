@@ -1,0 +1,72 @@
+"""The two charts of a result show, note and save the numbers that were measured."""
+
+import csv
+import io
+import re
+from dataclasses import replace
+from html import unescape
+
+import pytest
+
+from linearizer.page.visitors import example_folder
+from linearizer.report.line_chart import TOP
+from linearizer.report.quality_charts import bytes_chart, length_chart
+from linearizer.report.run_charts import MIN_DRAWN_KL
+from linearizer.run.folder import Run
+from tests.support.evaluation_results import TYPED
+
+LANGUAGE = TYPED["language"].result
+
+
+@pytest.fixture(scope="module")
+def example():
+    return Run(example_folder())
+
+
+def saved(figure):
+    """Read the table that comes with a chart: its head, and the rows of each line."""
+    head, *rows = csv.reader(io.StringIO(unescape(re.search('data-csv="([^"]*)"', figure)[1])))
+    names = dict.fromkeys(row[0] for row in rows)
+    return head, {name: [tuple(map(float, row[1:])) for row in rows if row[0] == name] for name in names}
+
+
+def test_quality_by_length_saves_what_was_measured_with_its_intervals(example):
+    result = example.results["language"].result
+    head, lines = saved(length_chart(result))
+    assert head == ["", "length of the texts, tokens", "KL, nats per token", "95% from", "to"]
+    assert lines.keys() == {"student", "window"}
+    for name, rows in lines.items():
+        at = [next(each.kl for each in length.subjects if each.name == name) for length in result.lengths]
+        measured = zip(result.lengths, at, strict=True)
+        assert rows == [(length.length, kl.mean, *kl.interval) for length, kl in measured]
+
+
+def test_each_point_has_its_interval_and_a_note_and_none_is_below_the_axis():
+    short, long = LANGUAGE.lengths
+    exact = replace(short, subjects=tuple(replace(one, kl=replace(one.kl, mean=-1e-9)) for one in short.subjects))
+    figure = length_chart(replace(LANGUAGE, lengths=(exact, long)))
+    _, lines = saved(figure)
+    assert min(kl for rows in lines.values() for _, kl, *_ in rows) == MIN_DRAWN_KL  # an axis of factors has no zero
+    points = sum(map(len, lines.values()))
+    assert figure.count('class="lz-bar') == figure.count("<circle") == figure.count("</title></circle>") == points == 6
+    assert length_chart(replace(LANGUAGE, lengths=LANGUAGE.lengths[:1])) == ""  # a point is no line
+
+
+def test_without_a_teacher_the_loss_of_every_subject_is_drawn():
+    alone = [replace(each, subjects=tuple(replace(one, kl=None) for one in each.subjects)) for each in LANGUAGE.lengths]
+    head, lines = saved(length_chart(replace(LANGUAGE, lengths=tuple(alone))))
+    assert head[2] == "loss, nats per token" and lines["teacher"][0] == pytest.approx((32, 3.4, 3.3, 3.6))
+
+
+def test_quality_by_bytes_marks_the_student_among_its_rivals_and_the_budgets_that_were_priced(example):
+    part = example.results["language"]
+    figure = bytes_chart(example, example.allocation, part)
+    _, lines = saved(figure)
+    own = example.allocation.state_bytes(example.layers, 0)
+    at = part.result.at(512)
+    for each in at.subjects[1:]:
+        assert lines.pop(each.name) == [(own, each.kl.mean)]
+    ((name, predicted),) = lines.items()
+    assert name.startswith("predicted, × ") and predicted == sorted(predicted, key=lambda point: (point[0], -point[1]))
+    assert figure.count('<circle class="lz-unmarked"') == len(predicted)
+    assert "teacher’s cache, 2.1 MB" in figure and f" {TOP:.1f}" in figure  # a line to the top
