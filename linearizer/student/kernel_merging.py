@@ -28,7 +28,7 @@ from .packed_state import MOST_TOKENS
 from .slots_merging import MOST_IMPORTANT, TINY
 
 Tensor = torch.Tensor
-ROWS_AT_ONCE, COLUMNS_AT_ONCE, DIMS_AT_ONCE, NUMBERS_AT_ONCE = 32, 64, 64, 256
+ROWS_AT_ONCE = 32
 MERGING_LAUNCH = {"num_warps": 8, "num_stages": 1}
 LIMIT, LEAST_DISTANCE = tl.constexpr(MOST_IMPORTANT), tl.constexpr(TINY)
 HEAVIEST = tl.constexpr(MOST_TOKENS)
@@ -110,9 +110,9 @@ def add_block(work, window, tokens, missing, block, count, changed, bits, KIND: 
     keys_ptr, values_ptr = window
     place_ptr, list_ptr, room = numbers_of(work)[5], work[5], work[6]
     free_ptr, found = list_ptr + 2 * room, 0
-    for begin in range(0, room, C.BR):
-        rows = begin + tl.arange(0, C.BR)
-        free = (tl.load(place_ptr + rows, mask=rows < room, other=0.0) == INFINITE).to(tl.int32)
+    for begin in range(0, room, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        free = (tl.load(place_ptr + rows) == INFINITE).to(tl.int32)
         tl.store(free_ptr + found + tl.cumsum(free, 0) - 1, rows, mask=free > 0)
         found += tl.sum(free, 0)
     tl.debug_barrier()
@@ -206,21 +206,19 @@ def choose_gone(work, most, C: tl.constexpr):
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         place, best = tl.load(place_ptr + rows), tl.full([C.BT], INFINITE, C.ACC)
-        for start in range(0, room, C.BR):
-            columns = start + tl.arange(0, C.BR)
-            inside = columns < room
-            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :], mask=inside[None, :], other=INFINITE)
-            before = tl.load(place_ptr + columns, mask=inside, other=INFINITE)[None, :] < place[:, None]
+        for start in range(0, room, C.BN):
+            columns = start + tl.arange(0, C.BN)
+            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :])
+            before = tl.load(place_ptr + columns)[None, :] < place[:, None]
             best = tl.minimum(best, tl.min(tl.where(before, cost, INFINITE), 1))
         tl.store(least_ptr + rows, tl.where(place < INFINITE, best * (place + 1), INFINITE))
     tl.debug_barrier()
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         place, least, rank = tl.load(place_ptr + rows), tl.load(least_ptr + rows), tl.zeros([C.BT], tl.int32)
-        for start in range(0, room, C.BR):
-            columns = start + tl.arange(0, C.BR)
-            other = tl.load(place_ptr + columns, mask=columns < room, other=INFINITE)[None, :]
-            others = tl.load(least_ptr + columns, mask=columns < room, other=INFINITE)[None, :]
+        for start in range(0, room, C.BN):
+            columns = start + tl.arange(0, C.BN)
+            other, others = tl.load(place_ptr + columns)[None, :], tl.load(least_ptr + columns)[None, :]
             first = (others < least[:, None]) | ((others == least[:, None]) & (other < place[:, None]))
             rank += tl.sum(first.to(tl.int32), 1)
         tl.store(list_ptr + 2 * room + rank, rows, mask=(place < INFINITE) & (rank < most))
@@ -236,15 +234,11 @@ def choose_partners(work, gone, live, C: tl.constexpr):
     tl.debug_barrier()
     place, into = tl.load(place_ptr + gone), tl.zeros([C.MP], tl.int32)
     best, found = tl.full([C.MP], INFINITE, C.ACC), tl.full([C.MP], INFINITE, C.ACC)
-    for start in range(0, room, C.BR):
-        columns = start + tl.arange(0, C.BR)
-        inside = columns < room
-        other, own = (
-            tl.load(place_ptr + columns, mask=inside, other=INFINITE),
-            tl.load(least_ptr + columns, mask=inside),
-        )
-        other = tl.where(own < 0, INFINITE, other)[None, :]
-        cost = tl.load(cost_ptr + gone[:, None] * room + columns[None, :], mask=inside[None, :], other=INFINITE)
+    for start in range(0, room, C.BN):
+        columns = start + tl.arange(0, C.BN)
+        other = tl.load(place_ptr + columns)
+        other = tl.where(tl.load(least_ptr + columns) < 0, INFINITE, other)[None, :]
+        cost = tl.load(cost_ptr + gone[:, None] * room + columns[None, :])
         cost = tl.where(other < INFINITE, cost, INFINITE) * (tl.maximum(place[:, None], other) + 1)
         least = tl.min(cost, 1)
         first = tl.min(tl.where(cost == least[:, None], other, INFINITE), 1)  # of those that cost the same
@@ -300,13 +294,12 @@ def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, ALL: 
 def close_gaps(work, left, C: tl.constexpr):
     """Free the rows of slots that went from these places, and number those that stay."""
     _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
-    for begin in range(0, work[6], C.BR):
-        rows = begin + tl.arange(0, C.BR)
-        inside = rows < work[6]
-        place = tl.load(place_ptr + rows, mask=inside, other=INFINITE)
+    for begin in range(0, work[6], C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        place = tl.load(place_ptr + rows)
         before = tl.sum((left[None, :] < place[:, None]).to(C.ACC), 1)
-        goes = (tl.load(least_ptr + rows, mask=inside, other=0.0) < 0) | (place == INFINITE)
-        tl.store(place_ptr + rows, tl.where(goes, INFINITE, place - before), mask=inside)
+        goes = (tl.load(least_ptr + rows) < 0) | (place == INFINITE)
+        tl.store(place_ptr + rows, tl.where(goes, INFINITE, place - before))
     tl.debug_barrier()
 
 
@@ -331,9 +324,9 @@ def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIN
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     weights_ptr, spreads_ptr, _, _, _, place_ptr, _ = numbers_of(work)
     order_ptr, room = work[5] + 3 * work[6], work[6]
-    for begin in range(0, room, C.BR):
-        rows = begin + tl.arange(0, C.BR)
-        place = tl.load(place_ptr + rows, mask=rows < room, other=INFINITE)
+    for begin in range(0, room, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        place = tl.load(place_ptr + rows)
         tl.store(order_ptr + tl.where(place < INFINITE, place, 0.0).to(tl.int32), rows, mask=place < INFINITE)
     tl.debug_barrier()
     for begin in range(0, slots, C.BT):
@@ -360,17 +353,15 @@ def merging_constants(
     """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many."""
     some = padded(max(dims))
     return PackedConstants(
-        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(DIMS_AT_ONCE, padded(min(dims))),
-        MP=padded(most), BT=ROWS_AT_ONCE, BN=COLUMNS_AT_ONCE if some <= 128 else min(32, COLUMNS_AT_ONCE),
-        BR=NUMBERS_AT_ONCE, S=sinks, TURNED=turned, G=group, GP=padded(group), **kinds_of_rows(kept, least),
-        **precision(work),
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
+        BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), S=sinks, TURNED=turned,
+        G=group, GP=padded(group), **kinds_of_rows(kept, least), **precision(work),
     )  # fmt: skip
 
 
 def make_workspace(programs: int, rows: int, dims: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return memory for programs that merge so many rows each, and the number of rows, filled up."""
-    most = max(ROWS_AT_ONCE, COLUMNS_AT_ONCE)
-    room = triton.cdiv(rows, most) * most
+    room = triton.cdiv(rows, 2 * ROWS_AT_ONCE) * 2 * ROWS_AT_ONCE
     numbers = 2 * padded(dims[0]) + padded(dims[1]) + NUMBERS.value + room
     return (
         like.new_empty(programs * room * numbers),

@@ -38,7 +38,6 @@ class PackedConstants(Constants):
     LEAST: Any = None  # the least kind of rows
     TURNED: Any = None  # whether rows of fewer bits hold turned vectors
     MP: Any = None  # tokens that leave a window at once, padded
-    BR: Any = None  # rows of which one number is read at a time
 
 
 def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:

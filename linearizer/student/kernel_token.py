@@ -48,7 +48,7 @@ from .state import in_graphs, working_dtype
 
 Tensor = torch.Tensor
 NUMBERS_AT_ONCE = 4096  # of the keys, or of the values, of some rows: more would not fit into registers
-LAUNCH = {"num_warps": 4, "num_stages": 2}
+LAUNCH = {"num_warps": 8, "num_stages": 2}
 PROGRAMS = 264  # of a launch, where there are rows enough: two for each processor of the largest GPUs
 
 
