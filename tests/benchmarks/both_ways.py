@@ -34,7 +34,7 @@ from linearizer.publish.encoder_card import public_source
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from linearizer.run.results import Request
-from tests.benchmarks.both_ways_controls import Nystrom, Summed
+from tests.benchmarks.both_ways_controls import Flow, Normed, Nystrom, Summed
 from tests.benchmarks.both_ways_models import photographs, picture_encoder, sentence_encoder
 from tests.benchmarks.line_chart import Panel, draw
 
@@ -45,7 +45,16 @@ LONGEST = {"budget": 256, "length": 4096, "texts": 4, "steps": 0}
 FARTHEST = {**LONGEST, "length": 8192}
 OTHERS = {"budget": 80, "length": 512, "texts": 8, "batch": 1}
 LENGTHS, GRIDS = (512, 1024, 2048, 4096, 8192, 16384, 32768), ((37, 37), (74, 74), (148, 148))
-TRAINED = ("window and slots", "window", "elu + 1 (LinFusion)", "window and elu + 1", "MALA")
+TRAINED = (
+    "window and slots",
+    "window",
+    "elu + 1 (LinFusion)",
+    "window and elu + 1",
+    "MALA",
+    "TransNormer",
+    "LightNet",
+    "Flowformer",
+)
 ABOUT_OTHERS = (
     "Texts are learnt from one by one, 32 in all, at the rate of a run. The sums of NaLaFormer have twice as many "
     "features as a head has dimensions, and therefore more keys than the budget."
@@ -105,6 +114,9 @@ def judge_others(work):
         "window and elu + 1": Summed("elu", dims, dims, block=2),
         "MALA": Summed("elu", dims, dims, mala=True),
         "NaLaFormer": Summed("signs", 2 * dims, dims),
+        "TransNormer": Normed(dims, over_tokens=False),
+        "LightNet": Normed(dims, over_tokens=True),
+        "Flowformer": Flow(dims),
     }
     scores = {}
     for name, attention in rows.items():

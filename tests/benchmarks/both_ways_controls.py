@@ -6,7 +6,7 @@ Each has `keys`, counted as the budget counts them, and `attend` as a student's 
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import adaptive_avg_pool1d, pad
+from torch.nn.functional import adaptive_avg_pool1d, elu, pad, rms_norm, silu
 
 from linearizer.encoders.attention_both_ways import block_layout
 from linearizer.student.matrix_rule import rows_of
@@ -89,3 +89,44 @@ class Summed:
         exact = (query[:, :, layout.members] @ key[:, :, layout.near].mT).clamp_max(30).exp()
         beyond = exact - asks[:, :, layout.members] @ rows[:, :, layout.near].mT
         return (beyond @ columns[:, :, layout.near]).flatten(2, 3)[:, :, layout.places]
+
+
+@dataclass(frozen=True)
+class Normed:
+    """One sum over all tokens, read with unit norm: TransNormer's of elu + 1 (Qin et al. 2022, arXiv:2210.10340), or
+    LightNet's (Qin et al. 2024, arXiv:2405.21022), whose keys are a softmax over the tokens."""
+
+    features: int
+    over_tokens: bool
+
+    @property
+    def keys(self):
+        return 2 * self.features
+
+    def attend(self, query, key, value, scale, grid=()):
+        asks = silu(query) if self.over_tokens else elu(query) + 1
+        rows = key.softmax(-2) if self.over_tokens else elu(key) + 1
+        return rms_norm(asks @ (rows.mT @ value), value.shape[-1:])
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Flowformer (Wu et al. 2022, arXiv:2202.06258): what tokens give competes, and what they take is allotted."""
+
+    features: int
+
+    @property
+    def keys(self):
+        return 2 * self.features
+
+    def attend(self, query, key, value, scale, grid=()):
+        asks, rows = query.sigmoid(), key.sigmoid()
+        taken, given = asks @ total(rows).mT, rows @ total(asks).mT
+        allotted, competing = asks @ total(rows / given).mT, rows @ total(asks / taken).mT
+        columns = competing.softmax(-2) * key.shape[-2] * value
+        return allotted.sigmoid() * (asks / taken @ (rows.mT @ columns))
+
+
+def total(x):
+    """The sum over all tokens."""
+    return x.sum(-2, keepdim=True)
