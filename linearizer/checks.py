@@ -35,7 +35,8 @@ def with_absolute_paths(plan: AnyPlan) -> AnyPlan:
     """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
     places: dict[str, Any] = {"model": plan.model if plan.model == "demo" else absolute_path(plan.model)}
     if isinstance(plan, EncoderPlan) and plan.pictures is not None:
-        places["pictures"] = absolute_path(plan.pictures)
+        of_folder = not plan.pictures.startswith("dataset:")
+        places["pictures"] = absolute_path(plan.pictures) if of_folder else absolute_source(plan.pictures)
     return replace(plan, text=absolute_source(plan.text), **places)
 
 

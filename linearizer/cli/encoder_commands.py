@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("an encoder: --budget counts the tokens that each token sees")
-    group.add_argument("--pictures", metavar="FOLDER", help="the pictures to learn from and to judge on")
+    group.add_argument(
+        "--pictures", metavar="SOURCE", help="the pictures to learn from and to judge on: a folder or dataset:ID"
+    )
     about = "let tokens outside of the window share slots (default: yes)"
     group.add_argument("--slots", action=argparse.BooleanOptionalAction, default=None, help=about)
 

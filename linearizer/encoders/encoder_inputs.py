@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from linearizer.hub.weight_files import damaged_weights
 from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.quiet import quiet
 from linearizer.teacher.load import check_complete, check_finite_weights, fetch_weights, load_tokenizer
-from linearizer.teacher.text import read_for_length, too_little_text
+from linearizer.teacher.text import read_column, read_for_length, too_little_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -129,15 +129,28 @@ def begin_of_text(inputs: Inputs, length: int | None, last: int) -> Inputs:
     return {"input_ids": torch.cat([ids[:, : length - last], ids[:, ids.shape[1] - last :]], 1)}
 
 
-def read_pictures(folder: str, files: EncoderFiles, count: int) -> list[Inputs]:
-    """Read the pictures of a folder, in the order of their names, through the processor of an encoder."""
+def read_pictures(source: str, files: EncoderFiles, count: int, token: str | None) -> list[Inputs]:
+    """Read pictures through the processor of an encoder."""
     pictures = list[Inputs]()
-    for path in list_pictures(folder):
-        if len(pictures) == count:
-            break
+    for picture in islice(open_pictures(source, token), count):
         with quiet():
-            pictures.append(dict(files.reader(images=open_picture(path), return_tensors="pt")))
+            pictures.append(dict(files.reader(images=picture, return_tensors="pt")))
     return pictures
+
+
+def open_pictures(source: str, token: str | None) -> Iterator[Any]:
+    """Open the pictures of a folder, in the order of their names, or of a data set of the Hub."""
+    from PIL import Image
+
+    if not is_dataset(source):
+        return map(open_picture, list_pictures(source))
+    found = read_column(source.partition(":")[2], Image.Image, "image", token)
+    return (picture.convert("RGB") for picture in found)
+
+
+def is_dataset(source: str) -> bool:
+    """Whether pictures come from a data set, in place of a folder."""
+    return source.startswith("dataset:")
 
 
 def list_pictures(folder: str) -> Iterator[Path]:

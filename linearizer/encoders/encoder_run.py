@@ -23,6 +23,7 @@ from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of
 from linearizer.encoders.encoder_inputs import (
     Shares,
     begin_of_text,
+    is_dataset,
     list_pictures,
     load_encoder,
     load_files,
@@ -109,10 +110,15 @@ def decide_length(plan: EncoderPlan, inspection: EncoderInspection) -> int | Non
 
 
 def check_pictures(plan: EncoderPlan) -> None:
-    """Refuse a folder without pictures to judge on and some to learn from."""
+    """Refuse a source without pictures to judge on and some to learn from."""
     if plan.pictures is None:
-        raise RequestError(f"{plan.model!r} reads pictures: name a folder of pictures with --pictures")
-    count = sum(1 for _ in list_pictures(plan.pictures))
+        raise RequestError(f"{plan.model!r} reads pictures: name a folder or a data set of pictures with --pictures")
+    if not is_dataset(plan.pictures):  # which is counted when it is read
+        check_count(plan, sum(1 for _ in list_pictures(plan.pictures)))
+
+
+def check_count(plan: EncoderPlan, count: int) -> None:
+    """Refuse fewer pictures than a plan needs."""
     if count < plan.texts + plan.least:
         raise TextError(
             f"{plan.pictures!r} has {count} pictures, and {plan.texts + plan.least} are needed: add some, or ask for "
@@ -194,7 +200,7 @@ def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
 
 
 def source_of(plan: EncoderPlan) -> str:
-    """Name what is read: a source of text, or a folder of pictures."""
+    """Name what is read: a source of text, or of pictures."""
     return plan.pictures or plan.text
 
 
@@ -217,7 +223,8 @@ def read_shares(encoder: EncoderRun, plan: EncoderPlan, token: str | None) -> Sh
             )
         shares = share_out(documents, whole.learnt, whole.texts, whole.least)
     else:
-        pictures = read_pictures(str(whole.pictures), files, whole.learnt + whole.texts)
+        pictures = read_pictures(str(whole.pictures), files, whole.learnt + whole.texts, token)
+        check_count(whole, len(pictures))
         numbers = torch.arange(whole.texts)[:, None]
         shares = Shares(pictures[: -whole.texts][: whole.learnt], pictures[-whole.texts :], numbers)
     judged = [begin_of_text(each, plan.length, files.last) for each in shares.judged[: plan.texts]]

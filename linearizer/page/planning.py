@@ -166,6 +166,6 @@ def make_encoder_plan(model: str, budget: int, options: Mapping[str, Any]) -> En
         raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
     plan = EncoderPlan(model.strip(), budget, **given)
     limits.check_model(plan.model, plan.text)
-    if plan.pictures is not None and on_space():
-        raise RequestError(f"on a Space no folder of pictures can be read: {limits.ELSEWHERE}")
+    if plan.pictures is not None and not plan.pictures.startswith("dataset:") and on_space():
+        raise RequestError("on a Space pictures come from `dataset:ID`: folders of yours are not here")
     return with_absolute_paths(plan)

@@ -19,7 +19,9 @@ class EncoderPlan(JsonProduct):
     budget: int = option(256, "how many tokens each token sees", least=1)
     length: int | None = option(None, "tokens of a text", "as many as the model has positions for", least=4)
     text: str = option("builtin", "texts to learn from and to judge on: builtin, file:PATH or dataset:ID")
-    pictures: str | None = option(None, "the folder of pictures to learn from and to judge on")
+    pictures: str | None = option(
+        None, "pictures to learn from and to judge on: a folder, or dataset:ID[:config][:split][:column]"
+    )
     slots: bool = option(True, "whether far tokens share slots; otherwise they are not seen", "yes")
     texts: int = option(16, "how many texts or pictures to judge on", least=4)
     steps: int = option(32, "steps of distillation", least=0)

@@ -147,13 +147,14 @@ def public_source(source: str) -> str:
 def build_metadata(encoder: EncoderRun, teacher: CitedTeacher, title: str) -> ModelCardData:
     """Describe the student to the Hub."""
     plan, inspection = encoder.plan, encoder.inspection
+    source = plan.pictures or plan.text
     return ModelCardData(
         base_model=teacher.repo_id,
         base_model_relation="finetune" if teacher.repo_id else None,
         pipeline_tag=pipeline_of(inspection),
         library_name=kind_of(inspection).library,
         tags=TAGS,
-        datasets=[plan.text.split(":")[1]] if is_on_hub(plan.text) and not plan.pictures else None,
+        datasets=[source.split(":")[1]] if is_on_hub(source) else None,
         model_name=one_line(title),
         eval_results=list_results(encoder) or None,
         **public_terms(teacher),

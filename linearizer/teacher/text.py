@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from linearizer.teacher.pdf_files import BEGINS, read_pdf
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Value = TypeVar("Value")
 SOURCES = "`builtin`, `file:PATH`, `dataset:ID[:config][:split][:column]` or `self`"
 PIECE_CHARACTERS = 1 << 16  # read at a time
 ROWS = 16  # texts sampled at a time
@@ -291,14 +292,20 @@ def split_dataset_name(spec: str) -> list[str]:
 
 def read_dataset(spec: str, token: str | None) -> Iterator[str]:
     """Stream a column of a data set; config, split and column of the specification may be left empty."""
+    return read_column(spec, str, "text", token)
+
+
+def read_column(spec: str, kind: type[Value], kind_name: str, token: str | None) -> Iterator[Value]:
+    """Stream a column of a data set, whose values must be of a kind; its usual name is the kind's."""
     identifier, config, split, column = split_dataset_name(spec)
-    split, column = split or "train", column or "text"
+    split, column = split or "train", column or kind_name
     with explain_dataset_errors(identifier, token):
         splits = stream_dataset(identifier, config or None, token)
         if split not in splits:
             raise TextError(f"{identifier!r} has no split {split!r}: it has {', '.join(splits)}")
         for row in splits[split]:
-            if not isinstance(row.get(column), str):
-                text = [name for name, value in row.items() if isinstance(value, str)]
-                raise TextError(f"{identifier!r} has no text in a column {column!r}: it has some in {', '.join(text)}")
-            yield row[column]
+            value = row.get(column)
+            if not isinstance(value, kind):
+                others = ", ".join(name for name, each in row.items() if isinstance(each, kind))
+                raise TextError(f"{identifier!r} has no {kind_name} in a column {column!r}: it has some in {others}")
+            yield value

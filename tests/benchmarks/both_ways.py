@@ -99,7 +99,8 @@ def judge_farthest(work):
 def judge_others(work):
     """Judge what papers have in the place of slots, before and after the training of a student."""
     folder = work / "runs" / "others"
-    encoder = encoder_run.begin(folder, EncoderPlan(model=str(sentence_encoder(work)), **OTHERS), resume=folder.exists())
+    plan = EncoderPlan(model=str(sentence_encoder(work)), **OTHERS)
+    encoder = encoder_run.begin(folder, plan, resume=folder.exists())
     shares, how = encoder_run.read_shares(encoder, encoder.plan, None), encoder.both_ways
     teacher, dims = encoder_run.load_teacher(encoder), encoder.inspection.head_dim
     expected = read_outputs(teacher, shares.judged)

@@ -202,9 +202,16 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     assert code == 0, error
     product = json.loads(out)
     assert product["tokens"] == 197 and product["both_ways"] == {"block": [1, 1], "slots": 21, "first": 1, "last": 0}
+    words[-1] = f"dataset:{tmp_path / 'pictures'}"
+    code, out, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "of_dataset", "--json")
+    assert code == 0 and json.loads(out)["quality"][0]["rows"] == product["quality"][0]["rows"], error
+    code, _, error = said("run", tmp_path / "model", *words, "--texts", 9, "--out", tmp_path / "more")
+    assert code == 2 and "has 6 pictures, and 11 are needed" in error
     (tmp_path / "pictures" / "0.png").write_bytes(b"none")
-    code, _, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "again")
-    assert code == 2 and "0.png' is not a picture that can be read" in error
+    for folder in ("", "dataset:"):
+        words[-1] = f"{folder}{tmp_path / 'pictures'}"
+        code, _, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "again")
+        assert code == 2 and ("cannot be read" if folder else "0.png' is not a picture that can be read") in error
 
 
 def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(

@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from linearizer.student import (
     kernel_common,
+    kernel_merging,
     kernel_packed_rows,
     kernel_text_features,
     kernel_text_gradients,
@@ -89,6 +90,8 @@ def launches(chip, call):
         patch.object(kernel_common, "chip", lambda _: None if by_amd else chip),
         patch.object(torch.version, "hip", "6" if by_amd else None),
     ):
+        for kept in (kernel_merging.merging_constants, kernel_token.token_constants):
+            kept.cache_clear()  # of other chips
         call()
     return result
 
