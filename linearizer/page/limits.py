@@ -86,7 +86,7 @@ CHECKING = threading.Lock()
 STARTING: list[Path] = []  # the folders of visitors who start a run just now, which is not at work yet
 
 
-def check_model(name: str, text: str = "builtin") -> None:
+def check_model(name: str, text: str = "builtin", pictures: str | None = None) -> None:
     """Refuse, before anything is read, what only the owner of a machine may name: its files."""
     if not on_space():
         return
@@ -96,9 +96,16 @@ def check_model(name: str, text: str = "builtin") -> None:
     )
     if outside or "\0" in name:
         raise RequestError("on a Space a model is named by its id on the Hub, `org/name`, or is the demo")
-    kind, _, rest = text.partition(":")
-    if kind not in ("builtin", "self", "dataset") or (kind == "dataset" and Path(rest.partition(":")[0]).exists()):
+    if text.partition(":")[0] not in ("builtin", "self") and not is_hub_dataset(text):
         raise RequestError("on a Space text comes from `builtin`, `self` or `dataset:ID`: files of yours are not here")
+    if pictures is not None and not is_hub_dataset(pictures):
+        raise RequestError("on a Space pictures come from `dataset:ID`: folders of yours are not here")
+
+
+def is_hub_dataset(source: str) -> bool:
+    """Whether a source of texts or pictures is a data set of the Hub, and no folder of this machine."""
+    kind, _, rest = source.partition(":")
+    return kind == "dataset" and not Path(rest.partition(":")[0]).exists()
 
 
 def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
-from linearizer.page.visitors import Visitor, example_folder, has_example, on_space
+from linearizer.page.visitors import Visitor, example_folder, has_example
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
@@ -165,7 +165,5 @@ def make_encoder_plan(model: str, budget: int, options: Mapping[str, Any]) -> En
     if unknown := sorted(given.keys() - known):
         raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
     plan = EncoderPlan(model.strip(), budget, **given)
-    limits.check_model(plan.model, plan.text)
-    if plan.pictures is not None and not plan.pictures.startswith("dataset:") and on_space():
-        raise RequestError("on a Space pictures come from `dataset:ID`: folders of yours are not here")
+    limits.check_model(plan.model, plan.text, plan.pictures)
     return with_absolute_paths(plan)

@@ -116,8 +116,9 @@ def test_a_space_limits_an_encoder_as_any_run(encoder, text, tmp_path, monkeypat
         actions.start_encoder_run(visitor, str(encoder), 40)
     with pytest.raises(RequestError, match="on a Space text comes from"):
         actions.start_encoder_run(visitor, "org/name", 40, {"text": text})
-    with pytest.raises(RequestError, match="on a Space no folder of pictures can be read"):
-        actions.start_encoder_run(visitor, "org/name", 40, {"pictures": str(tmp_path)})
+    for folder in (str(tmp_path), f"dataset:{tmp_path}"):
+        with pytest.raises(RequestError, match="on a Space pictures come from `dataset:ID`"):
+            actions.start_encoder_run(visitor, "org/name", 40, {"pictures": folder})
     limits.check_encoder_plan(plan, inspection)
     for few in (Limits(gigabytes=1e-6), Limits(memory=0.1)):
         with pytest.raises(RequestError, match="this Space"):
