@@ -29,7 +29,6 @@ from .slots_merging import MOST_IMPORTANT, TINY
 
 Tensor = torch.Tensor
 ROWS_AT_ONCE = 32
-MERGING_LAUNCH = {"num_warps": 8, "num_stages": 1}
 LIMIT, LEAST_DISTANCE = tl.constexpr(MOST_IMPORTANT), tl.constexpr(TINY)
 HEAVIEST = tl.constexpr(MOST_TOKENS)
 INFINITE = tl.constexpr(float("inf"))
@@ -343,6 +342,11 @@ def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIN
         tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=inside)
         tl.store(spread_ptr + at, spread.to(spread_ptr.dtype.element_ty), mask=inside)
         tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=inside)
+
+
+def merging_launch() -> dict[str, int]:
+    """Return how to launch kernels that merge: with 256 threads, of which a warp of AMD's has twice as many."""
+    return {"num_warps": 4 if torch.version.hip else 8, "num_stages": 1}
 
 
 @functools.cache  # or the host would take longer to launch a kernel than it runs

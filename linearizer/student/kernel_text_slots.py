@@ -35,13 +35,13 @@ from .kernel_common import (
     update_softmax,
 )
 from .kernel_merging import (
-    MERGING_LAUNCH,
     add_block,
     levels_of,
     load_row_tile,
     make_workspace,
     merge_rows,
     merging_constants,
+    merging_launch,
     numbers_of,
     read_slots,
     workspace_of,
@@ -212,6 +212,6 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
     ends, bases = (count, count + first.new), (first.q, first.state.weight)
     for begin in range(0, periods, together):
         sizes = batch, tokens, begin, together
-        merge_text[(programs,)](bases, table, ends, (floats, lists, room), slots, *sizes, merging, **MERGING_LAUNCH)
+        merge_text[(programs,)](bases, table, ends, (floats, lists, room), slots, *sizes, merging, **merging_launch())
         attend_periods[grid]((first.q, *slots), table, ends, room, *sizes, constants, num_warps=8, num_stages=1)
     return outputs

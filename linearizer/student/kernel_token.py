@@ -25,7 +25,7 @@ except ImportError:
 
 from .kernel_common import EMPTY, load_tile, on_device_of_first, padded, precision, update_softmax
 from .kernel_leaving import load_tile_at, prepare_token, turned_of
-from .kernel_merging import MERGING_LAUNCH, ROWS_AT_ONCE, make_workspace, merging_constants
+from .kernel_merging import ROWS_AT_ONCE, make_workspace, merging_constants, merging_launch
 from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
@@ -204,7 +204,7 @@ def launch_token(
         turning, merged = tuple(turns or [like] * 6), tuple(merging or [like] * 2)  # others are not read
         prepare_token[(programs, shares)](
             given, kept, merged, turning, turned, (floats, lists, room), codes, heads, bytes, (scale, scale**0.5),
-            constants, **MERGING_LAUNCH,
+            constants, **merging_launch(),
         )  # fmt: skip
     some = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
     parts = max(1, min(triton.cdiv(rows, some), PROGRAMS // programs))
