@@ -35,8 +35,7 @@ def with_absolute_paths(plan: AnyPlan) -> AnyPlan:
     """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
     places: dict[str, Any] = {"model": plan.model if plan.model == "demo" else absolute_path(plan.model)}
     if isinstance(plan, EncoderPlan) and plan.pictures is not None:
-        of_folder = not plan.pictures.startswith("dataset:")
-        places["pictures"] = absolute_path(plan.pictures) if of_folder else absolute_source(plan.pictures)
+        places["pictures"] = absolute_source(absolute_path(plan.pictures))
     return replace(plan, text=absolute_source(plan.text), **places)
 
 
