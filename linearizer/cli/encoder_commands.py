@@ -75,7 +75,7 @@ def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Jud
         "checkpoint": str(encoder.checkpoint),
         "tokens": encoder.tokens,
         "attention": encoder.inspection.share(encoder.tokens),
-        "both_ways": asdict(encoder.both_ways),
+        "ways": asdict(encoder.ways),
         "verdict": None if (verdict := judge_encoder(encoder)) is None else asdict(verdict),
         "quality": [asdict(each) for each in judged],
         "times": [asdict(each) for each in encoder.times],
@@ -86,16 +86,17 @@ def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Jud
 def describe_result(run: Run, newest: Judgement | None = None) -> str:
     """Describe the student of an encoder's run, and all judgements of it, or a new one."""
     from linearizer.encoders.encoder_folder import EncoderRun
-    from linearizer.encoders.encoder_report import judge_encoder, quality_table
+    from linearizer.encoders.encoder_report import describe_choice, judge_encoder, quality_table
     from linearizer.encoders.layer_times import crossing
 
     encoder = EncoderRun(run)
     share = encoder.inspection.share(encoder.tokens)
     lines = [] if (verdict := judge_encoder(encoder)) is None else [verdict.sentence]
     lines.append(
-        f"{encoder.tokens:,} tokens, {encoder.both_ways.keys:g} keys each; attention is {share:.0%} of the teacher's "
-        "operations"
+        f"{encoder.tokens:,} tokens, {encoder.keys:.4g} keys each; attention is {share:.0%} of the teacher's operations"
     )
+    if chosen := describe_choice(encoder):
+        lines.append(chosen)
     if (where := crossing(encoder.times)) is not None:
         lines.append(f"a layer is faster than SDPA from about {where:,.0f} tokens on, as timed in this run")
     judged = [*encoder.judgements.values()] if newest is None else [newest]

@@ -24,7 +24,7 @@ CHUNK = 4096  # queries at once: bounds the copies of near keys and values
 
 @dataclass(frozen=True)
 class BothWays:
-    """How every head attends. `block`: its tokens along each axis, one of a text and two of a picture."""
+    """How a head attends. `block`: its tokens along each axis, one of a text and two of a picture."""
 
     block: tuple[int, ...]
     slots: int = 0
@@ -87,6 +87,33 @@ class BothWays:
             out = weights[0] @ edge_values[:, :, None] + of_near @ near_values
             outputs.append(out if slots is None else out + each @ slots.values[:, :, None])
         return torch.cat(outputs, 2).flatten(2, 3)[:, :, blocks.places]
+
+
+@dataclass(frozen=True)
+class HeadsOfLayer:
+    """How each head of a layer attends; heads that attend alike do so together."""
+
+    ways: tuple[BothWays, ...]
+
+    @property
+    def keys(self) -> float:
+        """How many keys a token sees, a mean over the heads."""
+        return sum(how.keys for how in self.ways) / len(self.ways)
+
+    @property
+    def first(self) -> int:
+        return self.ways[0].first
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, grid: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Attend as BothWays does."""
+        heads = {how: [i for i, each in enumerate(self.ways) if each == how] for how in dict.fromkeys(self.ways)}
+        if len(heads) == 1:
+            return self.ways[0].attend(query, key, value, scale, grid)
+        parts = [how.attend(query[:, at], key[:, at], value[:, at], scale, grid) for how, at in heads.items()]
+        order = [head for at in heads.values() for head in at]
+        return torch.cat(parts, 1)[:, [order.index(head) for head in range(len(order))]]
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
     def loss_on(group: Sequence[Call], kept: Any) -> torch.Tensor:
         return torch.stack([call.kl(call.ask(student), whole.scheduler) for call in group]).mean()
 
-    for folder, how in missing_students(encoder):
-        student = make_student(how)
+    for folder, (layer, *_) in missing_students(encoder):
+        student = make_student(how := layer.ways[0])
         if plan.steps:
             yield from log_progress(encoder.run, train_layers(student, groups, loss_on))
         with replacing(folder) as unfinished:

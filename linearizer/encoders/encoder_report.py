@@ -71,6 +71,14 @@ def describe_lengths(encoder: EncoderRun, judgement: Judgement, lengths: tuple[i
     return f"Judged on {inputs}; with other numbers of tokens than {sizes}: not judged.{stretched}"
 
 
+def describe_choice(encoder: EncoderRun) -> str:
+    """Say how it was chosen how each head attends; empty where there was no choice."""
+    ways = encoder.ways
+    others = ", ".join(f"{name} {kl:.4f}" for name, kl in ways.kl.items() if name != ways.chosen)
+    where = f"before training, on {encoder.inspection.reads} that are not judged"
+    return f"{ways.chosen}: KL {ways.kl[ways.chosen]:.4f} {where}; {others}" if ways.kl else ""
+
+
 def quality_table(encoder: EncoderRun, judgement: Judgement) -> Table:
     """Lay out the student and its controls beside the teacher."""
     rows: list[tuple[object, ...]] = [
@@ -79,7 +87,7 @@ def quality_table(encoder: EncoderRun, judgement: Judgement) -> Table:
     for name, row in judgement.rows.items():
         shares = (with_half_width(each, ".1%") for each in (row.agreement, row.nearest))
         near = with_half_width(row.kl, ".4f"), in_interval(row.apart), *shares, with_half_width(row.hidden, ".4f")
-        rows.append((name, f"{row.keys:g}", *near))
+        rows.append((name, f"{row.keys:.4g}", *near))
     kl_of = kind_of(encoder.inspection).kl_of
     over = f"95% intervals from {judgement.count} {judgement.drawn}, drawn again; {judgement.text}"
     about = (

@@ -1,4 +1,4 @@
-"""The run of an encoder: begin -> attend linearly -> distil -> save -> judge beside controls.
+"""The run of an encoder: begin -> price and choose -> attend linearly -> distil -> save -> judge beside controls.
 
 Its folder is described in encoder_folder.py. What is finished is kept: a run that is resumed goes on after the last
 product.
@@ -7,7 +7,7 @@ product.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -17,10 +17,20 @@ from uuid import uuid4
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.encoders.attention_both_ways import BothWays
+from linearizer.encoders.attention_both_ways import HeadsOfLayer
 from linearizer.encoders.distill_encoder import distil
-from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of
+from linearizer.encoders.encoder_folder import (
+    BY_PRICE,
+    EQUAL,
+    PLAIN,
+    QUALITY,
+    WAYS,
+    ChosenWays,
+    EncoderRun,
+    attention_of,
+)
 from linearizer.encoders.encoder_inputs import (
+    Inputs,
     Shares,
     begin_of_text,
     is_dataset,
@@ -31,6 +41,7 @@ from linearizer.encoders.encoder_inputs import (
     read_texts_whole,
     share_out,
 )
+from linearizer.encoders.encoder_prices import choose_by_prices, list_offers, measure_prices
 from linearizer.encoders.encoder_quality import Judgement, MergedTokens, Quality, describe_scores, read_outputs, score
 from linearizer.encoders.inspect_encoder import inspect_encoder
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
@@ -41,6 +52,7 @@ from linearizer.hub.models import Source, fetch, find_model
 from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
 from linearizer.run.files import replacing, writing
 from linearizer.run.folder import ENCODER_PLAN, Begun, Run
 from linearizer.run.names import absolute_source
@@ -53,6 +65,9 @@ from linearizer.teacher.load import load_config
 LENGTHS_OF = "sentence_bert_config.json"
 SENTENCES = ("modules.json", LENGTHS_OF, "config_sentence_transformers.json", "*_*/config.json")
 STUDENT, UNTRAINED, MERGED, WINDOW = "student", "before training", "merged tokens", "window"
+ALIKE = "all heads alike, before training"
+PRICED, LEAST_PRICED = 16, 4  # texts that ways to attend are priced on; they are chosen by as many others
+PRICED_TOKENS = 2**15  # of these texts: longer ones are fewer
 
 
 def inspect(model: str, token: str | None = None) -> EncoderInspection:
@@ -130,23 +145,58 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
     """Make the student of a run and the window beside it, and judge them, from where the run stands."""
     shares = read_shares(encoder, encoder.plan, token)
     learnt = Random(encoder.plan.seed).sample(shares.learnt, len(shares.learnt))  # or the last document would decide
-    for folder, how in missing_students(encoder):
-        student = make_student(encoder, load_teacher(encoder, token), how)
+    if not encoder.run.has_file(WAYS):
+        chosen = yield from choose_ways(encoder, learnt, token)
+        encoder.run.write_product(WAYS, chosen.to_json())
+    for folder, layers in missing_students(encoder):
+        student = make_student(encoder, load_teacher(encoder, token), layers)
         torch.manual_seed(encoder.plan.seed)
         if encoder.plan.steps:
-            yield from log_progress(encoder.run, distil(student, learnt, encoder.plan.batch))
+            inputs = learnt[: encoder.plan.learnt]
+            yield from log_progress(encoder.run, distil(student, inputs, encoder.plan.batch))
         save(encoder, student, folder, token)
     write_digests(encoder.run)
     if not encoder.judgements:
         yield from judge_and_keep(encoder, shares, encoder.plan, token)
 
 
-def missing_students(encoder: EncoderRun) -> list[tuple[Path, BothWays]]:
+def choose_ways(encoder: EncoderRun, inputs: Sequence[Inputs], token: str | None) -> Steps[ChosenWays]:
+    """Choose how each head attends: by prices, all alike, or as a window, whichever has the least kl on other texts.
+
+    All heads attend alike where there are too few texts to price and to choose on, and with pictures: in the mean over
+    a picture the changes of all heads add up to far more than prices predict, so that they choose badly.
+    """
+    plan, equal = encoder.plan, encoder.alike(encoder.both_ways)
+    count = min(PRICED, max(LEAST_PRICED, PRICED_TOKENS // encoder.tokens), len(inputs) // 2)
+    if count < LEAST_PRICED or encoder.inspection.reads != "texts":
+        return ChosenWays.of(EQUAL, equal, {})
+    how, others = encoder.both_ways, inputs[count : 2 * count]
+    offers = list_offers(plan.budget, how.first, how.last, plan.slots, encoder.tokens)
+    teacher = load_teacher(encoder, token)
+    expected = read_outputs(teacher, others)
+    student = make_student(encoder, teacher, equal)
+    prices = yield from log_progress(encoder.run, measure_prices(student, inputs[:count], offers, plan.seed))
+    candidates = {
+        BY_PRICE: choose_by_prices(prices, offers, plan.budget, encoder.tokens),
+        EQUAL: equal,
+        PLAIN: encoder.alike(encoder.plain_window),
+    }
+    kl = dict[str, float]()
+    for name, layers in candidates.items():
+        student.attend_with(layers)
+        kl[name] = float(score(expected, read_outputs(student, others))["kl"].mean())
+        yield Progress("check", len(kl), len(candidates), "students")
+    chosen = min(kl, key=lambda name: kl[name])
+    encoder.run.log(EventName.CHECKED, kept=chosen, kl=kl)
+    return ChosenWays.of(chosen, candidates[chosen], kl)
+
+
+def missing_students(encoder: EncoderRun) -> list[tuple[Path, list[HeadsOfLayer]]]:
     """List the checkpoints that are still to be made: the student, and a window that is trained in the same way."""
-    ways = [(encoder.checkpoint, encoder.both_ways)]
-    if encoder.plan.steps and encoder.both_ways.slots:
-        ways.append((encoder.window, encoder.plain_window))
-    return [(folder, how) for folder, how in ways if not folder.is_dir()]
+    ways = [(encoder.checkpoint, encoder.ways.layers)]
+    if encoder.plan.steps and not encoder.is_window:
+        ways.append((encoder.window, encoder.alike(encoder.plain_window)))
+    return [(folder, layers) for folder, layers in ways if not folder.is_dir()]
 
 
 def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
@@ -212,21 +262,22 @@ def read_shares(encoder: EncoderRun, plan: EncoderPlan, token: str | None) -> Sh
     files = load_files(find_model(plan.model, token), encoder.inspection, token)
     own = source_of(plan) == source_of(encoder.plan)
     whole = encoder.plan if own else replace(plan, steps=0)
+    learnt = max(whole.learnt, 2 * PRICED * (encoder.inspection.reads == "texts")) if own else 0
     if encoder.inspection.reads == "texts":
         length = whole.length or encoder.tokens
-        documents = read_texts_whole(whole.text, files, length, whole.learnt, whole.texts, token)
+        documents = read_texts_whole(whole.text, files, length, learnt, whole.texts, token)
         found = sum(map(len, documents))
         if found < whole.texts + whole.least:
             raise TextError(
                 f"{whole.text!r} has {found} texts of {length} tokens, and {whole.texts + whole.least} are needed: "
                 "name a longer --text, or ask for a shorter --length or fewer --texts"
             )
-        shares = share_out(documents, whole.learnt, whole.texts, whole.least)
+        shares = share_out(documents, learnt, whole.texts, whole.least)
     else:
-        pictures = read_pictures(str(whole.pictures), files, whole.learnt + whole.texts, token)
+        pictures = read_pictures(str(whole.pictures), files, learnt + whole.texts, token)
         check_count(whole, len(pictures))
         numbers = torch.arange(whole.texts)[:, None]
-        shares = Shares(pictures[: -whole.texts][: whole.learnt], pictures[-whole.texts :], numbers)
+        shares = Shares(pictures[: -whole.texts][:learnt], pictures[-whole.texts :], numbers)
     judged = [begin_of_text(each, plan.length, files.last) for each in shares.judged[: plan.texts]]
     return replace(shares, judged=judged, documents=shares.documents[: plan.texts])
 
@@ -240,13 +291,14 @@ def load_teacher(encoder: EncoderRun, token: str | None = None) -> PreTrainedMod
     return teacher.to(choose_device(encoder.plan.device))
 
 
-def make_student(encoder: EncoderRun, teacher: PreTrainedModel, how: BothWays) -> LinearizedEncoder:
+def make_student(encoder: EncoderRun, teacher: PreTrainedModel, layers: Sequence[HeadsOfLayer]) -> LinearizedEncoder:
     """Let a teacher attend in another way; it changes in place."""
     source = encoder.inspection
     origin: dict[str, Any] = {"name": source.repo_id or Path(source.name).name, "revision": source.revision}
     origin |= {"positions": source.tokens} if encoder.stretched else {}
-    ways: dict[str, Any] = {"block": list(how.block), "slots": how.slots, "first": how.first, "last": how.last}
-    config = LinearizedEncoderConfig(teacher.config, source.auto_class, **ways, teacher=origin)
+    ways = asdict(ChosenWays.of("", layers, {}))
+    how = {name: ways[name] for name in ("ways", "heads", "first", "last")}
+    config = LinearizedEncoderConfig(teacher.config, source.auto_class, **how, teacher=origin)
     return LinearizedEncoder.from_teacher(teacher, config)
 
 
@@ -295,7 +347,7 @@ def judge(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | N
     teacher, inputs = load_teacher(encoder, token), shares.judged
     drawn, owners = owners_of(shares.documents)
     expected, over = read_outputs(teacher, inputs), Resampled(owners, plan.seed)
-    begun = make_student(encoder, teacher, encoder.both_ways)
+    begun = make_student(encoder, teacher, encoder.ways.layers)
 
     def attend_with(how: Any) -> LinearizedEncoder:
         begun.attend_with(how)
@@ -319,12 +371,18 @@ def compare(
     scored: Callable[[Any], dict[str, torch.Tensor]],
 ) -> Steps[dict[str, Quality]]:
     """Compare the student that was saved, itself before its training, and controls with the teacher."""
-    how, rows = encoder.both_ways, dict[str, tuple[float, dict[str, torch.Tensor]]]()
-    names = [STUDENT, *[UNTRAINED] * bool(encoder.plan.steps), MERGED, *[WINDOW] * bool(how.slots)]
-    controls = {UNTRAINED: how, MERGED: MergedTokens(int(how.keys)), WINDOW: encoder.plain_window}
-    for name in names:
+    how, ways, rows = encoder.both_ways, encoder.ways, dict[str, tuple[float, dict[str, torch.Tensor]]]()
+    controls: dict[str, tuple[float, Any]] = {STUDENT: (encoder.keys, how if ways.chosen == EQUAL else ways.layers)}
+    if encoder.plan.steps:
+        controls[UNTRAINED] = controls[STUDENT]
+    if ways.chosen != EQUAL:
+        controls[ALIKE] = how.keys, how
+    controls[MERGED] = int(how.keys), MergedTokens(int(how.keys))
+    if not encoder.is_window:
+        controls[WINDOW] = encoder.plain_window.keys, encoder.plain_window
+    for name, (keys, attention) in controls.items():
         saved = {STUDENT: encoder.checkpoint, WINDOW: encoder.window}.get(name)
-        student = load(saved) if saved is not None and saved.is_dir() else attend_with(controls[name])
-        rows[name] = getattr(controls.get(name, how), "keys", how.keys), scored(student)
-        yield Progress("evaluate", len(rows), len(names), "models")
+        student = load(saved) if saved is not None and saved.is_dir() else attend_with(attention)
+        rows[name] = keys, scored(student)
+        yield Progress("evaluate", len(rows), len(controls), "models")
     return {name: describe_scores(keys, each, rows[STUDENT][1], over) for name, (keys, each) in rows.items()}

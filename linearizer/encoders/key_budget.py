@@ -1,4 +1,4 @@
-"""How a budget of keys becomes a way to attend, the same for every head."""
+"""How a budget of keys becomes a way to attend."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ WINDOW_SHARE = 0.3  # of the keys of a text, where there are slots, too
 LEAST_SLOTS = 8  # with fewer, a larger window serves better
 
 
-def spend_keys(budget: int, axes: int, first: int, last: int, slots: bool) -> BothWays:
+def spend_keys(
+    budget: int, axes: int, first: int, last: int, slots: bool, window_share: float = WINDOW_SHARE
+) -> BothWays:
     """Spend a budget: with it a token costs what a token of the teacher costs among as many tokens.
 
     `axes`: 1 for texts, 2 for pictures. Without slots all keys go into the window.
     """
     left = budget - 2 * (first + last)
-    window = WINDOW_SHARE * left if slots else left
+    window = window_share * left if slots else left
     block = block_of(window, axes)
     if block is None and slots:
         return spend_keys(budget, axes, first, last, slots=False)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from linearizer.encoders.attention_both_ways import BothWays
+from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer
 from linearizer.encoders.encoder_folder import TIMES, EncoderRun
 from linearizer.encoders.encoder_quality import LayerTime
 from linearizer.progress import Progress, Steps
@@ -36,7 +36,7 @@ def keep_times(encoder: EncoderRun) -> Steps[None]:
 def time_lengths(encoder: EncoderRun) -> Steps[list[LayerTime]]:
     inspection, device, times = encoder.inspection, choose_device(encoder.plan.device), list[LayerTime]()
     for grid in sizes_of(encoder.both_ways, encoder.tokens):
-        times.append(time_layer(encoder.both_ways, inspection.heads, inspection.head_dim, grid, device))
+        times.append(time_layer(encoder.typical_layer, inspection.heads, inspection.head_dim, grid, device))
         yield Progress("evaluate", len(times), len(times) + 1, "lengths")
         if times[-1].sdpa > FASTER * times[-1].student or max(times[-1].sdpa, times[-1].student) > MOST_SECONDS:
             break
@@ -56,7 +56,7 @@ def sizes_of(how: BothWays, tokens: int) -> Iterator[tuple[int, ...]]:
 
 
 def time_layer(
-    how: BothWays,
+    how: BothWays | HeadsOfLayer,
     heads: int,
     dim: int,
     grid: tuple[int, ...],

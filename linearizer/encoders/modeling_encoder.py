@@ -20,14 +20,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .attention_both_ways import BothWays
+from .attention_both_ways import BothWays, HeadsOfLayer
 from .attention_interface import GRID, IMPLEMENTATION, attention_modules
 
 CLASSES = {  # that a teacher may have
     each.__name__: each
     for each in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForImageClassification)
 }
-OWN = {"base", "auto_class", "block", "slots", "first", "last", "teacher", "auto_map"}  # of a config
+OWN = {"base", "auto_class", "ways", "heads", "first", "last", "teacher", "auto_map"}  # of a config
 CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module
 TRAITS = (  # of the base that transformers asks a model for
     "base_model_prefix",
@@ -43,8 +43,10 @@ logger = logging.get_logger(__name__)
 
 
 class LinearizedEncoderConfig(PreTrainedConfig):
-    """base: the teacher's config; auto_class: the class of transformers that loads it; block, slots, first, last: how
-    every head attends, as BothWays says. What the teacher's config knows is read from it and written to it."""
+    """base: the teacher's config; auto_class: the class of transformers that loads it; ways: the ways to attend that
+    heads have, a block and a number of slots each; heads: which of these each head has, layer by layer, or nothing
+    where all have the first; first, last: global tokens. What the teacher's config knows is read from it and written
+    to it."""
 
     model_type = "linearized_encoder"
 
@@ -52,8 +54,8 @@ class LinearizedEncoderConfig(PreTrainedConfig):
         self,
         base: dict | PreTrainedConfig | None = None,
         auto_class: str = "AutoModel",
-        block: list | None = None,
-        slots: int = 0,
+        ways: list | None = None,
+        heads: list | None = None,
         first: int = 0,
         last: int = 0,
         teacher: dict | None = None,
@@ -62,7 +64,7 @@ class LinearizedEncoderConfig(PreTrainedConfig):
         if isinstance(base, dict):
             base = AutoConfig.for_model(**base) if base else None
         super().__init__(**{"dtype": getattr(base, "dtype", None), **kwargs})
-        self.auto_class, self.block, self.slots = auto_class, list(block or []), slots
+        self.auto_class, self.ways, self.heads = auto_class, list(ways or []), list(heads or [])
         self.first, self.last, self.teacher = first, last, teacher or {}
         self.base = base
 
@@ -78,6 +80,11 @@ class LinearizedEncoderConfig(PreTrainedConfig):
             super().__setattr__(name, value)
         else:
             setattr(base, name, value)
+
+    def read_ways(self) -> BothWays | list[HeadsOfLayer]:
+        """Return how all heads attend, or those of each layer."""
+        ways = [BothWays(tuple(block), slots, self.first, self.last) for block, slots in self.ways]
+        return [HeadsOfLayer(tuple(ways[way] for way in layer)) for layer in self.heads] or ways[0]
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
         return self.__dict__.get("base") or self
@@ -110,7 +117,7 @@ class LinearizedEncoder(PreTrainedModel):
         for name in TRAITS:
             setattr(self, name, getattr(base, name))
         self.main_input_name = base.main_input_name
-        self.attend_with(BothWays(tuple(config.block), config.slots, config.first, config.last))
+        self.attend_with(config.read_ways())
         self.post_init()
 
     @classmethod
@@ -122,10 +129,11 @@ class LinearizedEncoder(PreTrainedModel):
         teacher.set_attn_implementation(IMPLEMENTATION)
         return student.train(teacher.training)
 
-    def attend_with(self, both_ways: Any) -> None:
-        """Let all layers attend with another BothWays, or a control in its place."""
-        for module in attention_modules(self.base):
-            module.both_ways = both_ways
+    def attend_with(self, ways: Any) -> None:
+        """Let all layers attend in another way, or each in that which a list has for it."""
+        modules = attention_modules(self.base)
+        for module, how in zip(modules, ways if isinstance(ways, list) else [ways] * len(modules), strict=True):
+            module.both_ways = how
 
     def _init_weights(self, module: nn.Module) -> None:
         self.base._init_weights(module)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 from linearizer.errors import BudgetError
 from linearizer.plan.allocation import Allocation
@@ -18,12 +19,15 @@ STEEPEST = 3  # power of the size by which kl may fall, beside what is left of a
 PARTS = 4  # in which a size between two options is looked for
 
 
-@dataclass(frozen=True)
-class Offer:
-    """An option of one head, with its bytes and its kl."""
+Held = TypeVar("Held")
 
-    head: Head
-    bytes: int
+
+@dataclass(frozen=True)
+class Offer(Generic[Held]):
+    """An option of one head, with what it takes of the budget and its kl."""
+
+    head: Held
+    cost: float
     kl: float
 
 
@@ -32,7 +36,7 @@ class OffersOfHeads:
     """The offers of every KV head, from the smallest on: each next offer has more bytes and a smaller kl."""
 
     sinks: int
-    offers: tuple[tuple[Offer, ...], ...]  # [KV head, layer by layer][level]
+    offers: tuple[tuple[Offer[Head], ...], ...]  # [KV head, layer by layer][level]
     heads_per_layer: tuple[int, ...]
     budget_bytes: int
 
@@ -44,7 +48,7 @@ class OffersOfHeads:
             for layer, kl_of_layer in zip(layers, prices.kl, strict=True)
         ]
         offers = tuple(offers_of_head for row in rows for offers_of_head in row)
-        budget_bytes, least = cache_bytes(layers, budget), sum(levels[0].bytes for levels in offers)
+        budget_bytes, least = cache_bytes(layers, budget), sum(levels[0].cost for levels in offers)
         if budget_bytes < least:
             enough = -(-least // cache_bytes(layers, 1))
             raise BudgetError(
@@ -67,11 +71,7 @@ class OffersOfHeads:
         """Add up the kl of all heads at these levels."""
         return math.fsum(offer.kl for offer in self.at(levels))
 
-    def bytes_left(self, levels: Sequence[int]) -> int:
-        """Return the bytes of the budget that are left at these levels."""
-        return self.budget_bytes - sum(offer.bytes for offer in self.at(levels))
-
-    def at(self, levels: Sequence[int]) -> list[Offer]:
+    def at(self, levels: Sequence[int]) -> list[Offer[Head]]:
         """Take the offer of every head at its level."""
         return [offers[level] for offers, level in zip(self.offers, levels, strict=True)]
 
@@ -87,44 +87,49 @@ def check_least_budget(layers: Sequence[Layer], budget: int, sinks: int, bits: i
         )
 
 
-def upgrades_by_worth(offers: OffersOfHeads) -> list[tuple[float, int, int]]:
-    """List kl saved per byte, head and level of every upgrade, from the one that saves most per byte on."""
+def upgrades_by_worth(offers: Sequence[Sequence[Offer]]) -> list[tuple[float, int, int]]:
+    """List kl saved per cost, head and level of every upgrade, from the one that saves most per cost on."""
     return sorted(
         (
-            (kl_saved_per_byte(*pair), head, level)
-            for head, of_head in enumerate(offers.offers)
+            (kl_saved_per_cost(*pair), head, level)
+            for head, of_head in enumerate(offers)
             for level, pair in enumerate(pairwise(of_head), 1)
         ),
         key=lambda upgrade: (-upgrade[0], upgrade[2], upgrade[1]),
     )
 
 
-def kl_by_bytes(offers: OffersOfHeads) -> list[tuple[int, float]]:
+def kl_by_bytes(offers: OffersOfHeads) -> list[tuple[float, float]]:
     """List the bytes of all heads and their predicted kl, from the least budget to the largest that buys anything."""
     first = [offers_of_head[0] for offers_of_head in offers.offers]
-    bytes, kl = sum(offer.bytes for offer in first), math.fsum(offer.kl for offer in first)
+    bytes, kl = sum(offer.cost for offer in first), math.fsum(offer.kl for offer in first)
     points = [(bytes, kl)]
-    for _, head, level in upgrades_by_worth(offers):
+    for _, head, level in upgrades_by_worth(offers.offers):
         before, after = offers.offers[head][level - 1 : level + 1]
-        bytes, kl = bytes + after.bytes - before.bytes, max(kl + after.kl - before.kl, 0.0)
+        bytes, kl = bytes + after.cost - before.cost, max(kl + after.kl - before.kl, 0.0)
         points.append((bytes, kl))
     return points
 
 
 def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
-    """Take the upgrade that saves most kl per byte, again and again, while the budget has room for any."""
-    levels = [0] * len(offers.offers)
-    left = offers.bytes_left(levels)
+    """Spend the bytes of the budget where they save most kl."""
+    return offers.allocation(choose_levels(offers.offers, offers.budget_bytes))
+
+
+def choose_levels(offers: Sequence[Sequence[Offer]], budget: float) -> list[int]:
+    """Take the upgrade that saves most kl per cost, again and again, while the budget has room for any."""
+    levels = [0] * len(offers)
+    left = budget - sum(of_head[0].cost for of_head in offers)
     for _, head, level in upgrades_by_worth(offers):
-        more = offers.offers[head][level].bytes - offers.offers[head][levels[head]].bytes
+        more = offers[head][level].cost - offers[head][levels[head]].cost
         if more <= left:
             levels[head], left = level, left - more
-    return offers.allocation(levels)
+    return levels
 
 
 def offers_for_head(
     prices: Prices, layer: Layer, kl_of_options: Sequence[float], length: int, may_grow: bool
-) -> Iterator[Offer]:
+) -> Iterator[Offer[Head]]:
     """List all that one head may hold: the options, sizes between them, and softmax if it `may_grow`.
 
     All in the bits that they were priced with, and in fewer, whose rounding costs the same whatever a head holds.
@@ -190,18 +195,18 @@ def interpolate(low: tuple[Head, float], high: tuple[Head, float]) -> Iterator[t
         yield replace(low[0], **size), math.exp(logs[0] + share * (logs[1] - logs[0]))
 
 
-def efficient_offers(offers: Iterable[Offer]) -> list[Offer]:
-    """Keep the lower convex hull of kl over bytes: more bytes, a smaller kl, and ever less of it saved per byte."""
-    kept: list[Offer] = []
-    for offer in sorted(offers, key=lambda offer: (offer.bytes, offer.kl)):
+def efficient_offers(offers: Iterable[Offer[Held]]) -> list[Offer[Held]]:
+    """Keep the lower convex hull of kl over cost: more cost, a smaller kl, and ever less of it saved per cost."""
+    kept: list[Offer[Held]] = []
+    for offer in sorted(offers, key=lambda offer: (offer.cost, offer.kl)):
         if kept and offer.kl >= kept[-1].kl:
             continue
-        while len(kept) > 1 and kl_saved_per_byte(kept[-1], offer) >= kl_saved_per_byte(kept[-2], kept[-1]):
+        while len(kept) > 1 and kl_saved_per_cost(kept[-1], offer) >= kl_saved_per_cost(kept[-2], kept[-1]):
             kept.pop()
         kept.append(offer)
     return kept
 
 
-def kl_saved_per_byte(smaller: Offer, larger: Offer) -> float:
-    """Return the nats that each further byte saves."""
-    return (smaller.kl - larger.kl) / (larger.bytes - smaller.bytes)
+def kl_saved_per_cost(smaller: Offer, larger: Offer) -> float:
+    """Return the nats that each further byte, or key, saves."""
+    return (smaller.kl - larger.kl) / (larger.cost - smaller.cost)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from linearizer.amounts import count_in_words
 from linearizer.encoders.encoder_folder import EncoderRun, attention_of
 from linearizer.encoders.encoder_quality import Judgement, LayerTime
-from linearizer.encoders.encoder_report import describe_inputs, judge_encoder, quality_table
+from linearizer.encoders.encoder_report import describe_choice, describe_inputs, judge_encoder, quality_table
 from linearizer.encoders.encoder_run import MERGED, STUDENT, WINDOW
 from linearizer.encoders.kinds import kind_of
 from linearizer.encoders.layer_times import crossing
@@ -82,10 +82,14 @@ def result_card(encoder: EncoderRun) -> str:
     own, times = judged[0], encoder.times
     named = {STUDENT: "KL to the teacher", WINDOW: "a window of as many keys has", MERGED: "merged tokens have"}
     numbers = [(title, with_half_width(own.rows[name].kl, ".4f")) for name, title in named.items() if name in own.rows]
-    numbers.append(("tokens that a token sees", f"{encoder.both_ways.keys:g} of {own.tokens:,}"))
+    numbers.append(("tokens that a token sees", f"{encoder.keys:.4g} of {own.tokens:,}"))
     charts = "".join(
         f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
-        for title, drawn in ([draw_times(times)] if len(times) > 1 else []) + [draw_quality(encoder, own)]
+        for title, drawn in [
+            *([draw_times(times)] if len(times) > 1 else []),
+            draw_quality(encoder, own),
+            *([draw_keys(encoder)] if encoder.ways.kl and encoder.inspection.layers > 1 else []),
+        ]
     )
     tables = [quality_table(encoder, each) for each in judged] + [times_table(times)] * bool(times)
     rest = "".join(table_html(f"Result, {number}", each) for number, each in enumerate(tables, 1))
@@ -128,6 +132,20 @@ def draw_quality(encoder: EncoderRun, judgement: Judgement) -> tuple[str, str]:
     about = "; ".join(f"{name} {mean:.4f} ({low:.4f} to {high:.4f})" for name, (low, high, mean) in ends.items())
     where = describe_inputs(encoder, judgement.tokens)
     return f"KL to the teacher on {where}, with 95% intervals", draw_lines(f"KL to the teacher: {about}", x, y, lines)
+
+
+def draw_keys(encoder: EncoderRun) -> tuple[str, str]:
+    """Draw how many keys a token sees in the heads of each layer: in the mean, and in those with most and least."""
+    layers = [sorted(how.keys for how in layer.ways) for layer in encoder.ways.layers]
+    x = Axis(1, len(layers), [(number, f"layer {number}") for number in (1, len(layers))], log=False)
+    y = Axis.round(keys for layer in layers for keys in layer)
+    of_layers = {"most": [layer[-1] for layer in layers], "least": [layer[0] for layer in layers]}
+    of_layers["mean"] = [sum(layer) / len(layer) for layer in layers]
+    looks = {"mean": "lz-student"}
+    lines = [Line(name, [*enumerate(keys, 1)], looks.get(name, "lz-other")) for name, keys in of_layers.items()]
+    about = "; ".join(f"layer {number} {keys:.0f}" for number, keys in enumerate(of_layers["mean"], 1))
+    title = f"Keys that a token sees in the heads of a layer. {describe_choice(encoder)}"
+    return title, draw_lines(f"Keys, a mean over heads: {about}", x, y, lines)
 
 
 def times_table(times: Sequence[LayerTime]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from string import Template
@@ -12,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 import linearizer
 from linearizer.encoders.encoder_folder import EncoderRun
-from linearizer.encoders.encoder_report import describe_inputs, judge_encoder, quality_table
+from linearizer.encoders.encoder_report import describe_choice, describe_inputs, judge_encoder, quality_table
 from linearizer.encoders.encoder_run import STUDENT
 from linearizer.encoders.kinds import kind_of
 from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
@@ -92,13 +93,18 @@ def write_card(encoder: EncoderRun, repo_id: str | None = None) -> str:
 
 def describe_student(encoder: EncoderRun, teacher: CitedTeacher) -> str:
     """Describe in one paragraph what the student is."""
-    how, size = encoder.both_ways, " × ".join(map(str, encoder.both_ways.block))
-    far = f"all others share {how.slots} slots" if how.slots else "no others"
+    ways, how = encoder.ways, encoder.both_ways
+    blocks, slots = sorted((block for block, _ in ways.ways), key=math.prod), sorted(slots for _, slots in ways.ways)
+    sizes = from_to(*(" × ".join(map(str, block)) for block in (blocks[0], blocks[-1])))
+    shared = f"all others share {from_to(str(slots[0]), str(slots[-1]))} slots"
     text = (
         f"This is {describe_origin(teacher)}, with its attention replaced: every token sees exactly the tokens of its "
-        f"own block of {size} and of the blocks around it, and {how.first + how.last} global tokens; {far}. A token "
-        f"sees {how.keys:g} keys, however many tokens there are, so time is linear in the tokens."
+        f"own block of {sizes} and of the blocks around it, and {how.first + how.last} global tokens; "
+        f"{shared if slots[-1] else 'no others'}. A token sees {encoder.keys:.4g} keys, a mean over all heads, however "
+        "many tokens there are, so time is linear in the tokens."
     )
+    if chosen := describe_choice(encoder):
+        text += f" How each head attends was chosen by measurement ({chosen})."
     if encoder.stretched:
         text += (
             f" The teacher has {encoder.inspection.tokens:,} positions. They were stretched to {encoder.tokens:,} by "
@@ -106,6 +112,10 @@ def describe_student(encoder: EncoderRun, teacher: CitedTeacher) -> str:
             "trained on longer texts may serve better."
         )
     return text
+
+
+def from_to(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
 
 
 def write_snippet(encoder: EncoderRun, name: str, revision: str | None = None) -> str:

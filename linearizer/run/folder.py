@@ -9,7 +9,7 @@ RUN/stop use        requests to that process, removed once they are served
 RUN/worker.log      standard error of a process in the background
 RUN/hub_job.json    hardware, price and owner of a run that works in jobs of the Hub
 
-The run of an encoder has encoder.json for a plan, and quality.json and times.json for its measurements.
+The run of an encoder has encoder.json for a plan, ways.json for an allocation, and quality.json and times.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Product = TypeVar("Product")
 FILES_OF_RUN = {
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json",
     "candidates.json", "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
-    "hub_job.json", "encoder.json", "quality.json", "times.json",
+    "hub_job.json", "encoder.json", "ways.json", "quality.json", "times.json",
 }  # fmt: skip
 DECIDED = ("model", "dtype", "texts", "length")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done

@@ -104,7 +104,7 @@ def judge_others(work):
     shares, how = encoder_run.read_shares(encoder, encoder.plan, None), encoder.both_ways
     teacher, dims = encoder_run.load_teacher(encoder), encoder.inspection.head_dim
     expected = read_outputs(teacher, shares.judged)
-    student = encoder_run.make_student(encoder, teacher, how)
+    student = encoder_run.make_student(encoder, teacher, encoder.alike(how))
     weights = {name: x.clone() for name, x in student.state_dict().items()}
     rows = {
         "window and slots": how,
@@ -149,7 +149,7 @@ def judge(work, name, lengths, **plan):
     for length in lengths:
         finish(pipeline.evaluate_encoder(encoder.run, Request(length=length, texts=encoder.plan.texts)))
     attention = encoder.inspection.share(encoder.tokens)
-    made = {**asdict(encoder.both_ways), "tokens": encoder.tokens, "attention": attention}
+    made = {**asdict(encoder.ways), "tokens": encoder.tokens, "attention": attention}
     judged = [replace(each, text=public_source(each.text)) for each in encoder.judgements.values()]
     tables = [table_markdown(quality_table(encoder, each)) for each in judged]
     verdict = judge_encoder(encoder).sentence

@@ -201,7 +201,7 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     code, out, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "run", "--json")
     assert code == 0, error
     product = json.loads(out)
-    assert product["tokens"] == 197 and product["both_ways"] == {"block": [1, 1], "slots": 21, "first": 1, "last": 0}
+    assert product["tokens"] == 197 and product["ways"]["ways"] == [[[1, 1], 21]]
     words[-1] = f"dataset:{tmp_path / 'pictures'}"
     code, out, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "of_dataset", "--json")
     assert code == 0 and json.loads(out)["quality"][0]["rows"] == product["quality"][0]["rows"], error
@@ -220,7 +220,7 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
     plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=4, steps=8, batch=1)
     encoder = encoder_run.begin(tmp_path / "run", plan)
     learnt = encoder_run.read_shares(encoder, plan, None).learnt
-    student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.both_ways)
+    student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.ways.layers)
     with torch.no_grad():
         target = read_states(student, learnt[0], "sdpa")
 

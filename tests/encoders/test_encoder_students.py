@@ -63,7 +63,7 @@ def inputs_of(teacher):
 
 
 def student_of(teacher, how):
-    fields = {"block": list(how.block), "slots": how.slots, "first": how.first, "last": how.last}
+    fields = {"ways": [[how.block, how.slots]], "first": how.first, "last": how.last}
     return LinearizedEncoder.from_teacher(
         teacher, LinearizedEncoderConfig(teacher.config, "AutoModel", **fields)
     ).eval()

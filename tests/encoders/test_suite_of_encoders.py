@@ -17,11 +17,11 @@ SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, interme
 BASES = {  # the teacher's config, and the student's
     "bert": (
         dict(SIZES, vocab_size=99, max_position_embeddings=64),
-        dict(auto_class="AutoModelForMaskedLM", block=[1], slots=8, first=1, last=1),
+        dict(auto_class="AutoModelForMaskedLM", ways=[[[1], 8]], first=1, last=1),
     ),
     "vit": (
         dict(SIZES, image_size=28, patch_size=4),
-        dict(auto_class="AutoModelForImageClassification", block=[1, 1], slots=8, first=1),
+        dict(auto_class="AutoModelForImageClassification", ways=[[[1, 1], 8]], first=1),
     ),
 }
 OWN_ATTENTION = "the attention of a student is its own and cannot be exchanged"
