@@ -10,7 +10,7 @@ from linearizer.amounts import count_in_words
 from linearizer.encoders.encoder_folder import EncoderRun, attention_of
 from linearizer.encoders.encoder_quality import Judgement, LayerTime
 from linearizer.encoders.encoder_report import describe_choice, describe_inputs, judge_encoder, quality_table
-from linearizer.encoders.encoder_run import MERGED, STUDENT, WINDOW
+from linearizer.encoders.encoder_run import ALIKE, MERGED, STUDENT, UNTRAINED, WINDOW
 from linearizer.encoders.kinds import kind_of
 from linearizer.encoders.layer_times import crossing
 from linearizer.page.cards import verdict_card
@@ -28,7 +28,7 @@ NO_CHAT = (
     "lengths."
 )
 LOOKS = {STUDENT: "lz-student", WINDOW: "lz-window"}  # of lines; of others lz-other
-SHORT = {"before training": "untrained", MERGED: "merged"}  # names of lines, where the whole has no room
+SHORT = {UNTRAINED: "untrained", ALIKE: "heads alike", MERGED: "merged"}  # names of lines, where the whole has no room
 
 
 def model_card(inspection: EncoderInspection) -> str:
@@ -93,9 +93,11 @@ def result_card(encoder: EncoderRun) -> str:
     )
     tables = [quality_table(encoder, each) for each in judged] + [times_table(times)] * bool(times)
     rest = "".join(table_html(f"Result, {number}", each) for number, each in enumerate(tables, 1))
+    chosen = describe_choice(encoder)
+    choice = f'<p class="lz-faint">How each head attends: {escape(chosen)}.</p>' if chosen else ""
     return (
         f"{verdict_card(judge_encoder(encoder))}{values_list(numbers, 'lz-wide')}"
-        f'<div class="lz-real lz-charts">{charts}</div>{folded("In numbers", rest)}{message_box(NO_CHAT)}'
+        f'<div class="lz-real lz-charts">{charts}</div>{choice}{folded("In numbers", rest)}{message_box(NO_CHAT)}'
     )
 
 
@@ -144,8 +146,9 @@ def draw_keys(encoder: EncoderRun) -> tuple[str, str]:
     looks = {"mean": "lz-student"}
     lines = [Line(name, [*enumerate(keys, 1)], looks.get(name, "lz-other")) for name, keys in of_layers.items()]
     about = "; ".join(f"layer {number} {keys:.0f}" for number, keys in enumerate(of_layers["mean"], 1))
-    title = f"Keys that a token sees in the heads of a layer. {describe_choice(encoder)}"
-    return title, draw_lines(f"Keys, a mean over heads: {about}", x, y, lines)
+    return "Keys that a token sees in the heads of a layer", draw_lines(
+        f"Keys, a mean over heads: {about}", x, y, lines
+    )
 
 
 def times_table(times: Sequence[LayerTime]) -> Table:

@@ -183,6 +183,9 @@ def write_tables(found):
         made = found[part]["made"]
         about = f"{made['tokens']:,} tokens, attention {made['attention']:.0%} of the operations"
         lines += ["", f"## {TITLES[part]}: {about}", "", found[part]["verdict"]]
+        if kl := made.get("kl"):
+            all_kl = ", ".join(f"{name} {each:.4f}" for name, each in kl.items())
+            lines += ["", f"Chosen: {made['chosen']}, by the KL before training on other texts: {all_kl}."]
         lines += [line for table in found[part]["tables"] for line in ("", table)]
     if "time" in found:
         lines += ["", "## CPU seconds of a layer", "", "| | tokens | keys | linear | SDPA | eager | times faster |"]
