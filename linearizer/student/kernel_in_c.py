@@ -28,6 +28,7 @@ from .state import is_traced
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-lm")
+X86, WIDEST = ("x86_64", "AMD64"), ("-mprefer-vector-width=512",)  # or loops get vectors of half the width there
 KINDS = {torch.float32: "float", torch.float64: "double"}  # that are computed with
 
 Tensor = torch.Tensor
@@ -181,7 +182,7 @@ def load_kernel(name: str, source: str, work: torch.dtype, wide: bool = False) -
         return None
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folders = Path(home) / "linearizer", Path(tempfile.gettempdir()) / f"linearizer-{os.getuid()}"
-    for flags in (("-march=native",), ()):
+    for flags in (("-march=native", *WIDEST * (wide and platform.machine() in X86)), ()):
         command = [*FLAGS, *flags, f"-DREAL={KINDS[work]}", f"-DWIDE={wide:d}"]
         machine = platform.machine(), platform.processor(), cpu_flags(), *command
         key = hashlib.sha256(repr((COMMON, source, machine)).encode()).hexdigest()[:24]

@@ -134,23 +134,39 @@ static void show_slots(Slots *s, int in_rows) {
     }
 }
 
-/* Complete a slot whose v and k are in its row. */
-static void measure_slot(Slots *s, long i) {
-    REAL *row = s->rows + i * s->width, *k = row + s->key + s->value;
-    vec *seen = (vec *)row;
-    memset(row, 0, s->key * sizeof(REAL));
-    for (long c = 0; c < s->key_dim; c++) {
-        const vec *metric = (const vec *)(s->metric + c * s->key);
-        for (long r = 0; r < s->key / LANES; r++) seen[r] += k[c] * metric[r];
+/* Complete up to ROWS slots whose v and k are in their rows: side by side, since each of the sums is a long chain. */
+static void measure_slots(Slots *s, const long *some, long found) {
+    const REAL *keys[ROWS];
+    REAL *rows[ROWS], key[ROWS] = {0}, value[ROWS] = {0}, asked[ROWS];
+    for (int m = 0; m < ROWS; m++) {
+        rows[m] = s->rows + some[m] * s->width, keys[m] = rows[m] + s->key + s->value;
+        asked[m] = -s->query[s->key_dim];
     }
-    REAL key = 0, value = 0;
-    for (long d = 0; d < s->key; d++) key += row[d] * row[d];
-    for (long d = 0; d < s->value; d++) value += row[s->key + d] * row[s->key + d];
-    s->key_square[i] = key, s->value_square[i] = value, s->inverse[i] = 1 / s->weight[i];
-    REAL asked = -s->query[s->key_dim];
-    for (long c = 0; c < s->key_dim; c++) asked += k[c] * s->query[c];
-    s->importance[i] = exp(asked < -MOST_IMPORTANT ? -MOST_IMPORTANT : asked > MOST_IMPORTANT ? MOST_IMPORTANT : asked);
-    for (long d = 0; d < s->key + s->value; d++) s->columns[d * s->room + i] = row[d];
+    multiply(keys, 1, s->key_dim, s->metric, s->key, s->key, s->sums, s->key, 0);
+    for (long m = 0; m < found; m++) memcpy(rows[m], s->sums + m * s->key, s->key * sizeof(REAL));
+    for (long d = 0; d < s->key; d++)
+        for (int m = 0; m < ROWS; m++) key[m] += rows[m][d] * rows[m][d];
+    for (long d = 0; d < s->value; d++)
+        for (int m = 0; m < ROWS; m++) value[m] += rows[m][s->key + d] * rows[m][s->key + d];
+    for (long c = 0; c < s->key_dim; c++)
+        for (int m = 0; m < ROWS; m++) asked[m] += keys[m][c] * s->query[c];
+    for (long m = 0; m < found; m++) {
+        long i = some[m];
+        REAL most = asked[m] > MOST_IMPORTANT ? MOST_IMPORTANT : asked[m];
+        s->key_square[i] = key[m], s->value_square[i] = value[m], s->inverse[i] = 1 / s->weight[i];
+        s->importance[i] = exp(most < -MOST_IMPORTANT ? -MOST_IMPORTANT : most);
+    }
+    for (long d = 0; d < s->key + s->value; d++)
+        for (long m = 0; m < found; m++) s->columns[d * s->room + some[m]] = rows[m][d];
+}
+
+/* The next slots from a row on that have changed, at most ROWS; the first of them stands for those that are missing. */
+static long find_changed(const Slots *s, long *from, long *some) {
+    long found = 0;
+    for (; *from < s->used && found < ROWS; ++*from)
+        if (s->changed[*from]) some[found++] = *from;
+    for (long r = found; r < ROWS && found; r++) some[r] = some[0];
+    return found;
 }
 
 /* Products of some slots with all from a row on, over some of the columns: the same bits for a pair, whichever of both
@@ -187,16 +203,11 @@ static inline __attribute__((always_inline)) long find_least(
 
 /* Compute what merging costs each pair of which a slot has changed, and the least cost of every slot. */
 static void measure_pairs(Slots *s) {
-    long n = s->used, found = 0, some[ROWS], whole = 0;
+    long n = s->used, found, some[ROWS], whole = 0;
     REAL *key = s->dots, *value = s->dots + ROWS * s->room;
-    for (long i = 0; i < n; i++)
-        if (s->changed[i]) measure_slot(s, i);
+    for (long i = 0; (found = find_changed(s, &i, some));) measure_slots(s, some, found);
     while (whole < n && s->changed[whole]) whole++;
-    for (long i = 0; i < n || found;) {
-        for (; i < n && found < ROWS; i++)
-            if (s->changed[i]) some[found++] = i;
-        if (!found) break;
-        for (long r = found; r < ROWS; r++) some[r] = some[0];
+    for (long i = 0; (found = find_changed(s, &i, some));) {
         long begin = some[0] < whole ? some[0] / LANES * LANES : 0;  /* earlier rows have measured their pairs */
         multiply_slots(s, 0, s->key, some, begin, key);
         multiply_slots(s, s->key, s->key + s->value, some, begin, value);
@@ -211,9 +222,9 @@ static void measure_pairs(Slots *s) {
                 cost[j] = x * (important > s->importance[j] ? important : s->importance[j]);
             }
             cost[some[r]] = INFINITY;
-            for (long j = begin; j < n; j++) s->cost[j * s->room + some[r]] = cost[j];
         }
-        found = 0;
+        for (long j = begin; j < n; j++)  /* a row of costs is far from the next: all columns at once */
+            for (long r = 0; r < found; r++) s->cost[j * s->room + some[r]] = s->cost[some[r] * s->room + j];
     }
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o], nearest = (long)s->nearest[i];
@@ -338,7 +349,7 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
     TAKE(slots->rows, room * slots->width), TAKE(slots->columns, (key + value) * room), TAKE(slots->cost, room * room);
     TAKE(slots->key_square, room), TAKE(slots->value_square, room), TAKE(slots->weight, room);
     TAKE(slots->inverse, room), TAKE(slots->spread, room), TAKE(slots->dots, 2 * ROWS * room);
-    TAKE(slots->sums, slots->width), TAKE(slots->metric, r->key.dim * key), TAKE(slots->changed, room);
+    TAKE(slots->sums, slots->width + ROWS * key), TAKE(slots->metric, r->key.dim * key), TAKE(slots->changed, room);
     TAKE(slots->importance, room), TAKE(slots->query, r->key.dim + 1), TAKE(slots->seen, room * (key + value));
     TAKE(slots->place, room), TAKE(slots->least, room), TAKE(slots->nearest, room), TAKE(slots->gone, room);
     TAKE(slots->lost, room);
