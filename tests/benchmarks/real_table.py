@@ -34,7 +34,7 @@ ABOUT = (
     "Answers: the teacher answers questions about a text, in its chat template: the share of the answers' tokens "
     "that a row would write next, and how many it writes as the teacher does before the first other token. "
     "Seconds are those of making the student, without judging it; passes are the tokens that went through the model "
-    "for that, over the tokens of the texts that the run measured."
+    "for that, over the tokens of the texts that the run measured and trained on, whose number and length stand last."
 )
 
 
@@ -158,8 +158,9 @@ class RealTable(Table):
                 cells.append(f"{100 * agreement['mean']:.1f}%" if agreement else "")
             made = record.get("made", {})
             cells += [f"{made['seconds']:.0f}" if made else "", f"{made['passes']:.1f}" if made else ""]
+            cells.append(f"{made['texts']} of {made['length']}" if made else "")
             lines.append(cells)
-        return grid([*head, "s", "passes"], lines)
+        return grid([*head, "s", "passes", "texts"], lines)
 
     def place_table(self, records):
         """Write loss, and KL, by place in the text."""
