@@ -32,6 +32,11 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if getattr(module, "is_causal", None) is False and hands_over(module)]
 
 
+def replaced_modules(model: nn.Module) -> list[nn.Module]:
+    """Those of them that attend to all tokens; one that has a window of its own stays as it is."""
+    return [module for module in attention_modules(model) if getattr(module, "sliding_window", None) is None]
+
+
 def hands_over(module: nn.Module) -> bool:
     """Whether a module is attention whose code uses the attention interface, whatever its class claims."""
     named = type(module).__name__.endswith("Attention") and "Cross" not in type(module).__name__

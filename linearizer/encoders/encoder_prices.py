@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer
-from linearizer.encoders.attention_interface import attention_modules
+from linearizer.encoders.attention_interface import replaced_modules
 from linearizer.encoders.encoder_inputs import Inputs
 from linearizer.encoders.encoder_quality import TOKENS_APART, alike, last_hidden
 from linearizer.encoders.key_budget import AROUND, WINDOW_SHARE, spend_keys
@@ -86,7 +86,7 @@ def measure_prices(
     student: LinearizedEncoder, inputs: Sequence[Inputs], offers: Sequence[BothWays], seed: int
 ) -> Steps[torch.Tensor]:
     """Estimate the kl of each way for each head: (layers, heads, offers); the student's weights are the teacher's."""
-    layers = [Exact() for _ in attention_modules(student.base)]
+    layers = [Exact() for _ in replaced_modules(student.base)]
     student.attend_with(layers)
     with torch.no_grad():
         outputs = [predicted(student, each) for each in inputs]

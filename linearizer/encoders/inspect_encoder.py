@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from linearizer.encoders.attention_interface import attention_modules, watching
+from linearizer.encoders.attention_interface import attention_modules, replaced_modules, watching
 from linearizer.encoders.modeling_encoder import CLASSES, grid_of
 from linearizer.encoders.stretch_positions import position_tables, unused_rows
 from linearizer.errors import UnsupportedModel
@@ -26,7 +26,9 @@ ANOTHER = "name an encoder with plain softmax attention, such as bert, roberta, 
 MASKED = "its layers mask or weight pairs of tokens by numbers of their own, such as biases of positions"
 CAUSAL = "its tokens read only those before them"
 UNSEEN = "its code does not hand its attention to transformers' attention interface, so no layer is seen"
-TESTED = frozenset("bert roberta electra distilbert vit deit dinov2 siglip_vision_model clip_vision_model".split())
+TESTED = frozenset(
+    "bert roberta electra distilbert modernbert vit deit dinov2 siglip_vision_model clip_vision_model".split()
+)
 
 
 def reads_both_ways(config: PreTrainedConfig) -> bool:
@@ -115,7 +117,7 @@ def watch_encoder(model: PreTrainedModel) -> list[tuple[int, ...]]:
         raise Refused(UNSEEN)
     with torch.no_grad(), watching(model, watch):
         model(**blank_input(model))
-    if not seen or len(seen) > len(attention_modules(model)):
+    if not seen or len(seen) != len(replaced_modules(model)):
         raise Refused(UNSEEN)
     return seen
 

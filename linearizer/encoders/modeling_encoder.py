@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .attention_both_ways import BothWays, HeadsOfLayer
-from .attention_interface import GRID, IMPLEMENTATION, attention_modules
+from .attention_interface import GRID, IMPLEMENTATION, attention_modules, replaced_modules
 
 CLASSES = {  # that a teacher may have
     each.__name__: each
@@ -131,7 +131,7 @@ class LinearizedEncoder(PreTrainedModel):
 
     def attend_with(self, ways: Any) -> None:
         """Let all layers attend in another way, or each in that which a list has for it."""
-        modules = attention_modules(self.base)
+        modules = replaced_modules(self.base)
         for module, how in zip(modules, ways if isinstance(ways, list) else [ways] * len(modules), strict=True):
             module.both_ways = how
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-from linearizer.encoders.attention_both_ways import BothWays
+from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer
 from linearizer.encoders.encoder_quality import MergedTokens
 from linearizer.encoders.inspect_encoder import blank_input, inspect_encoder
 from linearizer.encoders.key_budget import spend_keys
@@ -26,6 +26,7 @@ KINDS = {
     "distilbert": dict(
         vocab_size=100, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=258, initializer_range=0.2
     ),
+    "modernbert": dict(TEXT, num_hidden_layers=4, pad_token_id=0, local_attention=16),  # two of its layers are local
     "vit": PICTURE,
     "deit": PICTURE,
     "dinov2": PICTURE,
@@ -89,6 +90,8 @@ def test_a_student_with_keys_for_all_tokens_is_its_teacher_and_with_fewer_is_not
     student.attend_with(how)
     found = student(**given).last_hidden_state
     assert torch.isfinite(found).all() and (found - expected).abs().max() > 1e-4
+    student.attend_with([HeadsOfLayer((how,) * inspection.heads)] * inspection.layers)
+    assert torch.equal(student(**given).last_hidden_state, found)
     with pytest.raises(ValueError, match="its own and cannot be exchanged"):
         student.set_attn_implementation("sdpa")
 
