@@ -336,6 +336,10 @@ def files_of_sentences(encoder: EncoderRun, source: Source, token: str | None) -
 
 def load_student(folder: Path) -> LinearizedEncoder:
     """Load a student with the code of this package."""
+    try:
+        LinearizedEncoderConfig.from_pretrained(folder).read_ways()
+    except (IndexError, TypeError, ValueError) as error:
+        raise FolderError(f"the config of {folder} does not say how heads attend: make the student again") from error
     student, report = LinearizedEncoder.from_pretrained(folder, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise FolderError(f"{folder} lacks {len(missing)} weights, such as {missing[0]}: write the checkpoint again")

@@ -12,6 +12,7 @@ from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer
 from linearizer.encoders.encoder_prices import choose_by_prices, list_offers, measure_prices
 from linearizer.encoders.encoder_quality import read_outputs, score
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
+from linearizer.errors import FolderError
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -89,6 +90,17 @@ def test_a_run_keeps_the_ways_with_the_least_measured_kl(plan, tmp_path):
     assert [module.both_ways for module in student.modules() if hasattr(module, "both_ways")] == ways.layers
     (checked,) = (event for event in Run(tmp_path / "run").events() if event["event"] == "checked")
     assert (checked["kept"], checked["kl"]) == (ways.chosen, ways.kl)
+
+
+@pytest.mark.parametrize("ways", [[], [[4]], 5])
+def test_a_config_that_does_not_say_how_heads_attend_is_refused(ways, plan, tmp_path):
+    encoder = encoder_run.begin(tmp_path / "run", plan)
+    student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.ways.layers)
+    encoder_run.save(encoder, student, encoder.checkpoint)
+    config = encoder.checkpoint / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "ways": ways, "heads": []}))
+    with pytest.raises(FolderError, match="does not say how heads attend: make the student again"):
+        encoder_run.load_student(encoder.checkpoint)
 
 
 def test_prices_that_lie_make_no_student(plan, tmp_path, monkeypatch):
