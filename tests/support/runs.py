@@ -13,7 +13,7 @@ from linearizer.workers import control
 
 FP32 = {"dtype": "float32"}  # the demo model's own is bf16, which most CPUs compute slowly
 QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, **FP32)
-PLAN = Plan("demo", steps=30, **QUICK)  # the state of training is written at 25
+PLAN = Plan("demo", steps=48, **QUICK)  # the state of training is written at 25, long before the end
 LONG = Plan("demo", steps=100_000, **QUICK)
 ENDED = ("stopped", "failed", "done", "lost")
 
