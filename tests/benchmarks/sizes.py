@@ -203,10 +203,11 @@ def watched_disk(folder):
 
 def bytes_of(folder):
     count = 0
-    for path in Path(folder).rglob("*"):
-        with suppress(FileNotFoundError):  # it was renamed meanwhile
-            stat = path.stat()
-            count += stat.st_size if path.is_file() and stat.st_nlink == 1 else 0
+    for place, _, names in os.walk(folder):  # which leaves out a folder that was renamed meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):
+                stat = os.stat(os.path.join(place, name))
+                count += stat.st_size if stat.st_nlink == 1 else 0
     return count
 
 
