@@ -116,6 +116,14 @@ class HeadsOfLayer:
         return torch.cat(parts, 1)[:, [order.index(head) for head in range(len(order))]]
 
 
+def read_layers(
+    ways: Sequence[tuple[Sequence[int], int]], heads: Sequence[Sequence[int]], first: int, last: int
+) -> list[HeadsOfLayer]:
+    """Return how the heads of each layer attend, by their numbers among some ways: a block and a number of slots."""
+    different = [BothWays(tuple(block), slots, first, last) for block, slots in ways]
+    return [HeadsOfLayer(tuple(different[way] for way in layer)) for layer in heads]
+
+
 @dataclass(frozen=True)
 class Slots:
     """The slots of every head: mean keys (batch, heads, slots, dim), sums of values, numbers of tokens, and spreads."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer
+from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer, read_layers
 from linearizer.encoders.encoder_quality import Judgement, LayerTime
 from linearizer.encoders.key_budget import spend_keys
 from linearizer.errors import RequestError
@@ -48,8 +48,7 @@ class ChosenWays(JsonProduct):
 
     @property
     def layers(self) -> list[HeadsOfLayer]:
-        ways = [BothWays(block, slots, self.first, self.last) for block, slots in self.ways]
-        return [HeadsOfLayer(tuple(ways[way] for way in layer)) for layer in self.heads]
+        return read_layers(self.ways, self.heads, self.first, self.last)
 
 
 @dataclass(frozen=True)

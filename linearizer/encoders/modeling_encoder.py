@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .attention_both_ways import BothWays, HeadsOfLayer
+from .attention_both_ways import BothWays, HeadsOfLayer, read_layers
 from .attention_interface import GRID, IMPLEMENTATION, attention_modules, replaced_modules
 
 CLASSES = {  # that a teacher may have
@@ -83,8 +83,8 @@ class LinearizedEncoderConfig(PreTrainedConfig):
 
     def read_ways(self) -> BothWays | list[HeadsOfLayer]:
         """Return how all heads attend, or those of each layer."""
-        ways = [BothWays(tuple(block), slots, self.first, self.last) for block, slots in self.ways]
-        return [HeadsOfLayer(tuple(ways[way] for way in layer)) for layer in self.heads] or ways[0]
+        layers = read_layers(self.ways, self.heads or [[0]], self.first, self.last)
+        return layers if self.heads else layers[0].ways[0]
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PreTrainedConfig:
         return self.__dict__.get("base") or self
