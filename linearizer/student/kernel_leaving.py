@@ -56,15 +56,18 @@ def slots_of(field_ptr, start_ptr, bits, KIND: tl.constexpr, C: tl.constexpr):
         return keys_ptr, values_ptr, (slot_k_ptr, slot_v_ptr, weight_ptr.to(COUNTS), spread_ptr.to(COUNTS))
 
 
-@triton.jit
-def read_leaving(work, field_ptr, start_ptr, slots, tokens, missing, block, bits, KIND: tl.constexpr, C: tl.constexpr):
+@triton.jit(noinline=True)  # as merge_rows is
+def read_leaving(
+    work, field_ptr, start_ptr, slots, first, missing, window, block, bits, KIND: tl.constexpr, C: tl.constexpr
+):
     """Copy slots, and a block that leaves, into rows; return how many there are, and how many are listed as changed."""
     keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
+    tokens = (first + tl.arange(0, C.MP)) % window
     have, changed = read_slots(work, state, slots, bits, KIND, C)
     return add_block(work, (keys_ptr, values_ptr), tokens, missing, block, have, changed, bits, KIND, C)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def write_merged(
     work, field_ptr, start_ptr, slots, have, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr
 ):
@@ -121,13 +124,15 @@ def turn_token(given, turns, turned_ptr, own, text, head, columns, factors, C: t
     tl.store(value_ptr + columns, v, mask=columns < C.VP)
 
 
-@triton.jit(do_not_specialize=["H"])
-def prepare_token(given, kept, merging, turns, turned_ptr, workspace, codes_ptr, H, BYTES, factors, C: tl.constexpr):
+@triton.jit(do_not_specialize=["H", "SINKS"])
+def prepare_token(
+    given, kept, merging, turns, turned_ptr, workspace, codes_ptr, H, BYTES, SINKS, factors, C: tl.constexpr
+):
     """Merge the block that leaves the window before the next token, if any does, with the first program of a head, and
     turn the token with others; grid (text and head, 1 + parts of the dimensions)."""
     pool_ptr, count_ptr, table_ptr = kept
     if tl.program_id(1) == 0:
-        merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C)
+        merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, SINKS, C)
     elif C.TURNED:
         own = tl.program_id(0).to(tl.int64)
         at_ptr = table_ptr + own % H * FIELDS
@@ -137,7 +142,7 @@ def prepare_token(given, kept, merging, turns, turned_ptr, workspace, codes_ptr,
 
 
 @triton.jit
-def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C: tl.constexpr):
+def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.constexpr):
     """Merge the block that leaves the window of a head before the next token, if any does."""
     pool_ptr, count_ptr, table_ptr = kept
     metric_ptr, gain_ptr = merging
@@ -148,21 +153,23 @@ def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C: tl.constexpr
     slots, block = tl.load(at_ptr + SLOTS).to(tl.int32), tl.load(at_ptr + BLOCK).to(tl.int32)
     if (block > 0) & (count >= window) & ((count - window) % tl.maximum(block, 1) == 0):
         bits, merger = tl.load(at_ptr + BITS_KEPT).to(tl.int32), tl.load(at_ptr + MERGER)
-        level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + C.S
+        level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + SINKS
         metric_ptr, gain = metric_ptr + merger * (C.D + 1) * (C.D + 1), tl.load(gain_ptr + merger)
         work, first, om = workspace_of(own, float_ptr, list_ptr, ROOM, C), count - window, tl.arange(0, C.MP)
-        tokens, missing = (first + om) % window, tl.minimum(tl.maximum(C.S - first, 0), block)
+        missing = tl.minimum(tl.maximum(SINKS - first, 0), block)
         have, changed = block * 0, block * 0
         if bits == 16:
-            have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, bits, 16, C)
+            have, changed = read_leaving(work, at_ptr, start_ptr, slots, first, missing, window, block, bits, 16, C)
         if C.LEAST <= 8:
             if bits == 8:
-                have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, bits, 8, C)
+                have, changed = read_leaving(work, at_ptr, start_ptr, slots, first, missing, window, block, bits, 8, C)
         if C.LEAST < 8:
             if bits < 8:
-                have, changed = read_leaving(work, at_ptr, start_ptr, slots, tokens, missing, block, bits, FEW, C)
+                have, changed = read_leaving(
+                    work, at_ptr, start_ptr, slots, first, missing, window, block, bits, FEW, C
+                )
         kept_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
-        have, changed = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, True, C)
+        have, _, _ = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, block * 0, kept_ptr, True, C)
         codes_ptr += own * C.BT * (C.DP + C.VP)
         slot_level_ptr = level_ptr + window
         if bits == 16:
@@ -173,4 +180,4 @@ def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, C: tl.constexpr
         if C.LEAST < 8:
             if bits < 8:
                 write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, bits, codes_ptr, FEW, C)
-        tl.store(level_ptr + tokens, EMPTY, mask=om < block)
+        tl.store(level_ptr + (first + om) % window, EMPTY, mask=om < block)

@@ -2,7 +2,9 @@
 
 A slot lies in a row of the head's workspace, and stays there while it lives; `place` has its place in the order of
 tokens, infinity where the row is free. What pairs cost is kept, and measured again where a slot of them has changed:
-those rows are listed. A program works in memory that only it uses, and waits for its own threads between two steps.
+those rows are listed. So is the least cost of a slot with one before it, and which that is: where that one has changed,
+or is gone, the row is stale, and all its pairs are looked at again. A program works in memory that only it uses, and
+waits for its own threads between two steps.
 
   read_slots     copy the slots of a state into rows
   add_block      take the tokens of a block that leaves the window into free rows
@@ -29,21 +31,32 @@ from .slots_merging import MOST_IMPORTANT, TINY
 
 Tensor = torch.Tensor
 ROWS_AT_ONCE = 32
+LEAST_ROOM = 256  # of rows, for which kernels are compiled: fewer take as long
 LIMIT, LEAST_DISTANCE = tl.constexpr(MOST_IMPORTANT), tl.constexpr(TINY)
 HEAVIEST = tl.constexpr(MOST_TOKENS)
 INFINITE = tl.constexpr(float("inf"))
 NUMBERS = tl.constexpr(7)  # of a row, in the order of numbers_of
-LISTS = tl.constexpr(4)  # of rows: changed (twice as long as a list), gone or free, kept in order
+LISTS = tl.constexpr(7)  # of rows: changed (twice as long as a list), and those of lists_of
+MOST_KEYS = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def numbers_of(work):
-    """Where the weight, spread, |metric·k|², |v|², importance, place and least cost of rows lie."""
+    """Where the weight, spread, |metric·k|², |v|², importance, place and least cost of rows lie (that but for its
+    place)."""
     number_ptr, room = work[3], work[6]
     return (
         number_ptr, number_ptr + room, number_ptr + 2 * room, number_ptr + 3 * room, number_ptr + 4 * room,
         number_ptr + 5 * room, number_ptr + 6 * room,
     )  # fmt: skip
+
+
+@triton.jit
+def lists_of(work):
+    """Where the lists of free rows lie, of rows in order, of the slot with which a row's least cost is, of stale rows,
+    and of the last version of a row (kernel_text_slots.py)."""
+    list_ptr, room = work[5], work[6]
+    return list_ptr + 2 * room, list_ptr + 3 * room, list_ptr + 4 * room, list_ptr + 5 * room, list_ptr + 6 * room
 
 
 @triton.jit
@@ -108,7 +121,7 @@ def add_block(work, window, tokens, missing, block, count, changed, bits, KIND: 
     """
     keys_ptr, values_ptr = window
     place_ptr, list_ptr, room = numbers_of(work)[5], work[5], work[6]
-    free_ptr, found = list_ptr + 2 * room, 0
+    free_ptr, found = lists_of(work)[0], 0
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         free = (tl.load(place_ptr + rows) == INFINITE).to(tl.int32)
@@ -131,9 +144,9 @@ def add_block(work, window, tokens, missing, block, count, changed, bits, KIND: 
 
 @triton.jit
 def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
-    """Compute what merging needs of each slot that is listed as changed."""
+    """Compute what merging needs of each slot that is listed as changed; no pair of it is measured yet."""
     x_ptr, v_ptr, k_ptr, _, _, list_ptr, _ = work
-    _, _, key_ptr, value_ptr, importance_ptr, _, _ = numbers_of(work)
+    _, _, key_ptr, value_ptr, importance_ptr, _, least_ptr = numbers_of(work)
     od, query_ptr = tl.arange(0, C.DP), metric_ptr + C.D * (C.D + 1)
     for begin in range(0, changed, C.BT):
         at = begin + tl.arange(0, C.BT)
@@ -154,6 +167,7 @@ def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
         tl.store(key_ptr + rows, tl.sum(x * x, 1), mask=live)
         tl.store(value_ptr + rows, tl.sum(v * v, 1), mask=live)
         tl.store(importance_ptr + rows, tl.exp(asked), mask=live)
+        tl.store(least_ptr + rows, tl.full([C.BT], INFINITE, C.ACC), mask=live)
     tl.debug_barrier()
 
 
@@ -170,20 +184,24 @@ def multiply_rows(pointer, rows, columns, WP: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def measure_pairs(work, changed, ALL: tl.constexpr, C: tl.constexpr):
-    """Compute what merging costs each pair of which a slot is listed as changed, but for its place.
+    """Compute what merging costs each pair of which a slot is listed as changed, but for its place; keep the least.
 
     If all are listed, in the order of their rows, those before a tile of rows need not be paired with it again.
     """
     x_ptr, v_ptr, _, _, cost_ptr, list_ptr, room = work
-    weight_ptr, _, key_ptr, value_ptr, importance_ptr, _, _ = numbers_of(work)
+    weight_ptr, _, key_ptr, value_ptr, importance_ptr, place_ptr, least_ptr = numbers_of(work)
+    _, _, nearest_ptr, _, _ = lists_of(work)
     for begin in range(0, changed, C.BT):
         at = begin + tl.arange(0, C.BT)
         live = at < changed
         rows = tl.load(list_ptr + at, mask=live, other=0)
         key, value = tl.load(key_ptr + rows), tl.load(value_ptr + rows)
         inverse, important = 1 / tl.load(weight_ptr + rows), tl.load(importance_ptr + rows)
+        place = tl.where(live, tl.load(place_ptr + rows), INFINITE)[:, None]
+        best, nearest = tl.full([C.BT], INFINITE, C.ACC), tl.zeros([C.BT], tl.int32)
         for start in range(begin // C.BN * C.BN if ALL else 0, room, C.BN):
             columns = start + tl.arange(0, C.BN)
+            other = tl.load(place_ptr + columns)[None, :]
             apart = key[:, None] + tl.load(key_ptr + columns)[None, :]
             apart -= 2 * multiply_rows(x_ptr, rows, columns, C.DP, C)
             values = value[:, None] + tl.load(value_ptr + columns)[None, :]
@@ -192,51 +210,83 @@ def measure_pairs(work, changed, ALL: tl.constexpr, C: tl.constexpr):
             cost = cost * cost * tl.maximum(values, LEAST_DISTANCE)
             cost *= tl.maximum(important[:, None], tl.load(importance_ptr + columns)[None, :])
             tl.store(cost_ptr + rows[:, None] * room + columns[None, :], cost, mask=live[:, None])
+            least, first = nearest_of(tl.where(other < place, cost, INFINITE), columns[None, :])
+            best, nearest = tl.minimum(best, least), tl.where(least < best, first, nearest)
+            after = tl.where(place < other, cost, INFINITE)
+            least, before = tl.min(after, 0), tl.load(least_ptr + columns)
+            first = tl.max(tl.where(after == least[None, :], rows[:, None], 0), 0)
             tl.debug_barrier()  # a pair of two changed slots is written twice
             tl.store(cost_ptr + columns[None, :] * room + rows[:, None], cost, mask=live[:, None])
+            tl.store(least_ptr + columns, least, mask=least < before)
+            tl.store(nearest_ptr + columns, first, mask=least < before)
             tl.debug_barrier()
+        before = tl.load(least_ptr + rows)
+        tl.debug_barrier()
+        tl.store(least_ptr + rows, best, mask=live & (best < before))
+        tl.store(nearest_ptr + rows, nearest, mask=live & (best < before))
+        tl.debug_barrier()
+
+
+@triton.jit
+def nearest_of(costs, columns):
+    """The least number of each row, and which column it is in."""
+    least = tl.min(costs, 1)
+    return least, tl.max(tl.where(costs == least[:, None], columns, 0), 1)
+
+
+@triton.jit
+def look_again(work, stale, C: tl.constexpr):
+    """Find the least costs of the rows that are listed as stale."""
+    cost_ptr, room = work[4], work[6]
+    _, _, nearest_ptr, stale_ptr, _ = lists_of(work)
+    _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
+    for begin in range(0, stale, C.BT):
+        at = begin + tl.arange(0, C.BT)
+        live = at < stale
+        rows = tl.load(stale_ptr + at, mask=live, other=0)
+        place = tl.load(place_ptr + rows)[:, None]
+        best, nearest = tl.full([C.BT, C.BN], INFINITE, C.ACC), tl.zeros([C.BT, C.BN], tl.int32)
+        for start in range(0, room, C.BN):
+            columns = start + tl.arange(0, C.BN)
+            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :])
+            cost = tl.where(tl.load(place_ptr + columns)[None, :] < place, cost, INFINITE)
+            best, nearest = tl.minimum(best, cost), tl.where(cost < best, columns[None, :], nearest)
+        least, first = nearest_of(best, nearest)
+        tl.store(least_ptr + rows, least, mask=live)
+        tl.store(nearest_ptr + rows, first, mask=live)
+    tl.debug_barrier()
 
 
 @triton.jit
 def choose_gone(work, most, C: tl.constexpr):
-    """List the `most` slots that cost least to merge with one before them; mark them by a negative least cost."""
-    cost_ptr, list_ptr, room = work[4], work[5], work[6]
+    """Choose the `most` slots that cost least to merge with one before them, free their rows, and return those and
+    their places."""
     _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
-    for begin in range(0, room, C.BT):
-        rows = begin + tl.arange(0, C.BT)
-        place, best = tl.load(place_ptr + rows), tl.full([C.BT], INFINITE, C.ACC)
-        for start in range(0, room, C.BN):
-            columns = start + tl.arange(0, C.BN)
-            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :])
-            before = tl.load(place_ptr + columns)[None, :] < place[:, None]
-            best = tl.minimum(best, tl.min(tl.where(before, cost, INFINITE), 1))
-        tl.store(least_ptr + rows, tl.where(place < INFINITE, best * (place + 1), INFINITE))
+    rows, om = tl.arange(0, C.RM), tl.arange(0, C.MP)
+    place = tl.load(place_ptr + rows, mask=rows < work[6], other=INFINITE)
+    least = tl.load(least_ptr + rows, mask=place < INFINITE, other=INFINITE) * (place + 1)
+    keys = tl.where(place < INFINITE, place, 0.0).to(tl.int32) * C.RM + rows  # in the order of places
+    keys = tl.where(place < INFINITE, keys, MOST_KEYS)
+    gone, left = tl.zeros([C.MP], tl.int32), tl.full([C.MP], INFINITE, C.ACC)
+    for index in range(0, most):
+        key = tl.min(tl.where(least == tl.min(least, 0), keys, MOST_KEYS), 0)
+        gone, left = tl.where(om == index, key % C.RM, gone), tl.where(om == index, (key // C.RM).to(C.ACC), left)
+        least = tl.where(keys == key, INFINITE, least)
     tl.debug_barrier()
-    for begin in range(0, room, C.BT):
-        rows = begin + tl.arange(0, C.BT)
-        place, least, rank = tl.load(place_ptr + rows), tl.load(least_ptr + rows), tl.zeros([C.BT], tl.int32)
-        for start in range(0, room, C.BN):
-            columns = start + tl.arange(0, C.BN)
-            other, others = tl.load(place_ptr + columns)[None, :], tl.load(least_ptr + columns)[None, :]
-            first = (others < least[:, None]) | ((others == least[:, None]) & (other < place[:, None]))
-            rank += tl.sum(first.to(tl.int32), 1)
-        tl.store(list_ptr + 2 * room + rank, rows, mask=(place < INFINITE) & (rank < most))
+    tl.store(place_ptr + gone, tl.full([C.MP], INFINITE, C.ACC), mask=om < most)
     tl.debug_barrier()
+    return gone, left
 
 
 @triton.jit
-def choose_partners(work, gone, live, C: tl.constexpr):
-    """Mark the slots that go, and return for each the slot that stays with which merging costs least."""
-    cost_ptr, room = work[4], work[6]
-    _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
-    tl.store(least_ptr + gone, -1.0, mask=live)
-    tl.debug_barrier()
-    place, into = tl.load(place_ptr + gone), tl.zeros([C.MP], tl.int32)
+def choose_partners(work, gone, place, C: tl.constexpr):
+    """Return for each slot that goes from its place the slot that stays with which merging costs least."""
+    cost_ptr, room, place_ptr = work[4], work[6], numbers_of(work)[5]
+    place, into = tl.where(place < INFINITE, place, 0.0), tl.zeros([C.MP], tl.int32)
     best, found = tl.full([C.MP], INFINITE, C.ACC), tl.full([C.MP], INFINITE, C.ACC)
     for start in range(0, room, C.BN):
         columns = start + tl.arange(0, C.BN)
-        other = tl.load(place_ptr + columns)
-        other = tl.where(tl.load(least_ptr + columns) < 0, INFINITE, other)[None, :]
+        other = tl.load(place_ptr + columns)[None, :]
         cost = tl.load(cost_ptr + gone[:, None] * room + columns[None, :])
         cost = tl.where(other < INFINITE, cost, INFINITE) * (tl.maximum(place[:, None], other) + 1)
         least = tl.min(cost, 1)
@@ -247,22 +297,23 @@ def choose_partners(work, gone, live, C: tl.constexpr):
     return into
 
 
-@triton.jit
-def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, ALL: tl.constexpr, C: tl.constexpr):
+@triton.jit(noinline=True)  # compilers take far longer for one large function
+def merge_rows(work, metric_ptr, bits, levels, count, most, changed, stale, kept, ALL: tl.constexpr, C: tl.constexpr):
     """Merge the cheapest pairs until `most` slots are left, rounded to `bits`, or to the type that `kept` points to.
 
-    Whether ALL slots are listed as changed, in order. Return how many slots there are, and how many are listed then.
+    Whether ALL slots are listed as changed, in order. Return how many slots there are, and how many are listed as
+    changed and as stale then.
     """
     if count > most:
         x_ptr, v_ptr, k_ptr, _, _, list_ptr, room = work
-        weight_ptr, spread_ptr, key_ptr, _, _, place_ptr, least_ptr = numbers_of(work)
+        weight_ptr, spread_ptr, key_ptr, _, _, place_ptr, _ = numbers_of(work)
         measure_rows(work, metric_ptr, changed, C)
         measure_pairs(work, changed, ALL, C)
-        choose_gone(work, count - most, C)
+        look_again(work, stale, C)
+        gone, left = choose_gone(work, count - most, C)
         om = tl.arange(0, C.MP)
         live = om < count - most
-        gone = tl.load(list_ptr + 2 * room + om, mask=live, other=0)
-        into = choose_partners(work, gone, live, C)
+        into = choose_partners(work, gone, left, C)
         own, weights = tl.load(weight_ptr + into), tl.load(weight_ptr + gone, mask=live, other=0.0)
         shares = tl.where((into[:, None] == into[None, :]) & live[None, :], weights[None, :], 0.0)
         total = own + tl.sum(shares, 1)
@@ -280,26 +331,35 @@ def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, ALL: 
         v = codes * scales[:, None]
         if bits < 8:
             total, spread = tl.minimum(total, HEAVIEST), as_bf16(spread.to(tl.float32)).to(C.ACC)
-        left, place = tl.where(live, tl.load(place_ptr + gone), INFINITE), tl.load(place_ptr + into)
+        place = tl.load(place_ptr + into)
         tl.debug_barrier()
         put_rows(work, into, live, k, v, total, spread, place, C)
         tl.store(list_ptr + om, into, mask=live)
-        close_gaps(work, left, C)
+        tl.debug_barrier()
+        stale = close_gaps(work, gone, into, left, C)
         changed, count = count - most, most
-    return count, changed
+    return count, changed, stale
 
 
 @triton.jit
-def close_gaps(work, left, C: tl.constexpr):
-    """Free the rows of slots that went from these places, and number those that stay."""
-    _, _, _, _, _, place_ptr, least_ptr = numbers_of(work)
-    for begin in range(0, work[6], C.BT):
-        rows = begin + tl.arange(0, C.BT)
-        place = tl.load(place_ptr + rows)
-        before = tl.sum((left[None, :] < place[:, None]).to(C.ACC), 1)
-        goes = (tl.load(least_ptr + rows) < 0) | (place == INFINITE)
-        tl.store(place_ptr + rows, tl.where(goes, INFINITE, place - before))
+def close_gaps(work, gone, into, left, C: tl.constexpr):
+    """Number the slots that stay, and list the rows whose least cost was with a slot that went from these places, or
+    that took one in; return how many those are."""
+    place_ptr, stale = numbers_of(work)[5], 0
+    _, _, nearest_ptr, stale_ptr, _ = lists_of(work)
+    for begin in range(0, work[6], C.BN):
+        rows = begin + tl.arange(0, C.BN)
+        place, nearest = tl.load(place_ptr + rows), tl.load(nearest_ptr + rows)[:, None]
+        before = left[None, :] < place[:, None]
+        went = left[None, :] < INFINITE
+        touched = went & ((nearest == gone[None, :]) | (nearest == into[None, :]))
+        merged = went & (rows[:, None] == into[None, :])
+        listed = (tl.max(touched.to(tl.int32), 1) > tl.max(merged.to(tl.int32), 1)) & (place < INFINITE)
+        tl.store(place_ptr + rows, place - tl.sum(before.to(C.ACC), 1), mask=place < INFINITE)
+        tl.store(stale_ptr + stale + tl.cumsum(listed.to(tl.int32), 0) - 1, rows, mask=listed)
+        stale += tl.sum(listed.to(tl.int32), 0)
     tl.debug_barrier()
+    return stale
 
 
 @triton.jit
@@ -322,7 +382,7 @@ def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIN
     """Copy the rows into a state, in the order of their tokens, and zeros behind them; write their levels, too."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     weights_ptr, spreads_ptr, _, _, _, place_ptr, _ = numbers_of(work)
-    order_ptr, room = work[5] + 3 * work[6], work[6]
+    order_ptr, room = lists_of(work)[1], work[6]
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         place = tl.load(place_ptr + rows)
@@ -351,14 +411,16 @@ def merging_launch() -> dict[str, int]:
 
 @functools.cache  # or the host would take longer to launch a kernel than it runs
 def merging_constants(
-    dims: tuple[int, ...], most: int, work: torch.dtype, sinks: int, kept: torch.dtype, least: int = 16,
+    dims: tuple[int, ...], most: int, room: int, work: torch.dtype, kept: torch.dtype, least: int = 16,
     turned: bool = False, group: int = 1,
 ) -> PackedConstants:  # fmt: skip
-    """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many."""
+    """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many, and
+    so many rows."""
     some = padded(max(dims))
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
-        BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), S=sinks, TURNED=turned,
+        BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), TURNED=turned,
+        RM=max(LEAST_ROOM, triton.next_power_of_2(room)),
         G=group, GP=padded(group), **kinds_of_rows(kept, least), **precision(work),
     )  # fmt: skip
 

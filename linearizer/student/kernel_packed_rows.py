@@ -38,6 +38,7 @@ class PackedConstants(Constants):
     LEAST: Any = None  # the least kind of rows
     TURNED: Any = None  # whether rows of fewer bits hold turned vectors
     MP: Any = None  # tokens that leave a window at once, padded
+    RM: Any = None  # rows of a workspace at most, a power of two
 
 
 def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:

@@ -4,6 +4,9 @@
                   down what the slots are in each period
   attend_periods  one program for each period: its rows attend to sinks, window and the slots of their period
 
+Few slots change from one period to the next. Each row that changed is written once, as a version, and a period is a
+list of versions.
+
 Numbers that change from text to text are not specialised: a kernel would be compiled anew for many of them.
 
 Heads of a layer may hold windows and slots of all sizes, and still take one launch: where the tensors of a head lie is
@@ -37,6 +40,7 @@ from .kernel_common import (
 from .kernel_merging import (
     add_block,
     levels_of,
+    lists_of,
     load_row_tile,
     make_workspace,
     merge_rows,
@@ -50,7 +54,7 @@ from .kernel_merging import (
 from .slots_torch import SlotText
 
 Tensor = torch.Tensor
-PERIOD_BYTES = 2**28  # of the slots of all periods that attend at once
+PERIOD_BYTES = 2**28  # of the versions of all periods that attend at once
 FIELDS = tl.constexpr(16)  # of a head of a text, in the order of table_of
 
 
@@ -69,13 +73,31 @@ def head_of(table_ptr, own, first_ptr, end_ptr, texts):
     return field_ptr + 4, first, end, window, block, period
 
 
-@triton.jit(do_not_specialize=["TEXTS", "TOKENS", "FROM", "PERIODS"])
-def merge_text(tensors, table_ptr, ends, workspace, periods, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr):
+@triton.jit
+def write_versions(work, rows, live, versions, begin, gain, C: tl.constexpr):
+    """Write what rows hold now as versions, and keep their numbers."""
+    slot_k_ptr, slot_v_ptr, level_ptr = versions
+    od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
+    at = begin + tl.arange(0, rows.shape[0])
+    k, v = load_row_tile(work[2], rows, C.DP), load_row_tile(work[1], rows, C.VP)
+    to_ptr = slot_k_ptr + at[:, None] * C.D + od[None, :]
+    tl.store(to_ptr, k.to(to_ptr.dtype.element_ty), mask=live[:, None] & (od < C.D)[None, :])
+    to_ptr = slot_v_ptr + at[:, None] * C.DV + ov[None, :]
+    tl.store(to_ptr, v.to(to_ptr.dtype.element_ty), mask=live[:, None] & (ov < C.DV)[None, :])
+    tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=live)
+    tl.store(lists_of(work)[4] + rows, at, mask=live)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["SINKS", "TEXTS", "TOKENS", "FROM", "PERIODS"])
+def merge_text(
+    tensors, table_ptr, ends, workspace, periods, SINKS, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr
+):  # fmt: skip
     """Merge what leaves windows while a text is read, and keep the slots of each period; grid (head and text,)."""
     base_ptr, number_ptr = tensors
     first_ptr, end_ptr = ends
     float_ptr, list_ptr, ROOM = workspace
-    slot_k_ptr, slot_v_ptr, level_ptr = periods
+    slot_k_ptr, slot_v_ptr, level_ptr, period_ptr, VERSIONS = periods
     own = tl.program_id(0).to(tl.int64)
     field_ptr, first, end, window, block, period = head_of(table_ptr, own, first_ptr, end_ptr, TEXTS)
     slots, bits = tl.load(field_ptr - 2).to(tl.int32), tl.load(field_ptr - 1).to(tl.int32)
@@ -85,32 +107,42 @@ def merge_text(tensors, table_ptr, ends, workspace, periods, TEXTS, TOKENS, FROM
     )  # fmt: skip
     columns = base_ptr + tl.load(field_ptr + 2), base_ptr + tl.load(field_ptr + 3)
     metric_ptr, gain = number_ptr + tl.load(field_ptr + 10), tl.load(number_ptr + tl.load(field_ptr + 11))
-    work = workspace_of(own, float_ptr, list_ptr, ROOM, C)
+    work, at = workspace_of(own, float_ptr, list_ptr, ROOM, C), own * VERSIONS
+    versions = slot_k_ptr + at * C.D, slot_v_ptr + at * C.DV, level_ptr + at
     place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
-    od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
+    free_ptr, _, _, _, version_ptr = lists_of(work)
     count, changed = read_slots(work, state, slots, 16, 16, C)
+    stale, written = 0, ROOM
+    for begin in range(0, ROOM, C.BT):
+        rows = begin + tl.arange(0, C.BT)
+        write_versions(work, rows, tl.load(place_ptr + rows) < float("inf"), versions, begin, gain, C)
     for index in range(0, PERIODS):
         leaves = (period + FROM + index - 1) * block
         if (leaves >= 0) & (leaves + window >= first) & (leaves + window < end):
-            tokens, missing = leaves + om - (end - window - TOKENS), tl.minimum(tl.maximum(C.S - leaves, 0), block)
+            tokens, missing = leaves + om - (end - window - TOKENS), tl.minimum(tl.maximum(SINKS - leaves, 0), block)
+            had = count
             count, changed = add_block(work, columns, tokens, missing, block, count, changed, 16, 16, C)
-            count, changed = merge_rows(work, metric_ptr, bits, 1 << bits, count, slots, changed, base_ptr, False, C)
-        for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BT):
-            rows = begin + tl.arange(0, C.BT)
-            live, at = tl.load(place_ptr + rows) < float("inf"), (own * PERIODS + index) * ROOM + rows
-            k, v = load_row_tile(work[2], rows, C.DP), load_row_tile(work[1], rows, C.VP)
-            to_ptr = slot_k_ptr + at[:, None] * C.D + od[None, :]
-            tl.store(to_ptr, k.to(to_ptr.dtype.element_ty), mask=(od < C.D)[None, :])
-            to_ptr = slot_v_ptr + at[:, None] * C.DV + ov[None, :]
-            tl.store(to_ptr, v.to(to_ptr.dtype.element_ty), mask=(ov < C.DV)[None, :])
-            tl.store(level_ptr + at, levels_of(work, rows, live, gain, C))
+            new = count - had
+            gone = tl.maximum(count - slots, 0)
+            count, changed, stale = merge_rows(
+                work, metric_ptr, bits, 1 << bits, count, slots, changed, stale, base_ptr, False, C
+            )
+            live = om < new
+            write_versions(work, tl.load(free_ptr + om, mask=live, other=0), live, versions, written, gain, C)
+            live, written = om < gone, written + C.MP
+            write_versions(work, tl.load(work[5] + om, mask=live, other=0), live, versions, written, gain, C)
+            written += C.MP
+        for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BN):
+            rows = begin + tl.arange(0, C.BN)
+            version = tl.where(tl.load(place_ptr + rows) < float("inf"), tl.load(version_ptr + rows), -1)
+            tl.store(period_ptr + (own * PERIODS + index) * ROOM + rows, version)
     write_slots(work, state, slots, count, numbers_of(work)[6], gain, 16, list_ptr, 16, C)
 
 
-@triton.jit(do_not_specialize=["TEXTS", "TOKENS", "FROM", "PERIODS"])
-def attend_periods(tensors, table_ptr, ends, ROOM, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr):
+@triton.jit(do_not_specialize=["SINKS", "TEXTS", "TOKENS", "FROM", "PERIODS"])
+def attend_periods(base_ptr, table_ptr, ends, ROOM, periods, SINKS, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr):
     """Attend with the rows of a period; grid (head and text, period, part of its rows)."""
-    base_ptr, slot_k_ptr, slot_v_ptr, level_ptr = tensors
+    slot_k_ptr, slot_v_ptr, level_ptr, period_ptr, VERSIONS = periods
     first_ptr, end_ptr = ends
     own = tl.program_id(0).to(tl.int64)
     field_ptr, first, end, window, block, period = head_of(table_ptr, own, first_ptr, end_ptr, TEXTS)
@@ -128,11 +160,11 @@ def attend_periods(tensors, table_ptr, ends, ROOM, TEXTS, TOKENS, FROM, PERIODS,
         merged = tl.maximum(period * block, 0)
         top = tl.full([C.BT], EMPTY, C.ACC)
         total, acc = tl.zeros([C.BT], C.ACC), tl.zeros([C.BT, C.VP], C.ACC)
-        if C.S > 0:
+        if SINKS > 0:
             os = tl.arange(0, C.SP)
-            logits = scores(q, q_ptr, base_ptr + tl.load(field_ptr + 4), rows, os, stop, C.S, C.D, C.DP, C)
-            sink_v = load_tile(base_ptr + tl.load(field_ptr + 5), os, ov, C.S, C.DV)
-            live = ((os < C.S) & (os < merged))[None, :]
+            logits = scores(q, q_ptr, base_ptr + tl.load(field_ptr + 4), rows, os, stop, SINKS, C.D, C.DP, C)
+            sink_v = load_tile(base_ptr + tl.load(field_ptr + 5), os, ov, SINKS, C.DV)
+            live = ((os < SINKS) & (os < merged))[None, :]
             top, total, acc = update_softmax(top, total, acc, logits, live, sink_v, C)
         k_ptr, v_ptr = base_ptr + tl.load(field_ptr + 2), base_ptr + tl.load(field_ptr + 3)
         before = end - columns  # the place of the first column
@@ -143,15 +175,15 @@ def attend_periods(tensors, table_ptr, ends, ROOM, TEXTS, TOKENS, FROM, PERIODS,
             seen = (column < last)[None, :] & ((column + before)[None, :] <= place[:, None])
             v = load_tile(v_ptr, column, ov, last, C.DV)
             top, total, acc = update_softmax(top, total, acc, near, seen, v, C)
-        at = (own * PERIODS + tl.program_id(1)) * ROOM
-        slot_k_ptr, slot_v_ptr, level_ptr = slot_k_ptr + at * C.D, slot_v_ptr + at * C.DV, level_ptr + at
+        period_ptr += (own * PERIODS + tl.program_id(1)) * ROOM
+        slot_k_ptr, slot_v_ptr = slot_k_ptr + own * VERSIONS * C.D, slot_v_ptr + own * VERSIONS * C.DV
+        level_ptr += own * VERSIONS
         for start in range(0, ROOM, C.BN):
-            slot = start + tl.arange(0, C.BN)
-            level = tl.load(level_ptr + slot)[None, :]
-            far = scores(q, q_ptr, slot_k_ptr, rows, slot, stop, ROOM, C.D, C.DP, C) + level
-            filled = level > EMPTY / 2
-            v = load_tile(slot_v_ptr, slot, ov, ROOM, C.DV)
-            top, total, acc = update_softmax(top, total, acc, far, filled, v, C)
+            slot = tl.load(period_ptr + start + tl.arange(0, C.BN))
+            level = tl.load(level_ptr + slot, mask=slot >= 0, other=EMPTY)[None, :]
+            far = scores(q, q_ptr, slot_k_ptr, rows, slot, stop, VERSIONS, C.D, C.DP, C) + level
+            v = load_tile(slot_v_ptr, slot, ov, VERSIONS, C.DV)
+            top, total, acc = update_softmax(top, total, acc, far, level > EMPTY / 2, v, C)
         out_ptr = base_ptr + tl.load(field_ptr + 1) + rows[:, None] * C.DV + ov[None, :]
         out = (acc / total[:, None]).to(base_ptr.dtype.element_ty)
         tl.store(out_ptr, out, mask=inside[:, None] & (ov < C.DV)[None, :])
@@ -197,21 +229,23 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
     rows = max(text.state.weight.shape[-1] + text.merging.block for text in texts)
     floats, lists, room = make_workspace(programs, rows, (dim, value_dim), first.state.weight)
     periods = (tokens - 2) // min(text.merging.block for text in texts) + 2
-    together = max(1, min(periods, PERIOD_BYTES // (programs * room * (dim + value_dim) * first.q.element_size())))
-    each = programs * together * room
-    slots = first.q.new_empty(each * dim), first.q.new_empty(each * value_dim), floats.new_empty(each)
-    merging = merging_constants((dim, value_dim), most, work, sinks, first.q.dtype)
+    merging = merging_constants((dim, value_dim), most, room, work, first.q.dtype)
+    changing, row_bytes = 2 * merging.MP.value, (dim + value_dim) * first.q.element_size()
+    together = max(1, min(periods, (PERIOD_BYTES // (programs * row_bytes) - room) // changing))
+    versions = room + together * changing
+    kept = [first.q.new_empty(programs * versions * size) for size in (dim, value_dim)]
+    slots = *kept, floats.new_empty(programs * versions), lists.new_empty(programs * together * room), versions
     exact, wide = first.q.element_size() > 2, max(padded(dim), padded(value_dim)) > 128
     at_once = 16 if exact else 64 if chip(first.q) == (9, 0) and not wide else 32  # more would not fit into registers
     constants = Constants(
-        D=dim, DV=value_dim, DP=padded(dim), VP=padded(value_dim), DS=dims_at_once(first.q), G=group, S=sinks,
+        D=dim, DV=value_dim, DP=padded(dim), VP=padded(value_dim), DS=dims_at_once(first.q), G=group,
         SP=padded(sinks), BT=min(at_once, padded(most * group)), BN=32 if exact or wide else 64,
         **precision(first.q.dtype),
     )  # fmt: skip
     grid = programs, together, triton.cdiv(most * group, constants.BT.value)
     ends, bases = (count, count + first.new), (first.q, first.state.weight)
     for begin in range(0, periods, together):
-        sizes = batch, tokens, begin, together
+        sizes = sinks, batch, tokens, begin, together
         merge_text[(programs,)](bases, table, ends, (floats, lists, room), slots, *sizes, merging, **merging_launch())
-        attend_periods[grid]((first.q, *slots), table, ends, room, *sizes, constants, num_warps=8, num_stages=1)
+        attend_periods[grid](first.q, table, ends, room, slots, *sizes, constants, num_warps=8, num_stages=1)
     return outputs

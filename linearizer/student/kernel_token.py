@@ -54,14 +54,14 @@ PROGRAMS = 264  # of a launch, where there are rows enough: two for each process
 
 @triton.jit
 def attend_rows(
-    given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, KIND: tl.constexpr, C: tl.constexpr
+    given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
     """Attend to the sinks and rows of one part of a head that keeps numbers of so many bits."""
     q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
     pool_ptr, count_ptr, table_ptr = kept
     BYTES, EACH = sizes
     TURNED: tl.constexpr = C.TURNED and KIND < 16
-    SINKS: tl.constexpr = tl.pointer_type(C.KEPT if KIND == 16 else tl.bfloat16)
+    KEPT: tl.constexpr = tl.pointer_type(C.KEPT if KIND == 16 else tl.bfloat16)
     own, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     text, at_ptr, start_ptr = own // H, table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
     head, window = tl.load(at_ptr + HEAD), tl.load(at_ptr + WINDOW)
@@ -77,17 +77,16 @@ def attend_rows(
         q = load_tile_at(q_ptr + text * q_text + head * q_head, og, q_group, C.G, od, C.D).to(C.ACC) * scale
     top = tl.full([C.GP], EMPTY, C.ACC)
     total, acc = tl.zeros([C.GP], C.ACC), tl.zeros([C.GP, C.VP], C.ACC)
-    if C.S > 0:
-        if part == 0:
-            os = tl.arange(0, C.SP)
-            sink_k_ptr = (start_ptr + tl.load(at_ptr + SINK_K)).to(SINKS)
-            sink_v_ptr = (start_ptr + tl.load(at_ptr + SINK_V)).to(SINKS)
-            k = load_tile(sink_k_ptr, os, od, C.S, C.D).to(C.ACC)
-            v = load_tile(sink_v_ptr, os, ov, C.S, C.DV).to(C.ACC)
-            level = tl.load(level_ptr + os, mask=os < C.S, other=EMPTY).to(C.ACC)
-            logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION) + level[None, :]
-            top, total, acc = update_softmax(top, total, acc, logits, (level > EMPTY / 2)[None, :], v, C)
-    level_ptr += C.S
+    if (part == 0) & (SINKS > 0):
+        os = tl.arange(0, C.SP)
+        sink_k_ptr = (start_ptr + tl.load(at_ptr + SINK_K)).to(KEPT)
+        sink_v_ptr = (start_ptr + tl.load(at_ptr + SINK_V)).to(KEPT)
+        k = load_tile(sink_k_ptr, os, od, SINKS, C.D).to(C.ACC)
+        v = load_tile(sink_v_ptr, os, ov, SINKS, C.DV).to(C.ACC)
+        level = tl.load(level_ptr + os, mask=os < SINKS, other=EMPTY).to(C.ACC)
+        logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION) + level[None, :]
+        top, total, acc = update_softmax(top, total, acc, logits, (level > EMPTY / 2)[None, :], v, C)
+    level_ptr += SINKS
     begin = part * EACH
     end = tl.minimum(begin + EACH, ROWS)
     for start in range(begin, end, C.BN):
@@ -121,19 +120,19 @@ def attend_rows(
     tl.store(part_ptr + og * (C.VP + 2) + C.VP + 1, total)
 
 
-@triton.jit(do_not_specialize=["H"])
-def attend_part(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, C: tl.constexpr):
+@triton.jit(do_not_specialize=["H", "SINKS"])
+def attend_part(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, C: tl.constexpr):
     """Attend to the sinks and rows of one part; grid (text and head, part)."""
     pool_ptr, count_ptr, table_ptr = kept
     bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT).to(tl.int32)
     if bits == 16:
-        attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, 16, C)
+        attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, 16, C)
     if C.LEAST <= 8:
         if bits == 8:
-            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, 8, C)
+            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, 8, C)
     if C.LEAST < 8:
         if bits < 8:
-            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, sizes, scale, bits, FEW, C)
+            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, FEW, C)
 
 
 @triton.jit
@@ -196,25 +195,25 @@ def launch_token(
     if merging or turns:
         floats, lists, room = make_workspace(programs if merging else 0, slots + block, dims, like)
         codes = pool.new_empty(programs * ROWS_AT_ONCE * wide)
-        constants = merging_constants(dims, block, work, sinks, k.dtype, least, bool(turns), group)
+        constants = merging_constants(dims, block, room, work, k.dtype, least, bool(turns), group)
         shares = 1
         if turns:
             turned = like.new_empty(programs * (padded(group) * padded(dims[0]) + wide))
             shares += triton.cdiv(max(dims), constants.DS.value)
         turning, merged = tuple(turns or [like] * 6), tuple(merging or [like] * 2)  # others are not read
         prepare_token[(programs, shares)](
-            given, kept, merged, turning, turned, (floats, lists, room), codes, heads, bytes, (scale, scale**0.5),
-            constants, **merging_launch(),
+            given, kept, merged, turning, turned, (floats, lists, room), codes, heads, bytes, sinks,
+            (scale, scale**0.5), constants, **merging_launch(),
         )  # fmt: skip
     some = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
     parts = max(1, min(triton.cdiv(rows, some), PROGRAMS // programs))
     each = triton.cdiv(triton.cdiv(rows, parts), some) * some
     parts = triton.cdiv(rows, each)
-    constants = token_constants(dims, group, some, work, sinks, k.dtype, least, bool(turns))
+    constants = token_constants(dims, group, some, padded(sinks), work, k.dtype, least, bool(turns))
     scratch = like.new_empty(programs * parts * padded(group) * (padded(dims[1]) + 2))
     codes = pool.new_empty(programs * wide)
     attend_part[(programs, parts)](
-        given, kept, turned, scratch, codes, heads, (bytes, each), scale, constants, **LAUNCH
+        given, kept, turned, scratch, codes, heads, sinks, (bytes, each), scale, constants, **LAUNCH
     )
     middle, matrix = (turns[2], turns[5]) if turns else (like, like)
     join_parts[(programs, triton.cdiv(dims[1], constants.DS.value) if turns else 1)](
@@ -224,11 +223,11 @@ def launch_token(
 
 @functools.cache  # or the host would take longer to launch a kernel than it runs
 def token_constants(
-    dims: tuple[int, int], group: int, some: int, work: torch.dtype, sinks: int, kept: torch.dtype, least: int,
+    dims: tuple[int, int], group: int, some: int, sinks: int, work: torch.dtype, kept: torch.dtype, least: int,
     turned: bool,
 ) -> PackedConstants:  # fmt: skip
     """Return what kernels that attend with a token are compiled for, some rows at a time."""
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, some), G=group, GP=padded(group),
-        S=sinks, SP=padded(sinks), BN=some, TURNED=turned, **kinds_of_rows(kept, least), **precision(work),
+        SP=sinks, BN=some, TURNED=turned, **kinds_of_rows(kept, least), **precision(work),
     )  # fmt: skip

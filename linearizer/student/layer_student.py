@@ -30,9 +30,10 @@ from .update_rules import UPDATE_RULES
 
 Tensor = torch.Tensor
 SOFTMAX = "softmax"
-FAMILIES = {"in_c": "heads in C", "in_triton": "windows and slots"}  # of kernels
+FAMILIES = {"in_c": "heads in C", "in_triton": "texts with windows and slots"}  # of kernels
+TOKENS = "tokens with windows and slots"  # those in Triton, which take longer to compile and which a text does not need
 TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # of heads on which kernels are tried, of each number of bits
-TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 19, 30), 0.5, 0.125  # of the calls for its text
+TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 19, 30), 0.5, 0.125  # of the calls: a text, two tokens, a text
 
 
 def generator_at(seed: int, *place: int) -> torch.Generator:
@@ -321,8 +322,9 @@ class LayerStudent(nn.Module):
         if (chosen := getattr(self, way)) is not None:
             return chosen
         group, *dims = sizes = q.shape[2], q.shape[-1], q.shape[-1] if self.exact_values else v.shape[-1]
-        sinks = 1 if way == "in_c" else self.sinks  # for which Triton's kernels are compiled
-        if (way, q.dtype, *sizes) in self.found_right:
+        of_token = way == "in_triton" and q.shape[-2] == 1
+        sinks, family = (1 if way == "in_c" else self.sinks), TOKENS if of_token else FAMILIES[way]
+        if (family, q.dtype, *sizes) in self.found_right:
             return True
 
         @torch.no_grad()
@@ -341,13 +343,17 @@ class LayerStudent(nn.Module):
             inputs = queries, *trial.stable(bits, TRIAL_SCALE, *drawn)
             text, memory = [x.to(q.device, q.dtype).to(dtype) for x in inputs], []  # type: ignore[var-annotated]
             trial.to(q.device, dtype)
-            edges = zip((0, *TRIAL_ENDS), TRIAL_ENDS, strict=False)
-            return [trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, memory) for begin, end in edges]
+            ends, out = TRIAL_ENDS if way == "in_c" or of_token else TRIAL_ENDS[::3], []
+            for begin, end in zip((0, *ends), ends, strict=False):
+                if of_token:  # PyTorch reads the texts around them
+                    trial.in_triton = by_kernel and end - begin == 1
+                out.append(trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, memory))
+            return out
 
-        trials = ((FAMILIES[way], q, (*sizes, sinks, bits), partial(compute, bits)) for bits in self.kinds_of_bits)
+        trials = ((family, q, (*sizes, sinks, bits), partial(compute, bits)) for bits in self.kinds_of_bits)
         if not all(passes_trial(*trial) for trial in trials):
             return False
-        self.found_right.add((way, q.dtype, *sizes))
+        self.found_right.add((family, q.dtype, *sizes))
         return True
 
     def stable(self, bits: int, scale: float, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

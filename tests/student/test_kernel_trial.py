@@ -11,8 +11,10 @@ from linearizer.student import (
     kernel_dispatch,
     kernel_text_features,
     kernel_text_gradients,
+    kernel_text_slots,
     kernel_token,
     kernel_trial,
+    token_pool,
 )
 from linearizer.student.kernel_dispatch import linear_attention
 from linearizer.student.state import FeatureState
@@ -49,6 +51,7 @@ def launches(monkeypatch):
         (attention_loss_kernels, "losses"),
         (kernel_dispatch.FeatureAttention, "apply"),
         (kernel_dispatch, "launch_texts"),
+        (token_pool, "launch_token"),
     ):
         run = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *args, run=run, name=name: (counted.append(name), run(*args))[1])
@@ -72,10 +75,19 @@ def train():
     return torch.autograd.grad(out.sum(), q)[0]
 
 
-def write():
+def read_slots(tokens=0):
     student = layers.layer([[4, 0, 3, 2, 8]], dtype=torch.float32).to(DEVICE)
-    student.in_c, given = False, [x.to(DEVICE) for x in layers.text(1, 5, dtype=torch.float32)]
-    return layers.read(student, given, [5])[0]
+    given, memory = [x.to(DEVICE) for x in layers.text(1, 6, dtype=torch.float32)], []
+    student.in_c = False
+    student.in_triton = False if tokens else None  # the text before tokens is read by PyTorch
+    with torch.no_grad():
+        out = student(*(x[:, :, : 6 - tokens] for x in given), 0.5, None, memory)
+        student.in_triton = None
+        return student(*(x[:, :, 5:] for x in given), 0.5, None, memory) if tokens else out
+
+
+def read_token():
+    return read_slots(1)
 
 
 def compare():
@@ -85,7 +97,8 @@ def compare():
 DOORS = {
     "attention": (read, "apply"),
     "attention and its gradients": (train, "apply"),
-    "windows and slots": (write, "launch_texts"),
+    "texts with windows and slots": (read_slots, "launch_texts"),
+    "tokens with windows and slots": (read_token, "launch_token"),
     "losses of attention rows": (compare, "losses"),
 }
 
@@ -105,7 +118,8 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
-    "windows and slots": (kernel_token, "= new, total * old + weight", "= new, total * old"),
+    "texts with windows and slots": (kernel_text_slots, "(leaves + window < end)", "(leaves + window > end)"),
+    "tokens with windows and slots": (kernel_token, "= new, total * old + weight", "= new, total * old"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }
 
