@@ -28,8 +28,8 @@ LOST = tl.constexpr(-10.0)  # the log of a product below which terms of it may h
 class Constants:
     """What a kernel is compiled for: the argument C of every kernel. Other letters are of single calls, and pointers.
 
-    T tokens, H KV heads; WINDOW, SEGMENTS and COLUMNS count what they say. ot, oj, oc, os, om, od, ov: indices of rows
-    (tokens), far columns, columns, sinks, features, dimensions of keys, and of values.
+    T tokens, H KV heads; WINDOW, SEGMENTS, COLUMNS and SINKS count what they say. ot, oj, oc, os, om, od, ov: indices
+    of rows (tokens), far columns, columns, sinks, features, dimensions of keys, and of values.
     """
 
     D: Any = None  # dimensions of a key
@@ -39,8 +39,7 @@ class Constants:
     DS: Any = None  # dimensions that are multiplied at once
     G: Any = None  # query heads that share a KV head
     GP: Any = None  # G padded
-    S: Any = None  # sinks
-    SP: Any = None  # S padded
+    SP: Any = None  # sinks, padded
     M: Any = None  # features
     MS: Any = None  # features at a time
     MG: Any = None  # features of a program that makes gradients

@@ -31,7 +31,7 @@ from .slots_merging import MOST_IMPORTANT, TINY
 
 Tensor = torch.Tensor
 ROWS_AT_ONCE = 32
-LEAST_ROOM = 256  # of rows, for which kernels are compiled: fewer take as long
+LEAST_ROOM = 512  # of rows, for which kernels are compiled: fewer take as long
 LIMIT, LEAST_DISTANCE = tl.constexpr(MOST_IMPORTANT), tl.constexpr(TINY)
 HEAVIEST = tl.constexpr(MOST_TOKENS)
 INFINITE = tl.constexpr(float("inf"))

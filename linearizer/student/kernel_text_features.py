@@ -161,7 +161,7 @@ class Problem:
             self.sizes["BT"] = min(64, self.sizes["BT"])
         self.letters = {
             **{"D": self.key_dim, "DP": padded(self.key_dim), "DV": self.value_dim, "VP": padded(self.value_dim)},
-            **{"S": sinks, "SP": padded(sinks), "M": features, "SEG": SEGMENT, **self.sizes, **precision(q.dtype)},
+            **{"SP": padded(sinks), "M": features, "SEG": SEGMENT, **self.sizes, **precision(q.dtype)},
         }
 
     def constants(self, **more: object) -> Constants:
@@ -213,13 +213,15 @@ def accumulate(
     return before + last
 
 
-@triton.jit
-def text_features_kernel(text, features, results, sizes, C: tl.constexpr):
-    """Compute outputs and log-sum-exps of one query head; grid (batch · heads · group, block of rows)."""
+@triton.jit(do_not_specialize=["T", "WINDOW", "H", "G", "SEGMENTS", "SINKS"])
+def text_features_kernel(text, features, results, T, WINDOW, H, G, SEGMENTS, SINKS, C: tl.constexpr):
+    """Compute outputs and log-sum-exps of one query head; grid (batch · heads · group, block of rows).
+
+    It is compiled for no number that changes from text to text, or from head to head.
+    """
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr = text
     u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr = features
     out_ptr, lse_ptr = results
-    T, WINDOW, H, G, SEGMENTS = sizes
     t0, row = tl.program_id(1) * C.BT, tl.program_id(0).to(tl.int64)
     head, batch = row // G, row // G // H
     columns = T + WINDOW
@@ -229,12 +231,12 @@ def text_features_kernel(text, features, results, sizes, C: tl.constexpr):
     top = tl.full([C.BT], EMPTY, C.ACC)
     total = tl.zeros([C.BT], C.ACC)
     acc = tl.zeros([C.BT, C.VP], C.ACC)
-    if C.S > 0:
+    if SINKS > 0:
         os = tl.arange(0, C.SP)
-        sink_v = load_tile(sink_v_ptr + head * C.S * C.DV, os, ov, C.S, C.DV)
-        sinks = sink_k_ptr + head * C.S * C.D
-        sink_logits = scores(q, q_ptr + row * T * C.D, sinks, ot, os, T, C.S, C.D, C.DP, C)
-        gone = (os < C.S)[None, :] & (os[None, :] <= first + ot[:, None])
+        sink_v = load_tile(sink_v_ptr + head * SINKS * C.DV, os, ov, SINKS, C.DV)
+        sinks = sink_k_ptr + head * SINKS * C.D
+        sink_logits = scores(q, q_ptr + row * T * C.D, sinks, ot, os, T, SINKS, C.D, C.DP, C)
+        gone = (os < SINKS)[None, :] & (os[None, :] <= first + ot[:, None])
         top, total, acc = update_softmax(top, total, acc, sink_logits, gone, sink_v, C)
     if WINDOW > 0:
         for c0 in range(t0 + 1, tl.minimum(t0 + C.BT + WINDOW, columns), C.BN):
@@ -296,7 +298,12 @@ def run_text_features(
         (q, k, v, sink_k, sink_v, first, empty),
         (u, w, ceiling, before_level, before_mean),
         (out, lse),
-        (problem.tokens, window, problem.heads, problem.group, problem.segments),
+        problem.tokens,
+        window,
+        problem.heads,
+        problem.group,
+        problem.segments,
+        problem.sinks,
         problem.constants(DS=dims_at_once(q)),
         **problem.launch,
     )
