@@ -53,8 +53,13 @@ class Constants:
     PRECISION: Any = None  # of products of fp32 numbers
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # so that older compilers take them for constants, too
-            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+        values = tuple(getattr(self, field.name) for field in fields(self))
+        object.__setattr__(self, "_hash", hash(values))  # Triton asks for it at every launch
+        for field, value in zip(fields(self), values, strict=True):  # so that older compilers see constants, too
+            object.__setattr__(self, field.name, tl.constexpr(value))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
 
 # (rows, columns, features at a time, warps, stages) by the generation of the chip; the last row is safe on any.
@@ -176,6 +181,11 @@ def precision(dtype: torch.dtype) -> dict:
         "ACC": tl.float64 if exact else tl.float32,
         "PRECISION": "ieee" if exact or torch.version.hip else "tf32x3",
     }
+
+
+def count_parts(size: int, part: int) -> int:
+    """Count the parts of a size that cover another: Triton's own function takes the host longer than all else."""
+    return -(-size // part)
 
 
 def padded(size: int) -> int:

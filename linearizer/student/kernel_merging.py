@@ -24,7 +24,7 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .kernel_common import EMPTY, padded, precision
+from .kernel_common import EMPTY, count_parts, padded, precision
 from .kernel_packed_rows import PackedConstants, as_bf16, kinds_of_rows, load_codes, round_rows, store_rows
 from .packed_state import MOST_TOKENS
 from .slots_merging import MOST_IMPORTANT, TINY
@@ -420,14 +420,14 @@ def merging_constants(
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
         BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), TURNED=turned,
-        RM=max(LEAST_ROOM, triton.next_power_of_2(room)),
+        RM=max(LEAST_ROOM, padded(room)),
         G=group, GP=padded(group), **kinds_of_rows(kept, least), **precision(work),
     )  # fmt: skip
 
 
 def make_workspace(programs: int, rows: int, dims: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return memory for programs that merge so many rows each, and the number of rows, filled up."""
-    room = triton.cdiv(rows, 2 * ROWS_AT_ONCE) * 2 * ROWS_AT_ONCE
+    room = count_parts(rows, 2 * ROWS_AT_ONCE) * 2 * ROWS_AT_ONCE
     numbers = 2 * padded(dims[0]) + padded(dims[1]) + NUMBERS.value + room
     return (
         like.new_empty(programs * room * numbers),

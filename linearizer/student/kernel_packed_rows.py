@@ -40,6 +40,8 @@ class PackedConstants(Constants):
     MP: Any = None  # tokens that leave a window at once, padded
     RM: Any = None  # rows of a workspace at most, a power of two
 
+    __hash__ = Constants.__hash__  # which dataclasses do not inherit
+
 
 def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:
     """Return the types of what is kept, rows of 16 bits being of a type, and for which kinds of rows a kernel is

@@ -28,6 +28,7 @@ from .kernel_common import (
     LOST,
     Constants,
     blocks,
+    count_parts,
     dims_at_once,
     exact_logits,
     far_product,
@@ -155,7 +156,7 @@ class Problem:
     def __init__(self, q: Tensor, v: Tensor, sinks: int, features: int, window: int, backward: bool = False) -> None:
         self.batch, self.heads, self.group, self.tokens, self.key_dim = q.shape
         self.value_dim, self.sinks, self.features, self.window = v.shape[-1], sinks, features, window
-        self.segments = triton.cdiv(self.tokens, SEGMENT)
+        self.segments = count_parts(self.tokens, SEGMENT)
         self.sizes, self.launch = blocks(q, self.key_dim, self.value_dim)
         if backward:  # which holds more tiles at once
             self.sizes["BT"] = min(64, self.sizes["BT"])
@@ -173,7 +174,7 @@ class Problem:
         return self.batch * self.heads
 
     def grid(self, tokens: int, size: int) -> int:
-        return triton.cdiv(tokens, size)
+        return count_parts(tokens, size)
 
 
 def summarize(
@@ -185,7 +186,7 @@ def summarize(
     level, delta_mean, ceiling = (torch.empty(shape, dtype=work, device=x.device) for _ in range(3))
     mean = torch.empty(*shape, problem.value_dim, dtype=work, device=x.device)
     sizes, wide = problem.sizes, min(64, padded(problem.value_dim))
-    slabs = triton.cdiv(features, sizes["MS"]) * triton.cdiv(problem.value_dim, wide)
+    slabs = count_parts(features, sizes["MS"]) * count_parts(problem.value_dim, wide)
     sum_segments[problem.pairs, slabs, problem.segments](
         (x, v, lse, delta),
         (level, mean, delta_mean, ceiling),
@@ -205,7 +206,7 @@ def accumulate(
     before = [torch.empty_like(level), torch.empty_like(mean, dtype=dtype), torch.empty_like(delta)]
     last = [torch.empty_like(x, dtype=level.dtype) for x in first]
     wide = min(64, padded(problem.value_dim))
-    grid = problem.pairs, triton.cdiv(features, 32), triton.cdiv(problem.value_dim, wide)
+    grid = problem.pairs, count_parts(features, 32), count_parts(problem.value_dim, wide)
     scan_segments[grid](
         (level, mean, delta), first, tuple(before), tuple(last), problem.segments,
         problem.constants(BV=wide, MS=32, REVERSE=backward),

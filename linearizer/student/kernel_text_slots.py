@@ -29,6 +29,7 @@ from .kernel_common import (
     EMPTY,
     Constants,
     chip,
+    count_parts,
     dims_at_once,
     load_tile,
     on_device_of_first,
@@ -242,7 +243,7 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
         SP=padded(sinks), BT=min(at_once, padded(most * group)), BN=32 if exact or wide else 64,
         **precision(first.q.dtype),
     )  # fmt: skip
-    grid = programs, together, triton.cdiv(most * group, constants.BT.value)
+    grid = programs, together, count_parts(most * group, constants.BT.value)
     ends, bases = (count, count + first.new), (first.q, first.state.weight)
     for begin in range(0, periods, together):
         sizes = sinks, batch, tokens, begin, together

@@ -23,7 +23,7 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .kernel_common import EMPTY, load_tile, on_device_of_first, padded, precision, update_softmax
+from .kernel_common import EMPTY, count_parts, load_tile, on_device_of_first, padded, precision, update_softmax
 from .kernel_leaving import load_tile_at, prepare_token, turned_of
 from .kernel_merging import ROWS_AT_ONCE, make_workspace, merging_constants, merging_launch
 from .kernel_packed_rows import (
@@ -199,16 +199,16 @@ def launch_token(
         shares = 1
         if turns:
             turned = like.new_empty(programs * (padded(group) * padded(dims[0]) + wide))
-            shares += triton.cdiv(max(dims), constants.DS.value)
+            shares += count_parts(max(dims), constants.DS.value)
         turning, merged = tuple(turns or [like] * 6), tuple(merging or [like] * 2)  # others are not read
         prepare_token[(programs, shares)](
             given, kept, merged, turning, turned, (floats, lists, room), codes, heads, bytes, sinks,
             (scale, scale**0.5), constants, **merging_launch(),
         )  # fmt: skip
     some = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
-    parts = max(1, min(triton.cdiv(rows, some), PROGRAMS // programs))
-    each = triton.cdiv(triton.cdiv(rows, parts), some) * some
-    parts = triton.cdiv(rows, each)
+    parts = max(1, min(count_parts(rows, some), PROGRAMS // programs))
+    each = count_parts(count_parts(rows, parts), some) * some
+    parts = count_parts(rows, each)
     constants = token_constants(dims, group, some, padded(sinks), work, k.dtype, least, bool(turns))
     scratch = like.new_empty(programs * parts * padded(group) * (padded(dims[1]) + 2))
     codes = pool.new_empty(programs * wide)
@@ -216,7 +216,7 @@ def launch_token(
         given, kept, turned, scratch, codes, heads, sinks, (bytes, each), scale, constants, **LAUNCH
     )
     middle, matrix = (turns[2], turns[5]) if turns else (like, like)
-    join_parts[(programs, triton.cdiv(dims[1], constants.DS.value) if turns else 1)](
+    join_parts[(programs, count_parts(dims[1], constants.DS.value) if turns else 1)](
         scratch, (out, *out.stride()[:3]), table, middle, matrix, heads, parts, constants, **LAUNCH
     )
 

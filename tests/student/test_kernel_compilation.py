@@ -43,7 +43,8 @@ def test_triton_prepares_every_launch(tmp_path):
 def test_kernels_fit(chip, size, reports):
     rows = [row for row in reports if (row["chip"], row["size"]) == (chip, size)]
     assert len({row["kernel"] for row in rows}) == 17
-    spilled = 768 if size.startswith("256") else 320 if chip == "gfx942" else 64  # bytes, of all copies of a loop
+    # bytes, of all copies of a loop, and on AMD what functions that are called keep for their callers
+    spilled = 768 if size.startswith("256") else 960 if chip == "gfx942" else 64
     for row in rows:
         assert row["spilled"] <= spilled and row["shared"] <= SHARED[chip] * 1024, row
     assert all(row["tensor_cores"] for row in rows if row["kernel"] not in ("scan_segments", "stabilise", "join_parts"))
