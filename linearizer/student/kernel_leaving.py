@@ -13,7 +13,7 @@ except ImportError:
     raise
 
 from .kernel_common import EMPTY
-from .kernel_merging import add_block, merge_rows, read_slots, workspace_of, write_slots
+from .kernel_merging import merge_rows
 from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
@@ -31,6 +31,7 @@ from .kernel_packed_rows import (
     WEIGHT,
     WINDOW,
 )
+from .kernel_slot_rows import add_block, read_slots, workspace_of, write_slots
 
 
 @triton.jit

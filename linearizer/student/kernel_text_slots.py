@@ -38,13 +38,13 @@ from .kernel_common import (
     scores,
     update_softmax,
 )
-from .kernel_merging import (
+from .kernel_merging import merge_rows
+from .kernel_slot_rows import (
     add_block,
     levels_of,
     lists_of,
     load_row_tile,
     make_workspace,
-    merge_rows,
     merging_constants,
     merging_launch,
     numbers_of,
@@ -113,7 +113,7 @@ def merge_text(
     place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
     free_ptr, _, _, _, version_ptr = lists_of(work)
     count, changed = read_slots(work, state, slots, 16, 16, C)
-    stale, written = 0, ROOM
+    lost, written = 0, ROOM
     for begin in range(0, ROOM, C.BT):
         rows = begin + tl.arange(0, C.BT)
         write_versions(work, rows, tl.load(place_ptr + rows) < float("inf"), versions, begin, gain, C)
@@ -125,8 +125,8 @@ def merge_text(
             count, changed = add_block(work, columns, tokens, missing, block, count, changed, 16, 16, C)
             new = count - had
             gone = tl.maximum(count - slots, 0)
-            count, changed, stale = merge_rows(
-                work, metric_ptr, bits, 1 << bits, count, slots, changed, stale, base_ptr, False, C
+            count, changed, lost = merge_rows(
+                work, metric_ptr, bits, 1 << bits, count, slots, changed, lost, base_ptr, False, C
             )
             live = om < new
             write_versions(work, tl.load(free_ptr + om, mask=live, other=0), live, versions, written, gain, C)

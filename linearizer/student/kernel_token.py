@@ -25,7 +25,6 @@ except ImportError:
 
 from .kernel_common import EMPTY, count_parts, load_tile, on_device_of_first, padded, precision, update_softmax
 from .kernel_leaving import load_tile_at, prepare_token, turned_of
-from .kernel_merging import ROWS_AT_ONCE, make_workspace, merging_constants, merging_launch
 from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
@@ -44,6 +43,7 @@ from .kernel_packed_rows import (
     load_codes,
     store_rows,
 )
+from .kernel_slot_rows import ROWS_AT_ONCE, make_workspace, merging_constants, merging_launch
 from .state import in_graphs, working_dtype
 
 Tensor = torch.Tensor

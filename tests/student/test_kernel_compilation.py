@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def reports(tmp_path_factory):
 
 def test_triton_prepares_every_launch(tmp_path):
     assert len({*say_what_compiles("--prepare", tmp_path)}) == 17
+
+
+def test_texts_of_all_sizes_share_their_kernels(tmp_path):
+    counted = Counter(say_what_compiles("--texts", tmp_path))
+    assert counted == {"merge_text": 2, "attend_periods": 2, "text_features_kernel": 1}  # of two types of vectors
 
 
 @pytest.mark.parametrize("chip, size", CASES)

@@ -8,7 +8,7 @@ Further words are sizes: 128x128 is the width of a head and its features, 128x12
 Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
 of the kernel and of what it calls, wherever in a file it stands, its arguments, the chip, and Triton's version. A
 kernel that changed is compiled anew; python -m tests.support.compiling --record compiles all and keeps the results,
---all prints them, and --prepare says what would be compiled.
+--all prints them, --prepare says what would be compiled, and --texts what texts of many sizes would have compiled.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ from triton.runtime.jit import JITFunction
 
 from linearizer.student import (
     kernel_common,
-    kernel_merging,
     kernel_packed_rows,
+    kernel_slot_rows,
     kernel_text_features,
     kernel_text_gradients,
     kernel_text_slots,
@@ -90,7 +90,7 @@ def launches(chip, call):
         patch.object(kernel_common, "chip", lambda _: None if by_amd else chip),
         patch.object(torch.version, "hip", "6" if by_amd else None),
     ):
-        for kept in (kernel_merging.merging_constants, kernel_token.token_constants):
+        for kept in (kernel_slot_rows.merging_constants, kernel_token.token_constants):
             kept.cache_clear()  # of other chips
         call()
     return result
@@ -126,13 +126,21 @@ def attend_with_a_token(dim, dtype, group, sinks, bits, heads=8):
     kernel_token.launch_token(out, k, k, 0.125, out, pool, count, table, merging, turns, sizes)
 
 
-def read_with_slots(dim, dtype, group, sinks, tokens=2048, window=64, slots=64):
+def read_with_slots(dim, dtype, group, sinks, tokens=2048, window=64, slots=64, heads=8):
     """Read a text with heads of 16 bits, and with heads of few, whose vectors are in fp32."""
     for kind in {dtype, torch.float32}:
-        q, k = draw(1, 8, group, tokens, dim, dtype=kind), draw(1, 8, tokens, dim, dtype=kind)
-        merging = Merging(draw(8, dim, dim), draw(8), draw(8, dim + 1), window, 16)
+        q, k = draw(1, heads, group, tokens, dim, dtype=kind), draw(1, heads, tokens, dim, dtype=kind)
+        merging = Merging(draw(heads, dim, dim), draw(heads), draw(heads, dim + 1), window, 16)
         text = SlotText.of(q, k, k, merging, None, SlotState.empty(k, k, window, sinks, slots))
         kernel_text_slots.launch_texts(text.state.count, [text])
+
+
+def read_many_texts(dim=64, group=2):
+    """Read texts of several lengths, windows, slots, sinks and numbers of heads, with windows alone and with slots."""
+    for tokens, window, slots, sinks, heads in ((2048, 64, 64, 4, 8), (500, 7, 33, 0, 1), (130, 128, 400, 1, 3)):
+        read_with_slots(dim, torch.bfloat16, group, sinks, tokens, window, slots, heads)
+        inputs = attention_inputs(1, heads, group, tokens, dim, 0, torch.bfloat16, window, sinks)
+        kernel_text_features.run_text_features(*inputs[:7], None, None, *inputs[-2:], window)
 
 
 def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, sinks):
@@ -252,6 +260,10 @@ def main():
     if sys.argv[1] == "--prepare":
         for case in CASES:
             sys.stdout.writelines(f"{launch[0].fn.__name__}\n" for launch in prepared(*case).values())
+        return
+    if sys.argv[1] == "--texts":
+        found = {key_of(*launch, 90): launch for launch in launches((9, 0), read_many_texts)}
+        sys.stdout.writelines(f"{source.fn.__name__}\n" for source, _ in found.values())
         return
     chosen = (
         CASES if sys.argv[1] == "--all" else [(named_chip(sys.argv[1]), size) for size in sys.argv[2:] or ["128x128"]]
