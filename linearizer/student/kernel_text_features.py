@@ -214,11 +214,12 @@ def accumulate(
     return before + last
 
 
-@triton.jit(do_not_specialize=["T", "WINDOW", "H", "G", "SEGMENTS", "SINKS"])
+@triton.jit(do_not_specialize=["WINDOW", "H", "G", "SEGMENTS", "SINKS"])
 def text_features_kernel(text, features, results, T, WINDOW, H, G, SEGMENTS, SINKS, C: tl.constexpr):
     """Compute outputs and log-sum-exps of one query head; grid (batch · heads · group, block of rows).
 
-    It is compiled for no number that changes from text to text, or from head to head.
+    It is compiled for no number that changes from head to head, and of texts only for those of a multiple of 16 tokens
+    apart from others: their rows are aligned.
     """
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr = text
     u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr = features
