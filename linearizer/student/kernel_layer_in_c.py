@@ -146,8 +146,11 @@ class LayerInC:
         """Whether the states still lie at the addresses: all that changes one replaces its count, too."""
         if len(self.count) != len(k) or self.served.work != working_dtype(k):
             return False
-        states = [(memory[index], window) for index, window in self.windows.items()]
-        return all(state.count is self.count and state.window_k is window for state, window in states)
+        for index, window in self.windows.items():  # no generator, which each token of each layer would wait for
+            state = memory[index]
+            if state.count is not self.count or state.window_k is not window:
+                return False
+        return True
 
     def read(self, memory: list | None, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor) -> None:
         """Read a text or a token into `out`, q, k, v and out being those of the whole layer, and update the states."""
@@ -262,5 +265,10 @@ def read_in_c(
 
 def held_layer(memory: list | None, k: Tensor) -> LayerInC | None:
     """Return what the kernel knows of the layer whose states these are, where it read them last."""
-    plans = [state.layer_in_c for state in memory or () if getattr(state, "layer_in_c", None) is not None]
-    return plans[0] if len(plans) == 1 and plans[0].holds(memory or [], k) else None
+    plan = None
+    for state in memory or ():
+        if (own := getattr(state, "layer_in_c", None)) is not None:
+            if plan is not None:
+                return None
+            plan = own
+    return plan if plan is not None and plan.holds(memory or [], k) else None

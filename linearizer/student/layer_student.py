@@ -249,13 +249,17 @@ class LayerStudent(nn.Module):
         The kernel in C reads for many groups at once. In PyTorch windows and slots of all heads read a token in a few
         operations, heads with slots read a text together, and the other groups attend one by one.
         """
-        query = query.unflatten(1, (self.kv_heads, -1))
-        batch, _, each, tokens, _ = query.shape  # what is put out lies as its layer wants it, token by token
+        batch, count, tokens, dim = query.shape
+        each = count // self.kv_heads
+        query = query.view(batch, self.kv_heads, each, tokens, dim)
+        # what is put out lies as its layer wants it, token by token
         out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
         inputs, groups = (query, key, value, scale, real, out), cast(Sequence[HeadGroup], self.groups)
         done: list[int] = []
         if is_compiled() or self.reads_in_c(query, key, value):
             done = read_in_c(self, memory, *inputs)
+        if len(done) == len(groups):
+            return out.flatten(1, 2)
         in_triton = len(done) < len(groups) and self.reads_in_triton(query, key, value)
         if is_compiled() or in_triton:
             done += attend_token_in_pool(groups, memory, *inputs, done, self.turns)
