@@ -27,11 +27,14 @@ if TYPE_CHECKING:
     from linearizer.plan.encoder_plan import EncoderPlan
     from linearizer.workers.forecast import RunForecast
 
+# The parts of the second step that change with the model.
+FORM = ("budget", "plan_lead", "causal_form", "encoder_form", "encoder_sight", "job_part", *plan_form.ENCODER_IN_SIGHT)
+
 
 @handler
 def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     """Describe a model."""
-    closed = gr.Button(interactive=False), gr.Tab(interactive=False), *[gr.skip()] * 9  # the second step needs a model
+    closed = gr.Button(interactive=False), gr.Tab(interactive=False), *(gr.skip() for _ in FORM)  # it needs a model
     if not model:
         return markup.message_box("No model is named: type one, or take the demo."), None, *closed
     try:
@@ -59,21 +62,22 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     )
 
 
-def show_form(positions: int | None, encoder: EncoderInspection | None = None) -> tuple[Any, ...]:
+def show_form(positions: int | None, encoder: EncoderInspection | None = None) -> list[Any]:
     """Show the form of a causal model, or of an encoder: the reach of the slider, what it is called, and the fields."""
     most, kind = max(2 * MIN_BUDGET, min(MAX_BUDGET, positions or MAX_BUDGET)), "encoder" if encoder else "causal"
     reads = encoder and encoder.reads
-    return (
-        gr.Slider(maximum=most, info=describe_reach(most), label=SLIDERS[kind]),
-        gr.HTML(lead_html(*LEADS[kind])),
-        gr.Column(visible=encoder is None),
-        gr.Column(visible=encoder is not None),
-        gr.Column(visible=encoder is not None),
-        gr.Accordion(visible=encoder is None),  # jobs do not know encoders
-        gr.Textbox(visible=reads == "texts"),
-        gr.Textbox(visible=reads != "pictures"),
-        gr.Textbox(visible=reads == "pictures"),
-    )
+    shown = {
+        "budget": gr.Slider(maximum=most, info=describe_reach(most), label=SLIDERS[kind]),
+        "plan_lead": gr.HTML(lead_html(*LEADS[kind])),
+        "causal_form": gr.Column(visible=encoder is None),
+        "encoder_form": gr.Column(visible=encoder is not None),
+        "encoder_sight": gr.Column(visible=encoder is not None),
+        "job_part": gr.Accordion(visible=encoder is None),  # jobs do not know encoders
+        "length": gr.Textbox(visible=reads == "texts"),
+        "text": gr.Textbox(visible=reads != "pictures"),
+        "pictures": gr.Textbox(visible=reads == "pictures"),
+    }
+    return [shown[part] for part in FORM]
 
 
 def read_form(

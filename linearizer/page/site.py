@@ -16,7 +16,7 @@ from gradio.themes import Color
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
-from linearizer.page import actions, downloads, handlers, layout, limits, plan_form, plan_handlers, polling
+from linearizer.page import actions, downloads, handlers, layout, limits, plan_handlers, polling
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
 from linearizer.serve.guards import Guard, is_local
@@ -134,9 +134,8 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 
 
 def wire_model(ui: SimpleNamespace) -> None:
-    form = [ui.budget, ui.plan_lead, ui.causal_form, ui.encoder_form, ui.encoder_sight, ui.job_part]
-    form += [ui.encoder_fields[name] for name in plan_form.ENCODER_IN_SIGHT]
-    outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *form]
+    parts = {**vars(ui), **ui.encoder_fields}
+    outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_handlers.FORM)]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
     # queued, or Gradio would not tell the page that the State of the inspection has changed
     ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
