@@ -25,8 +25,8 @@ static Side side_of(const int64_t *sizes, const int64_t *group, void **tensors, 
     if (s.bits < 8) s.width = s.dim * s.bits / 8 + 2;
     void **turns = tensors + (v ? ENTER_V : ENTER_K);
     if (s.bits < 16 && turns[0]) {
-        s.enter = (REAL *)turns[0] + head * s.dim * s.dim, s.back = (REAL *)turns[1] + head * s.dim * s.dim;
-        s.middle = (REAL *)turns[2] + head * s.dim;
+        s.enter = (REAL *)turns[0] + head * s.dim, s.back = (REAL *)turns[1] + head * s.dim;
+        s.middle = (REAL *)turns[2] + head * s.dim, s.rotated = s.dim & -s.dim;
     }
     return s;
 }
@@ -58,12 +58,9 @@ static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, lo
         for (long d = 0; d < r->key.dim; d++) asks[d * rows + row] = row < used ? own[d] * by : 0;
     }
     if (r->key.back) {
-        REAL *turned = asks + padded(r->key.dim, ROWS) * rows;
-        for (long d = 0; d < r->key.dim; d += ROWS) {
-            for (int m = 0; m < ROWS; m++) a[m] = r->key.back + (d + m) * r->key.dim;
-            multiply(a, 1, r->key.dim, asks, rows, rows, turned + d * rows, rows, 0);
-        }
-        asks = turned;
+        for (long d = 0; d < r->key.dim; d++)
+            for (long row = 0; row < rows; row++) asks[d * rows + row] *= r->key.back[d];
+        rotate(asks, r->key.dim * rows, rows, r->key.rotated);
     }
     for (Part *part = parts; part < parts + PARTS; part++) {
         for (long i = 0; i < part->count; i += ROWS) {
@@ -89,7 +86,7 @@ static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, lo
     for (REAL *own = logits; own < logits + j * rows; own += rows)
         for (long row = 0; row < rows; row++) own[row] = exponential(own[row] - r->top[row]), r->sum[row] += own[row];
     long size = r->value.size;
-    REAL *read = r->read, *turned = read + ROWS * size;
+    REAL *read = r->read;
     for (long row = 0; row < used; row += ROWS) {
         j = 0;
         for (Part *part = parts; part < parts + PARTS; part++) {
@@ -99,14 +96,12 @@ static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, lo
         }
         for (int m = 0; m < ROWS; m++)
             for (long d = 0; d < size; d++) read[m * size + d] /= r->sum[row + m];
-        if (r->value.back) {
-            for (int m = 0; m < ROWS; m++) a[m] = read + m * size;
-            multiply(a, 1, r->value.dim, r->value.back, size, size, turned, size, 0);
-        }
+        if (r->value.back) rotate(read, ROWS * size, 1, r->value.rotated);
         for (long m = 0; m < ROWS && row + m < used; m++) {
             REAL *own = out + r->tokens[(row + m) / each] * sizes[OF_OUT + 3] + (row + m) % each * sizes[OF_OUT + 2];
-            const REAL *given = (r->value.back ? turned : read) + m * size;
-            for (long d = 0; d < r->value.dim; d++) own[d] = given[d] + (r->value.back ? r->value.middle[d] : 0);
+            const REAL *given = read + m * size;
+            for (long d = 0; d < r->value.dim; d++)
+                own[d] = r->value.back ? given[d] * r->value.back[d] + r->value.middle[d] : given[d];
         }
     }
 }

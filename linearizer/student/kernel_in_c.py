@@ -126,6 +126,26 @@ static inline REAL exponential(REAL x) {
     return x < -87 ? 0 : sum * (float)of_bits(((int32_t)whole + 127) << 23);
 }
 
+static inline __attribute__((always_inline)) void add_and_subtract(REAL *x, long count, long apart) {
+    for (long i = 0; i < count; i += 2 * apart)
+        for (long j = i; j < i + apart; j++) {
+            REAL a = x[j], b = x[j + apart];
+            x[j] = a + b, x[j + apart] = a - b;
+        }
+}
+
+/* Multiply vectors of `size` numbers, a power of two, that lie `step` apart, by Hadamard's matrix of 1 and -1: sums and
+   differences of two numbers each, a few at a time in loops that compilers know. */
+static void rotate(REAL *x, long count, long step, long size) {
+    for (long apart = step; apart < size * step; apart *= 2) {
+        if (apart == 1) add_and_subtract(x, count, 1);
+        else if (apart == 2) add_and_subtract(x, count, 2);
+        else if (apart == 4) add_and_subtract(x, count, 4);
+        else if (apart == 8) add_and_subtract(x, count, 8);
+        else add_and_subtract(x, count, apart);
+    }
+}
+
 /* Sums of products of ROWS rows, whose numbers lie `step` apart, with some columns of a matrix, in the order of rows of
    that: the same bits for a row, whichever others there are. */
 static inline __attribute__((always_inline)) void multiply_columns(

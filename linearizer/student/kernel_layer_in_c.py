@@ -49,7 +49,7 @@ class ServedHeads:
     layouts: dict[int, dict[str, tuple]]  # of the state of each group
     heads: list[Tensor]  # of each group
     factors: Tensor
-    turned: list[Tensor] | None = None  # Turns.matrices, which follow from these:
+    turned: list[Tensor] | None = None  # Turns.factors, which follow from these:
     given: Sequence[Tensor] = ()
 
     def __reduce__(self) -> tuple:
@@ -88,7 +88,7 @@ class ServedHeads:
         """Return how heads turn what they take."""
         given = turns.key_steps, turns.key_middle, turns.value_middle
         if self.turned is None or not all(map(torch.equal, self.given, given)):
-            self.given, self.turned = [x.detach().clone() for x in given], turns.matrices(self.work)
+            self.given, self.turned = [x.detach().clone() for x in given], turns.factors(self.work)
         return self.turned
 
 

@@ -17,8 +17,9 @@ enum {  /* tensors of a group of heads */
 /* How the keys or the values of one head are taken, and kept in rows of a state; and what is exact of them. */
 typedef struct {
     long bits, dim, size, width;            /* of a row: padded numbers, bytes */
-    const REAL *enter, *back, *middle;      /* of heads that turn what they take */
-    REAL *sinks, *ring, *taken, *turned;
+    const REAL *enter, *back, *middle;      /* of heads that turn what they take: factors, and what is taken away */
+    long rotated;                           /* numbers that are rotated together */
+    REAL *sinks, *ring, *taken;
 } Side;
 
 static void read_row(const Side *s, const char *row, REAL *x) {
@@ -107,9 +108,8 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
     TAKE(r->key.ring, r->room * key), TAKE(r->value.ring, r->room * value);
     TAKE(r->key.taken, ROWS * key), TAKE(r->value.taken, ROWS * value);
     *zeros = used;
-    TAKE(r->key.turned, ROWS * key), TAKE(r->value.turned, ROWS * value), TAKE(r->tokens, r->chunk);
-    TAKE(r->asks, 2 * padded(r->key.dim, ROWS) * rows), TAKE(r->logits, tokens * rows), TAKE(r->top, rows);
-    TAKE(r->sum, rows), TAKE(r->read, 2 * ROWS * value), TAKE(r->level, room);
+    TAKE(r->tokens, r->chunk), TAKE(r->asks, r->key.dim * rows), TAKE(r->logits, tokens * rows), TAKE(r->top, rows);
+    TAKE(r->sum, rows), TAKE(r->read, ROWS * value), TAKE(r->level, room);
     if (!most) return used;
     TAKE(slots->rows, room * slots->width), TAKE(slots->columns, (key + value) * room), TAKE(slots->cost, room * room);
     TAKE(slots->key_square, room), TAKE(slots->value_square, room), TAKE(slots->weight, room);
@@ -195,21 +195,19 @@ static void write_state(Reader *r, long from, long to, int merged) {
 
 /* Take the keys or the values of some tokens into the ring, as they will be kept. */
 static void take_tokens(Reader *r, Side *s, const REAL *x, long apart, long found, REAL factor, long place) {
-    const REAL *rows[ROWS];
-    for (int m = 0; m < ROWS; m++) rows[m] = s->taken + m * s->size;
     for (long i = 0; i < found; i += ROWS) {
         long some = found - i < ROWS ? found - i : ROWS;
         for (long m = 0; m < some; m++) {
             REAL *row = s->taken + m * s->size;
             memcpy(row, x + r->tokens[i + m] * apart, s->dim * sizeof(REAL));
             if (s->enter)
-                for (long d = 0; d < s->dim; d++) row[d] = row[d] * factor - s->middle[d];
+                for (long d = 0; d < s->dim; d++) row[d] = (row[d] * factor - s->middle[d]) * s->enter[d];
         }
-        if (s->enter) multiply(rows, 1, s->dim, s->enter, s->size, s->size, s->turned, s->size, 0);
+        if (s->enter) rotate(s->taken, some * s->size, 1, s->rotated);
         for (long m = 0; m < some; m++) {
             long p = place + i + m;
             REAL *row = s->ring + p % r->room * s->size;
-            memcpy(row, (s->enter ? s->turned : s->taken) + m * s->size, s->size * sizeof(REAL));
+            memcpy(row, s->taken + m * s->size, s->size * sizeof(REAL));
             if (p >= r->sinks) {
                 round_vector(row, s->dim, s->bits, 0);
                 continue;

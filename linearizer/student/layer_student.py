@@ -19,8 +19,8 @@ from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import ServedHeads, held_layer, read_in_c
 from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import MatrixRule, ScaledRule
-from .packed_state import Turns, first_columns, first_tokens, pack_state, round_tokens, unpack_state
-from .rounding import FEWER, can_turn, round_vectors
+from .packed_state import Turns, as_sink, first_columns, first_tokens, pack_state, round_tokens, unpack_state
+from .rounding import FEWER, can_turn, rotate, round_vectors
 from .slots_merging import Merger, Merging
 from .slots_torch import SlotText
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice, is_compiled
@@ -364,5 +364,10 @@ class LayerStudent(nn.Module):
         """Return rounded keys and values, which heads of these bits round alike in spite of errors of sums."""
         if self.turns is None:
             return k, v
-        enter, back, _, enter_v, back_v, _ = self.turns.matrices(k.dtype)
-        return round_vectors(k @ enter, bits) @ back / scale**0.5, round_vectors(v @ enter_v, bits) @ back_v
+
+        def keep(x: Tensor) -> Tensor:
+            x = rotate(x)
+            return rotate(torch.cat([as_sink(x[:, :, : self.sinks]), round_vectors(x[:, :, self.sinks :], bits)], 2))
+
+        steps = self.turns.key_steps.to(k.dtype)[:, None]
+        return keep(k / steps) * steps / scale**0.5, keep(v)

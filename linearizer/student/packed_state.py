@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .rounding import FEWER, pack_vectors, rotate, rotation, round_vectors, unpack_vectors
+from .rounding import FEWER, pack_vectors, rotate, rotated_at_once, round_vectors, unpack_vectors
 from .state import as_slice, is_exact, least_count, tensors, working_dtype
 
 MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
@@ -70,21 +70,14 @@ class Turns(nn.Module):
         """Turn outputs of some heads, (batch, heads, group, tokens, dim), back to the values as they came."""
         return rotate(out) + self.value_middle[heads].to(out.dtype)[:, None, None]
 
-    def matrices(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return what turns keys and what turns them back, (heads, dim, dim), and their middle; then of values."""
+    def factors(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return what keys, and what queries, are multiplied by before Hadamard's matrix of 1 and -1 rotates them, and
+        the middle of keys, each (heads, dim); then the same of values, which it rotates before and after."""
         steps = self.key_steps.to(dtype)
-        of_keys, of_values = (
-            rotation(middle.shape[-1], dtype, middle.device) for middle in (self.key_middle, self.value_middle)
-        )
-        alike = of_values.expand(len(steps), -1, -1).contiguous()
-        return [
-            (of_keys / steps[..., None]).contiguous(),
-            (of_keys * steps[:, None]).contiguous(),
-            self.key_middle.to(dtype).contiguous(),
-            alike,
-            alike,
-            self.value_middle.to(dtype).contiguous(),
-        ]
+        key_middle, value_middle = (x.to(dtype).contiguous() for x in (self.key_middle, self.value_middle))
+        of_keys, of_values = (rotated_at_once(x.shape[-1]) ** -0.5 for x in (key_middle, value_middle))
+        alike = torch.full_like(value_middle, of_values)
+        return [of_keys / steps, of_keys * steps, key_middle, alike, alike, value_middle]
 
     def turn_metric(self, metric: Tensor, head: int) -> Tensor:
         """Turn a metric of keys that are multiplied by `root` into that of keys as a head keeps them."""

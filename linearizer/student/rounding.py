@@ -148,10 +148,15 @@ def rotate(x: Tensor) -> Tensor:
     return x @ rotation(x.shape[-1], x.dtype, x.device)
 
 
+def rotated_at_once(dim: int) -> int:
+    """Return how many numbers of a vector are rotated together: the largest power of two that divides its size."""
+    return dim & -dim
+
+
 @made_once
 def rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Hadamard's matrix, or several along the diagonal where the size is not a power of two; its own inverse."""
-    size = dim & -dim
+    size = rotated_at_once(dim)
     with torch.inference_mode(False):  # so that a later training may use it, too
         matrix = torch.ones(1, 1, dtype=dtype, device=device)
         while len(matrix) < size:
