@@ -19,7 +19,7 @@ import torch
 
 from .kernel_heads_in_c import SOURCE
 from .kernel_in_c import Kernel, addresses_of, load_kernel, whole_numbers
-from .packed_state import SINK_TYPE, Turns
+from .packed_state import SINK_TYPE
 from .rounding import FEWER, SCALE_BYTES
 from .slots_merging import Merging
 from .state import ExactState, FeatureState, SlotState, in_graphs, is_traced, tensors, working_dtype
@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 class ServedHeads:
     """The heads of a layer that the kernel serves, and what it is told of them, whatever their states are.
 
-    It is made once for texts of a kind; what follows from numbers that may be learned is made again where they change.
+    It is made once for texts of a kind, and holds no number that may be learned.
     """
 
     texts: tuple  # the kind
@@ -49,8 +49,6 @@ class ServedHeads:
     layouts: dict[int, dict[str, tuple]]  # of the state of each group
     heads: list[Tensor]  # of each group
     factors: Tensor
-    turned: list[Tensor] | None = None  # Turns.factors, which follow from these:
-    given: Sequence[Tensor] = ()
 
     def __reduce__(self) -> tuple:
         """Become nothing in a copy."""
@@ -83,13 +81,6 @@ class ServedHeads:
         heads = [torch.tensor(groups[index].heads, device="cpu") for index in layouts]
         factors = torch.tensor([scale, scale**0.5], dtype=torch.float64, device="cpu")
         return ServedHeads(texts, kernel, [*sizes, *numbers], work, wide, layouts, heads, factors)
-
-    def turning(self, turns: Turns) -> list[Tensor]:
-        """Return how heads turn what they take."""
-        given = turns.key_steps, turns.key_middle, turns.value_middle
-        if self.turned is None or not all(map(torch.equal, self.given, given)):
-            self.given, self.turned = [x.detach().clone() for x in given], turns.factors(self.work)
-        return self.turned
 
 
 @dataclass
@@ -127,7 +118,7 @@ class LayerInC:
                     return None  # PyTorch refuses it
                 count = state.count.clone()
         turns = student.turns
-        kept = [served.factors, *[None] * 6, *([None] * 6 if turns is None else turns(served.turning, turns))]
+        kept = [served.factors, *[None] * 6, *([None] * 6 if turns is None else turns(turns.factors, served.work))]
         windows: dict[int, Tensor | None] = {}
         if memory is not None:
             memory += [None] * (len(student.groups) - len(memory))
