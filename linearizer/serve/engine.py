@@ -14,9 +14,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.serve.cache_rows import join_caches, keep_rows, read_on, take_row
+from linearizer.serve.cache_rows import join_caches, keep_rows, take_row
 from linearizer.serve.prompts import KeptStates, Prompts
 from linearizer.serve.row import Row, choose_tokens, fail_rows
+from linearizer.serve.token_graphs import TokenGraphs
 from linearizer.teacher.logits import fresh_cache
 
 MAX_ROWS = 32  # texts in the batch
@@ -33,7 +34,7 @@ class Engine:
     def __init__(self, model: PreTrainedModel, max_state_bytes: int) -> None:
         self.model, self.kept = model, KeptStates(max_state_bytes)
         self.waiting: deque[Row] = deque()
-        self.prompts = Prompts(model, self.kept)
+        self.prompts, self.graphs = Prompts(model, self.kept), TokenGraphs(model)
         self.rows: list[Row] = []  # of the batch
         self.cache: Cache | None = None  # of the batch
         self.wake, self.closed = threading.Condition(), False
@@ -118,7 +119,7 @@ class Engine:
                     self.write_token([row], row.cache)
             if rows := [row for row in rows if not row.done]:
                 caches = [self.cache] * bool(self.rows) + [row.cache for row in rows]
-                self.cache = join_caches(caches)
+                self.cache = self.graphs.load(join_caches(caches))
                 self.rows = self.rows + rows
         except Exception as error:  # as in `step`
             fail_rows(rows, error)
@@ -129,7 +130,7 @@ class Engine:
         """Let every row read its last token, and write the next."""
         assert cache is not None
         ids, read = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
-        logits = read_on(self.model, cache, ids[:, None], read).float()
+        logits = self.graphs.read(cache, ids, read).float()
         broken = logits.isnan().any(-1).tolist()
         tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
         for row, token, is_broken in zip(rows, tokens, broken, strict=True):
@@ -150,5 +151,6 @@ class Engine:
         self.rows = [self.rows[index] for index in staying]
         if staying:
             keep_rows(self.cache, staying, max(row.read for row in self.rows))
+            self.cache = self.graphs.load(self.cache)
         else:
             self.cache = None

@@ -8,7 +8,7 @@ as the number of tokens read tells, and what is launched is the same for every t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class TokenPool:
     sizes: list[int]  # sinks; of all heads the most rows, slots and tokens that merge at once, and the fewest bits
     kept: torch.dtype  # of heads of 16 bits
     windows: dict[int, Tensor]  # a view of each group's state, by the group's index
+    groups: dict[int, tuple[WindowGroup, list[Tensor]]]  # with the views of all that the pool has of each
 
     @staticmethod
     @torch.inference_mode(False)  # so that later calls may write what this one makes
@@ -62,8 +63,9 @@ class TokenPool:
             (texts, heads), shape = part.shape[:2], part.shape[2:]
             view = pool[:, begin : begin + heads * size].view(part.dtype).view(texts, heads, size // part.itemsize)
             views.append(view[..., : shape.numel()].unflatten(-1, shape).copy_(part))
-        for index, group in enumerate(groups):
-            give_views(group, views[index * TENSORS : (index + 1) * TENSORS], count)
+        of_group = [views[begin : begin + TENSORS] for begin in range(0, len(views), TENSORS)]
+        for group, own in zip(groups, of_group, strict=True):
+            give_views(group, own, count)
         return TokenPool(
             pool,
             count,
@@ -74,7 +76,16 @@ class TokenPool:
              min(group.bits for group in groups)],
             k.dtype,
             {index: group.state.window_k for index, group in served.items()},
+            dict(zip(served, zip(groups, of_group, strict=True), strict=True)),
         )  # fmt: skip
+
+    def fill(self, memory: list) -> None:
+        """Take the states of other texts, as many, in place of these, where they lie."""
+        work = torch.promote_types(self.kept, torch.float32)
+        for index, (group, views) in self.groups.items():
+            for view, part in zip(views, contents(replace(group, state=memory[index]), work), strict=True):
+                view.copy_(part)
+            self.count.copy_(memory[index].count)
 
     def holds(self, memory: list, k: Tensor) -> bool:
         """Whether the states are still views of this pool: all that changes one replaces its count, too."""

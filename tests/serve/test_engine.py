@@ -10,11 +10,13 @@ import torch
 
 from linearizer.plan.head_bytes import Head
 from linearizer.serve import engine as engines
-from linearizer.serve import prompts
+from linearizer.serve import prompts, token_graphs
 from linearizer.serve.cache_rows import copy_cache, tensors_of
 from linearizer.serve.engine import Engine
 from linearizer.serve.prompts import KeptStates
 from linearizer.serve.row import Row
+from linearizer.serve.token_graphs import TokenGraphs
+from linearizer.student import layer_student
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import status_bytes
 from tests.support.models import MIXED, student_of, teacher_of, tokens
@@ -80,6 +82,42 @@ def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, mo
         assert [delta.finish for delta in row.heard][-1] == "length"
         assert "".join(delta.text for delta in row.heard) == Letters().decode(row.tokens[len(row.prompt) :])
     assert not engine.rows and engine.cache is None
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of Triton's interpreter, in empty rows
+def test_rows_are_written_as_alone_where_a_step_works_on_states_that_stay_where_they_are(monkeypatch):
+    """As graphs of CUDA do; here the step is called again in their place."""
+    student, captured = student_of("llama", SMALL, num_hidden_layers=1), []
+
+    def capture(step):
+        captured.append(logits := step())
+        return lambda: logits.copy_(step()), logits
+
+    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
+    (layer,), sizes = student.students(), [(7, 8), (3, 8), (12, 4)]
+    rows = [row_of(tokens(1, size, seed)[0].tolist(), count) for seed, (size, count) in enumerate(sizes)]
+    engine = Engine(student, ROOM)
+    engine.graphs = TokenGraphs(student, capture)
+    layer.in_c, layer.in_triton = False, True
+    work(engine, {0: rows[:1], 1: rows[1:]})
+    again = row_of(rows[2].tokens, 3)  # what is kept of a row is its state when it ended
+    work(engine, {0: [again]})
+    assert again.reused == len(rows[2].tokens) - 1
+    assert sorted(len(logits) for logits in captured) == [1, 2, 4]  # once for each size
+    layer.in_triton = False
+    for row, count in [*zip(rows, (count for _, count in sizes), strict=True), (again, 3)]:
+        assert row.tokens == alone(student, row.prompt, count)
+
+
+@pytest.mark.parametrize("heads", [[Head(window=8, features=16)], None], ids=["features", "teacher"])
+def test_what_no_graph_serves_is_written_without(heads, monkeypatch):
+    model = teacher_of("llama") if heads is None else student_of("llama", heads)
+    engine, row = Engine(model, ROOM), row_of(tokens(1, 12)[0].tolist(), 5)
+    engine.graphs, said = TokenGraphs(model, lambda step: 1 / 0), []
+    monkeypatch.setattr(token_graphs.logger, "warning", lambda *words: said.append(words))
+    work(engine, {0: [row]})
+    assert row.tokens == alone(model, row.prompt, 5)
+    assert ("hold features" in str(said)) == (heads is not None)
 
 
 def test_a_next_turn_reads_only_what_is_new(model):
