@@ -5,6 +5,7 @@
   runs      a whole run of the demo model and of a model of Llama-3.2-1B's shape, with its forecast
   steps     a layerwise training step beside the teacher's forward pass
   students  reading and writing of whole students and their teacher, by length and number of texts
+  serve     tokens a second of `linearizer serve`, student and teacher, by number of texts
 
 Writes results/gpu-DEVICE.json after every row. Each part is a process with a time limit: a part that fails or hangs
 leaves the others, and the file says how it ended. At the end stands which targets were met, and which kernels were not
@@ -24,19 +25,23 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from linearizer.evaluate.speed import Meter
+from linearizer.evaluate.speed import Meter, finish_and_read_clock
 from linearizer.evaluate.subjects import Subject
+from linearizer.hub.models import find_model
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.run.files import write_whole
+from linearizer.serve.engine import Engine
+from linearizer.serve.row import Row
+from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.ram import run_if_it_fits
 from tests.benchmarks import sizes
 from tests.benchmarks.kernel_rows import DEVICE, GPU, KINDS, decode_rows, loss_row, prefill_row, slots_row, step_rows
 
 RESULTS = Path(__file__).parent / "results"
 ALL_SECONDS = 25 * 60
-LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 300}  # seconds
+LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 300, "serve": 120}  # seconds
 TESTED = (
     "tests/student/test_kernel_text_features.py",
     "tests/student/test_kernel_slots.py", "tests/train/test_attention_loss_kernels.py",
@@ -45,7 +50,11 @@ TESTED = (
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text
 STEP = 1.4  # times the teacher's forward pass that a training step should take at most
-HELD = (Head(window=64, slots=64, bits=8), Head(window=256, bits=8), Head(window=128, bits=8), Head(window=64, bits=8))
+HELD = (  # as in KINDS: slots and windows in few bits
+    Head(window=96, slots=128, bits=4), Head(window=64, slots=283, bits=5), Head(window=256, bits=6),
+    Head(window=64, slots=76, bits=4),
+)  # fmt: skip
+PROMPT, WRITTEN = 1024, 64  # tokens of a text in `serve`
 
 
 def main(arguments=None):
@@ -154,8 +163,8 @@ def steps(tiny):
     yield from attempted("layerwise step", lambda: step_rows(tiny), STEP)
 
 
-def students(tiny):
-    """Let a teacher of Llama-3.2-1B's shape and its student read and write, until memory or time do not suffice."""
+def subjects_of(tiny):
+    """Make a teacher of Llama-3.2-1B's shape and a student of it."""
     tiny_sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
     config = sizes.config_of("Llama-3.2-1B", **(tiny_sizes if tiny else {}))
     teacher = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(DEVICE).eval()
@@ -163,7 +172,12 @@ def students(tiny):
     layers = (layer,) * config.num_hidden_layers
     row = tuple(HELD[head % len(HELD)] for head in range(layer.kv_heads))
     student = put_student_into(teacher, layers, allocation := Allocation("by hand", 4, (row,) * len(layers)))
-    subjects = (Subject("teacher", student.base, softmax=True), Subject("student", student, allocation))
+    return layers, (Subject("teacher", student.base, softmax=True), Subject("student", student, allocation))
+
+
+def students(tiny):
+    """Let teacher and student read and write, until memory or time do not suffice."""
+    layers, subjects = subjects_of(tiny)
     for batch in (1,) if tiny else (1, 8, 64):
         for length in (64,) if tiny else (2048, 8192, 32768, 131072):
             for subject in subjects:
@@ -177,7 +191,31 @@ def students(tiny):
                 yield {"op": "student", **size, **measured, "fits": pace is not None}
 
 
-PARTS = {"tests": tested, "kernels": kernels, "runs": runs, "steps": steps, "students": students}
+@torch.inference_mode()
+def serve(tiny):
+    """Let the running batch of `linearizer serve` write, once it has read its prompts."""
+    _, subjects = subjects_of(tiny)
+    tokenizer = load_tokenizer(find_model("demo"))
+    for texts in (2,) if tiny else (1, 8, 32):
+        for subject in subjects:
+            with subject.at_work() as model:
+                drawn = torch.randint(256, (2, texts, 8 if tiny else PROMPT)).tolist()
+                for prompts in drawn:  # the first time kernels are built
+                    engine = Engine(model, 0)
+                    rows = [Row(prompt, lambda delta: None, tokenizer, 4 if tiny else WRITTEN) for prompt in prompts]
+                    engine.submit(*rows)
+                    begin = finish_and_read_clock(model.device)
+                    while engine.unread:
+                        engine.step()
+                    read, written = finish_and_read_clock(model.device), sum(row.written for row in rows)
+                    while engine.rows:
+                        engine.step()
+                    end = finish_and_read_clock(model.device)
+                rate = (sum(row.written for row in rows) - written) / (end - read)
+            yield {"op": "serve", "subject": subject.name, "texts": texts, "prompts": read - begin, "write_rate": rate}
+
+
+PARTS = {"tests": tested, "kernels": kernels, "runs": runs, "steps": steps, "students": students, "serve": serve}
 
 
 def summary(parts):

@@ -9,7 +9,7 @@ import torch
 from tests.benchmarks import gpu
 from tests.benchmarks.kernel_rows import attempt
 
-TINY = ("kernels", "steps", "students")  # the parts that are quick without a GPU
+TINY = ("kernels", "steps", "students", "serve")  # the parts that are quick without a GPU
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def out(tmp_path):
 def test_a_part_gives_rows_that_can_be_written_and_judged(part):
     rows = json.loads(json.dumps(list(gpu.PARTS[part](True))))
     assert rows and not [row for row in rows if "failed" in row or "failed" in row.get("ours", {})]
-    assert (part == "students") != bool(gpu.summary({part: {"rows": rows, "ended": "exit 0"}}))
+    assert (part in ("students", "serve")) != bool(gpu.summary({part: {"rows": rows, "ended": "exit 0"}}))
     assert max(row.get("error", 0) for row in rows) < 1e-4
 
 
