@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
+from . import rounding
 from .features_torch import CHUNK, ScaledMap, attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from .slots_torch import SlotText, read_together
 from .state import ABSENT, Columns, FeatureState, is_traced, working_dtype
 
 try:
+    from . import kernel_vectors
     from .kernel_text_gradients import FeatureAttention
     from .kernel_text_slots import launch_texts
     from .kernel_token import launch_token
 except ImportError as missing:
     if missing.name != "triton":
         raise
-    FeatureAttention = launch_texts = launch_token = None  # type: ignore[assignment, misc]
+    FeatureAttention = launch_texts = launch_token = kernel_vectors = None  # type: ignore[assignment, misc]
 
 TRIAL_WINDOW = 16
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
@@ -84,6 +86,11 @@ def may_run_in_triton(*tensors: Tensor) -> bool:
     """Whether kernels may read with windows and slots: they compute no gradients."""
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return launch_texts is not None and not gradients and not is_traced() and kernels_accept(*tensors)
+
+
+def vectors_by(kernel: bool) -> Any:
+    """Return the module whose functions round, pack and unpack vectors."""
+    return kernel_vectors if kernel else rounding
 
 
 def read_slots(texts: Sequence[SlotText], by_kernel: bool) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap
-from .kernel_dispatch import linear_attention, may_run_in_triton, read_slots
+from .kernel_dispatch import linear_attention, may_run_in_triton, read_slots, vectors_by
 from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import ServedHeads, held_layer, read_in_c
 from .kernel_trial import kernels_accept, passes_trial
@@ -23,7 +23,7 @@ from .packed_state import Turns, as_sink, first_columns, first_tokens, pack_stat
 from .rounding import FEWER, can_turn, rotate, round_vectors
 from .slots_merging import Merger, Merging
 from .slots_torch import SlotText
-from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice, is_compiled
+from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_index, is_compiled
 from .token_buffer import WindowGroup, attend_token_in_buffer
 from .token_pool import attend_token_in_pool, held_pool
 from .update_rules import UPDATE_RULES
@@ -268,25 +268,26 @@ class LayerStudent(nn.Module):
         if memory is not None:
             memory += [None] * (len(groups) - len(memory))
         left = {index: group for index, group in enumerate(groups) if index not in done}
-        taken = {index: self.take(group, *inputs[:5], memory and memory[index]) for index, group in left.items()}
+        by = vectors_by(in_triton)
+        taken = {index: self.take(group, *inputs[:5], memory and memory[index], by) for index, group in left.items()}
         parts = self.read_with_slots(left, taken, scale, real, in_triton)
         for index, group in left.items():
             q, k, v, state = taken.pop(index)
             part, state = parts.pop(index) if index in parts else group(q, k, v, scale, real, state)
             if memory is not None:
                 packs = self.keeps_bytes and group.bits < 16
-                memory[index] = pack_state(state, group.bits, memory[index]) if packs else state
-            heads = as_slice(group.heads)
+                memory[index] = pack_state(state, group.bits, memory[index], by) if packs else state
+            heads = as_index(group.heads, q.device)
             if self.turns is not None and group.turns and not self.exact_values:
                 part = self.turns(self.turns.turn_back, part, heads)
             out[:, heads] = part.to(out.dtype)
         return out.flatten(1, 2)
 
     def take(
-        self, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any
+        self, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any, by: Any
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Return queries, keys and values as a group attends with them, and its state to compute with."""
-        heads = as_slice(group.heads)
+        heads = as_index(group.heads, q.device)
         q, k, v = q[:, heads], k[:, heads], v[:, heads]
         if group.bits == 16:
             return q, k, v, state
@@ -294,8 +295,11 @@ class LayerStudent(nn.Module):
         if group.turns and self.turns is not None:
             q, k, turned = self.turns(self.turns.turn, q, k, None if self.exact_values else v, scale**0.5, heads)
             v = v if turned is None else turned
-        k, v = round_tokens(k, group.bits, first), v if self.exact_values else round_tokens(v, group.bits, first)
-        return q, k, v, unpack_state(state, group.bits, k.dtype, v.dtype) if state and self.keeps_bytes else state
+        if self.exact_values:
+            k = round_tokens([k], group.bits, first, by)[0]
+        else:
+            k, v = round_tokens([k, v], group.bits, first, by)
+        return q, k, v, unpack_state(state, group.bits, k.dtype, v.dtype, by) if state and self.keeps_bytes else state
 
     def read_with_slots(
         self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None, in_triton: bool

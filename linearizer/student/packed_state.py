@@ -9,13 +9,16 @@ bytes each. Sinks are never rounded to few bits: most heads lean on their keys, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .rounding import FEWER, pack_vectors, rotate, rotated_at_once, round_vectors, unpack_vectors
+from . import rounding
+from .rounding import FEWER, rotate, rotated_at_once, round_vectors
 from .state import as_slice, is_exact, least_count, tensors, working_dtype
 
 MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
@@ -84,10 +87,22 @@ class Turns(nn.Module):
         return rotate(metric.to(self.key_steps) * self.key_steps[head])
 
 
-def round_tokens(x: Tensor, bits: int, first: Tensor | None) -> Tensor:
-    """Round keys or values as they are attended to: all but sinks, which `first` (batch, tokens) names."""
-    rounded = round_vectors(x, bits)
-    return rounded if first is None else torch.where(first[:, None, :, None], as_sink(x), rounded)
+def round_tokens(xs: Sequence[Tensor], bits: int, first: Tensor | None, by: Any = rounding) -> list[Tensor]:
+    """Round keys and values as they are attended to: all but sinks, which `first` (batch, tokens) names.
+
+    `by` is the module whose functions do it: rounding.py or kernel_vectors.py.
+    """
+    rounded = in_one(lambda x: by.round_vectors(x, bits), xs)
+    if first is None:
+        return rounded
+    return [torch.where(first[:, None, :, None], as_sink(x), own) for x, own in zip(xs, rounded, strict=True)]
+
+
+def in_one(change: Callable[[Tensor], Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """Change vectors (…, rows, dim) all at once where they are alike: a call takes longer than its work."""
+    if len({(x.shape[:-2], x.shape[-1], x.dtype) for x in xs}) != 1:
+        return [change(x) for x in xs]
+    return [*change(torch.cat([*xs], -2)).split([x.shape[-2] for x in xs], -2)]
 
 
 def as_sink(x: Tensor) -> Tensor:
@@ -109,20 +124,25 @@ def tokens_read(state: Any) -> Tensor:  # (batch,)
     return state.count if is_exact(state) else state.real.sum(-1)
 
 
-def pack_state(state: Any, bits: int = 8, before: Any = None) -> Any:
+def pack_state(state: Any, bits: int = 8, before: Any = None, by: Any = rounding) -> Any:
     """Return a state whose keys and values are bytes, but for sinks; of a whole cache only what is new is packed."""
     rows = 0 if before is None or is_exact(state) else before.k.shape[-2]
-    packed = {name: pack_vectors(x[:, :, rows:], bits) for name, x in tensors(state).items() if name in PACKED}
+    new = {name: x[:, :, rows:] for name, x in tensors(state).items() if name in PACKED}
+    packed = dict(zip(new, in_one(lambda x: by.pack_vectors(x, bits), [*new.values()]), strict=True))
     if rows:
         packed = {name: torch.cat([getattr(before, name), x], -2) for name, x in packed.items()}
     sinks = {name: x.to(SINK_TYPE) for name, x in tensors(state).items() if name in SINKS}
     return replace(state, **packed, **sinks, **pack_counts(state, bits))
 
 
-def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
+def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype, by: Any = rounding) -> Any:
     """Return a state whose keys and values can be computed with."""
     dtypes, named = {"k": key_dtype, "v": value_dtype}, tensors(state)
-    vectors = {name: unpack_vectors(x, dtypes[name[-1]], bits) for name, x in named.items() if name in PACKED}
+    vectors: dict[str, Tensor] = {}
+    for kind in [("k", "v")] if key_dtype == value_dtype else ["k", "v"]:
+        held = {name: x for name, x in named.items() if name in PACKED and name[-1] in kind}
+        unpack = partial(by.unpack_vectors, dtype=dtypes[kind[0]], bits=bits)
+        vectors |= dict(zip(held, in_one(unpack, [*held.values()]), strict=True))
     vectors |= {name: x.to(dtypes[name[-1]]) for name, x in named.items() if name in SINKS}
     return put_sinks_back(replace(state, **vectors, **unpack_counts(state, key_dtype)))
 

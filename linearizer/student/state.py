@@ -297,6 +297,18 @@ def remember_window(state: ExactState, columns: Columns, tokens: int) -> None:
     state.window_v = take_tokens(columns.v[:, :, tokens:], slot)
 
 
+def as_index(heads: list[int], device: torch.device) -> slice | Tensor:
+    """Return indices of heads that select on a device, which does not wait for them."""
+    even = as_slice(heads)
+    return even if isinstance(even, slice) else index_of(tuple(heads), device)
+
+
+@made_once
+def index_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # so that a later training may use it, too
+        return torch.tensor(numbers, device=device)
+
+
 def as_slice(heads: list[int]) -> slice | list[int]:
     """Return indices of heads as a slice where they are evenly spaced: it selects without a copy."""
     apart = heads[1] - heads[0] if len(heads) > 1 else 1

@@ -57,7 +57,7 @@ def test_the_rows_of_few_bits_are_those_of_the_keys_that_are_kept(bits, length):
     student.reset(torch.Generator().manual_seed(0))
     rows, outputs = head_errors(student, q, k, v, 0.3)
     query, key, _ = student.turns.turn(q.unflatten(1, (2, 2)), k, v, 0.3**0.5)
-    keys = round_tokens(key, bits, torch.arange(length)[None] < 2)
+    keys = round_tokens([key], bits, torch.arange(length)[None] < 2)[0]
     above = torch.ones(length, length).triu(1).bool()
     pairs = (q.unflatten(1, (2, 2)), k), (query, keys)
     exact, own = ((x[0, 0] @ y[0, 0].mT * 0.3).masked_fill(above, -torch.inf).softmax(-1) for x, y in pairs)

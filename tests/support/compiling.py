@@ -38,6 +38,7 @@ from linearizer.student import (
     kernel_text_gradients,
     kernel_text_slots,
     kernel_token,
+    kernel_vectors,
     token_pool,
 )
 from linearizer.student.packed_state import Turns
@@ -114,6 +115,9 @@ def everything(dim, features, dtype, group, window=64, sinks=4):
     for bits in (4, 16):
         attend_with_a_token(dim, dtype, group, sinks, bits)
     read_with_slots(dim, dtype, group, sinks)
+    for bits in (4, 8):
+        x = kernel_vectors.round_vectors(draw(1, 8, 2048, dim, dtype=torch.float32), bits)
+        kernel_vectors.unpack_vectors(kernel_vectors.pack_vectors(x, bits), x.dtype, bits)
 
 
 def attend_with_a_token(dim, dtype, group, sinks, bits, heads=8):
