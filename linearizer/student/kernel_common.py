@@ -165,10 +165,10 @@ def on_device_of_first(launch: Launch) -> Launch:
     return there
 
 
-def dims_at_once(x: Tensor) -> int:
-    """How many dimensions of rows of x a kernel that holds them may multiply at once."""
-    width = padded(x.shape[-1])
-    return width if x.element_size() <= 2 and width <= 128 else min(width, 64)
+def dims_at_once(dim: int, dtype: torch.dtype) -> int:
+    """How many dimensions of rows a kernel that holds them may multiply at once."""
+    width = padded(dim)
+    return width if dtype.itemsize <= 2 and width <= 128 else min(width, 64)
 
 
 def precision(dtype: torch.dtype) -> dict:

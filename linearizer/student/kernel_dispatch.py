@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from . import rounding
 from .features_torch import CHUNK, ScaledMap, attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
+from .rounding import IN_PYTORCH, Vectors
 from .slots_torch import SlotText, read_together
 from .state import ABSENT, Columns, FeatureState, is_traced, working_dtype
 
 try:
-    from . import kernel_vectors
     from .kernel_text_gradients import FeatureAttention
     from .kernel_text_slots import launch_texts
     from .kernel_token import launch_token
+    from .kernel_vectors import BY_KERNELS
 except ImportError as missing:
     if missing.name != "triton":
         raise
-    FeatureAttention = launch_texts = launch_token = kernel_vectors = None  # type: ignore[assignment, misc]
+    FeatureAttention = launch_texts = launch_token = BY_KERNELS = None  # type: ignore[assignment, misc]
 
 TRIAL_WINDOW = 16
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
@@ -88,9 +88,9 @@ def may_run_in_triton(*tensors: Tensor) -> bool:
     return launch_texts is not None and not gradients and not is_traced() and kernels_accept(*tensors)
 
 
-def vectors_by(kernel: bool) -> Any:
-    """Return the module whose functions round, pack and unpack vectors."""
-    return kernel_vectors if kernel else rounding
+def vectors_by(kernel: bool) -> Vectors:
+    """Return what rounds vectors for a text."""
+    return BY_KERNELS if kernel else IN_PYTORCH
 
 
 def read_slots(texts: Sequence[SlotText], by_kernel: bool) -> list[Tensor]:

@@ -306,7 +306,7 @@ def run_text_features(
         problem.group,
         problem.segments,
         problem.sinks,
-        problem.constants(DS=dims_at_once(q)),
+        problem.constants(DS=dims_at_once(q.shape[-1], q.dtype)),
         **problem.launch,
     )
     return out, lse, level, mean, kept

@@ -201,7 +201,7 @@ def compute_far_gradients(
     )
     du, dw = torch.empty_like(u), torch.empty_like(w)
     dv = torch.empty(*w.shape[:-1], problem.value_dim, dtype=w.dtype, device=w.device)
-    shared, text = problem.constants(DS=dims_at_once(v)), (u, w, v, g, lse, delta)
+    shared, text = problem.constants(DS=dims_at_once(v.shape[-1], v.dtype)), (u, w, v, g, lse, delta)
     sizes = problem.tokens, v.shape[-2], problem.group, problem.segments
     by_row, by_key = (problem.grid(problem.tokens, problem.sizes[name]) for name in ("BT", "BN"))
     slabs = problem.grid(problem.features, problem.sizes["MS"])

@@ -15,6 +15,7 @@ in a table, as an offset from tensors that the launch is given.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -207,6 +208,19 @@ def table_of(texts: Sequence[SlotText], outputs: Sequence[Tensor], parameters: S
     return table
 
 
+@functools.cache  # or the host would take longer to launch a kernel than it runs
+def attending_constants(
+    dtype: torch.dtype, chip: tuple[int, int] | None, dims: tuple[int, int], group: int, sinks: int, block: int
+) -> Constants:
+    """Return what a kernel is compiled for that attends to periods of such a block."""
+    exact, wide = dtype.itemsize > 2, max(map(padded, dims)) > 128
+    at_once = 16 if exact else 64 if chip == (9, 0) and not wide else 32  # more would not fit into registers
+    return Constants(
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=dims_at_once(dims[0], dtype), G=group,
+        SP=sinks, BT=min(at_once, padded(block * group)), BN=32 if exact or wide else 64, **precision(dtype),
+    )  # fmt: skip
+
+
 @on_device_of_first
 def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
     """Merge and attend with the heads of a layer whose queries are of one type; return what all their tokens see.
@@ -225,7 +239,7 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
             setattr(text.state, name, getattr(text.state, name).clone(memory_format=torch.contiguous_format))
         outputs.append(text.q.new_zeros(*text.q.shape[:-1], value_dim))
         parameters.append(tuple(x.to(work).contiguous() for x in (text.merging.rows, text.merging.gain)))
-    table = torch.tensor(table_of(texts, outputs, parameters), pin_memory=count.is_cuda)
+    table = torch.tensor(table_of(texts, outputs, parameters))
     table = table.to(count.device, non_blocking=True)  # or the host would wait until all before is done
     programs, most = len(table), max(text.merging.block for text in texts)
     rows = max(text.state.weight.shape[-1] + text.merging.block for text in texts)
@@ -237,13 +251,7 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
     versions = room + together * changing
     kept = [first.q.new_empty(programs * versions * size) for size in (dim, value_dim)]
     slots = *kept, floats.new_empty(programs * versions), lists.new_empty(programs * together * room), versions
-    exact, wide = first.q.element_size() > 2, max(padded(dim), padded(value_dim)) > 128
-    at_once = 16 if exact else 64 if chip(first.q) == (9, 0) and not wide else 32  # more would not fit into registers
-    constants = Constants(
-        D=dim, DV=value_dim, DP=padded(dim), VP=padded(value_dim), DS=dims_at_once(first.q), G=group,
-        SP=padded(sinks), BT=min(at_once, padded(most * group)), BN=32 if exact or wide else 64,
-        **precision(first.q.dtype),
-    )  # fmt: skip
+    constants = attending_constants(first.q.dtype, chip(first.q), (dim, value_dim), group, padded(sinks), most)
     grid = programs, together, count_parts(most * group, constants.BT.value)
     ends, bases = (count, count + first.new), (first.q, first.state.weight)
     for begin in range(0, periods, together):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 try:  # as in kernel_common.py
@@ -12,7 +14,7 @@ except ImportError:
 
 from .kernel_common import count_parts, load_tile, on_device_of_first, padded, precision
 from .kernel_packed_rows import FEW, PackedConstants, load_codes, round_rows, store_rows
-from .rounding import SCALE_BYTES
+from .rounding import SCALE_BYTES, Vectors
 from .state import working_dtype
 
 Tensor = torch.Tensor
@@ -49,10 +51,14 @@ def unpack_kernel(packed_ptr, out_ptr, COUNT, BITS, C: tl.constexpr):
     tl.store(to_ptr, out, mask=(rows < COUNT)[:, None] & (od < C.D)[None, :])
 
 
-def constants_of(dim: int, work: torch.dtype, bits: int) -> PackedConstants:
+@functools.cache  # or the host would take longer to launch a kernel than it runs
+def constants_of(dim: int, work: torch.dtype, kind: int) -> PackedConstants:
     """Return what kernels are compiled for, for vectors of a size."""
-    kind = FEW.value if bits < 8 else bits
     return PackedConstants(D=dim, DP=padded(dim), BT=ROWS, LEAST=kind, **precision(work))
+
+
+def kind_of(bits: int) -> int:
+    return bits if bits >= 8 else int(FEW.value)
 
 
 @on_device_of_first
@@ -61,7 +67,7 @@ def round_vectors(x: Tensor, bits: int) -> Tensor:
     out = torch.empty_like(x := x.contiguous())
     if count := x.numel() // x.shape[-1]:
         grid = (count_parts(count, ROWS),)
-        round_kernel[grid](x, out, count, bits, constants_of(x.shape[-1], working_dtype(x), bits), num_warps=4)
+        round_kernel[grid](x, out, count, bits, constants_of(x.shape[-1], working_dtype(x), kind_of(bits)), num_warps=4)
     return out
 
 
@@ -74,7 +80,7 @@ def pack_vectors(x: Tensor, bits: int) -> Tensor:
     if count := x.numel() // dim:
         grid = (count_parts(count, ROWS),)
         codes = x.new_empty(grid[0] * ROWS * padded(dim), dtype=torch.uint8)
-        constants = constants_of(dim, working_dtype(x), bits)
+        constants = constants_of(dim, working_dtype(x), kind_of(bits))
         pack_kernel[grid](x, packed.view(torch.uint8), codes, count, bits, constants, num_warps=4)
     return packed
 
@@ -85,6 +91,9 @@ def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
     x, dim = x.contiguous(), x.shape[-1] - 1 if bits == 8 else (x.shape[-1] - SCALE_BYTES) * 8 // bits
     out = x.new_empty(*x.shape[:-1], dim, dtype=dtype)
     if count := out.numel() // dim:
-        constants = constants_of(dim, working_dtype(out), bits)
+        constants = constants_of(dim, working_dtype(out), kind_of(bits))
         unpack_kernel[(count_parts(count, ROWS),)](x.view(torch.uint8), out, count, bits, constants, num_warps=4)
     return out
+
+
+BY_KERNELS = Vectors(round_vectors, pack_vectors, unpack_vectors)

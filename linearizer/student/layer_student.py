@@ -20,7 +20,7 @@ from .kernel_layer_in_c import ServedHeads, held_layer, read_in_c
 from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import Turns, as_sink, first_columns, first_tokens, pack_state, round_tokens, unpack_state
-from .rounding import FEWER, can_turn, rotate, round_vectors
+from .rounding import FEWER, Vectors, can_turn, rotate, round_vectors
 from .slots_merging import Merger, Merging
 from .slots_torch import SlotText
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_index, is_compiled
@@ -284,7 +284,15 @@ class LayerStudent(nn.Module):
         return out.flatten(1, 2)
 
     def take(
-        self, group: HeadGroup, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any, by: Any
+        self,
+        group: HeadGroup,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        real: Tensor | None,
+        state: Any,
+        by: Vectors,
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Return queries, keys and values as a group attends with them, and its state to compute with."""
         heads = as_index(group.heads, q.device)

@@ -140,7 +140,7 @@ def change_tensors(state: object, change: Callable[[Tensor], Tensor]) -> None:
 
 def working_dtype(x: Tensor) -> torch.dtype:
     """Sums and exponentials are taken in at least fp32: a bf16 sum loses every term below 1/512 of it."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @dataclass

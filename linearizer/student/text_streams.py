@@ -17,7 +17,8 @@ from .attention_interface import restarts
 from .cache import CACHE, LinearizedCache, keeps_state
 from .state import change_tensors, tensors
 
-PART_TOKENS = 1024  # fewer take the host as long to launch
+PART_TOKENS, LONGEST_PART = 2048, 8192  # the host takes as long to launch fewer; more take more memory
+PARTS = 12  # of a text of a length between
 MOST_STREAMS = 16  # parts at a time: as many layers read at once, and each part takes memory
 
 Tensor = torch.Tensor
@@ -66,15 +67,16 @@ def read_parts(read: Any, ids: Tensor, positions: Tensor | None, cache: Lineariz
     last `keep` tokens."""
     here, tokens = torch.cuda.current_stream(ids.device), ids.shape[1]
     first = tokens - (keep or tokens)  # the first token whose logits are wanted
+    size = min(max(PART_TOKENS, tokens // PARTS), LONGEST_PART)
     outs: list[Any] = []
     under_way: deque[tuple[torch.cuda.Event, list]] = deque()
     for layer in cache.layers:
         layer.memory = StatesInTurn(layer.memory)
     try:
-        for number, begin in enumerate(range(0, tokens, PART_TOKENS)):
+        for number, begin in enumerate(range(0, tokens, size)):
             if len(under_way) == MOST_STREAMS:
                 under_way.popleft()[0].synchronize()
-            end, stream = min(begin + PART_TOKENS, tokens), streams_of(ids.device)[number % MOST_STREAMS]
+            end, stream = min(begin + size, tokens), streams_of(ids.device)[number % MOST_STREAMS]
             # other streams than theirs read these: until then their memory must not be used again
             before = [[*tensors(state).values()] for layer in cache.layers for state in layer.memory]
             stream.wait_stream(here)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 from linearizer.student.cache import CACHE
-from linearizer.student.text_streams import MOST_STREAMS, reads_in_parts
+from linearizer.student.text_streams import LONGEST_PART, MOST_STREAMS, reads_in_parts
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
@@ -22,7 +22,7 @@ Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens
 
 def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
     """Read tokens (texts, tokens) that follow what the cache holds; yield after each piece how many were read."""
-    size = PIECE_TOKENS * (MOST_STREAMS if reads_in_parts(cache, model) else 1)
+    size = LONGEST_PART * MOST_STREAMS if reads_in_parts(cache, model) else PIECE_TOKENS
     for start in range(0, ids.shape[1], size):
         with torch.inference_mode():
             part = ids[:, start : start + size].to(model.device)

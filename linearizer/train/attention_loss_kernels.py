@@ -229,7 +229,7 @@ def losses(
     letters = {
         "D": q.shape[-1],
         "DP": padded(q.shape[-1]),
-        "DS": dims_at_once(q),
+        "DS": dims_at_once(q.shape[-1], q.dtype),
         "M": features,
         **sizes,
         **precision(q.dtype),

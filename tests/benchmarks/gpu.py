@@ -45,7 +45,7 @@ LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 3
 TESTED = (
     "tests/student/test_kernel_text_features.py",
     "tests/student/test_kernel_slots.py", "tests/train/test_attention_loss_kernels.py",
-    "tests/student/test_kernel_trial.py",
+    "tests/student/test_kernel_trial.py", "tests/student/test_text_streams.py", "tests/serve/test_engine.py",
 )  # fmt: skip
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text
@@ -167,7 +167,8 @@ def subjects_of(tiny):
     """Make a teacher of Llama-3.2-1B's shape and a student of it."""
     tiny_sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 256}
     config = sizes.config_of("Llama-3.2-1B", **(tiny_sizes if tiny else {}))
-    teacher = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(DEVICE).eval()
+    with torch.device(DEVICE):  # a CPU takes a minute to draw its weights
+        teacher = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     layer = Layer(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.head_dim)
     layers = (layer,) * config.num_hidden_layers
     row = tuple(HELD[head % len(HELD)] for head in range(layer.kv_heads))

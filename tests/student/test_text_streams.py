@@ -26,7 +26,8 @@ def test_parts_give_what_a_whole_text_gives(student, monkeypatch, keep):
     whole, cache = [], student.empty_cache()
     for begin, end in ((0, 50), (50, 850), (850, 1700)):
         whole.append(student(ids[:, begin:end], past_key_values=cache, logits_to_keep=keep).logits)
-    monkeypatch.setattr(text_streams, "PART_TOKENS", 64)
+    for name in ("PART_TOKENS", "LONGEST_PART"):
+        monkeypatch.setattr(text_streams, name, 64)
     monkeypatch.setattr(text_streams, "MOST_STREAMS", 4)
     calls, read = [], text_streams.read_parts
     monkeypatch.setattr(text_streams, "read_parts", lambda *given: calls.append(1) or read(*given))

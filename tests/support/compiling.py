@@ -91,7 +91,12 @@ def launches(chip, call):
         patch.object(kernel_common, "chip", lambda _: None if by_amd else chip),
         patch.object(torch.version, "hip", "6" if by_amd else None),
     ):
-        for kept in (kernel_slot_rows.merging_constants, kernel_token.token_constants):
+        for kept in (
+            kernel_slot_rows.merging_constants,
+            kernel_text_slots.attending_constants,
+            kernel_token.token_constants,
+            kernel_vectors.constants_of,
+        ):
             kept.cache_clear()  # of other chips
         call()
     return result
