@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.serve.cache_rows import join_caches, keep_rows, take_row
+from linearizer.serve.cache_rows import take_row
 from linearizer.serve.prompts import KeptStates, Prompts
 from linearizer.serve.row import Row, choose_tokens, fail_rows
 from linearizer.serve.token_graphs import TokenGraphs
@@ -22,7 +22,7 @@ from linearizer.teacher.logits import fresh_cache
 
 MAX_ROWS = 32  # texts in the batch
 MAX_WAITING = 1024  # texts that wait for it
-READ_BETWEEN = 512  # tokens of prompts that are read between two tokens of the batch
+READ_BETWEEN = 512  # tokens of prompts that a CPU reads between two tokens of the batch
 READ_IDLE = 4096  # the same, where nothing is written
 
 Tensor = torch.Tensor
@@ -95,7 +95,7 @@ class Engine:
     def step(self) -> None:
         """Read a part of the prompts that wait, and write a token of every row."""
         self.admit()
-        self.join(self.prompts.read(READ_BETWEEN if self.rows else READ_IDLE))
+        self.join(self.prompts.read(self.prompts.times * (READ_BETWEEN if self.rows else READ_IDLE)))
         try:
             if self.rows:
                 self.write_token(self.rows, self.cache)
@@ -118,8 +118,8 @@ class Engine:
                     row.cache = fresh_cache(self.model)
                     self.write_token([row], row.cache)
             if rows := [row for row in rows if not row.done]:
-                caches = [self.cache] * bool(self.rows) + [row.cache for row in rows]
-                self.cache = self.graphs.load(join_caches(caches))
+                caches = [cache for cache in (self.cache, *(row.cache for row in rows)) if cache is not None]
+                self.cache = self.graphs.join(caches)
                 self.rows = self.rows + rows
         except Exception as error:  # as in `step`
             fail_rows(rows, error)
@@ -150,7 +150,6 @@ class Engine:
                 self.kept.keep(row.tokens[: row.read], take_row(self.cache, index, row.read))
         self.rows = [self.rows[index] for index in staying]
         if staying:
-            keep_rows(self.cache, staying, max(row.read for row in self.rows))
-            self.cache = self.graphs.load(self.cache)
+            self.cache = self.graphs.keep(self.cache, staying, max(row.read for row in self.rows))
         else:
             self.cache = None

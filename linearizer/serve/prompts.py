@@ -21,7 +21,8 @@ from linearizer.serve.row import Row, fail_rows
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import trim_heaps
 
-CHUNK = 512  # states are kept at multiples of this number of tokens
+CHUNK = 512  # tokens that are read at once on a CPU; states are kept at multiples of it
+TIMES_ON_GPU = 4  # as many tokens at once: few take a host as long to launch
 FEWEST = 64  # tokens that a prompt reads at once, if it has as many: fewer take hardly less time
 KEPT_BYTES, SHAPE_BYTES = 1024, 128  # of memory that a state, and the shape of each of its tensors, take besides
 TRIMMED_SHARE = 1 / 8  # of the bytes that may be kept: after as many more, freed memory goes back to the system
@@ -93,6 +94,8 @@ class Prompts:
 
     def __init__(self, model: PreTrainedModel, kept: KeptStates) -> None:
         self.model, self.kept = model, kept
+        self.times = TIMES_ON_GPU if model.device.type == "cuda" else 1
+        self.chunk = CHUNK * self.times
         self.rows: list[Row] = []  # in the order in which they came
 
     def read(self, most: int) -> list[Row]:
@@ -108,7 +111,7 @@ class Prompts:
                 if not row.left:
                     read.append(self.rows.pop(0))
                 elif most > 0:
-                    count = min(CHUNK - row.read % CHUNK, row.left, max(FEWEST, most))
+                    count = min(self.chunk - row.read % self.chunk, row.left, max(FEWEST, most))
                     most -= max(FEWEST, count)
                     self.read_part(row, count)
                 else:
@@ -132,5 +135,5 @@ class Prompts:
         ids, read = torch.tensor([row.prompt[row.read : row.read + count]]), torch.tensor([row.read])
         read_on(self.model, row.cache, ids.to(self.model.device), read.to(self.model.device))
         row.read += count
-        if self.kept.max_bytes and (row.read % CHUNK == 0 or not row.left):
+        if self.kept.max_bytes and (row.read % self.chunk == 0 or not row.left):
             self.kept.keep(row.prompt[: row.read], row.cache)

@@ -73,11 +73,7 @@ def linearized(
     if student is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     real = None if attention_mask is None else attention_mask[:, 0, 0]
-    if (ready := getattr(linear_state, "ready", None)) is not None:  # other streams read other parts (text_streams.py)
-        ready.wait()
     out = student(query, key, value, score_scale(query, scaling), real, linear_state)
-    if ready is not None:
-        ready.record()
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -239,7 +239,7 @@ def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
             setattr(text.state, name, getattr(text.state, name).clone(memory_format=torch.contiguous_format))
         outputs.append(text.q.new_zeros(*text.q.shape[:-1], value_dim))
         parameters.append(tuple(x.to(work).contiguous() for x in (text.merging.rows, text.merging.gain)))
-    table = torch.tensor(table_of(texts, outputs, parameters))
+    table = torch.tensor(table_of(texts, outputs, parameters), pin_memory=count.is_cuda)
     table = table.to(count.device, non_blocking=True)  # or the host would wait until all before is done
     programs, most = len(table), max(text.merging.block for text in texts)
     rows = max(text.state.weight.shape[-1] + text.merging.block for text in texts)

@@ -18,8 +18,7 @@ The words of these files:
 
 Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention exists
 in PyTorch for features and slots, and in Triton for texts with either; all windows and slots of a layer attend with a
-token at once, in PyTorch (token_buffer) or in Triton (token_pool). A GPU reads parts of a long text at the same time
-(text_streams). On a CPU kernel_layer_in_c reads texts and tokens
+token at once, in PyTorch (token_buffer) or in Triton (token_pool). On a CPU kernel_layer_in_c reads texts and tokens
 with all of them, in place of many small operations of PyTorch.
 """
 
@@ -51,7 +50,6 @@ from .matrix_rule import MatrixRule
 from .packed_state import Turns
 from .saved_state import read_state
 from .slots_merging import Merger
-from .text_streams import read_in_parts
 from .update_rules import UPDATE_RULES
 
 NOT_BATCHED = (
@@ -269,18 +267,16 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         leave_out_weights(kwargs, self.config)
         if not torch.compiler.is_compiling():
             self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
-        given = {"inputs_embeds": inputs_embeds, "labels": labels, **kwargs}
-        read = read_in_parts(self, input_ids, attention_mask, position_ids, cache, logits_to_keep, given)
-        if read is not None:
-            return read
         return self.base(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
             **{CACHE: cache},
-            **given,
+            **kwargs,
         )
 
     def warn_beyond_positions(self, new: torch.Tensor | None, cache: Cache | None) -> None:

@@ -79,13 +79,14 @@ class TokenPool:
             dict(zip(served, zip(groups, of_group, strict=True), strict=True)),
         )  # fmt: skip
 
-    def fill(self, memory: list) -> None:
-        """Take the states of other texts, as many, in place of these, where they lie."""
-        work = torch.promote_types(self.kept, torch.float32)
+    def lay(self, at: int, memory: list) -> None:
+        """Lay the states of other texts here, in the places of some of these."""
+        work = working_dtype(self.pool.new_empty(0, dtype=self.kept))
         for index, (group, views) in self.groups.items():
-            for view, part in zip(views, contents(replace(group, state=memory[index]), work), strict=True):
-                view.copy_(part)
-            self.count.copy_(memory[index].count)
+            other = replace(group, state=memory[index])
+            for view, part in zip(views, contents(other, work), strict=True):
+                view[at : at + len(part)].copy_(part)
+            self.count[at : at + len(other.state.count)].copy_(other.state.count)
 
     def holds(self, memory: list, k: Tensor) -> bool:
         """Whether the states are still views of this pool: all that changes one replaces its count, too."""

@@ -10,7 +10,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 from linearizer.student.cache import CACHE
-from linearizer.student.text_streams import LONGEST_PART, MOST_STREAMS, reads_in_parts
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
@@ -22,12 +21,11 @@ Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens
 
 def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
     """Read tokens (texts, tokens) that follow what the cache holds; yield after each piece how many were read."""
-    size = LONGEST_PART * MOST_STREAMS if reads_in_parts(cache, model) else PIECE_TOKENS
-    for start in range(0, ids.shape[1], size):
+    for start in range(0, ids.shape[1], PIECE_TOKENS):
         with torch.inference_mode():
-            part = ids[:, start : start + size].to(model.device)
+            part = ids[:, start : start + PIECE_TOKENS].to(model.device)
             model(input_ids=part, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-        yield min(start + size, ids.shape[1])
+        yield min(start + PIECE_TOKENS, ids.shape[1])
 
 
 def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choose) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from linearizer.serve.prompts import KeptStates
 from linearizer.serve.row import Row
 from linearizer.serve.token_graphs import TokenGraphs
 from linearizer.student import layer_student
+from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import status_bytes
 from tests.support.kernels import DEVICE, ON_GPU
@@ -85,15 +86,16 @@ def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, mo
     assert not engine.rows and engine.cache is None
 
 
+def call_again(step):
+    """Repeat a step where there is no GPU to capture it."""
+    logits = step()
+    return lambda: logits.copy_(step()), logits
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of Triton's interpreter, in empty rows
 def test_rows_are_written_as_alone_where_a_step_works_on_states_that_stay_where_they_are(monkeypatch):
     """As graphs of CUDA do; without a GPU the step is called again in their place."""
     student = student_of("llama", SMALL, num_hidden_layers=1).to(DEVICE)
-
-    def call_again(step):
-        logits = step()
-        return lambda: logits.copy_(step()), logits
-
     monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
     (layer,), sizes = student.students(), [(7, 8), (3, 8), (12, 4)]
     rows = [row_of(tokens(1, size, seed)[0].tolist(), count) for seed, (size, count) in enumerate(sizes)]
@@ -119,6 +121,28 @@ def test_what_no_graph_serves_is_written_without(heads, monkeypatch):
     work(engine, {0: [row]})
     assert row.tokens == alone(model, row.prompt, 5)
     assert ("hold features" in str(said)) == (heads is not None)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of Triton's interpreter, in empty rows
+def test_a_model_that_looks_at_how_many_tokens_were_read_is_read_without_a_graph(monkeypatch):
+    """A graph would repeat the number at which it was captured."""
+    student = student_of("llama", SMALL, num_hidden_layers=1).to(DEVICE)
+    (layer,), before, said = student.students(), student.forward, []
+
+    def forward(**given):
+        out, read = before(**given), given[CACHE].get_seq_length()
+        out.logits[..., read % 50] += 0.1 * out.logits.abs().max()
+        return out
+
+    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
+    layer.in_c, layer.in_triton = False, True
+    monkeypatch.setattr(student, "forward", forward)
+    monkeypatch.setattr(token_graphs.logger, "warning", lambda *words: said.append(words))
+    engine, row = Engine(student, ROOM), row_of(tokens(1, 12)[0].tolist(), 4)
+    engine.graphs = TokenGraphs(student, None if ON_GPU else call_again)
+    work(engine, {0: [row]})
+    assert "how many tokens" in str(said) and not engine.graphs.graphs
+    assert row.tokens == alone(student, row.prompt, 4)
 
 
 def test_a_next_turn_reads_only_what_is_new(model):
