@@ -48,6 +48,8 @@ enum { BYTES = 32, ROWS = 4 };
 #endif
 typedef REAL vec __attribute__((vector_size(BYTES), aligned(BYTES), may_alias));
 typedef __typeof__((vec){0} < (vec){0}) mask;
+typedef REAL few __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
+typedef __typeof__((few){0} < (few){0}) few_mask;
 enum { LANES = BYTES / sizeof(REAL), TILE = 2 * LANES, PARTIAL = 32 / sizeof(REAL) };
 
 static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
@@ -85,15 +87,21 @@ static inline REAL code_of(REAL x, REAL scale, REAL limit) {
     return code < -limit ? -limit : code > limit ? limit : code;
 }
 
+/* The larger numbers: compilers do not know that a maximum may be taken in any order. */
+static inline few larger(few x, few y) {
+    few_mask where = x > y;
+    return (few)((where & (few_mask)x) | (~where & (few_mask)y));
+}
+
 static REAL largest(const REAL *x, long dim) {
-    REAL top = 0, lanes[PARTIAL] = {0};
+    few most = {0};
     long d = 0;
-    for (; d + PARTIAL <= dim; d += PARTIAL)
-        for (long l = 0; l < PARTIAL; l++) {
-            REAL size = MAGNITUDE(x[d + l]);
-            lanes[l] = size > lanes[l] ? size : lanes[l];
-        }
-    for (long l = 0; l < PARTIAL; l++) top = lanes[l] > top ? lanes[l] : top;
+    for (; d + PARTIAL <= dim; d += PARTIAL) {
+        few some = *(const few *)(x + d);
+        most = larger(larger(some, -some), most);
+    }
+    REAL top = 0;
+    for (long l = 0; l < PARTIAL; l++) top = most[l] > top ? most[l] : top;
     for (; d < dim; d++) top = MAGNITUDE(x[d]) > top ? MAGNITUDE(x[d]) : top;
     return top;
 }

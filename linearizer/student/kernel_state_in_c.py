@@ -49,22 +49,23 @@ static void read_row(const Side *s, const char *row, REAL *x) {
 }
 
 /* Write a vector that was rounded before. */
-static void write_row(const Side *s, const REAL *x, char *row) {
+static void write_row(const Side *s, const REAL *restrict x, char *restrict row) {
     if (s->bits == 16) {
         memcpy(row, x, s->width);
         return;
     }
-    REAL scale = scale_of(x, s->dim, s->bits), limit = limit_of(s->bits);
+    const long dim = s->dim;
+    REAL scale = scale_of(x, dim, s->bits), limit = limit_of(s->bits);
     if (s->bits == 8) {
-        for (long d = 0; d < s->dim; d++) row[d] = (int8_t)ROUND(x[d] / scale);
-        row[s->dim] = (int8_t)((int32_t)(bits_of(scale) >> 23) - 127);
+        for (long d = 0; d < dim; d++) row[d] = (int8_t)ROUND(x[d] / scale);
+        row[dim] = (int8_t)((int32_t)(bits_of(scale) >> 23) - 127);
     } else {
-        uint8_t *bytes = (uint8_t *)row, whole[s->dim];
-        long half = s->dim / 2, more = s->bits - 4, part = s->dim * more / 8;
+        uint8_t *bytes = (uint8_t *)row, whole[dim];
+        long half = dim / 2, more = s->bits - 4, part = dim * more / 8;
         memset(bytes, 0, s->width);
-        for (long d = 0; d < s->dim; d++) whole[d] = (uint8_t)(code_of(x[d], scale, limit) + limit);
+        for (long d = 0; d < dim; d++) whole[d] = (uint8_t)(code_of(x[d], scale, limit) + limit);
         for (long d = 0; d < half; d++) bytes[d] = (whole[d] & 15) | whole[half + d] << 4;
-        for (long shift = 0, d = 0; d < s->dim && more; shift += more, d += part)
+        for (long shift = 0, d = 0; d < dim && more; shift += more, d += part)
             for (long p = 0; p < part; p++) bytes[half + p] |= (whole[d + p] >> 4) << shift;
         bytes[s->width - 2] = bits_of(scale) >> 16, bytes[s->width - 1] = bits_of(scale) >> 24;
     }
@@ -127,7 +128,7 @@ static long lay_out(Reader *r, char *memory, long *zeros) {
 static void write_zeros(const Side *s, char *rows, long count) {
     memset(s->taken, 0, s->size * sizeof(REAL));
     if (count) write_row(s, s->taken, rows);
-    for (long i = 1; i < count; i++) memcpy(rows + i * s->width, rows, s->width);
+    for (long i = 1; i < count; i *= 2) memcpy(rows + i * s->width, rows, (i < count - i ? i : count - i) * s->width);
 }
 
 /* Read what a state holds after `count` tokens; before the first, write zeros. */
@@ -195,13 +196,15 @@ static void write_state(Reader *r, long from, long to, int merged) {
 
 /* Take the keys or the values of some tokens into the ring, as they will be kept. */
 static void take_tokens(Reader *r, Side *s, const REAL *x, long apart, long found, REAL factor, long place) {
+    const long dim = s->dim;
     for (long i = 0; i < found; i += ROWS) {
         long some = found - i < ROWS ? found - i : ROWS;
         for (long m = 0; m < some; m++) {
-            REAL *row = s->taken + m * s->size;
-            memcpy(row, x + r->tokens[i + m] * apart, s->dim * sizeof(REAL));
-            if (s->enter)
-                for (long d = 0; d < s->dim; d++) row[d] = (row[d] * factor - s->middle[d]) * s->enter[d];
+            REAL *restrict row = s->taken + m * s->size;
+            const REAL *given = x + r->tokens[i + m] * apart, *enter = s->enter, *middle = s->middle;
+            if (!enter) memcpy(row, given, dim * sizeof(REAL));
+            else
+                for (long d = 0; d < dim; d++) row[d] = (given[d] * factor - middle[d]) * enter[d];
         }
         if (s->enter) rotate(s->taken, some * s->size, 1, s->rotated);
         for (long m = 0; m < some; m++) {
