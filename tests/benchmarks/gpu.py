@@ -45,7 +45,7 @@ LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 3
 TESTED = (
     "tests/student/test_kernel_text_features.py",
     "tests/student/test_kernel_slots.py", "tests/train/test_attention_loss_kernels.py",
-    "tests/student/test_kernel_trial.py", "tests/serve/test_engine.py",
+    "tests/student/test_kernel_trial.py", "tests/serve/test_token_graphs.py",
 )  # fmt: skip
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text

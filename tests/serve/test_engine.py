@@ -10,29 +10,18 @@ import torch
 
 from linearizer.plan.head_bytes import Head
 from linearizer.serve import engine as engines
-from linearizer.serve import prompts, token_graphs
+from linearizer.serve import prompts
 from linearizer.serve.cache_rows import copy_cache, tensors_of
 from linearizer.serve.engine import Engine
 from linearizer.serve.prompts import KeptStates
-from linearizer.serve.row import Row
-from linearizer.serve.token_graphs import TokenGraphs
-from linearizer.student import layer_student
-from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import status_bytes
-from tests.support.kernels import DEVICE, ON_GPU
 from tests.support.models import MIXED, student_of, teacher_of, tokens
+from tests.support.rows import Letters, alone, row_of, work
 
 ROOM = 2**30
 SMALL = [Head(window=5, bits=8), Head(window=4, slots=6, bits=8)]
 SLOTS = [Head(window=4, slots=6), Head(window=5), Head(window=8, features=16)]
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def decode(self, ids, **_):
-        return "".join(chr(64 + token) for token in ids)
 
 
 @pytest.fixture(
@@ -43,32 +32,6 @@ class Letters:
 def model(request):
     family, heads = request.param
     return teacher_of(family) if heads is None else student_of(family, heads)
-
-
-def row_of(ids, count, **how):
-    heard = []
-    row = Row(ids, heard.append, Letters(), count, **how)
-    row.heard = heard
-    return row
-
-
-def alone(model, ids, count):
-    """What `generate` writes after a prompt."""
-    given = torch.tensor([ids], device=model.device)
-    options = dict(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return model.generate(given, attention_mask=torch.ones_like(given), **options)[0].tolist()
-
-
-@torch.inference_mode()
-def work(engine, arrivals, most=400):
-    """Step until all is done; `arrivals` says after how many steps which rows come."""
-    for step in range(most):
-        for row in arrivals.pop(step, []):
-            assert engine.submit(row)
-        if not (engine.rows or engine.unread or arrivals):
-            return
-        engine.step()
-    raise AssertionError("it does not end")
 
 
 def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, monkeypatch):
@@ -84,65 +47,6 @@ def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, mo
         assert [delta.finish for delta in row.heard][-1] == "length"
         assert "".join(delta.text for delta in row.heard) == Letters().decode(row.tokens[len(row.prompt) :])
     assert not engine.rows and engine.cache is None
-
-
-def call_again(step):
-    """Repeat a step where there is no GPU to capture it."""
-    logits = step()
-    return lambda: logits.copy_(step()), logits
-
-
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of Triton's interpreter, in empty rows
-def test_rows_are_written_as_alone_where_a_step_works_on_states_that_stay_where_they_are(monkeypatch):
-    """As graphs of CUDA do; without a GPU the step is called again in their place."""
-    student = student_of("llama", SMALL, num_hidden_layers=1).to(DEVICE)
-    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
-    (layer,), sizes = student.students(), [(7, 8), (3, 8), (12, 4)]
-    rows = [row_of(tokens(1, size, seed)[0].tolist(), count) for seed, (size, count) in enumerate(sizes)]
-    engine = Engine(student, ROOM)
-    engine.graphs = TokenGraphs(student, None if ON_GPU else call_again)
-    layer.in_c, layer.in_triton = False, True
-    work(engine, {0: rows[:1], 1: rows[1:]})
-    again = row_of(rows[2].tokens, 3)  # what is kept of a row is its state when it ended
-    work(engine, {0: [again]})
-    assert again.reused == len(rows[2].tokens) - 1
-    assert sorted(engine.graphs.graphs) == [1, 2, 4]
-    layer.in_triton = False
-    for row, count in [*zip(rows, (count for _, count in sizes), strict=True), (again, 3)]:
-        assert row.tokens == alone(student, row.prompt, count)
-
-
-@pytest.mark.parametrize("heads", [[Head(window=8, features=16)], None], ids=["features", "teacher"])
-def test_what_no_graph_serves_is_written_without(heads, monkeypatch):
-    model = teacher_of("llama") if heads is None else student_of("llama", heads)
-    engine, row = Engine(model, ROOM), row_of(tokens(1, 12)[0].tolist(), 5)
-    engine.graphs, said = TokenGraphs(model, lambda step: 1 / 0), []
-    monkeypatch.setattr(token_graphs.logger, "warning", lambda *words: said.append(words))
-    work(engine, {0: [row]})
-    assert row.tokens == alone(model, row.prompt, 5)
-    assert ("hold features" in str(said)) == (heads is not None)
-
-
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of Triton's interpreter, in empty rows
-def test_a_model_that_looks_at_how_many_tokens_were_read_is_read_without_a_graph(monkeypatch):
-    """A graph would repeat the number at which it was captured."""
-    student = student_of("llama", SMALL, num_hidden_layers=1).to(DEVICE)
-    (layer,), before, said = student.students(), student.forward, []
-
-    def forward(**given):
-        out, read = before(**given), given[CACHE].get_seq_length()
-        out.logits[..., read % 50] += 0.1 * out.logits.abs().max()
-        return out
-
-    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
-    layer.in_c, layer.in_triton = False, True
-    monkeypatch.setattr(student, "forward", forward)
-    monkeypatch.setattr(token_graphs.logger, "warning", lambda *words: said.append(words))
-    engine, row = Engine(student, ROOM), row_of(tokens(1, 12)[0].tolist(), 4)
-    engine.graphs = TokenGraphs(student, None if ON_GPU else call_again)
-    work(engine, {0: [row]})
-    assert "how many tokens" in str(said) and not engine.graphs.graphs
-    assert row.tokens == alone(student, row.prompt, 4)
 
 
 def test_a_next_turn_reads_only_what_is_new(model):

@@ -1,0 +1,87 @@
+"""Tokens of the running batch by graphs are those without: a graph works on states that stay where they are.
+
+Without a GPU the step is called again where a graph would be repeated.
+"""
+
+import pytest
+
+from linearizer.plan.head_bytes import Head
+from linearizer.serve import token_graphs
+from linearizer.serve.engine import Engine
+from linearizer.serve.token_graphs import TokenGraphs
+from linearizer.student import layer_student
+from linearizer.student.cache import CACHE
+from tests.support.kernels import DEVICE, ON_GPU
+from tests.support.models import student_of, teacher_of, tokens
+from tests.support.rows import alone, row_of, work
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of an interpreter, in empty rows
+HEADS = [Head(window=5, bits=8), Head(window=4, slots=6, bits=8)]
+ROOM = 2**30
+
+
+def call_again(step):
+    logits = step()
+    return lambda: logits.copy_(step()), logits
+
+
+@pytest.fixture
+def student(monkeypatch):
+    """A student whose layer is read by Triton's kernels."""
+    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
+    student = student_of("llama", HEADS, num_hidden_layers=1).to(DEVICE)
+    (layer,) = student.students()
+    layer.in_c, layer.in_triton = False, True
+    return student
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What the graphs' logger warns of."""
+    said = []
+    monkeypatch.setattr(token_graphs.logger, "warning", lambda *words: said.append(str(words)))
+    return said
+
+
+def engine_of(model, capture=None if ON_GPU else call_again):
+    engine = Engine(model, ROOM)
+    engine.graphs = TokenGraphs(model, capture)
+    return engine
+
+
+def test_rows_that_come_and_go_are_written_as_alone(student):
+    sizes = [(7, 8), (3, 8), (12, 4)]
+    rows = [row_of(tokens(1, size, seed)[0].tolist(), count) for seed, (size, count) in enumerate(sizes)]
+    work(engine := engine_of(student), {0: rows[:1], 1: rows[1:]})
+    again = row_of(rows[2].tokens, 3)  # what is kept of a row is its state when it ended
+    work(engine, {0: [again]})
+    assert again.reused == len(rows[2].tokens) - 1
+    assert sorted(engine.graphs.graphs) == [1, 2, 4]
+    student.students()[0].in_triton = False
+    for row, count in [*zip(rows, (count for _, count in sizes), strict=True), (again, 3)]:
+        assert row.tokens == alone(student, row.prompt, count)
+
+
+@pytest.mark.parametrize("heads", [[Head(window=8, features=16)], None], ids=["features", "teacher"])
+def test_what_no_graph_serves_is_written_without(heads, said):
+    model = teacher_of("llama") if heads is None else student_of("llama", heads)
+    row = row_of(tokens(1, 12)[0].tolist(), 5)
+    work(engine_of(model, lambda step: 1 / 0), {0: [row]})
+    assert row.tokens == alone(model, row.prompt, 5)
+    assert ["hold features" in words for words in said] == [True] * (heads is not None)
+
+
+def test_a_model_that_looks_at_how_many_tokens_were_read_is_read_without_a_graph(student, said, monkeypatch):
+    """A graph would repeat the number at which it was captured."""
+    before = student.forward
+
+    def forward(**given):
+        out, read = before(**given), given[CACHE].get_seq_length()
+        out.logits[..., read % 50] += 0.1 * out.logits.abs().max()
+        return out
+
+    monkeypatch.setattr(student, "forward", forward)
+    row = row_of(tokens(1, 12)[0].tolist(), 4)
+    work(engine := engine_of(student), {0: [row]})
+    assert ["how many tokens" in words for words in said] == [True] and not engine.graphs.graphs
+    assert row.tokens == alone(student, row.prompt, 4)
