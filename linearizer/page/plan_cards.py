@@ -15,7 +15,7 @@ from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize, size_r
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
-from linearizer.report import run_charts
+from linearizer.report import plotly_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.prediction import predict_kl
 from linearizer.report.verdict import judge_run
@@ -198,5 +198,5 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
         kl = predict_kl(run, plan, allocation)
     card = allocation_card(allocation, run.layers, run.positions, kl)
     note = f'<p class="lz-faint">{own if decided else other}</p>'
-    figure = run_charts.draw_allocation(allocation, run.layers, fix)
+    figure = plotly_charts.draw_allocation(allocation, run.layers, fix)
     return figure.to_json(), note + card

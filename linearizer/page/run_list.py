@@ -14,7 +14,7 @@ from linearizer.page.cards import STEP_SENTENCES, copy_button, state_line, step_
 from linearizer.plan.allocation import StateSize
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, message_box, sentence_html, table
-from linearizer.report.run_charts import MIN_DRAWN_KL
+from linearizer.report.plotly_charts import MIN_DRAWN_KL
 from linearizer.report.tables import describe_heads
 from linearizer.report.verdict import judge_run, of_subject
 from linearizer.run.folder import Run

@@ -17,7 +17,7 @@ from typing import Any
 from linearizer.method.decide import decidable
 from linearizer.page import cards, chat
 from linearizer.page.visitors import is_example
-from linearizer.report import markup, run_charts
+from linearizer.report import markup, plotly_charts
 from linearizer.report.parts import PART_VIEWS
 from linearizer.run import events
 from linearizer.run.events import Event, EventName
@@ -111,7 +111,7 @@ class RunState:
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
             self.drawn, steps = now, self.training
             mark = (len(steps), steps[-1]["done"] if steps else 0)
-            self.put("losses", mark, lambda: run_charts.draw_training_losses(steps).to_json() if steps else None)
+            self.put("losses", mark, lambda: plotly_charts.draw_training_losses(steps).to_json() if steps else None)
         if run.of_encoder:
             self.draw_encoder()
         else:
@@ -123,10 +123,10 @@ class RunState:
         run = self.run
         by_freedoms = run.plan.rules.decided_by == "freedoms"
         if by_freedoms and "map" not in self.pieces and (profile := run.profile) is not None:
-            self.put("map", "measured", lambda: run_charts.draw_freedom_map(profile, run.layers).to_json())
+            self.put("map", "measured", lambda: plotly_charts.draw_freedom_map(profile, run.layers).to_json())
         if "prices" not in self.pieces and run.has_file("prices.json") and (prices := run.prices) is not None:
-            option = run_charts.priced_alike(prices, run.layers, run.plan.budget or 0)  # of an equal share
-            draw_prices = partial(run_charts.draw_price_map, prices, run.layers, option)
+            option = plotly_charts.priced_alike(prices, run.layers, run.plan.budget or 0)  # of an equal share
+            draw_prices = partial(plotly_charts.draw_price_map, prices, run.layers, option)
             self.put("prices", "measured", lambda: draw_prices().to_json())
         if "shares" in self.pieces or decidable(run):
             path = run.folder / "allocation.json"

@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from linearizer.report import chart_style as style
 from linearizer.report import tables
-from linearizer.report.chart_style import new_figure, subject_line
-from linearizer.report.run_charts import draw_head_map
+from linearizer.report.plotly_charts import COUNTS_AXIS, GREY, LOG_AXIS, add_subject, draw_head_map, new_figure
 from linearizer.report.tables import Table, describe_environment, mean_of, write_tables
 from linearizer.run import results
 from linearizer.run.results import Part
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
 DrawPart = Callable[[Part[Any]], "Figure | None"]  # None: the result holds nothing to draw
 MIN_DRAWN_ERROR = 0.001  # of the attention of a head: a smaller share is drawn there
 LOSS_AXIS = {"title": "loss, nats per token"}
+LENGTH_AXIS = {"title": "length of the text, tokens", **COUNTS_AXIS}
 
 
 def no_chart(part: Part[Any]) -> None:
@@ -31,14 +30,13 @@ def no_chart(part: Part[Any]) -> None:
 
 def recall_chart(part: Part[results.Recall]) -> Figure:
     recall = part.result
-    figure = new_figure(300, {"title": "tokens since the passage came first", **style.COUNTS_AXIS}, LOSS_AXIS)
+    figure = new_figure(300, {"title": "tokens since the passage came first", **COUNTS_AXIS}, LOSS_AXIS)
     for subject in recall.subjects:
-        look = subject_line(subject.name, "%{y:.3f} nats after %{x} tokens")
-        figure.add_scatter(x=recall.gaps, y=subject.second, **look)
+        add_subject(figure, subject.name, recall.gaps, subject.second, "%{y:.3f} nats after %{x} tokens")
     first = recall.subjects[0]
     level = sum(first.first) / len(first.first)
     look = {"name": f"the first time, {first.name}", "hovertemplate": f"{level:.3f} nats<extra>the first time</extra>"}
-    ends, line = [recall.gaps[0], recall.gaps[-1]], {"color": style.GREY, "width": 1, "dash": "longdash"}
+    ends, line = [recall.gaps[0], recall.gaps[-1]], {"color": GREY, "width": 1, "dash": "longdash"}
     return figure.add_scatter(x=ends, y=[level] * 2, mode="lines", line=line, **look)
 
 
@@ -46,12 +44,10 @@ def needle_chart(part: Part[results.Needle]) -> Figure | None:
     needle = part.result
     if tables.teacher_recalls_little(needle) or len(needle.lengths) < 2:
         return None
-    x = {"title": "length of the text, tokens", **style.COUNTS_AXIS}
-    figure = new_figure(300, x, {"title": "recalled", "range": [-0.05, 1.05], "tickformat": ".0%"})
+    figure = new_figure(300, LENGTH_AXIS, {"title": "recalled", "range": [-0.05, 1.05], "tickformat": ".0%"})
     for subject in needle.subjects:
         means = [mean_of(row) for row in subject.correct]
-        line = subject_line(subject.name, "%{y:.0%} recalled of %{x} tokens")
-        figure.add_scatter(x=needle.lengths, y=means, **line)
+        add_subject(figure, subject.name, needle.lengths, means, "%{y:.0%} recalled of %{x} tokens")
     return figure
 
 
@@ -63,12 +59,10 @@ def error_chart(part: Part[results.Approximation]) -> Figure:
 
 def writing_chart(part: Part[results.Speed]) -> Figure | None:
     """Draw the speed of writing over the lengths of text, where each was measured at several."""
-    x = {"title": "length of the text, tokens", **style.COUNTS_AXIS}
-    figure, fewest = new_figure(300, x, {"title": "tokens per second", **style.LOG_AXIS}), 2
+    figure, fewest = new_figure(300, LENGTH_AXIS, {"title": "tokens per second", **LOG_AXIS}), 2
     for subject in part.result.subjects:
         points = {pace.length: pace.write_rate for pace in subject.paces if pace.write_rate is not None}
-        line = subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens")
-        figure.add_scatter(x=[*points], y=[*points.values()], **line)
+        add_subject(figure, subject.name, [*points], [*points.values()], "%{y:.3g} tokens/s at %{x} tokens")
         fewest = min(fewest, len(points))
     return figure if fewest > 1 else None
 

@@ -13,10 +13,9 @@ from linearizer.method.by_prices import kl_by_bytes
 from linearizer.method.decide import offers_of
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
-from linearizer.report.chart_style import thin_points
 from linearizer.report.line_chart import Axis, Line, draw_lines
+from linearizer.report.plotly_charts import MIN_DRAWN_KL, thin_points
 from linearizer.report.prediction import find_correction
-from linearizer.report.run_charts import MIN_DRAWN_KL
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Part
 

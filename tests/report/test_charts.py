@@ -10,7 +10,7 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from linearizer.report import chart_style, run_charts
+from linearizer.report import plotly_charts
 from linearizer.run.prices import Prices
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
@@ -48,10 +48,10 @@ def contrast(first, second):
 
 def everything():
     return {
-        "map": run_charts.draw_freedom_map(PROFILE, LAYERS),
-        "prices": run_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
-        "bars": run_charts.draw_allocation(MIXED, LAYERS, FIX),
-        "losses": run_charts.draw_training_losses(STEPS),
+        "map": plotly_charts.draw_freedom_map(PROFILE, LAYERS),
+        "prices": plotly_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
+        "bars": plotly_charts.draw_allocation(MIXED, LAYERS, FIX),
+        "losses": plotly_charts.draw_training_losses(STEPS),
     }
 
 
@@ -65,13 +65,13 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(name):
 
 
 def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
-    drawn = run_charts.draw_freedom_map(PROFILE, LAYERS).data[0]
+    drawn = plotly_charts.draw_freedom_map(PROFILE, LAYERS).data[0]
     assert [tuple(row) for row in drawn.text] == [("16", "32"), ("", ""), ("48", "64")]
     assert drawn.colorbar.title.text == "degrees of freedom" and drawn.coloraxis is None  # its own scale of colours
 
 
 def test_bars_add_up_to_the_bytes_of_each_head():
-    bars = {trace.name: trace for trace in run_charts.draw_allocation(MIXED, LAYERS, FIX).data}
+    bars = {trace.name: trace for trace in plotly_charts.draw_allocation(MIXED, LAYERS, FIX).data}
     for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
         held = MIXED.heads[row][head]
         if not held.softmax:
@@ -85,9 +85,9 @@ def test_bars_add_up_to_the_bytes_of_each_head():
 
 def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
     for budget, window in ((40, 32), (20, 8), (1, 8)):  # beside 4 sinks
-        option = run_charts.priced_alike(PRICES, LAYERS, budget)
+        option = plotly_charts.priced_alike(PRICES, LAYERS, budget)
         assert option == Head(window=window)
-    drawn = run_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
+    drawn = plotly_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
     assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
     assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
 
@@ -99,15 +99,15 @@ def test_every_axis_says_its_unit():
 
 
 def test_no_two_models_of_an_evaluation_look_alike():
-    styles = chart_style.SUBJECT_STYLES.values()
-    assert {f"cache, {bits} bits" for bits in RIVAL_BITS} < chart_style.SUBJECT_STYLES.keys()
+    styles = plotly_charts.SUBJECT_STYLES.values()
+    assert {f"cache, {bits} bits" for bits in RIVAL_BITS} < plotly_charts.SUBJECT_STYLES.keys()
     assert len({marker for *_, marker, _ in styles}) == len({dash for *_, dash in styles}) == len(styles)
     for _, colour, *_ in styles:
         assert min(contrast(colour, ground) for ground in ("#ffffff", "#000000")) > 3
 
 
 def test_numbers_can_be_read_on_every_colour_of_a_map():
-    scale = [list(stop) for stop in chart_style.MAP_COLOURS]
+    scale = [list(stop) for stop in plotly_charts.MAP_COLOURS]
     for colour in sample_colorscale(scale, [place / 20 for place in range(21)], colortype="tuple"):
         hexadecimal = "#" + "".join(f"{round(255 * part):02x}" for part in colour)
-        assert contrast(hexadecimal, chart_style.MAP_INK) >= 4.5
+        assert contrast(hexadecimal, plotly_charts.MAP_INK) >= 4.5

@@ -10,8 +10,8 @@ import pytest
 
 from linearizer.page.visitors import example_folder
 from linearizer.report.line_chart import TOP
+from linearizer.report.plotly_charts import MIN_DRAWN_KL
 from linearizer.report.quality_charts import bytes_chart, length_chart
-from linearizer.report.run_charts import MIN_DRAWN_KL
 from linearizer.run.folder import Run
 from tests.support.evaluation_results import TYPED
 
