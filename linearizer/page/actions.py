@@ -25,7 +25,7 @@ from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
 from linearizer.page import chat as answers
-from linearizer.page import chats, downloads, limits, plan_cards, sending, zerogpu
+from linearizer.page import chats, limits, plan_cards, sending, zerogpu
 from linearizer.page.calls import endpoint
 from linearizer.page.chats import Settings
 from linearizer.page.planning import EFFORTS, ExaminedEncoder, examine_model, make_encoder_plan, make_plan
@@ -272,8 +272,7 @@ def rename_run(visitor: Visitor, run: str, name: str) -> str:
     """Give a run that does not work another name, of letters, digits and `._@+-`; return the name."""
     own = visitor.find_own_run(run)
     check_name(name)
-    if (sent := sending.PUBLICATIONS.get(own.key)) is not None and not sent.over:
-        raise RequestError(f"this run is being published to {sent.repo_id!r}: wait until that is done")
+    sending.refuse_while_sending(own)
     return control.rename(own, name).folder.name
 
 
@@ -365,7 +364,7 @@ def end_chat(visitor: Visitor, run: str, chat: str) -> str:
 
 def download_student(visitor: Visitor, run: str) -> str:
     """Return the address, below that of this page, where the student is fetched as a zip within a minute."""
-    return downloads.offer(visitor.find_run(run))
+    return sending.offer_download(visitor.find_run(run))
 
 
 def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Preview:

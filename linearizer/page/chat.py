@@ -8,23 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
-from linearizer.page import limits, zerogpu
-from linearizer.page.chats import (
-    USUAL,
-    Chat,
-    Document,
-    Key,
-    Settings,
-    document_tokens,
-    end_chat,
-    find_chat,
-    is_templated,
-    keep_chat,
-    key_of,
-    look_up,
-    turn_tokens,
-)
-from linearizer.page.loaded_models import lent_models
+from linearizer.page import chats, limits, zerogpu
+from linearizer.page.chats import USUAL, Chat, Key, Settings
 from linearizer.page.visitors import Visitor, is_example, on_space
 from linearizer.plan.allocation import StateSize
 from linearizer.plan.options import options_of
@@ -65,31 +50,31 @@ def compare_models(
 
     Yield the chat with what the models hold while they read, and then with what they have written.
     """
-    key = key_of(visitor, visitor.find_run(name), chat_name)
-    chat = find_chat(key, settings)
+    key = chats.key_of(visitor, visitor.find_run(name), chat_name)
+    chat = chats.find_chat(key, settings)
     yield from kept(key, chat, answer_in_turns(visitor, name, key, chat, prompt, tokens, seed, sample))
 
 
 def read_document(visitor: Visitor, name: str, text: str, settings: Settings, chat_name: str = "") -> Answers:
     """Let all models of a run read a document, with which a new chat begins; a stop leaves what is read by then."""
-    key = key_of(visitor, visitor.find_run(name), chat_name)
+    key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     chat = Chat(settings)
     yield from kept(key, chat, read_in_turns(visitor, name, key, chat, text))
 
 
 def kept(key: Key | None, chat: Chat, answers: Answers) -> Answers:
     """Keep a chat as it goes on; if it is ended meanwhile, the models stop, too."""
-    keep_chat(key, chat)
+    chats.keep_chat(key, chat)
     try:
         for chat, now in answers:
-            if key is not None and look_up(key) is None:
+            if key is not None and chats.look_up(key) is None:
                 return
-            keep_chat(key, chat)
+            chats.keep_chat(key, chat)
             yield chat, now
     finally:
         answers.close()
-        if look_up(key) is None:
-            end_chat(key)  # the states of the last pieces, too
+        if chats.look_up(key) is None:
+            chats.end_chat(key)  # the states of the last pieces, too
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
@@ -101,13 +86,13 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
     check_document(text)
     room = prompt_room(run)
     room -= min(ANSWER_ROOM, room // ANSWER_SHARE)
-    with lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
         looked = text[: room * TOKEN_CHARACTERS]
-        ids = document_tokens(chat.settings, models.tokenizer, looked)
+        ids = chats.document_tokens(chat.settings, models.tokenizer, looked)
         whole, readers[:] = len(ids) <= room and looked == text, [reader.anew() for reader in readers]
         begins = " ".join(text.split())[:BEGINNING]
         for held in side_by_side.read_in_turns(readers, [ids[:room]] * len(readers)):
-            document = Document(begins, held.tokens, whole and held.tokens == held.total)
+            document = chats.Document(begins, held.tokens, whole and held.tokens == held.total)
             yield replace(chat, heard=heard_by(readers), document=document), held
 
 
@@ -121,8 +106,9 @@ def answer_in_turns(
 
     run = require_student(visitor.find_run(name))
     check_prompt(prompt, tokens, seed)
-    with lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
-        ids, goes_on = turn_tokens(chat, models.tokenizer, prompt), is_templated(chat.settings, models.tokenizer)
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
+        ids = chats.turn_tokens(chat, models.tokenizer, prompt)
+        goes_on = chats.is_templated(chat.settings, models.tokenizer)
         check_room(run, chat, len(ids), tokens)
         for held in hear_again(readers, chat.heard):
             yield chat, held

@@ -1,7 +1,7 @@
-"""Conversations with the models of a run: what each model has heard, as tokens, turn by turn.
+"""What a server keeps of conversations: what each model has heard, turn by turn; and the models of one run in memory.
 
-A chat is data, from which the states of the models can be made again. It is kept under a name that its visitor gave,
-for this visitor and this run alone: a page gives the name of its session, and ends its chats when it is left.
+A chat is data, tokens from which the states of the models can be made again. It is kept under a name that its visitor
+gave, for this visitor and this run alone: a page gives the name of its session, and ends its chats when it is left.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearizer.errors import RequestError
-from linearizer.page import limits, loaded_models
-from linearizer.page.visitors import Visitor
+from linearizer.errors import ModelNotAvailable, RequestError
+from linearizer.page import limits
+from linearizer.page.visitors import Visitor, is_example
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
+    from linearizer.evaluate.side_by_side import Reader
+    from linearizer.evaluate.subjects import Subject
     from linearizer.run.results import Comparison
 
+WAIT_SECONDS = 120  # for other visitors who use the models
 BETWEEN = "\n\n"  # a document and what is said of it
 MARKS = ("first turn", "second turn", "third turn")  # that a template writes, to see what it puts around them
 MAX_NAME = 100  # characters of a chat's name
@@ -113,7 +118,7 @@ def template_texts(tokenizer: Any, system: str) -> tuple[str, str, str]:
 
 
 CHATS: OrderedDict[Key, tuple[float, Chat]] = OrderedDict()
-LOCK = threading.Lock()
+CHATS_LOCK = threading.Lock()
 
 
 def key_of(visitor: Visitor, run: Run, name: str) -> Key | None:
@@ -124,7 +129,7 @@ def key_of(visitor: Visitor, run: Run, name: str) -> Key | None:
 
 
 def look_up(key: Key | None) -> Chat | None:
-    with LOCK:
+    with CHATS_LOCK:
         return CHATS[key][1] if key is not None and key in CHATS else None
 
 
@@ -146,7 +151,7 @@ def keep_chat(key: Key | None, chat: Chat) -> None:
     """Keep a chat, and no more chats than a server keeps."""
     if key is None:
         return
-    with LOCK:
+    with CHATS_LOCK:
         CHATS.pop(key, None)
         CHATS[key] = (now := time.monotonic()), chat
         old = [each for each, (used, _) in CHATS.items() if used < now - limits.CHAT_SECONDS]
@@ -159,10 +164,85 @@ def end_chat(key: Key | None) -> None:
     """Forget a chat, and the states of the models."""
     if key is not None:
         CHATS.pop(key, None)
-        loaded_models.forget(key)
+        forget_states(key)
 
 
 def end_chats_named(name: str) -> None:
     """Forget the chats of a page that was left."""
     for key in [key for key in [*CHATS] if key[-1] == name]:
         end_chat(key)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Teacher, student and a plain window of its bytes."""
+
+    run_key: tuple[Path, str]
+    subjects: tuple[Subject, ...]
+    tokenizer: Any
+    kept: OrderedDict[Key, list[Reader]] = field(default_factory=OrderedDict)
+
+    @contextmanager
+    def readers(self, key: Key | None, window: bool) -> Iterator[list[Reader]]:
+        """Lend the readers of a chat, with the states that are kept of it, and keep them afterwards.
+
+        The caller may put others in their place. After an error they are gone, as they may have read half a text.
+        """
+        from linearizer.evaluate.side_by_side import Reader
+
+        subjects = [each for each in self.subjects if window or each.name != "window"]
+        kept = self.kept.pop(key, None) if key else None
+        readers = kept or [Reader.of(each) for each in subjects]
+        try:
+            yield readers
+        except GeneratorExit:  # it was stopped between two pieces or tokens
+            self.keep(key, readers)
+            raise
+        self.keep(key, readers)
+
+    def keep(self, key: Key | None, readers: list[Reader]) -> None:
+        """Keep the states of a chat; those that were used longest ago make room."""
+        if key is None or not any(reader.tokens for reader in readers):
+            return
+        self.kept[key] = readers
+        sizes = [sum(reader.bytes() for reader in each) for each in [*self.kept.values()]]
+        while len(sizes) > 1 and sum(sizes) > limits.MAX_STATE_BYTES:
+            self.kept.popitem(last=False)
+            sizes.pop(0)
+
+
+MODELS_LOCK = threading.Lock()  # the models of one run in memory, and one visitor who uses them
+LOADED: list[Models] = []
+
+
+@contextmanager
+def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
+    """Lend the models of a run to one call after the other; those that were loaded last stay in memory."""
+    if not MODELS_LOCK.acquire(timeout=WAIT_SECONDS):
+        raise RequestError("other visitors are comparing: try again in a minute")
+    try:
+        if not LOADED or LOADED[0].run_key != run.key:
+            LOADED.clear()
+            LOADED.append(load(run, visitor))
+        yield LOADED[0]
+    finally:
+        MODELS_LOCK.release()
+
+
+def load(run: Run, visitor: Visitor) -> Models:
+    """Load the models of a run; the example's student is made again."""
+    from linearizer.evaluate.setup import assembled, make_again
+
+    if is_example(run):
+        setup = make_again(run, visitor.token)
+    else:
+        with assembled(run, visitor.token) as setup:
+            if setup.teacher is None:
+                raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
+    return Models(run.key, tuple(setup.compared(run.positions)), setup.tokenizer)
+
+
+def forget_states(key: Key) -> None:
+    """Free the states of a chat."""
+    for models in LOADED:
+        models.kept.pop(key, None)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.page import actions, cards, chat, chat_cards, chats, downloads, plan_cards, run_list, sending
+from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, run_list, sending
 from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
@@ -135,8 +135,8 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
 
 
 def name_chat(request: gr.Request) -> str:
-    """Name the chat of a page by its session."""
-    return request.session_hash or ""
+    """Name the chat of a page by its session, which a browser may choose: as no client names a chat."""
+    return f"page {request.session_hash}"
 
 
 def leave_page(request: gr.Request) -> None:
@@ -273,7 +273,7 @@ def list_owners(browser: Browser) -> tuple[Any, str, str]:
     """List the accounts under which the visitor may publish, and suggest a name."""
     from linearizer.hub import repository
 
-    suggested, token = downloads.student_name(browser.find_run()), browser.visitor.token
+    suggested, token = sending.student_name(browser.find_run()), browser.visitor.token
     owners, note = list[str](), ""
     if on_space() and token is None:
         note = "To publish, sign in at the top right. What would be sent can be shown without."

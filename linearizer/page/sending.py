@@ -1,11 +1,25 @@
-"""Publishing in threads of the server, so that the page may be closed meanwhile. Tokens stay in memory."""
+"""How a student leaves the page: published, or fetched as a zip file.
+
+A thread of the server publishes, so that the page may be closed meanwhile; tokens stay in memory. A zip is written
+while it is sent, to whoever has its address, which is soon forgotten.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+import secrets
 import threading
+import time
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.progress import Progress, finish
@@ -13,6 +27,12 @@ from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
     from linearizer.hub.repository import Published
+
+MAX_KEPT = 64  # publications that are over: logs keep what was published
+OPEN_SECONDS = 60.0  # that an address can be used; a download that has begun goes on
+PIECE_BYTES = 2**20
+TOO_OLD = f"A link to a student works for {OPEN_SECONDS:.0f} seconds. Press Download on the page again.\n"
+LOCK = threading.Lock()
 
 
 @dataclass
@@ -46,16 +66,13 @@ class Publication:
 
 
 PUBLICATIONS: dict[tuple[Path, str], Publication] = {}  # by the keys of runs, the newest last
-MAX_KEPT = 64  # publications that are over: logs keep what was published
-LOCK = threading.Lock()
+OFFERED: dict[str, tuple[float, Run]] = {}  # by the secret in the address
 
 
 def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) -> Publication:
     """Start a thread that publishes a run's student."""
     with LOCK:
-        before = PUBLICATIONS.get(run.key)
-        if before is not None and not before.over:
-            raise RequestError(f"this run is being published to {before.repo_id!r}: wait until that is done")
+        refuse_while_sending(run)
         PUBLICATIONS.pop(run.key, None)
         over = [key for key, kept in PUBLICATIONS.items() if kept.over]
         for key in over[: max(0, len(over) - MAX_KEPT + 1)]:
@@ -63,3 +80,68 @@ def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) 
         publication = PUBLICATIONS[run.key] = Publication(run, repo_id)
     threading.Thread(target=publication.send, args=(private, token), daemon=True).start()
     return publication
+
+
+def refuse_while_sending(run: Run) -> None:
+    """Refuse a change of a run that is being published."""
+    if (sent := PUBLICATIONS.get(run.key)) is not None and not sent.over:
+        raise RequestError(f"this run is being published to {sent.repo_id!r}: wait until that is done")
+
+
+def offer_download(run: Run) -> str:
+    """Make an address, relative to the page, at which a student can be fetched; nobody can guess it."""
+    if not run.checkpoint.is_dir():
+        raise RequestError("this run has no student yet: wait until it is done")
+    ticket, now = secrets.token_urlsafe(16), time.monotonic()
+    with LOCK:
+        for old in [each for each, (end, _) in OFFERED.items() if end < now]:
+            del OFFERED[old]
+        OFFERED[ticket] = now + OPEN_SECONDS, run
+    return f"student/{ticket}.zip"
+
+
+def student_name(run: Run) -> str:
+    """Name the student of a run after its teacher."""
+    teacher = re.split(r"[/\\]", run.any_plan.model.partition("@")[0].rstrip("/"))[-1]
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', teacher)}-linearized"
+
+
+def send_student(request: Request) -> Response:
+    """Send the student that an address names."""
+    end, run = OFFERED.get(request.path_params["ticket"], (0.0, None))
+    if run is None or end < time.monotonic() or not run.checkpoint.is_dir():
+        return PlainTextResponse(TOO_OLD, 404)
+    headers = {"Content-Disposition": f'attachment; filename="{(name := student_name(run))}.zip"'}
+    headers["Content-Encoding"] = "identity"  # or the server would compress it once more
+    return StreamingResponse(zip_folder(run.checkpoint, name), media_type="application/zip", headers=headers)
+
+
+ROUTE = Route("/student/{ticket}.zip", send_student)
+
+
+class Written(io.RawIOBase):
+    """A file that keeps what is written to it until it is taken."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, piece: Any) -> int:
+        self.pieces.append(bytes(piece))
+        return len(piece)
+
+    def take(self) -> bytes:
+        taken, self.pieces = b"".join(self.pieces), []
+        return taken
+
+
+def zip_folder(folder: Path, name: str) -> Iterator[bytes]:
+    """Write the files of a folder as a zip under a name, a piece at a time; weights do not get smaller."""
+    written = Written()
+    with zipfile.ZipFile(written, "w") as packed:
+        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+            about = zipfile.ZipInfo.from_file(path, f"{name}/{path.relative_to(folder)}")
+            with path.open("rb") as file, packed.open(about, "w") as entry:
+                while piece := file.read(PIECE_BYTES):
+                    entry.write(piece)
+                    yield written.take()
+    yield written.take()

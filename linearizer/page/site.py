@@ -16,7 +16,7 @@ from gradio.themes import Color
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
-from linearizer.page import actions, downloads, handlers, layout, limits, plan_handlers, polling
+from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling, sending
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root
 from linearizer.serve.guards import Guard, is_local
@@ -309,6 +309,6 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         enable_monitoring=False,
         max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
-        app_kwargs={"routes": [downloads.ROUTE], "middleware": middleware},
+        app_kwargs={"routes": [sending.ROUTE], "middleware": middleware},
         ssr_mode=False,
     )

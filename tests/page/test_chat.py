@@ -1,11 +1,12 @@
 """A chat with three models goes on from what they remember, and is its visitor's alone."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import chat, chats, handlers, limits, loaded_models
+from linearizer.page import chat, chats, handlers, limits
 from linearizer.page.chats import Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.run.results import Comparison, Held
@@ -26,12 +27,12 @@ def visitor(tmp_path, monkeypatch, quick_run):
     shutil.copytree(quick_run, tmp_path / "run")
     yield find_visitor()
     chats.CHATS.clear()
-    loaded_models.LOADED.clear()
+    chats.LOADED.clear()
 
 
 @pytest.fixture
 def models(visitor):
-    with loaded_models.lent_models(visitor.find_run("run"), visitor) as models:
+    with chats.lent_models(visitor.find_run("run"), visitor) as models:
         models.tokenizer.chat_template = TEMPLATE
     return models
 
@@ -70,7 +71,7 @@ def test_a_chat_goes_on_from_what_is_remembered_and_reads_again_where_that_is_go
     for forget in (False, True):
         chats.keep_chat(key, talk)
         if forget:
-            loaded_models.forget(key)
+            chats.forget_states(key)
         after.append(said(visitor, "Where?"))
     read = [{now.total for _, now in values if isinstance(now, Held) and now.again} for values in after]
     assert read == [set(), {held[-1].total}] and texts(after[0]) == texts(after[1])
@@ -126,8 +127,8 @@ def test_on_a_space_a_chat_is_its_visitors_alone_and_is_forgotten_when_the_page_
     two = [find_visitor(secret=secret) for secret in (ANN, BOB)]
     for each in two:
         shutil.copytree(tmp_path / "run", each.home / "run")
-        monkeypatch.setattr(loaded_models, "LOADED", [])
-        with loaded_models.lent_models(each.find_run("run"), each) as own:
+        monkeypatch.setattr(chats, "LOADED", [])
+        with chats.lent_models(each.find_run("run"), each) as own:
             own.tokenizer.chat_template = TEMPLATE
         *_, (talk, _) = said(each, "Where?", name="same")
         assert len(talk.turns) == 1
@@ -155,6 +156,14 @@ def test_a_chat_that_is_ended_while_the_models_read_ends_their_work(visitor, mod
     next(reading)
     chats.end_chats_named("talk")
     assert not list(reading) and not models.kept and not chats.CHATS
+
+
+def test_a_page_that_is_left_ends_its_own_chats_alone_whatever_its_session_is_called(visitor, models):
+    left = SimpleNamespace(session_hash="talk")  # which the browser chooses
+    for name in ("talk", handlers.name_chat(left)):
+        said(visitor, "Where?", name=name, tokens=2)
+    handlers.leave_page(left)
+    assert [key[-1] for key in chats.CHATS] == ["talk"]
 
 
 def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_also_after_a_document(visitor, models):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, chat, loaded_models, plan_cards, planning, run_state
+from linearizer.page import actions, chat, chats, plan_cards, planning, run_state
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.verdict import of_subject
@@ -73,7 +73,7 @@ def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_jud
     assert state == example.plan.budget and prompt.distance > 5 * state
     *_, (_, last) = chat.compare_models(visitor, EXAMPLE_NAME, prompt.text, 16, 0, False)
     assert last.teacher.text and last.student.text and last.window.text
-    own, judged = loaded_models.LOADED[0], example.results["language"]
+    own, judged = chats.LOADED[0], example.results["language"]
     texts, logits = read_texts("builtin", own.tokenizer, 256, 4), {}
     for subject in own.subjects:
         with subject.at_work() as model:

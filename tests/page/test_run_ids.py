@@ -7,7 +7,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import FolderError
-from linearizer.page import actions, calls, loaded_models, polling, run_state, sending
+from linearizer.page import actions, calls, chats, polling, run_state, sending
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.publish import push
@@ -21,7 +21,7 @@ PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64)
 @pytest.fixture
 def someone(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    monkeypatch.setattr(loaded_models, "LOADED", [])
+    monkeypatch.setattr(chats, "LOADED", [])
     return find_visitor()
 
 
@@ -36,12 +36,12 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 ):
     monkeypatch.setattr(push, "publish", published)
     run = Run(shutil.copytree(quick_run, tmp_path / "demo-64"))
-    with loaded_models.lent_models(run, someone) as models:
+    with chats.lent_models(run, someone) as models:
         first = models
     sending.begin_publication(run, "me/first", True, None)
     wait_until(lambda: sending.PUBLICATIONS[run.key].over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
-    with loaded_models.lent_models(run, someone) as models:
+    with chats.lent_models(run, someone) as models:
         assert models is first and "verdict" in seen
 
     control.delete(run)
@@ -55,7 +55,7 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 
     control.delete(run)
     run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
-    with loaded_models.lent_models(run, someone) as models:
+    with chats.lent_models(run, someone) as models:
         assert models is not first
 
 
