@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -24,7 +24,6 @@ from linearizer.run.folder import parse_plan
 
 if TYPE_CHECKING:
     from linearizer.plan.encoder_inspection import EncoderInspection
-    from linearizer.plan.encoder_plan import EncoderPlan
     from linearizer.workers.forecast import RunForecast
 
 # The parts of the second step that change with the model.
@@ -33,33 +32,28 @@ FORM = ("budget", "plan_lead", "causal_form", "encoder_form", "encoder_sight", "
 
 @handler
 def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
-    """Describe a model."""
-    closed = gr.Button(interactive=False), gr.Tab(interactive=False), *(gr.skip() for _ in FORM)  # it needs a model
+    """Describe a model; one that is supported opens the next step."""
+
+    def show(card: str, chosen: Examined | ExaminedEncoder | None = None, form: Sequence[Any] = ()) -> tuple[Any, ...]:
+        opened = gr.Button(interactive=chosen is not None), gr.Tab(interactive=chosen is not None)
+        return card, chosen, *opened, *(form or [gr.skip()] * len(FORM))
+
     if not model:
-        return markup.message_box("No model is named: type one, or take the demo."), None, *closed
+        return show(markup.message_box("No model is named: type one, or take the demo."))
     try:
         examined = planning.examine_model(browser.visitor, model)
     except LinearizerError as error:
-        return markup.message_box(str(error), "bad"), None, *closed
+        return show(markup.message_box(str(error), "bad"))
     if isinstance(examined, ExaminedEncoder):
         from linearizer.page.encoder_cards import model_card
 
-        encoder, card = examined.inspection, model_card(examined.inspection)
-        return (
-            card,
-            examined,
-            gr.Button(interactive=True),
-            gr.Tab(interactive=True),
-            *show_form(encoder.tokens, encoder),
-        )
-    inspection = examined.inspection
-    return (
-        plan_cards.model_card(inspection),
-        replace(examined, priced=planning.find_priced(browser.visitor, inspection)) if inspection.supported else None,
-        gr.Button(interactive=inspection.supported),
-        gr.Tab(interactive=inspection.supported),
-        *show_form(inspection.max_positions),
-    )
+        encoder = examined.inspection
+        return show(model_card(encoder), examined, show_form(encoder.tokens, encoder))
+    card, inspection = plan_cards.model_card(examined.inspection), examined.inspection
+    if not inspection.supported:
+        return show(card)
+    priced = planning.find_priced(browser.visitor, inspection)
+    return show(card, replace(examined, priced=priced), show_form(inspection.max_positions))
 
 
 def show_form(positions: int | None, encoder: EncoderInspection | None = None) -> list[Any]:
@@ -100,25 +94,17 @@ def read_form(
     return chosen.inspection.name, int(budget), effort, options
 
 
-def read_encoder_form(chosen: ExaminedEncoder, *choices: Any) -> EncoderPlan:
-    """Read the plan of an encoder's run, which can begin."""
-    model, budget, _, options = read_form(chosen, *choices)
-    plan = planning.make_encoder_plan(model, budget, options)
-    chosen.check(plan)
-    return plan
-
-
 def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str:
     """Describe a budget, while the slider moves."""
     if chosen is None:
         return markup.message_box("Choose a model first.")
     try:
+        form = read_form(chosen, *choices)
         if isinstance(chosen, ExaminedEncoder):
             from linearizer.page.encoder_cards import keys_card
 
-            return keys_card(read_encoder_form(chosen, *choices), chosen.inspection)
-        plan = make_plan(*read_form(chosen, *choices))
-        chosen.check(plan)
+            return keys_card(chosen.plan(*form), chosen.inspection)
+        plan = chosen.plan(*form)
     except LinearizerError as error:
         return markup.message_box(name_fields(str(error)), "bad")
     kl = plan_cards.expected_kl(chosen.priced, plan)
@@ -127,24 +113,20 @@ def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str
 
 def show_plan(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> tuple[Any, ...]:
     """Describe a budget, the time of each way and effort here, and the command that does the same elsewhere."""
-    if isinstance(chosen, ExaminedEncoder):
-        takes, command = "", ""
+    card, takes, command, written = show_budget(chosen, *choices), "", "", ""
+    if not isinstance(chosen, Examined):
         with suppress(LinearizerError):  # the card says what is wrong
-            encoder = read_encoder_form(chosen, *choices)
-            takes = plan_cards.forecast_card(planning.machine_of(encoder), chosen.forecast(encoder))
-            command = encoder.command()
-        return show_budget(chosen, *choices), takes, *[gr.skip()] * 3, command, ""
+            if chosen is not None:
+                encoder = chosen.plan(*read_form(chosen, *choices))
+                takes = plan_cards.forecast_card(planning.machine_of(encoder), chosen.forecast(encoder))
+                command = encoder.command()
+        return card, takes, *[gr.skip()] * 3, command, written
     budget, effort, may_grow, way, *rest = choices
-    card, times = show_budget(chosen, *choices), dict[str, str]()
-    takes, command, written = "", "", ""
-    efforts = dict[str, str]()
+    times, efforts = dict[str, str](), dict[str, str]()
 
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
-        plan = make_plan(*read_form(chosen, budget, effort, may_grow, way, *rest))
-        assert chosen is not None, "read_form refuses a form without a model"
-        chosen.check(plan)
-        return chosen.forecast(plan)
+        return chosen.forecast(chosen.plan(*read_form(chosen, budget, effort, may_grow, way, *rest)))
 
     with suppress(LinearizerError):  # the card says what is wrong
         plan = make_plan(*read_form(chosen, *choices))
@@ -163,11 +145,11 @@ def show_plan(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> tuple
 def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
     """Start a run of the form; from here on the page only watches. A refusal stays until something else is chosen."""
     try:
+        model, budget, effort, options = read_form(*choices)
         if isinstance(choices[0], ExaminedEncoder):
-            model, budget, _, options = read_form(*choices)
             name = actions.start_encoder_run(browser.visitor, model, budget, options)
         else:
-            name = actions.start_run(browser.visitor, *read_form(*choices))
+            name = actions.start_run(browser.visitor, model, budget, effort, options)
         return (*watch_run(browser, name), "")
     except LinearizerError as error:
         return (*[gr.skip()] * len(WATCHED_PARTS), markup.message_box(name_fields(str(error)), "bad"))

@@ -52,11 +52,13 @@ class Examined:
 
         return is_chain(self.config)
 
-    def check(self, plan: Plan) -> None:
-        """Refuse what the door would refuse of a plan, while its visitor still chooses."""
+    def plan(self, model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
+        """Make a plan of a visitor's choices, and refuse what would be refused of it before its work."""
         from linearizer import checks
 
+        plan = make_plan(model, budget, effort, options)
         checks.check_plan(plan, self.inspection, lambda: self.is_chain)
+        return plan
 
     def forecast(self, plan: Plan) -> RunForecast:
         """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
@@ -73,16 +75,18 @@ class ExaminedEncoder:
     kind: Kind
     download: int
 
-    def check(self, plan: EncoderPlan) -> None:
-        """Refuse what would be refused of a plan before its work, while its visitor still chooses."""
+    def plan(self, model: str, budget: int, effort: str, options: Mapping[str, Any]) -> EncoderPlan:
+        """Make a plan of a visitor's choices, among them no effort; refuse what would be refused of it."""
         from linearizer.encoders.encoder_folder import attention_of
         from linearizer.encoders.encoder_run import check_pictures, decide_length
 
+        plan = make_encoder_plan(model, budget, options)
         self.inspection.check_worth(plan.budget, decide_length(plan, self.inspection) or self.inspection.tokens)
         attention_of(plan, self.inspection)
         if self.inspection.reads == "pictures":
             check_pictures(plan)
         limits.check_encoder_plan(plan, self.inspection)
+        return plan
 
     def forecast(self, plan: EncoderPlan) -> RunForecast:
         from linearizer.workers import forecast
@@ -140,10 +144,7 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     """Make a plan of a visitor's choices; the effort, or the default, stands for what is None or empty."""
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
-    given = {name: value for name, value in options.items() if value is not None and value != ""}
-    known = options_of(Plan).keys() - {"model", "budget"}
-    if unknown := sorted(given.keys() - known):
-        raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
+    given = given_options(Plan, options)
     given.setdefault("budget", None if "features" in given else budget)
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **given})
@@ -160,10 +161,15 @@ def make_encoder_plan(model: str, budget: int, options: Mapping[str, Any]) -> En
     """Make the plan of an encoder's run of a visitor's choices; what is None or empty is the usual."""
     from linearizer.checks import with_absolute_paths
 
-    given = {name: value for name, value in options.items() if value is not None and value != ""}
-    known = options_of(EncoderPlan).keys() - {"model", "budget"}
-    if unknown := sorted(given.keys() - known):
-        raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
-    plan = EncoderPlan(model.strip(), budget, **given)
+    plan = EncoderPlan(model.strip(), budget, **given_options(EncoderPlan, options))
     limits.check_model(plan.model, plan.text, plan.pictures)
     return with_absolute_paths(plan)
+
+
+def given_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are neither None nor empty, if a plan has them all."""
+    given = {name: value for name, value in options.items() if value is not None and value != ""}
+    known = options_of(kind).keys() - {"model", "budget"}
+    if unknown := sorted(given.keys() - known):
+        raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
+    return given
