@@ -59,10 +59,8 @@ EVALUATION_ENDS = {
 }
 
 
-def run_card(status: Status | None, name: str, now: float) -> str:
+def run_card(status: Status, name: str, now: float) -> str:
     """Show the state of a run."""
-    if status is None:
-        return ""
     plan = status.run.any_plan
     before = turn_line(status.run, now) if status.state in ("queued", "running") else ""  # a run at work may pause
     state = STATE_SENTENCES[status.state] if before or status.state != "queued" else "starting"

@@ -231,7 +231,6 @@ def result_step(ui: SimpleNamespace) -> None:
     gr.HTML('<h2 class="lz-lead">Result</h2>')
     ui.awaited = gr.HTML(message_box("The student of this run is not judged yet."), elem_id="awaited")
     ui.verdict = gr.HTML(elem_id="verdict")
-    ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
     ui.usage = gr.HTML(elem_id="use-card")
     ui.download = gr.Button("Download the student", visible=False, elem_id="download")
     ui.link = gr.Textbox(visible="hidden", label="where the student is fetched")
@@ -290,9 +289,10 @@ def place_measurements(ui: SimpleNamespace) -> None:
     ui.evaluating = gr.HTML(elem_id="evaluating")
     with gr.Accordion("All measurements", open=False, elem_id="all") as ui.all:
         for part, view in PART_VIEWS.items():
-            with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
-                ui.part_charts[part] = chart(view.title, view.about)
-                ui.part_tables[part] = gr.HTML()
+            with gr.Column(visible=False, elem_id=f"part-{part}") as place:
+                setattr(ui, f"{part}_chart", chart(view.title, view.about))
+                setattr(ui, f"{part}_tables", gr.HTML())
+            setattr(ui, f"{part}_place", place)
         place_evaluation(ui)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer.errors import LinearizerError
+from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import cards, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import ASKED, IDLE_POLL_SECONDS, show_note
@@ -38,24 +38,14 @@ TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
 TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
 PLACES = ("prices_place", "freedoms_place", "awaited", "all")
+PARTS = tuple(f"{part}_{piece}" for part in PART_VIEWS for piece in ("place", "tables", "chart"))
 OF_CAUSAL_TABS = ("step_3", "step_6")  # not for encoders
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
-    *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet"),
-    *(*ASKED, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *CHOSEN),
+    *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet", "evaluate", "stop_evaluating"),
+    *(*ASKED, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN),
 )
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
-
-
-def watched_run(browser: Browser) -> tuple[Run, dict[str, run_state.Piece]] | None:
-    """Return the run that a page watches, with its pieces; None without a run, or where it was deleted."""
-    if not browser.run_name:
-        return None
-    try:
-        run = browser.find_run()
-        return run, run_state.read_pieces(run, time.time())
-    except LinearizerError:
-        return None
 
 
 def plot_json(figure: str | None) -> Any:
@@ -64,37 +54,47 @@ def plot_json(figure: str | None) -> Any:
 
 
 @handler
-def poll_run(browser: Browser) -> tuple[str, str, str, str, str]:
-    """Return three cards, and the marks of the pieces of the page and of its evaluation."""
-    name = browser.run_name
-    if not name:
-        return cards.run_card(None, "", 0.0), "", "", "none", "none"
+def poll_run(browser: Browser) -> tuple[str, str, str, str]:
+    """Return three cards, and the marks of the pieces of the page."""
+    if not browser.run_name:
+        return "", "", "", "none"
     try:
-        run = browser.find_run()
-        parts = run_state.read_pieces(run, time.time())
+        run, parts = read_watched(browser)
     except LinearizerError as error:
-        return markup.message_box(str(error), "bad"), "", "", "gone", "none"
-    polled = (*POLLED_PIECES, *(key for key in parts if key.startswith(PART_PREFIX)))
-    rest = {key: part.mark for key, part in parts.items() if key not in polled}
-    mark = json.dumps([name, rest, publication_piece(run, parts).mark])
-    examined = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, part_marks(parts)])
+        return markup.message_box(str(error), "bad"), "", "", "gone"
+    rest = {key: part.mark for key, part in parts.items() if key not in POLLED_PIECES}
+    mark = json.dumps([browser.run_name, rest, publication_piece(run, parts).mark])
     card, training, evaluating = (parts[key].value for key in POLLED_PIECES)
-    return card, training, evaluating, mark, examined
+    return card, training, evaluating, mark
+
+
+def read_watched(browser: Browser) -> tuple[Run, dict[str, run_state.Piece]]:
+    """Return the run that a page watches, and its pieces."""
+    if not browser.run_name:
+        raise RequestError("no run is watched")
+    run = browser.find_run()
+    return run, run_state.read_pieces(run, time.time())
 
 
 @handler
-def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: bool) -> list[Any]:
-    """Send the pieces that are new since this page was last drawn."""
-    if (watched := watched_run(browser)) is None:
+def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: bool, opened: bool) -> list[Any]:
+    """Send the pieces that are new since this page was last drawn; those of an evaluation once they are opened."""
+    try:
+        run, parts = read_watched(browser)
+    except LinearizerError:  # without a run, or where it was deleted
         # where nothing was shown yet, steps stay as the visitor has opened them
         return in_order(show_nothing() | show_attached(None) if seen or browser.run_name else {})
-    run, parts = watched
+    parts = {key: part for key, part in parts.items() if opened or not key.startswith(PART_PREFIX)}
     if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
         seen = {name: step for name, step in seen.items() if name == "shown"}
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     drawn = show_nothing() | show_attached(run) if "id" in new else {}
     drawn |= {name: plot_json(new[name]) for name in PLOTS if name in new}
     drawn |= {name: new[name] for name in TEXTS if name in new}
+    for part in (part for part in PART_VIEWS if PART_PREFIX + part in new):
+        tables, figure = new[PART_PREFIX + part]()  # drawn when it is first shown
+        drawn |= {f"{part}_place": gr.Column(visible=True), f"{part}_tables": tables}
+        drawn[f"{part}_chart"] = plot_json(figure)
     drawn |= show_allowed(parts)
     if "trains" in new:
         drawn["step_4"] = gr.Tab(visible=new["trains"], interactive=True)
@@ -116,9 +116,11 @@ def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: boo
 
 def show_allowed(parts: Mapping[str, run_state.Piece]) -> dict[str, Any]:
     """Let those buttons be pressed whose step of the run is reached; the result says that it is awaited until then."""
-    compare = parts["can"].value["compare"]
-    allowed = dict(zip(LOCKED, (compare, compare, "shares" in parts), strict=True))
+    can, evaluating = parts["can"].value, parts["evaluating"].value in control.LIVE
+    allowed = dict(zip(LOCKED, (can["compare"], can["compare"], "shares" in parts), strict=True))
     shown: dict[str, Any] = {name: LOCKED[name](interactive=each) for name, each in allowed.items()}
+    shown["evaluate"] = gr.Button(interactive=can["student"] and not evaluating)
+    shown["stop_evaluating"] = gr.Button(visible=evaluating)
     return {**shown, "awaited": gr.HTML(visible="verdict" not in parts)}
 
 
@@ -160,6 +162,9 @@ def show_nothing() -> dict[str, Any]:
     shown: dict[str, Any] = dict.fromkeys((*PLOTS, "bars")) | dict.fromkeys((*TEXTS, "other_card", "sent"), "")
     shown |= {name: gr.Button(visible=False) for name in (*ASKED, "download")}
     shown |= {name: part(interactive=False) for name, part in LOCKED.items()}
+    shown |= {"evaluate": gr.Button(interactive=False), "stop_evaluating": gr.Button(visible=False)}
+    for part in PART_VIEWS:
+        shown |= {f"{part}_place": gr.Column(visible=False), f"{part}_tables": "", f"{part}_chart": None}
     return {**shown, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
 
 
@@ -188,30 +193,3 @@ def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.
         card = cards.sending_card(publication.repo_id, publication.progress, publication.error)
     card, snippet = (cards.published_card(published), published.get("snippet", "")) if published else (card, "")
     return run_state.Piece(card, (card, gr.Code(value=snippet, visible=bool(snippet))))
-
-
-def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
-    """Return the mark of every part that has results."""
-    return {part: parts[PART_PREFIX + part].mark for part in PART_VIEWS if PART_PREFIX + part in parts}
-
-
-@handler
-def draw_parts(browser: Browser, seen: dict[str, Any], opened: bool) -> list[Any]:
-    """Show the parts that are new since this page was last drawn, once they are opened."""
-    watched = watched_run(browser)
-    name, pieces = (None, {}) if watched is None else (browser.run_name, watched[1])
-    live = name is not None and pieces["evaluating"].value in control.LIVE
-    student = name is not None and pieces["can"].value["student"]
-    new = {part: mark for part, mark in part_marks(pieces).items() if opened}
-    drawn = seen.get("marks", {})
-    before = drawn if seen.get("run") == name else {}
-    outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
-    for part in PART_VIEWS:
-        sent = [gr.skip()] * 2
-        if part in new and before.get(part) != new[part]:
-            tables, figure = pieces[PART_PREFIX + part].value()  # drawn when it is first shown
-            sent = [tables, plot_json(figure)]
-        elif part in drawn and part not in new:  # of another run
-            sent = ["", None]
-        outputs += [gr.Column(visible=part in new), *sent]
-    return outputs

@@ -67,7 +67,6 @@ def build() -> gr.Blocks:
         ui.memory, ui.seen, ui.inspection, ui.touched = browser_memory(), gr.State({}), gr.State(None), gr.State(False)
         ui.at = gr.Number(1, visible="hidden", label="step", precision=0)
         ui.mark = gr.Textbox(visible="hidden", label="what the page shows")
-        ui.examined, ui.examined_seen = gr.Textbox(visible="hidden", label="what was evaluated"), gr.State({})
         ui.opened = gr.Checkbox(False, visible="hidden", label="all measurements are shown")
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
@@ -186,10 +185,12 @@ def watch_outputs(ui: SimpleNamespace) -> list[Any]:
 def wire_run(ui: SimpleNamespace, opened: Any) -> None:
     """Connect what a run shows: it is asked for when the page is opened, and again and again from then on."""
     shown = [getattr(ui, name) for name in polling.OUTPUTS]
-    outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.examined]
+    outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark]
     for asked in (opened.success, ui.timer.tick):
         asked(polling.poll_run, ui.memory, outputs, **{**QUICK, "trigger_mode": "once"})
-    ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
+    ui.all.expand(None, None, ui.opened, js="() => true", **QUICK)
+    changes = [ui.mark.change, ui.opened.change]
+    gr.on(changes, polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched, ui.opened], shown, **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
@@ -200,12 +201,6 @@ def wire_run(ui: SimpleNamespace, opened: Any) -> None:
 def wire_evaluate(ui: SimpleNamespace) -> None:
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
     ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
-    shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
-    for part, place in ui.part_places.items():
-        shown += [place, ui.part_tables[part], ui.part_charts[part]]
-    ui.all.expand(None, None, ui.opened, js="() => true", **QUICK)
-    changes = [ui.examined.change, ui.opened.change]
-    gr.on(changes, polling.draw_parts, [ui.memory, ui.examined_seen, ui.opened], shown, **QUICK)
 
 
 def wire_compare(ui: SimpleNamespace) -> None:
