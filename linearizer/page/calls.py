@@ -19,10 +19,11 @@ from importlib import import_module
 from typing import Any, TypeAlias, get_type_hints
 
 import gradio as gr
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from linearizer.errors import LinearizerError, RequestError
+from linearizer.errors import LinearizerError
 from linearizer.page.visitors import Visitor, find_visitor
+from linearizer.plan.json_products import explained_faults
 from linearizer.report import markup
 from linearizer.run.folder import Run
 
@@ -136,10 +137,8 @@ def endpoint(action: Callable[..., Any], with_secret: bool) -> Callable[..., Any
 
 def read_value(name: str, kind: Any, value: object) -> Any:
     """Check a value that a client sent by the type of an action's argument."""
-    try:
+    with explained_faults(name):
         return TypeAdapter(kind, config={"allow_inf_nan": False}).validate_python(value)
-    except ValidationError as error:
-        raise RequestError(f"{name} {str(value)[:40]!r}: {error.errors()[0]['msg']}") from None
 
 
 def to_plain(value: Any) -> Any:

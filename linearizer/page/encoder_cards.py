@@ -113,12 +113,9 @@ def draw_times(times: Sequence[LayerTime]) -> tuple[str, str]:
     faster = times[-1].sdpa > times[-1].student
     title = f"equal at about {where:,.0f} tokens" if where else f"the student’s is {'less' if faster else 'more'}"
     about = "; ".join(f"{each.tokens:,} tokens {each.student:.2g} s, SDPA {each.sdpa:.2g} s" for each in times)
-    drawn = draw_lines(f"Time of a layer, {title}: {about}", x, y, lines + mark_at(where, y))
-    return f"Seconds of a layer over the tokens: {title}", drawn
-
-
-def mark_at(where: float | None, y: Axis) -> list[Line]:
-    return [] if where is None else [Line("", [(where, y.low), (where, y.high)], "lz-other", marked=False)]
+    if where is not None:
+        lines.append(Line("", [(where, y.low), (where, y.high)], "lz-other", marked=False))
+    return f"Seconds of a layer over the tokens: {title}", draw_lines(f"Time of a layer, {title}: {about}", x, y, lines)
 
 
 def draw_quality(encoder: EncoderRun, judgement: Judgement) -> tuple[str, str]:
@@ -143,12 +140,11 @@ def draw_keys(encoder: EncoderRun) -> tuple[str, str]:
     y = Axis.round(keys for layer in layers for keys in layer)
     of_layers = {"most": [layer[-1] for layer in layers], "least": [layer[0] for layer in layers]}
     of_layers["mean"] = [sum(layer) / len(layer) for layer in layers]
-    looks = {"mean": "lz-student"}
-    lines = [Line(name, [*enumerate(keys, 1)], looks.get(name, "lz-other")) for name, keys in of_layers.items()]
+    kinds = {"mean": "lz-student", "most": "lz-other", "least": "lz-other"}
+    lines = [Line(name, [*enumerate(keys, 1)], kinds[name]) for name, keys in of_layers.items()]
     about = "; ".join(f"layer {number} {keys:.0f}" for number, keys in enumerate(of_layers["mean"], 1))
-    return "Keys that a token sees in the heads of a layer", draw_lines(
-        f"Keys, a mean over heads: {about}", x, y, lines
-    )
+    drawn = draw_lines(f"Keys, a mean over heads: {about}", x, y, lines)
+    return "Keys that a token sees in the heads of a layer", drawn
 
 
 def times_table(times: Sequence[LayerTime]) -> Table:

@@ -250,21 +250,17 @@ def take_prompt(title: str) -> Callable:
     return take
 
 
-def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None) -> dict[str, Any]:
-    """Return the choices on the page as those of a Request."""
+@handler
+def start_evaluation(browser: Browser, parts: list[str], texts: float, tasks: str, limit: float | None) -> Any:
+    """Start an evaluation, which goes on without the page."""
     if not parts:
         raise RequestError("no part was chosen: choose what to measure")
     named = [name for name in (tasks or "").replace(",", " ").split() if name] if "tasks" in parts else []
     if "tasks" in parts and not named:
         raise RequestError("no task was named: write some of lm_eval's, such as piqa,arc_easy")
-    limited = {"tasks": named, "limit": int(limit) if limit else None} if named else {}
-    return {"parts": list(parts), "texts": int(texts), "seconds": SPEED_SECONDS, **limited}
-
-
-@handler
-def start_evaluation(browser: Browser, *choices: Any) -> Any:
-    """Start an evaluation, which goes on without the page."""
-    actions.evaluate_run(browser.visitor, browser.run_name, options=read_choices(*choices))
+    options: dict[str, Any] = {"parts": list(parts), "texts": int(texts), "seconds": SPEED_SECONDS}
+    options |= {"tasks": named, "limit": int(limit) if limit else None} if named else {}
+    actions.evaluate_run(browser.visitor, browser.run_name, options=options)
     return gr.Timer(SOON_SECONDS)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page.visitors import Visitor, on_space
+from linearizer.plan.json_products import adapter_of, explained_faults
 from linearizer.plan.plan import Plan
 from linearizer.run import events
 from linearizer.run.disk import NUMBER
@@ -64,13 +65,9 @@ class Limits:
         """Read what the owner of a Space set."""
         given = {}
         for name in (field.name for field in fields(Limits)):
-            if text := environment.get(VARIABLE_PREFIX + name.upper()):
-                try:
-                    given[name] = float(text)
-                except ValueError as error:
-                    raise RequestError(
-                        f"{VARIABLE_PREFIX}{name.upper()} {text!r} is not a number: set a number"
-                    ) from error
+            if text := environment.get(variable := VARIABLE_PREFIX + name.upper()):
+                with explained_faults(variable):
+                    given[name] = adapter_of(float).validate_python(text)
         return Limits(**given)
 
     def in_words(self) -> str:

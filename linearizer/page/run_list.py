@@ -24,12 +24,11 @@ from linearizer.workers.control import LIVE, Status
 RESUMED = ("stopped", "failed", "lost")  # states of runs that can go on
 
 
-def run_cards(statuses: Sequence[Status], now: float | None = None) -> str:
+def run_cards(statuses: Sequence[Status]) -> str:
     """List runs as cards, the newest first: what each is, how far it is, what came of it, and what can be done."""
     if not statuses:
         return message_box("No runs yet: start a run on the first page.")
-    now = time.time() if now is None else now
-    return f'<div class="lz-list">{"".join(list_run(status, now) for status in statuses)}</div>'
+    return f'<div class="lz-list">{"".join(list_run(status, time.time()) for status in statuses)}</div>'
 
 
 def list_run(status: Status, now: float) -> str:

@@ -140,12 +140,8 @@ def wire_model(ui: SimpleNamespace) -> None:
     ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
     for model, button in ui.models.items():
         button.click(lambda model=model: model, None, ui.model, **QUICK)
-    ui.to_budget.click(open_budget, None, [ui.walk, ui.step_2], **QUICK)
-
-
-def open_budget() -> tuple[gr.Tabs, gr.Tab]:
-    """Go to the second step, also where leaving a run has closed it."""
-    return gr.Tabs(selected=2), gr.Tab(interactive=True)
+    # leaving a run may have closed the second step
+    ui.to_budget.click(lambda: (gr.Tabs(selected=2), gr.Tab(interactive=True)), None, [ui.walk, ui.step_2], **QUICK)
 
 
 def wire_plan(ui: SimpleNamespace) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from linearizer.errors import RequestError
 from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.json_products import quote
 from linearizer.plan.plan import Plan
 from linearizer.run.files import find_carried
 from linearizer.run.folder import Run
@@ -74,7 +75,7 @@ class Visitor:
             return Run(example_folder())
         folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
         if folder is None or folder.is_symlink() or not (folder / Run(folder).plan_file).is_file():
-            raise RequestError(f"{shorten(name)!r} is none of your runs: choose one that `Runs` lists")
+            raise RequestError(f"{quote(name)} is none of your runs: choose one that `Runs` lists")
         return Run(folder)
 
     def find_own_run(self, name: str) -> Run:
@@ -108,7 +109,7 @@ def check_name(name: str) -> None:
     """Refuse what cannot be the name of a visitor's run."""
     if not RUN_NAME.fullmatch(name) or name.startswith("-") or name == EXAMPLE_NAME:
         raise RequestError(
-            f"{shorten(name)!r} cannot be the name of a run: take up to 200 letters, digits and ._@+-, beginning with "
+            f"{quote(name)} cannot be the name of a run: take up to 200 letters, digits and ._@+-, beginning with "
             f"a letter or a digit, and not {EXAMPLE_NAME!r}"
         )
 
@@ -121,9 +122,3 @@ def new_secret() -> str:
 def hash_identity(identity: str) -> str:
     """Name a folder so that its name does not tell whose it is."""
     return hashlib.sha256(identity.encode()).hexdigest()[:40]
-
-
-def shorten(text: object) -> str:
-    """Repeat what was received, but no more than a line of it."""
-    line = str(text)
-    return line if len(line) <= 60 else line[:57] + "…"

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from contextvars import copy_context
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,14 +68,10 @@ class DeviceTaken(FaultError):
 
 def with_device(seconds: int) -> Callable[[Function], Function]:
     """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
-
-    def decorate(function: Function) -> Function:
-        return lend(function, seconds) if on_zerogpu() else function  # type: ignore[return-value]
-
-    return decorate
+    return partial(lend, seconds) if on_zerogpu() else lambda function: function
 
 
-def lend(function: Callable, seconds: int) -> Callable:
+def lend(seconds: int, function: Callable) -> Any:
     """Lend the device to a function, or to a generator for as long as it yields."""
     yields = inspect.isgeneratorfunction(function)
 

@@ -97,7 +97,8 @@ class Frame:
     def draw_line(self, line: Line) -> list[str]:
         """Draw a line, the intervals of its points, and their marks."""
         points = [self.place(point) for point in line.points]
-        drawn = [f'<path class="lz-line {line.kind}" d="{path_of(points)}"/>']
+        path = "L".join(f"{across:.1f} {down:.1f}" for across, down in points)
+        drawn = [f'<path class="lz-line {line.kind}" d="M{path}"/>']
         for (value, _), ends in zip(line.points, line.intervals, strict=bool(line.intervals)):
             (at, low), (_, high) = (self.place((value, end)) for end in ends)
             bar = f"M{at - 4:.1f} {low:.1f}h8m-4 0V{high:.1f}m-4 0h8"
@@ -160,10 +161,6 @@ def spread(heights: Sequence[float], top: float, bottom: float) -> list[float]:
         moved[place] = max(top, min(moved[place], room))
         room = moved[place] - SPACING
     return moved
-
-
-def path_of(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
 
 
 def round_numbers(low: float, high: float, steps: Sequence[int] = STEPS) -> list[float]:

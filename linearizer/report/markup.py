@@ -45,26 +45,15 @@ def values_list(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
     return f'<dl class="lz-facts {kind}">{cells}</dl>'
 
 
-def table(
-    caption: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    safe: bool = False,
-    label: str = "",
-    kind: str = "",
-) -> str:
-    """Lay out rows of cells, the first of each its name.
-
-    `safe` cells are HTML already, a `label` is not seen, and `kind` is how they look.
-    """
-    keep = (lambda text: text) if safe else escape
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], label: str = "", kind: str = "") -> str:
+    """Lay out rows of cells, the first of each its name; a `label` is not seen, and `kind` is how they look."""
     top = "".join(f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in head)
     many = len(head) > MANY_COLUMNS
     cells = [f'<td data-head="{escape(name, quote=True)}">' if many else "<td>" for name in head[1:]]
     body = ""
     for row in rows:
-        others = "".join(f"{begin}{keep(cell)}</td>" for begin, cell in zip(cells, row[1:], strict=False))
-        body += f'<tr><th scope="row">{keep(row[0])}</th>{others}</tr>'
+        others = "".join(f"{begin}{escape(cell)}</td>" for begin, cell in zip(cells, row[1:], strict=False))
+        body += f'<tr><th scope="row">{escape(row[0])}</th>{others}</tr>'
     kind += " lz-many" * many
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (

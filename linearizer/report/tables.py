@@ -120,27 +120,21 @@ def needle_tables(part: Part[results.Needle]) -> list[Table]:
     for subject in needle.subjects:
         for length, shares, *losses in zip(lengths, subject.correct, subject.loss, subject.surprise, strict=True):
             rows.append((f"{subject.name}, {length}", *cells(shares, ".0%"), *map(format_mean, losses)))
-    star = ("* longer than the teacher's positions: extrapolated",) * any(needle.extrapolated)
-    no_test = ("the teacher itself recalls less than half, so this shows nothing of what the student forgets",)
-    gone = any(share is None for subject in needle.subjects for row in subject.correct for share in row)
-    return [
-        Table(
-            rows,
-            (
-                describe_texts(part),
-                *no_test * teacher_recalls_little(needle),
-                *star,
-                *("– more than memory holds",) * gone,
-            ),
-        )
-    ]
+    notes = [describe_texts(part)]
+    if teacher_recalls_little(needle):
+        notes.append("the teacher itself recalls less than half, so this shows nothing of what the student forgets")
+    if any(needle.extrapolated):
+        notes.append("* longer than the teacher's positions: extrapolated")
+    if any(share is None for subject in needle.subjects for row in subject.correct for share in row):
+        notes.append("– more than memory holds")
+    return [Table(rows, tuple(notes))]
 
 
 def teacher_recalls_little(needle: results.Needle) -> bool:
     """Whether the teacher cannot do itself what its student is tested by."""
     shares = [share for grid in needle.subjects if grid.name == "teacher" for row in grid.correct for share in row]
-    known = [share for share in shares if share is not None]
-    return bool(known) and sum(known) < 0.5 * len(known)
+    mean = mean_of(shares)
+    return mean is not None and mean < 0.5
 
 
 def generation_tables(part: Part[results.Generation]) -> list[Table]:

@@ -53,7 +53,7 @@ def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there_and_one_tha
 
 def test_the_list_of_runs_says_how_far_each_is(waiting):
     step = {"event": "price", "time": 0.0, "done": 3, "total": 12, "unit": "prices"}
-    listed = run_list.run_cards([replace(waiting, state="running", step=step)], 0.0)
+    listed = run_list.run_cards([replace(waiting, state="running", step=step)])
     assert "prices every head, 25%" in listed and "64 tokens" in listed and "best" in listed
 
 

@@ -157,7 +157,7 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
     result = Limits.of({"LINEARIZER_SPACE_MINUTES": "90", "LINEARIZER_SPACE_QUEUE": "3"})
     assert (result.minutes, result.queue, result.runs) == (90, 3, Limits().runs)
     assert "90 minutes of work each" in result.in_words()
-    with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is not a number: set a number"):
+    with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is not allowed: it should be a valid number"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
 
 
