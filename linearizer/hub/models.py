@@ -36,13 +36,7 @@ from yaml import YAMLError
 
 from linearizer.errors import ModelNotAvailable, TextError
 from linearizer.hub.errors import ANSWER_ERRORS, HUB_ERRORS, Use, describe_error, describe_missing, redact
-from linearizer.hub.gguf_files import (
-    read_head,
-    read_local_head,
-    stand_ins,
-    weigh_head,
-    write_stand_in,
-)
+from linearizer.hub.gguf_files import read_head, read_local_head, stand_ins, weigh_head, write_stand_in
 from linearizer.hub.weight_files import (
     GGUF,
     INDEX,

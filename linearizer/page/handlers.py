@@ -16,7 +16,7 @@ from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestE
 from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, run_list, sending
 from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
-from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
+from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.workers import control
@@ -324,8 +324,7 @@ def list_runs(browser: Browser, busy: bool) -> list[Any]:
         statuses = control.runs_in(browser.visitor.home)
     except LinearizerError as error:
         return [markup.message_box(str(error), "bad"), gr.Column(visible=False), *[gr.skip()] * 2]
-    own = [status.run.folder.name for status in statuses if isinstance(status.plan, Plan)]
-    names = own + [EXAMPLE_NAME] * has_example()
+    names = [*(status.run.folder.name for status in statuses if isinstance(status.plan, Plan)), EXAMPLE_NAME]
     return [run_list.run_cards(statuses), gr.Column(visible=len(names) > 1), *[gr.Dropdown(choices=names)] * 2]
 
 

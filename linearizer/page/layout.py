@@ -12,7 +12,7 @@ from linearizer.page import landing, plan_form
 from linearizer.page.chat import MEMORY_PROMPTS, SAMPLE_PROMPTS
 from linearizer.page.limits import LIMITS
 from linearizer.page.plan_form import USUAL_PAPER, effort_choices, recipe_choices, way_choices
-from linearizer.page.visitors import EXAMPLE_NAME, has_example, on_space, signs_in
+from linearizer.page.visitors import EXAMPLE_NAME, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import glossary_html, message_box
 from linearizer.report.parts import PART_VIEWS
@@ -111,9 +111,8 @@ def choose_model(ui: SimpleNamespace) -> None:
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
     link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
-    example = f'<p class="lz-links">{link}</p>'
     ui.last_runs = gr.HTML(elem_id="last-runs")
-    gr.HTML(example * has_example() + landing.real_model_html(), elem_id="gain")
+    gr.HTML(f'<p class="lz-links">{link}</p>{landing.real_model_html()}', elem_id="gain")
 
 
 def choose_plan(ui: SimpleNamespace) -> None:

@@ -51,11 +51,7 @@ WAYS = {
         "Linear attention: every head sums older text up in features, which are trained.",
         "features",
     ),
-    "paper": Way(
-        "Reproduce a paper",
-        "A published method in its authors’ form, at the same bytes.",
-        None,
-    ),
+    "paper": Way("Reproduce a paper", "A published method in its authors’ form, at the same bytes.", None),
 }
 LISTED = tuple(name for name in RECIPES if name not in {way.recipe for way in WAYS.values()})
 USUAL_PAPER = "paper"

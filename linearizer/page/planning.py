@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
-from linearizer.page.visitors import Visitor, example_folder, has_example
+from linearizer.page.visitors import Visitor, example_folder
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
@@ -132,11 +133,13 @@ def examine_model(visitor: Visitor, model: str) -> Examined | ExaminedEncoder:
 
 def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
     """Find the newest run of a model that has prices and a student that was measured; it may be the example."""
-    with suppress(LinearizerError, OSError):  # a visitor may not be known, and a run may be damaged or deleted
+    files = list[Path]()
+    with suppress(LinearizerError, OSError):  # a visitor may not be known
         files = sorted(visitor.home.glob(f"*/{CANDIDATES}"), key=lambda file: -file.stat().st_mtime)
-        runs = [Run(folder) for folder in (*(file.parent for file in files), *[example_folder()] * has_example())]
-        wanted = inspection.name, inspection.revision
-        return next((run for run in runs if (run.inspection.name, run.inspection.revision) == wanted), None)
+    for run in map(Run, (*(file.parent for file in files), example_folder())):
+        with suppress(LinearizerError, OSError):  # it may be damaged or deleted
+            if (run.inspection.name, run.inspection.revision) == (inspection.name, inspection.revision):
+                return run
     return None
 
 

@@ -40,10 +40,6 @@ def example_folder() -> Path:
     return find_carried(f"assets/{EXAMPLE_NAME}")
 
 
-def has_example() -> bool:
-    return (example_folder() / "plan.json").is_file()
-
-
 def is_example(run: Run) -> bool:
     return run.folder == example_folder()
 
@@ -71,7 +67,7 @@ class Visitor:
 
     def find_run(self, name: str) -> Run:
         """Open one of this visitor's runs, or the example, to read it."""
-        if name == EXAMPLE_NAME and has_example() and (self.folder is None or not (self.home / name).exists()):
+        if name == EXAMPLE_NAME and (self.folder is None or not (self.home / name).exists()):
             return Run(example_folder())
         folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
         if folder is None or folder.is_symlink() or not (folder / Run(folder).plan_file).is_file():

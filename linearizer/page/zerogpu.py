@@ -15,8 +15,8 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from contextvars import copy_context
 from functools import partial, wraps
 from pathlib import Path
@@ -92,28 +92,26 @@ def lend(seconds: int, function: Callable) -> Any:
 
     @wraps(function)
     def values(*args: Any) -> Any:
-        steps, over = borrowed(*args), object()
         error = None
-        try:
-            while (result := explain_refusal(lambda: next(steps, over))) is not over:
+        with explained_refusals(), closing(borrowed(*args)) as steps:
+            for result in steps:
                 if isinstance(result, LinearizerError):
                     error = result  # raised after the last value, when the process is free for others
                 else:
                     yield result
-        finally:
-            steps.close()
         if error is not None:
             raise error
 
     return values if yields else wraps(function)(lambda *args: list(values(*args))[-1])
 
 
-def explain_refusal(call: Callable[[], Any]) -> Any:
+@contextmanager
+def explained_refusals() -> Iterator[None]:
     """Raise an error of ZeroGPU as one of ours, in a sentence."""
     import gradio as gr
 
     try:
-        return call()
+        yield
     except gr.Error as error:
         reason = str(error.message).rstrip(". ")
         if error.title == BROKEN_TITLE:

@@ -96,6 +96,10 @@ def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_mo
     assert plan_cards.expected_kl(run, planning.make_plan("demo", 64, "Quick", {"recipe": "paper"})) == ""
     assert plan_cards.expected_kl(run, planning.make_plan("demo", 1, "Quick", {})) == ""
     assert planning.find_priced(visitor, replace(inspection, name="other")) is None
+    for name in ("candidates.json", "inspection.json"):  # of a damaged run, which hides no other
+        (visitor.home / "damaged").mkdir(parents=True, exist_ok=True)
+        (visitor.home / "damaged" / name).write_text("{")
+    assert planning.find_priced(visitor, inspection) == run
 
 
 def test_a_visitors_own_run_of_that_name_comes_first(visitor):
