@@ -32,7 +32,6 @@ MEMORY_PROMPTS = {WORD: 4, PASSAGE: 8}  # times the state that a prompt goes bac
 MIN_DISTANCE = 64  # tokens that it goes back at least
 ANSWER_ROOM, ANSWER_SHARE = 512, 4  # tokens, and share of a model's positions, that a document leaves to what is asked
 TOKEN_CHARACTERS = 32  # of a text are more than any token has: of a longer document the rest is not looked at
-BEGINNING = 40  # characters of a document that name it
 Answers = Generator[tuple[Chat, "Held | Comparison"], None, None]
 
 
@@ -90,9 +89,8 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
         looked = text[: room * TOKEN_CHARACTERS]
         ids = chats.document_tokens(chat.settings, models.tokenizer, looked)
         whole, readers[:] = len(ids) <= room and looked == text, [reader.anew() for reader in readers]
-        begins = " ".join(text.split())[:BEGINNING]
         for held in side_by_side.read_in_turns(readers, [ids[:room]] * len(readers)):
-            document = chats.Document(begins, held.tokens, whole and held.tokens == held.total)
+            document = chats.Document(held.tokens, whole and held.tokens == held.total)
             yield replace(chat, heard=heard_by(readers), document=document), held
 
 

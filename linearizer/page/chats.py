@@ -48,7 +48,6 @@ USUAL = Settings()
 class Document:
     """A text that all models have read at the beginning of a chat."""
 
-    begins: str
     tokens: int
     whole: bool  # whether it was not cut to what the model reads
 

@@ -46,7 +46,7 @@ class RunState:
 
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.Lock()
-        self.place, self.begun = 0, 0.0
+        self.place = 0
         self.training: list[dict[str, Any]] = []  # steps are counted over all losses
         self.begin, self.ends = 0, dict[int, int]()  # of the loss that is at work, and of each that ended, in this list
         self.pieces: dict[str, Piece] = {}

@@ -83,7 +83,7 @@ def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line_and_marke
 
 def test_a_meter_says_what_each_model_holds_and_draws_it():
     course = [Held(tokens, 100, {"teacher": 10_000 * tokens, "student": 50_000}) for tokens in (50, 100)]
-    card = chat_cards.meter_card(course, Chat(Settings(), document=Document("A", 100, False)))
+    card = chat_cards.meter_card(course, Chat(Settings(), document=Document(100, False)))
     assert "Read the document: 100 of 100 tokens" in card and "1 MB" in card and "50 kB" in card and "beginning" in card
     rising, flat = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))
     assert rising[0] > rising[1] > rising[2] and len({*flat}) == 1  # up is less
