@@ -39,7 +39,6 @@ from linearizer.report import markup
 from linearizer.report.verdict import Verdict
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
-from linearizer.run.names import runs_root
 from linearizer.run.results import PARTS, Held, Request
 from linearizer.workers import control, runs
 from linearizer.workers.control import Status
@@ -129,7 +128,7 @@ def start_encoder_run(visitor: Visitor, model: str, budget: int = 256, options: 
     budget: how many tokens each token sees. options: {encoder}.
     """
     plan = make_encoder_plan(model, budget, options or {})
-    with limits.turn(visitor, runs_root()):
+    with limits.turn(visitor):
         examined = examine_model(visitor, plan.model)
         if not isinstance(examined, ExaminedEncoder):
             raise RequestError(f"{plan.model!r} is no encoder: start_run starts its run")
@@ -161,7 +160,7 @@ def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator
     """Begin a run that a visitor may have, and start it once it is prepared; where that fails, no folder stays."""
     from linearizer import pipeline
 
-    with limits.turn(visitor, runs_root()):
+    with limits.turn(visitor):
         folder = visitor.fresh_folder(plan)
         run = pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
         with deleted_on_refusal(run):
@@ -211,7 +210,7 @@ def start_job(
     from linearizer.workers import hub_start
 
     plan = make_plan(model, budget, effort, options or {})
-    with limits.turn(visitor, runs_root()):
+    with limits.turn(visitor):
         run = hub_start.run_in_job(
             visitor.fresh_folder(plan),
             plan,
@@ -263,7 +262,7 @@ def use_run(visitor: Visitor, run: str) -> str:
 def resume_run(visitor: Visitor, run: str, *, pay: bool = False) -> str:
     """Go on with a run that was stopped, lost or failed; return its state. pay: agree to what another job costs."""
     own = visitor.find_own_run(run)
-    with limits.turn(visitor, runs_root()):
+    with limits.turn(visitor):
         runs.resume_run(own, visitor.token, yes=pay, agree="agree", begin=choose_start(own))
     return control.state_of(own)
 
@@ -289,7 +288,7 @@ def evaluate_run(visitor: Visitor, run: str, parts: list[str] | None = None, opt
     """
     own, request = visitor.find_own_run(run), Request.of({**(options or {}), **({"parts": parts} if parts else {})})
     limits.check_request(request)
-    with limits.turn(visitor, runs_root()):
+    with limits.turn(visitor):
         control.evaluate(own, asdict(request), token=visitor.token, begin=choose_start(own))
     return control.state_of(own.evaluating)
 

@@ -24,7 +24,7 @@ from linearizer.run.disk import NUMBER
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.names import HubName, id_of_address
+from linearizer.run.names import HubName, id_of_address, runs_root
 from linearizer.run.results import Request
 from linearizer.workers import control
 
@@ -175,14 +175,14 @@ def check_amounts(amounts: Mapping[str, float], most: Mapping[str, int]) -> None
 
 
 @contextmanager
-def turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> Iterator[None]:
+def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
     """Let a visitor start a run, if they may have one more; while it starts, it counts as a run at work."""
     if not on_space():
         yield
         return
     home = visitor.home
     with CHECKING:
-        check_turn(home, root, limits)
+        check_turn(home, limits)
         STARTING.append(home)
     try:
         yield
@@ -190,14 +190,14 @@ def turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> Iterator[None
         STARTING.remove(home)
 
 
-def check_turn(home: Path, root: Path, limits: Limits) -> None:
+def check_turn(home: Path, limits: Limits) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
     mine = control.runs_in(home)
     if sum(status.live for status in mine) + STARTING.count(home) >= limits.runs:
         raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: wait until a run ends, or stop it")
     if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete a run under `Runs`")
-    waiting = sum(map(count_at_work, visitor_folders(root))) + len(STARTING)
+    waiting = sum(map(count_at_work, visitor_folders())) + len(STARTING)
     if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
 
@@ -211,18 +211,19 @@ def count_at_work(home: Path) -> int:
     return held
 
 
-def visitor_folders(root: Path) -> list[Path]:
+def visitor_folders() -> list[Path]:
     """List the visitors' folders."""
+    root = runs_root()
     return [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
 
 
-def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
+def enforce_limits(now: float) -> None:
     """Stop runs that have worked too long, and delete runs that have not changed for days."""
-    for folder in visitor_folders(root):
+    for folder in visitor_folders():
         with keep_guarding():
             for status in control.runs_in(folder):
                 with keep_guarding():
-                    enforce_limit(status, now, limits)
+                    enforce_limit(status, now)
 
 
 @contextmanager
@@ -236,17 +237,17 @@ def keep_guarding() -> Iterator[None]:
         traceback.print_exc()
 
 
-def enforce_limit(status: control.Status, now: float, limits: Limits) -> None:
+def enforce_limit(status: control.Status, now: float) -> None:
     """Stop a run that has worked too long; delete it if it has not changed for days."""
     works = [job for job in (status, status.evaluation) if job and job.state == "running"]
     works = [job for job in works if read_hub_job(job.run) is None]  # a job takes no time of this Space
-    if any(now - worked_since(job) > limits.minutes * 60 for job in works):
+    if any(now - worked_since(job) > LIMITS.minutes * 60 for job in works):
         control.stop(
             status.run,
-            f"it has worked for {limits.minutes:g} minutes, which is what this Space gives to a run at a time: resume "
+            f"it has worked for {LIMITS.minutes:g} minutes, which is what this Space gives to a run at a time: resume "
             f"it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
         )
-    elif not status.live and now - status.changed > limits.days * 24 * 3600:
+    elif not status.live and now - status.changed > LIMITS.days * 24 * 3600:
         control.delete(status.run)
 
 
@@ -261,8 +262,8 @@ def worked_since(status: control.Status) -> float:
     return begun
 
 
-def guard_runs(root: Path) -> None:
+def guard_runs() -> None:
     """Enforce the limits for ever."""
     while True:
-        enforce_limits(root, time.time())
+        enforce_limits(time.time())
         time.sleep(min(GUARD_SECONDS, LIMITS.minutes * 6))

@@ -18,7 +18,6 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling, sending
 from linearizer.page.visitors import on_space, signs_in
-from linearizer.run.names import runs_root
 from linearizer.serve.guards import Guard, is_local
 from linearizer.serve.server import LOCAL_HOSTS
 
@@ -282,7 +281,7 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
     os.environ["GRADIO_RUN_HISTORY"] = "False"  # else what was asked is kept in browsers
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
-        threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
+        threading.Thread(target=limits.guard_runs, daemon=True).start()
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
     is_open = on_space() or host not in LOCAL_HOSTS

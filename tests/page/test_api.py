@@ -100,6 +100,18 @@ def test_at_ones_own_machine_nobody_signs_in_and_nothing_is_told_of_calls(local)
         urllib.request.urlopen(f"{local.url}monitoring/summary")
 
 
+@pytest.mark.parametrize(
+    "headers, status", [({"Host": "localhost:1234"}, 200), ({"Host": "evil.example"}, 403), ({"Origin": "null"}, 403)]
+)
+def test_a_page_on_this_machine_serves_no_other_site(local, headers, status):
+    for path in ("", "gradio_api/info"):
+        try:
+            request = urllib.request.Request(local.url + path, headers=headers)
+            assert urllib.request.urlopen(request, timeout=60).status == status
+        except urllib.error.HTTPError as error:
+            assert error.code == status and b"--host" in error.read()
+
+
 FEW_SESSIONS = """
 from linearizer.page import site
 site.MAX_SESSIONS = 20

@@ -130,8 +130,8 @@ def test_a_space_limits_an_encoder_as_any_run(encoder, text, tmp_path, monkeypat
     with Run(folder).take_lock():
         Run(folder).log("started")
         assert limits.count_at_work(visitor.home) == 1 and control.runs_in(visitor.home)[0].live
-        limits.enforce_limits(tmp_path, 1e12)
+        limits.enforce_limits(1e12)
         assert Run(folder).has_request("stop")
     Run(folder).log("stopped")
-    limits.enforce_limits(tmp_path, 1e12)
+    limits.enforce_limits(1e12)
     assert not folder.exists()

@@ -52,7 +52,7 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
     assert "a job on l4x1, at most $0.40" in run_state.cards.run_card(control.status(run), name, 0.0)
     with run.take_lock():
         run.log("started")
-        limits.enforce_limit(control.status(run), 1e12, limits.LIMITS)
+        limits.enforce_limit(control.status(run), 1e12)
         assert not run.has_request("stop")  # a job takes no time of the Space
 
 

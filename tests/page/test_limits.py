@@ -36,18 +36,18 @@ def test_the_time_that_a_run_waited_or_worked_before_is_not_counted(space):
             lines[-1] = f'{{"time": {at}, "event": "{event}"}}'
             run.log_file.write_text("\n".join(lines) + "\n")
         run.log("started")  # again, of a run that works in slices
-        limits.enforce_limits(space, 160 + 60 * LIMITS.minutes)
+        limits.enforce_limits(160 + 60 * LIMITS.minutes)
         assert not run.has_request("stop")
-        limits.enforce_limits(space, 161 + 60 * LIMITS.minutes)
+        limits.enforce_limits(161 + 60 * LIMITS.minutes)
         assert run.has_request("stop")
 
 
 def test_a_space_removes_what_nobody_has_looked_after(space):
     run = begun()
     run.log("stopped")
-    limits.enforce_limits(space, time.time())
+    limits.enforce_limits(time.time())
     assert run.folder.exists()
-    limits.enforce_limits(space, time.time() + LIMITS.days * 24 * 3600 + 60)
+    limits.enforce_limits(time.time() + LIMITS.days * 24 * 3600 + 60)
     assert not run.folder.exists()
 
 
@@ -89,44 +89,44 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):
         limits.check_plan(plan, inspection, Limits(gigabytes=0.001))
 
 
-def take_turn(secret, space, few):
-    with limits.turn(find_visitor(secret=secret), space, few):
+def take_turn(secret, few):
+    with limits.turn(find_visitor(secret=secret), few):
         pass
 
 
 def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody_else(space):
     run = begun()
     (run.folder / "state" / "large").write_bytes(b"x" * 2000)
-    take_turn(ANN, space, Limits(disk=1e-5))
+    take_turn(ANN, Limits(disk=1e-5))
     with pytest.raises(RequestError, match="your runs fill 1e-06 GB: delete a run under `Runs`"):
-        take_turn(ANN, space, Limits(disk=1e-6))
-    take_turn(BOB, space, Limits(disk=1e-6))
+        take_turn(ANN, Limits(disk=1e-6))
+    take_turn(BOB, Limits(disk=1e-6))
 
 
 def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
     first, second = begun(), begun(BOB)
     few = Limits(runs=1, queue=2)
-    take_turn(ANN, space, few)
+    take_turn(ANN, few)
     with first.take_lock():
         first.log("queued")
         with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
-            take_turn(ANN, space, few)
-        take_turn(BOB, space, few)
+            take_turn(ANN, few)
+        take_turn(BOB, few)
         with second.take_lock():
             second.log("queued")
             with pytest.raises(RequestError, match="2 runs wait here already: try again later"):
-                take_turn("c" * 16, space, few)
+                take_turn("c" * 16, few)
 
 
 def test_a_run_that_is_being_started_counts_before_it_is_at_work(space):
     few = Limits(runs=1, queue=2)
-    with limits.turn(find_visitor(secret=ANN), space, few):
+    with limits.turn(find_visitor(secret=ANN), few):
         with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
-            take_turn(ANN, space, few)
-        with limits.turn(find_visitor(secret=BOB), space, few):
+            take_turn(ANN, few)
+        with limits.turn(find_visitor(secret=BOB), few):
             with pytest.raises(RequestError, match="2 runs wait here already"):
-                take_turn("c" * 16, space, few)
-    take_turn(ANN, space, few)
+                take_turn("c" * 16, few)
+    take_turn(ANN, few)
 
 
 def test_others_runs_are_counted_without_reading_their_logs(space):
@@ -134,7 +134,7 @@ def test_others_runs_are_counted_without_reading_their_logs(space):
     with other.take_lock():
         other.log_file.mkdir()
         with pytest.raises(RequestError, match="1 runs wait here already"):
-            take_turn(ANN, space, Limits(queue=1))
+            take_turn(ANN, Limits(queue=1))
 
 
 TOO_LONG = "a prompt of {} characters and {} tokens cannot be compared here"
@@ -165,7 +165,7 @@ def test_nothing_is_limited_at_ones_own_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     limits.check_model("/some/folder", "file:text")
     limits.check_plan(Plan("demo", budget=64, steps=10**6), None)
-    with limits.turn(find_visitor(), tmp_path, Limits(runs=0)):
+    with limits.turn(find_visitor(), Limits(runs=0)):
         pass
 
 
@@ -199,5 +199,5 @@ def test_a_damaged_run_is_listed_and_the_guard_still_stops_the_others(space, nam
     with long.take_lock():
         long.log("queued")
         long.log("started")
-        limits.enforce_limits(space, time.time() + 61 * LIMITS.minutes)
+        limits.enforce_limits(time.time() + 61 * LIMITS.minutes)
         assert long.has_request("stop")

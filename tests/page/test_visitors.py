@@ -135,20 +135,6 @@ def test_a_list_without_a_visitor_says_so(space):
     assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
 
 
-def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
-    plan = planning.make_plan(
-        "demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self", "dtype": "float32"}
-    )
-    from linearizer.cli.main import parser
-    from linearizer.cli.run_commands import begin_run
-
-    words = plan.command().split()[1:]
-    assert begin_run(parser().parse_args([*words, "--out", str(root / "again")])).plan == plan
-    (root / "plan.json").write_text(plan.to_json())
-    read = parser().parse_args(["run", "demo", "--plan", str(root / "plan.json"), "--out", str(root / "read")])
-    assert begin_run(read).plan == plan
-
-
 def test_models_of_the_hub_and_local_folders_are_found_and_no_folder_on_a_space(root, tmp_path, hub, monkeypatch):
     hub.add("org/demonstration", {"config.json": b"{}"})
     hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)

@@ -45,13 +45,6 @@ def test_every_part_has_tables():
     assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
 
 
-@pytest.mark.parametrize("part", DRAWN)
-def test_every_figure_is_plain_json_on_a_transparent_ground(part):
-    figure = figure_of(part)
-    assert figure["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)" and figure["data"]
-    assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
-
-
 def test_gaps_are_those_that_were_measured():
     recall = traces("recall")
     assert recall["student"]["x"] == [16, 32] and recall["student"]["y"] == [2.5, 3.0]

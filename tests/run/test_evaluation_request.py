@@ -54,7 +54,8 @@ def test_a_space_says_what_is_too_much_of_an_evaluation(tmp_path, monkeypatch, n
         limits.check_request(Request(("tasks",), tasks=("piqa",)))
 
 
-def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, tmp_path):
+def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     evaluation = run.evaluating
     with evaluation.take_lock():
         evaluation.log("queued", request={})
@@ -62,8 +63,8 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
         result = control.status(run)
         assert result.state == "done" and result.live and result.evaluation.state == "running"
         begun = run.events()[-1]["time"]
-        limits.enforce_limits(tmp_path, begun + 1)
+        limits.enforce_limits(begun + 1)
         assert not run.has_request("stop")
-        limits.enforce_limits(tmp_path, begun + 30 * 24 * 3600)
+        limits.enforce_limits(begun + 30 * 24 * 3600)
         assert run.has_request("stop") and control.state_of(evaluation) == "stopping" and run.has_file("plan.json")
         assert control.status(run).live
