@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import Any, TypeAlias, get_type_hints
 
 import gradio as gr
-from pydantic import TypeAdapter
+from pydantic import validate_call
 
 from linearizer.errors import LinearizerError
 from linearizer.page.visitors import Visitor, find_visitor
@@ -119,26 +119,20 @@ def endpoint(action: Callable[..., Any], with_secret: bool) -> Callable[..., Any
     by_name = [each.replace(kind=USUAL) for each in own if each.kind is not USUAL]
     parameters = [*usual, *[SECRET] * with_secret, *by_name, *ACCOUNT]
     signature = inspect.Signature(parameters, return_annotation=types["return"])
+    checked = validate_call(config={"allow_inf_nan": False})(action)
 
     @wraps(action)
     def call(*arguments: Any, **named: Any) -> Any:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         visitor = identify_visitor(*(bound.arguments.pop(each.name, each.default) for each in (SECRET, *ACCOUNT)))
-        with refusals(on_page=False):
-            sent = {name: read_value(name, types[name], value) for name, value in bound.arguments.items()}
-            result = action(visitor, **sent)
+        with refusals(on_page=False), explained_faults():
+            result = checked(visitor, **bound.arguments)
         return [to_plain(each) for each in result] if isinstance(result, list) else to_plain(result)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": types["return"]}
     return call
-
-
-def read_value(name: str, kind: Any, value: object) -> Any:
-    """Check a value that a client sent by the type of an action's argument."""
-    with explained_faults(name):
-        return TypeAdapter(kind, config={"allow_inf_nan": False}).validate_python(value)
 
 
 def to_plain(value: Any) -> Any:
