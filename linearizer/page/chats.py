@@ -162,7 +162,8 @@ def keep_chat(key: Key | None, chat: Chat) -> None:
 def end_chat(key: Key | None) -> None:
     """Forget a chat, and the states of the models."""
     if key is not None:
-        CHATS.pop(key, None)
+        with CHATS_LOCK:  # others may go through all chats just now
+            CHATS.pop(key, None)
         forget_states(key)
 
 
@@ -204,10 +205,11 @@ class Models:
         if key is None or not any(reader.tokens for reader in readers):
             return
         self.kept[key] = readers
-        sizes = [sum(reader.bytes() for reader in each) for each in [*self.kept.values()]]
-        while len(sizes) > 1 and sum(sizes) > limits.MAX_STATE_BYTES:
-            self.kept.popitem(last=False)
-            sizes.pop(0)
+        sizes = {each: sum(reader.bytes() for reader in held) for each, held in [*self.kept.items()]}
+        while len(sizes) > 1 and sum(sizes.values()) > limits.MAX_STATE_BYTES:
+            oldest = next(iter(sizes))
+            self.kept.pop(oldest, None)  # a visitor who leaves may have ended it meanwhile
+            del sizes[oldest]
 
 
 MODELS_LOCK = threading.Lock()  # the models of one run in memory, and one visitor who uses them

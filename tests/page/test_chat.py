@@ -1,6 +1,7 @@
 """A chat with three models goes on from what they remember, and is its visitor's alone."""
 
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,28 @@ def test_a_chat_that_is_ended_while_the_models_read_ends_their_work(visitor, mod
     next(reading)
     chats.end_chats_named("talk")
     assert not list(reading) and not models.kept and not chats.CHATS
+
+
+def test_a_chat_is_not_ended_while_another_thread_goes_through_all_chats(visitor):
+    key = chats.key_of(visitor, visitor.find_run("run"), "talk")
+    chats.keep_chat(key, chats.Chat(RAW))
+    ending = threading.Thread(target=chats.end_chat, args=[key])
+    with chats.CHATS_LOCK:
+        ending.start()
+        ending.join(0.2)
+        assert key in chats.CHATS
+    ending.join()
+    assert not chats.CHATS
+
+
+def test_states_make_room_also_where_their_chats_are_ended_meanwhile(visitor, models, monkeypatch):
+    for name in ("first", "second"):
+        said(visitor, "Where?", name=name, tokens=2)
+    (_, held), *_ = models.kept.items()
+    monkeypatch.setattr(limits, "MAX_STATE_BYTES", 1)
+    monkeypatch.setattr(held[0], "bytes", lambda: models.kept.clear() or 2**40)  # while sizes are counted
+    models.keep(("other", "run", "third"), [*held])
+    assert not models.kept
 
 
 def test_a_page_that_is_left_ends_its_own_chats_alone_whatever_its_session_is_called(visitor, models):
