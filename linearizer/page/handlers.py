@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestE
 from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, run_list, sending
 from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
-from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
+from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, on_space
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.workers import control
@@ -53,7 +54,7 @@ def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
     begin_import()
     secret, note = str(browser.memory.get("secret") or ""), ""
     if on_space() and len(secret) < MIN_SECRET_CHARACTERS:
-        secret = new_secret()
+        secret = secrets.token_urlsafe(24)  # by which the browser is known again
     kept: Memory = {"secret": secret, "run": address or None}
     if kept["run"]:
         try:

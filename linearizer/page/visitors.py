@@ -110,11 +110,6 @@ def check_name(name: str) -> None:
         )
 
 
-def new_secret() -> str:
-    """Make the secret by which a browser is known again."""
-    return secrets.token_urlsafe(24)
-
-
 def hash_identity(identity: str) -> str:
     """Name a folder so that its name does not tell whose it is."""
     return hashlib.sha256(identity.encode()).hexdigest()[:40]
