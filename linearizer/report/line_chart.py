@@ -18,7 +18,8 @@ MAX_TICKS, STEPS = 6, (1, 2, 5)  # of an axis on a scale of factors
 
 
 def write_short(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-")
+    """Write a round number in five letters, which the left margin has room for."""
+    return f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 @dataclass(frozen=True)

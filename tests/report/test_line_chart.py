@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from linearizer.report.line_chart import (
 HEIGHTS = st.lists(st.floats(TOP, HEIGHT - BOTTOM), min_size=1, max_size=8)
 VALUES = st.lists(st.floats(1e-9, 1e9), min_size=2, max_size=5)
 NUMBER = r"-?[0-9.]+"
+DIGIT = 7.5  # the width of a digit
 
 
 @given(HEIGHTS)
@@ -47,7 +49,9 @@ def test_names_beside_points_do_not_lie_on_each_other_and_stay_in_the_picture(en
 
 @given(st.floats(1e-6, 1e9), st.floats(1, 1e9))
 def test_an_axis_of_factors_holds_all_values_and_names_a_few_of_its_own(low, factor):
-    axis = Axis.round([low, low * factor], "", str)
+    axis = Axis.round([low, low * factor])
+    assert all(float(name) == pytest.approx(tick) for tick, name in axis.ticks)
+    assert all(DIGIT * len(name) <= LEFT - 6 for _, name in axis.ticks)  # else the frame would cut the name
     assert axis.low <= low and low * factor <= axis.high
     assert 1 < len(axis.ticks) <= MAX_TICKS and all(axis.low <= tick <= axis.high for tick, _ in axis.ticks)
 
