@@ -105,6 +105,7 @@ class TokenGraphs:
         before = self.graph_of(cache)
         if before is None or (graph := self.find([cache], len(rows))) is None:
             keep_rows(cache, rows, longest)
+            self.loaded = None
             return cache
         graph.move(before, rows)
         return self.show(graph, len(rows), longest)

@@ -62,6 +62,18 @@ def test_rows_that_come_and_go_are_written_as_alone(student):
         assert row.tokens == alone(student, row.prompt, count)
 
 
+def test_rows_go_on_as_alone_where_a_later_graph_cannot_be_captured(student, said):
+    def fail_later(step):
+        return call_again(step) if not engine.graphs.graphs else 1 / 0
+
+    rows = [row_of(tokens(1, 9, seed)[0].tolist(), count) for seed, count in enumerate((3, 7))]
+    engine = engine_of(student, fail_later)
+    work(engine, {0: rows})
+    assert [*engine.graphs.graphs] == [2] and ["division by zero" in words for words in said] == [True]
+    student.students()[0].in_triton = False
+    assert [row.tokens for row in rows] == [alone(student, row.prompt, row.new_tokens) for row in rows]
+
+
 @pytest.mark.parametrize("heads", [[Head(window=8, features=16)], None], ids=["features", "teacher"])
 def test_what_no_graph_serves_is_written_without(heads, said):
     model = teacher_of("llama") if heads is None else student_of("llama", heads)
