@@ -17,7 +17,6 @@ import torch
 
 from linearizer import checks
 from linearizer.encoders.encoder_folder import EncoderRun
-from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.kinds import kind_of
 from linearizer.encoders.layer_times import keep_times
 from linearizer.errors import LinearizerError, ModelNotAvailable
@@ -36,14 +35,13 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import YIELDING, Plan
 from linearizer.progress import Progress, Steps, finish
-from linearizer.publish import encoder_card
-from linearizer.publish.card import add_card
+from linearizer.publish.card import card_of
 from linearizer.quiet import quiet
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.prices import CANDIDATES
-from linearizer.run.results import Comparison, Part, Request
+from linearizer.run.results import Comparison, Request
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
@@ -110,7 +108,7 @@ def settle(run: Run, token: str | None = None) -> None:
     run.settle(replace(plan, dtype=dtype))
 
 
-def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers = ALONE) -> Steps[Allocation]:
+def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers = ALONE) -> Steps[None]:
     """Make the student of a run from where the run stands; `held`: the caller holds its lock.
 
     The work begins at once. `workers.control.start` and the command line wait for their turn at the device. Helpers are
@@ -118,14 +116,23 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
     """
     if not run.done:
         with logged_work(run, held):
-            settle(run, token)
-            if not run.checkpoint.is_dir():
-                yield from make_student(run, token, helpers)
-            elif not run.has_file(DIGESTS):  # the run was killed right after saving
-                write_digests(run)
-            add_card(run)
+            if run.of_encoder:
+                yield from make_encoders_student(EncoderRun(run), token)
+            else:
+                settle(run, token)
+                if not run.checkpoint.is_dir():
+                    yield from make_student(run, token, helpers)
+                elif not run.has_file(DIGESTS):  # the run was killed right after saving
+                    write_digests(run)
+            card_of(run).add()
             run.log(EventName.DONE)
-    return run.require_allocation()
+
+
+def make_encoders_student(encoder: EncoderRun, token: str | None) -> Steps[None]:
+    """Make the student of an encoder or a denoiser, judge it, and time a layer of it."""
+    yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
+    if not encoder.times:
+        yield from keep_times(encoder)
 
 
 def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps[None]:
@@ -205,47 +212,29 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 
 def evaluate(
     run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
-) -> Steps[dict[str, Part]]:
-    """Evaluate the student of a run; `anew` names parts to measure again although their results answer the request."""
-    run = run.evaluating
-    with logged_work(run, held), assembled(run, token) as setup:
-        parts = yield from measure_parts(run, setup, request, anew)
-        add_card(run)
-        run.log(EventName.DONE)
-    return parts
+) -> Steps[dict[str, Any]]:
+    """Evaluate the student of a run; `anew` names parts to measure again although their results answer the request.
 
-
-def linearize_encoder(run: Run, token: str | None = None, held: bool = False) -> Steps[None]:
-    """Make the student of an encoder's run and judge it, from where the run stands."""
-    if not run.done:
-        with logged_work(run, held):
-            encoder = EncoderRun(run)
-            yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
-            if not encoder.times:
-                yield from keep_times(encoder)
-            encoder_card.add_card(encoder)
-            run.log(EventName.DONE)
-
-
-def evaluate_encoder(
-    run: Run, request: Request, again: bool = False, token: str | None = None, held: bool = False
-) -> Steps[Judgement]:
-    """Judge the student of an encoder's run on the texts of a request, unless that was done."""
-    run = run.evaluating
+    The student of an encoder is judged as a whole: again if any part is named.
+    """
+    run, measured = run.evaluating, dict[str, Any]()
     with logged_work(run, held):
-        encoder = EncoderRun(run)
-        judgement = yield from kind_of(encoder.inspection).evaluate(encoder, request, again, token)
-        encoder_card.add_card(encoder)
+        if run.of_encoder:
+            encoder = EncoderRun(run)
+            judgement = yield from kind_of(encoder.inspection).evaluate(encoder, request, bool(anew), token)
+            measured = {judgement.name: judgement}
+        else:
+            with assembled(run, token) as setup:
+                measured = yield from measure_parts(run, setup, request, anew)
+        card_of(run).add()
         run.log(EventName.DONE)
-    return judgement
+    return measured
 
 
 def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
     """Resume the evaluation that was last requested; the caller holds the lock of the run."""
     with log_end(run.evaluating):
         request, again, done = newest_request(run)
-    if run.of_encoder:
-        return (yield from evaluate_encoder(run, request, again, token, held=True))
     anew = tuple(part for part in request.chosen if again and part not in done)
     return (yield from evaluate(run, request, anew, token, held=True))
 

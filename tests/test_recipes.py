@@ -36,7 +36,8 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path, monkeypatc
     monkeypatch.setattr(allocate_run, "GATE_STEPS", 4)
     steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps, may_grow=recipe == "duo"))
-    allocation = finish(pipeline.linearize(run))
+    finish(pipeline.linearize(run))
+    allocation = run.require_allocation()
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
     assert math.isfinite(run.evaluation_parts["language"]["subjects"][1]["loss"]["mean"])
     phases = [event["phase"] for event in run.events() if event["event"] == "distilled"]
@@ -80,7 +81,8 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
         for layer in result.kl
     )
     run.write("prices.json", Prices(result.sinks, result.options, cheaper).to_json())
-    allocation = finish(pipeline.linearize(run))
+    finish(pipeline.linearize(run))
+    allocation = run.require_allocation()
     assert any(head.features for row in allocation.heads for head in row)
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]

@@ -29,7 +29,7 @@ SEAMS = {  # library -> the only places that may import it
     "spaces": ["page/zerogpu.py"],
     "huggingface_hub": [
         *(f"hub/{name}.py" for name in ("models", "errors", "repository", "jobs_api")),
-        *(f"publish/{name}.py" for name in ("card", "encoder_card", "space")),
+        *(f"publish/{name}.py" for name in ("card_parts", "space")),
     ],
     "plotly": ["report"],
     "datasets": ["hub/models.py"],

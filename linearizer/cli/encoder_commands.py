@@ -7,16 +7,13 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from linearizer.cli.options import plan_changes
-from linearizer.cli.text import describe_publication, print_product
+from linearizer.cli.text import print_product
 from linearizer.errors import RequestError
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import DEFAULT_BUDGET, Plan
-from linearizer.report.tables import write_tables
 from linearizer.run.names import fresh_folder
 
 if TYPE_CHECKING:
-    from linearizer.encoders.encoder_folder import EncoderRun
-    from linearizer.encoders.encoder_quality import Judgement
     from linearizer.plan.encoder_inspection import EncoderInspection
     from linearizer.run.folder import Run
 
@@ -41,7 +38,7 @@ def serve_inspect(arguments: argparse.Namespace) -> bool:
     return True
 
 
-def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
+def begin_run(arguments: argparse.Namespace) -> Run | None:
     """Begin the run of an encoder, or open the run to resume; None: the model is none."""
     from linearizer.checks import with_absolute_paths
     from linearizer.encoders.kinds import find_kind
@@ -62,51 +59,7 @@ def begin_run(arguments: argparse.Namespace) -> EncoderRun | None:
         raise RequestError("--resume needs --out: name the run's folder")
     choices: dict[str, Any] = {name: value for name, value in changes.items() if name in known}
     plan = EncoderPlan(**choices, pictures=arguments.pictures or None, slots=arguments.slots is not False)
-    return kind.begin(arguments.out or fresh_folder(plan), with_absolute_paths(plan), None, arguments.resume)
-
-
-def print_result(arguments: argparse.Namespace, encoder: EncoderRun, newest: Judgement | None = None) -> None:
-    """Print the student of a run and how near it is to its teacher, or what was judged newly."""
-    from linearizer.encoders.encoder_report import judge_encoder
-
-    judged = [*encoder.judgements.values()] if newest is None else [newest]
-    product = {
-        "run": str(encoder.run.folder),
-        "checkpoint": str(encoder.checkpoint),
-        "tokens": encoder.tokens,
-        "attention": encoder.inspection.share(encoder.tokens),
-        "ways": asdict(encoder.ways),
-        "verdict": None if (verdict := judge_encoder(encoder)) is None else asdict(verdict),
-        "quality": [asdict(each) for each in judged],
-        "times": [asdict(each) for each in encoder.times],
-    }
-    print_product(arguments, product, describe_result(encoder.run, newest))
-
-
-def describe_result(run: Run, newest: Judgement | None = None) -> str:
-    """Describe the student of an encoder's run, and all judgements of it, or a new one."""
-    from linearizer.encoders.encoder_folder import EncoderRun
-    from linearizer.encoders.encoder_report import describe_choice, judge_encoder, quality_table
-    from linearizer.encoders.layer_times import crossing
-
-    encoder = EncoderRun(run)
-    share = encoder.inspection.share(encoder.tokens)
-    lines = [] if (verdict := judge_encoder(encoder)) is None else [verdict.sentence]
-    lines.append(
-        f"{encoder.tokens:,} tokens, {encoder.keys:.4g} keys each; attention is {share:.0%} of the teacher's operations"
-    )
-    if chosen := describe_choice(encoder):
-        lines.append(chosen)
-    if (where := crossing(encoder.times)) is not None:
-        lines.append(f"a layer is faster than SDPA from about {where:,.0f} tokens on, as timed in this run")
-    judged = [*encoder.judgements.values()] if newest is None else [newest]
-    lines += ["", write_tables([quality_table(encoder, each) for each in judged]), ""]
-    lines.append(
-        f"{encoder.inspection.auto_class}.from_pretrained({str(encoder.checkpoint)!r}, trust_remote_code=True)"
-    )
-    if (published := run.published) is not None:
-        lines += [describe_publication(published), "", published.get("snippet", "")]
-    return "\n".join(lines).rstrip()
+    return kind.begin(arguments.out or fresh_folder(plan), with_absolute_paths(plan), None, arguments.resume).run
 
 
 def describe_encoder(inspection: EncoderInspection) -> str:

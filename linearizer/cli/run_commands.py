@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearizer.cli import encoder_commands, runs
 from linearizer.cli.options import (
@@ -28,14 +29,16 @@ from linearizer.cli.text import (
 from linearizer.errors import RequestError, Stopped
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, Plan
-from linearizer.progress import Steps, finish
+from linearizer.progress import Steps
 from linearizer.report.parts import evaluation_report
 from linearizer.report.prediction import predict_kl
-from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
 from linearizer.run.results import Request
 from linearizer.workers import control
+
+if TYPE_CHECKING:
+    from linearizer.encoders.encoder_quality import Judgement
 
 Product = TypeVar("Product")
 
@@ -100,8 +103,7 @@ def serve_run(arguments: argparse.Namespace) -> None:
         return
     if options := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
         raise RequestError(f"--{options[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
-    encoder = encoder_commands.begin_run(arguments)
-    run = begin_run(arguments) if encoder is None else encoder.run
+    run = encoder_commands.begin_run(arguments) or begin_run(arguments)
     if arguments.detach:
         control.start(run)
         say_queued(arguments, run)
@@ -109,21 +111,41 @@ def serve_run(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
     from linearizer.workers.helpers import HelperProcesses
 
-    if encoder is not None:
-        if not run.done:
-            work_here(run, pipeline.linearize_encoder(run, held=True))
-        encoder_commands.print_result(arguments, encoder)
-        return
-    steps = pipeline.linearize(run, held=not run.done, helpers=HelperProcesses(run))
-    allocation = finish(steps) if run.done else work_here(run, steps)
+    if not run.done:
+        work_here(run, pipeline.linearize(run, held=True, helpers=HelperProcesses(run)))
+    print_run(arguments, run)
+
+
+def print_run(arguments: argparse.Namespace, run: Run, judged: Collection[Judgement] = ()) -> None:
+    """Print the student of a run and how near it is to its teacher; of an encoder's, what was judged newly."""
+    from linearizer.encoders.encoder_report import judge_any_run
+
+    verdict = judge_any_run(run)
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
-        "verdict": None if (verdict := judge_run(run)) is None else asdict(verdict),
-        **allocation.summary(run.layers, run.plan.target_tokens(run.positions)),
-        "evaluation": run.evaluation_parts,
+        "verdict": None if verdict is None else asdict(verdict),
+        **(values_of_encoder(run, judged) if run.of_encoder else values_of_causal(run)),
     }
-    print_product(arguments, product, describe_run(run))
+    print_product(arguments, product, describe_run(run, judged))
+
+
+def values_of_causal(run: Run) -> dict[str, Any]:
+    summary = run.require_allocation().summary(run.layers, run.plan.target_tokens(run.positions))
+    return {**summary, "evaluation": run.evaluation_parts}
+
+
+def values_of_encoder(run: Run, judged: Collection[Judgement]) -> dict[str, Any]:
+    from linearizer.encoders.encoder_folder import EncoderRun
+
+    encoder = EncoderRun(run)
+    return {
+        "tokens": encoder.tokens,
+        "attention": encoder.inspection.share(encoder.tokens),
+        "ways": asdict(encoder.ways),
+        "quality": [asdict(each) for each in judged or encoder.judgements.values()],
+        "times": [asdict(each) for each in encoder.times],
+    }
 
 
 def serve_job(arguments: argparse.Namespace) -> None:
@@ -176,15 +198,11 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
         return
     details = {"request": asdict(request), "again": arguments.again}
     repeat = f"`linearizer evaluate {run.folder}`"
-    if run.of_encoder:
-        steps_of_encoder = pipeline.evaluate_encoder(run, request, arguments.again, held=True)
-        judged = work_here(run.evaluating, steps_of_encoder, repeat, **details)
-        from linearizer.encoders.encoder_folder import EncoderRun
-
-        encoder_commands.print_result(arguments, EncoderRun(run), judged)
-        return
     steps = pipeline.evaluate(run, request, request.chosen if arguments.again else (), held=True)
-    work_here(run.evaluating, steps, repeat, **details)
+    measured = work_here(run.evaluating, steps, repeat, **details)
+    if run.of_encoder:
+        print_run(arguments, run, measured.values())
+        return
     results = run.results
     parts = {name: results[name] for name in request.chosen if name in results}
     report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.amounts import columns, duration, size
-from linearizer.cli import encoder_commands
 from linearizer.cli.options import AddCommand
 from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product
 from linearizer.errors import FaultError, RequestError, Stopped
@@ -103,11 +102,8 @@ def attach(run: Run, as_lines: bool = False) -> None:
     if status.state != "done":
         raise FaultError(f"{run.folder} {'failed' if status.state == 'failed' else 'is lost'}: {status.error}")
     if not as_lines:
-        if run.of_encoder:
-            text = encoder_commands.describe_result(run)
-        else:
-            text = describe_run(run) if run.job is None else describe_newest_evaluation(run)
-        print(text)  # noqa: T201
+        whole = run.job is None or run.of_encoder
+        print(describe_run(run) if whole else describe_newest_evaluation(run))  # noqa: T201
 
 
 def describe_newest_evaluation(run: Run) -> str:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -18,9 +18,9 @@ from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import kl_sentences
 from linearizer.report.tables import describe_heads, write_tables
-from linearizer.report.verdict import judge_run
 
 if TYPE_CHECKING:
+    from linearizer.encoders.encoder_quality import Judgement
     from linearizer.hub.repository import Preview
     from linearizer.plan.allocation import Allocation
     from linearizer.plan.head_bytes import Layer
@@ -160,23 +160,48 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {state.beside_cache}"
 
 
-def describe_run(run: Run) -> str:
-    """Describe a finished run: its state, its evaluation, and where the student is."""
-    assert run.allocation is not None
-    parts = run.results
-    evaluation = "\n\n".join(
-        write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
-    )
-    lines = [*verdict_lines(run), describe_state(run.allocation, run.layers), *kl_sentences(run), evaluation]
-    lines += [f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"]
+def describe_run(run: Run, judged: Collection[Judgement] = ()) -> str:
+    """Describe a finished run: its student, how near that is to its teacher, and where it is.
+
+    Of all that was judged of an encoder's student, some may be chosen.
+    """
+    student = describe_encoders_student(run, judged) if run.of_encoder else describe_student(run)
+    lines = [*verdict_lines(run), *student]
     if (published := run.published) is not None:
         lines += [describe_publication(published), "", published.get("snippet", "")]
     return "\n".join(lines).rstrip()
 
 
+def describe_student(run: Run) -> list[str]:
+    allocation, parts = run.require_allocation(), run.results
+    evaluation = "\n\n".join(
+        write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
+    )
+    where = f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"
+    return [describe_state(allocation, run.layers), *kl_sentences(run), evaluation, *where]
+
+
+def describe_encoders_student(run: Run, judged: Collection[Judgement]) -> list[str]:
+    from linearizer.encoders.encoder_folder import EncoderRun
+    from linearizer.encoders.encoder_report import describe_choice, quality_table
+    from linearizer.encoders.layer_times import crossing
+
+    encoder = EncoderRun(run)
+    share = f"attention is {encoder.inspection.share(encoder.tokens):.0%} of the teacher's operations"
+    lines = [f"{encoder.tokens:,} tokens, {encoder.keys:.4g} keys each; {share}"]
+    lines += filter(None, [describe_choice(encoder)])
+    if (where := crossing(encoder.times)) is not None:
+        lines.append(f"a layer is faster than SDPA from about {where:,.0f} tokens on, as timed in this run")
+    tables = [quality_table(encoder, each) for each in judged or encoder.judgements.values()]
+    load = f"{encoder.inspection.auto_class}.from_pretrained({str(run.checkpoint)!r}, trust_remote_code=True)"
+    return [*lines, "", write_tables(tables), "", load]
+
+
 def verdict_lines(run: Run) -> list[str]:
     """Return the verdict on a run's student as a line, if it was judged."""
-    verdict = judge_run(run)
+    from linearizer.encoders.encoder_report import judge_any_run
+
+    verdict = judge_any_run(run)
     return [] if verdict is None else [verdict.sentence]
 
 

@@ -1,4 +1,4 @@
-"""The run of a denoiser: begin -> draw pictures with the teacher -> attend linearly -> distil -> save -> judge.
+"""The run of a denoiser: decide -> draw pictures with the teacher -> attend linearly -> distil -> save -> judge.
 
 Its folder is that of an encoder's run. Teacher and student get the same latents, noise, prompts and times: those that a
 pipeline asks its denoiser while it draws.
@@ -6,9 +6,8 @@ pipeline asks its denoiser while it draws.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -20,16 +19,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linearizer.encoders.denoiser import Call, Pipeline, check_scheduler, draw_calls
 from linearizer.encoders.distill_encoder import train_layers
-from linearizer.encoders.encoder_folder import QUALITY, EncoderRun, attention_of
+from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement
-from linearizer.encoders.encoder_run import compare, create_run, missing_students
+from linearizer.encoders.encoder_run import compare, keep_judgement, missing_students
 from linearizer.errors import RequestError, TextError, UnsupportedModel, first_line
 from linearizer.evaluate.language import Resampled
 from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import replacing
-from linearizer.run.folder import Run
 from linearizer.run.results import Request
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.devices import choose_device
@@ -40,19 +38,12 @@ PROMPT = 200  # characters
 Scores = dict[str, torch.Tensor]
 
 
-def begin(folder: Path, plan: EncoderPlan, token: str | None = None, resume: bool = False) -> EncoderRun:
-    """Begin a run, or open the run to resume; all that can be refused before the work is refused here."""
-    begun = Run.is_begun(folder, resume)
+def decide(plan: EncoderPlan, token: str | None = None) -> tuple[EncoderPlan, EncoderInspection]:
+    """Inspect the model of a plan, whose folder is found from any other."""
     if plan.length is not None or plan.pictures is not None:
         raise RequestError("--length and --pictures are not for pipelines: they draw pictures of their usual size")
     plan = replace(plan, model=str(Pipeline.find(plan.model).folder.absolute()))
-    if begun:
-        (opened := EncoderRun(Run(folder))).check_same(plan)
-        return opened
-    inspection = inspect(plan.model)
-    inspection.check_worth(plan.budget, inspection.tokens)
-    attention_of(plan, inspection)
-    return create_run(folder, plan, inspection)
+    return plan, inspect(plan.model)
 
 
 @dataclass(frozen=True)
@@ -139,8 +130,7 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
         over = Resampled(torch.arange(plan.texts)[:, None], plan.seed)
         scored = partial(score, judged=judged, scheduler=whole.scheduler)
         rows = yield from log_progress(encoder.run, compare(encoder, over, load, make_student, scored))
-        made = Judgement(plan.text, encoder.tokens, plan.texts, "pictures", over.count, rows)
-        encoder.run.write_product(QUALITY, json.dumps({made.name: asdict(made)}, indent=1))
+        keep_judgement(encoder, Judgement(plan.text, encoder.tokens, plan.texts, "pictures", over.count, rows))
 
 
 def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:

@@ -10,18 +10,16 @@ RUN/times.json       how long a layer takes over the number of tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer, read_layers
 from linearizer.encoders.encoder_quality import Judgement, LayerTime
 from linearizer.encoders.key_budget import spend_keys
-from linearizer.errors import RequestError
 from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.json_products import JsonProduct, read_json
-from linearizer.plan.options import differences
 from linearizer.run.folder import Run
 
 WAYS, QUALITY, TIMES = "ways.json", "quality.json", "times.json"
@@ -130,14 +128,6 @@ class EncoderRun:
     def times(self) -> list[LayerTime]:
         """How long a layer takes, where that was measured."""
         return self.run.product(TIMES, lambda text: read_json(dict[str, list[LayerTime]], text)["times"]) or []
-
-    def check_same(self, plan: EncoderPlan) -> None:
-        """Refuse to resume with another plan than the run was begun with."""
-        if others := differences(asdict(plan), asdict(self.plan)):
-            raise RequestError(
-                f"{str(self.run.folder)!r} was begun with another plan ({'; '.join(others)}): ask for the same, or "
-                "name another folder"
-            )
 
 
 def attention_of(plan: EncoderPlan, inspection: EncoderInspection) -> BothWays:

@@ -1,4 +1,4 @@
-"""The run of an encoder: begin -> price and choose -> attend linearly -> distil -> save -> judge beside controls.
+"""The run of an encoder: decide -> price and choose -> attend linearly -> distil -> save -> judge beside controls.
 
 Its folder is described in encoder_folder.py. What is finished is kept: a run that is resumed goes on after the last
 product.
@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
-from uuid import uuid4
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +26,6 @@ from linearizer.encoders.encoder_folder import (
     WAYS,
     ChosenWays,
     EncoderRun,
-    attention_of,
 )
 from linearizer.encoders.encoder_inputs import (
     Inputs,
@@ -53,8 +51,7 @@ from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
-from linearizer.run.files import replacing, writing
-from linearizer.run.folder import ENCODER_PLAN, Begun, Run
+from linearizer.run.files import replacing
 from linearizer.run.names import absolute_source
 from linearizer.run.results import Request
 from linearizer.run.stopping import log_progress
@@ -76,35 +73,16 @@ def inspect(model: str, token: str | None = None) -> EncoderInspection:
     return inspect_encoder(source, load_config(source, token))
 
 
-def begin(folder: Path, plan: EncoderPlan, token: str | None = None, resume: bool = False) -> EncoderRun:
-    """Begin a run, or open the run to resume; all that can be refused before the work is refused here."""
-    begun = Run.is_begun(folder, resume)
+def decide(plan: EncoderPlan, token: str | None = None) -> tuple[EncoderPlan, EncoderInspection]:
+    """Decide the revision and the length that a plan leaves open; inspect its model with the files that it reads by."""
     source = find_model(plan.model, token)
     inspection = inspect_encoder(source, load_config(source, token))
-    plan = replace(plan, model=source.pinned or plan.model, length=decide_length(plan, inspection))
-    if begun:
-        (opened := EncoderRun(Run(folder))).check_same(plan)
-        return opened
+    length = decide_length(plan, inspection)
     files = load_files(source, inspection, token)
-    inspection = replace(inspection, first=files.first, last=files.last)
-    inspection.check_worth(plan.budget, plan.length or inspection.tokens)
-    attention_of(plan, inspection)
     if inspection.reads == "pictures":
         check_pictures(plan)
-    return create_run(folder, plan, inspection)
-
-
-def create_run(folder: Path, plan: EncoderPlan, inspection: EncoderInspection) -> EncoderRun:
-    """Create the folder of a run."""
-    with writing(folder):
-        (folder / "state").mkdir(parents=True, exist_ok=True)
-    run = Run(folder)
-    with run.take_lock():
-        Run.is_begun(folder)  # another process may have begun a run here meanwhile
-        run.write_product("begun.json", Begun(uuid4().hex, plan.model, "float32", plan.texts, plan.length).to_json())
-        run.write_product("inspection.json", inspection.to_json())
-        run.write_product(ENCODER_PLAN, plan.to_json())  # last: with it the folder is a run
-    return EncoderRun(run)
+    inspection = replace(inspection, first=files.first, last=files.last)
+    return replace(plan, model=source.pinned or plan.model, length=length), inspection
 
 
 def decide_length(plan: EncoderPlan, inspection: EncoderInspection) -> int | None:
@@ -216,11 +194,16 @@ def is_of(judgement: Judgement, plan: EncoderPlan) -> bool:
 
 
 def judge_and_keep(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | None) -> Steps[Judgement]:
-    """Judge the student, and add that to what was measured, in the place of an earlier judgement on the same texts."""
+    """Judge the student on what a plan reads, and keep that."""
     new = yield from log_progress(encoder.run, judge(encoder, shares, plan, token))
+    keep_judgement(encoder, new)
+    return new
+
+
+def keep_judgement(encoder: EncoderRun, new: Judgement) -> None:
+    """Add a judgement to what was measured, in the place of an earlier judgement on the same texts."""
     kept = {**encoder.judgements, new.name: new}
     encoder.run.write_product(QUALITY, json.dumps({name: asdict(each) for name, each in kept.items()}, indent=1))
-    return new
 
 
 def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:

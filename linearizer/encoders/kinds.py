@@ -8,13 +8,14 @@ from pathlib import Path
 
 from linearizer.encoders import denoiser_run, encoder_run
 from linearizer.encoders.denoiser import Pipeline
-from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_folder import EncoderRun, attention_of
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.inspect_encoder import reads_both_ways
 from linearizer.hub.models import find_model
 from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import Steps
+from linearizer.run.folder import Run
 from linearizer.run.results import Request
 from linearizer.teacher.load import load_config
 
@@ -24,19 +25,29 @@ class Kind:
     """What is done with a model, and the words in which its result is told."""
 
     inspect: Callable[[str, str | None], EncoderInspection]  # by a model and a token
-    begin: Callable[[Path, EncoderPlan, str | None, bool], EncoderRun]
+    decide: Callable[[EncoderPlan, str | None], tuple[EncoderPlan, EncoderInspection]]
     make_and_judge: Callable[[EncoderRun, str | None], Steps[None]]
     evaluate: Callable[[EncoderRun, Request, bool, str | None], Steps[Judgement]]
     title: str  # of a model
     library: str  # that loads a student
     kl_of: str
     agrees: str  # what a student should find as its teacher does
-    published: bool = True  # whether a student can be, from here
+
+    def begin(self, folder: Path, plan: EncoderPlan, token: str | None = None, resume: bool = False) -> EncoderRun:
+        """Begin a run, or open the run to resume; all that can be refused before the work is refused here."""
+        if Run.is_begun(folder, resume):
+            (run := Run(folder)).check_same(plan)
+        else:
+            decided, inspection = self.decide(plan, token)
+            inspection.check_worth(decided.budget, decided.length or inspection.tokens)
+            attention_of(decided, inspection)
+            run = Run.create(folder, decided, inspection, plan)
+        return EncoderRun(run)
 
 
 ENCODER = Kind(
     encoder_run.inspect,
-    encoder_run.begin,
+    encoder_run.decide,
     encoder_run.make_and_judge,
     encoder_run.evaluate,
     "an encoder of {reads}",
@@ -46,14 +57,13 @@ ENCODER = Kind(
 )
 DENOISER = Kind(
     denoiser_run.inspect,
-    denoiser_run.begin,
+    denoiser_run.decide,
     denoiser_run.make_and_judge,
     denoiser_run.evaluate,
     "a denoiser",
     "diffusers",
     "|ε - ε'|² / 2σ² of a step of DDPM, summed over the latents, a mean over the times of a picture",
     "the same sign of the noise",
-    published=False,
 )
 
 

@@ -208,10 +208,9 @@ def use_card(run: Run) -> str:
 
 
 def ways_of_encoder(run: Run) -> dict[str, str]:
-    from linearizer.encoders.encoder_folder import EncoderRun
-    from linearizer.publish.encoder_card import ways_to_load
+    from linearizer.publish.encoder_card import EncoderCard
 
-    return ways_to_load(EncoderRun(run))
+    return EncoderCard(run).write_ways_to_load()
 
 
 def ways_of_causal(run: Run) -> dict[str, str]:

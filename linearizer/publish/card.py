@@ -1,41 +1,34 @@
-"""The card of a student: its metadata, what it is, how to load it, its evaluation, its limits, and how it was made.
-
-Names and texts from others are escaped: nothing in them becomes markup or metadata.
-"""
+"""The card of a student: its metadata, what it is, how to load it, its evaluation, its limits, and how it was made."""
 
 from __future__ import annotations
 
-import html
-import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from string import Template
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
-
-import linearizer
 from linearizer.amounts import count_in_words
-from linearizer.hub.models import DEMO
 from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize
-from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
+from linearizer.publish.card_parts import (
+    Card,
+    CitedTeacher,
+    describe_origin,
+    escape_markdown,
+    fill_snippet,
+    folded,
+    public_text,
+    table_markdown,
+)
+from linearizer.publish.encoder_card import EncoderCard
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import candidates_table, find_correction
 from linearizer.report.tables import Table, describe_environment, describe_heads
-from linearizer.report.verdict import judge_run
-from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, read_training
-from linearizer.run.names import HubName
 from linearizer.run.results import Part
 
-TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
-LINK = r"https?://[\w./~%#?=&:+@-]+"
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
 SUBJECTS_NOTE = (
     "The same code measured all subjects on the same text, which was not used for training, with one seed. The "
@@ -46,69 +39,72 @@ SUBJECTS_NOTE = (
 SNIPPET = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-name$revision
+name = $name$revision
 model = AutoModelForCausalLM.from_pretrained(name$pinned, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(name$pinned, trust_remote_code=True)
 text = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=40)
 print(tokenizer.decode(text[0]))"""
 
 
-@dataclass(frozen=True)
-class CitedTeacher:
-    """The teacher of a student, as far as the card names it."""
-
-    name: str
-    repo_id: str | None  # None: a local folder, which nobody else can find
-    revision: str | None
-    gated: bool
-    terms: dict[str, Any]
-    file: str | None = None  # of its weights, where it is one of several in a repository
-
-    @staticmethod
-    def of(teacher: Inspection | EncoderInspection) -> CitedTeacher:
-        asked = HubName.of(teacher.name) if teacher.revision else None
-        repo_id, file = (asked.repo_id, asked.file) if asked else (None, None)
-        name = repo_id or Path(teacher.name).name
-        return CitedTeacher(name, repo_id, teacher.revision, teacher.gated, teacher.terms, file)
+def card_of(run: Run) -> Card:
+    """Return the card of a run's student, of whichever kind it is."""
+    return EncoderCard(run) if run.of_encoder else CausalCard(run)
 
 
-def add_card(run: Run) -> None:
-    """Put a card into the checkpoint of a run."""
-    write_whole(run.checkpoint / "README.md", write_card(run))
+class CausalCard(Card):
+    """The card of the student of a causal language model."""
 
+    template, task = "card.md", "text-generation"
 
-def write_card(run: Run, repo_id: str | None = None) -> str:
-    """Write the card of a run's student."""
-    allocation, layers, teacher = run.require_allocation(), run.layers, CitedTeacher.of(run.inspection)
-    plan = public_plan(run.plan, teacher)
-    parts = {  # without the folders of this machine
-        name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
-        for name, part in run.results.items()
-    }
-    training, again = read_training(run), "The same plan makes the same student again:"
-    if training.early:
-        again = f"The training was ended by hand. The same plan, not interrupted, trains all {training.asked:,} steps:"
-    title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
-    head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
-    whole_plan = json.dumps(asdict(plan), indent=1).replace("`", "\\u0060")
-    body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
-        title=escape_markdown(title),
-        verdict="" if (verdict := judge_run(run)) is None else f"> {verdict.sentence}\n\n",
-        summary=describe_student(allocation, layers, teacher) + describe_teacher(run.inspection),
-        memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
-        allocation=folded("What every KV head keeps, exact window first", list_heads(allocation)),
-        snippet=write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
-        evaluation=write_evaluation(parts),
-        limits=list_limits(allocation, training, parts, run.inspection.max_positions),
-        made=describe_production(plan, training),
-        chosen=describe_choice(run),
-        again=again,
-        version=linearizer.__version__,
-        command=plan.command(),
-        plan=folded("The whole plan", f"```json\n{whole_plan}\n```"),
-        licence=describe_licence(teacher),
-    )
-    return f"---\n{head.strip()}\n---\n{body}"
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, run.inspection)
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """The evaluation, without the folders of this machine."""
+        return {
+            name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
+            for name, part in self.run.results.items()
+        }
+
+    def write_snippet(self, name: str, revision: str | None = None) -> str:
+        return fill_snippet(SNIPPET, name, revision)
+
+    def describe(self) -> dict[str, str]:
+        run, plan = self.run, Plan(**self.public_plan())
+        allocation, layers = run.require_allocation(), run.layers
+        training, again = read_training(run), "The same plan makes the same student again:"
+        if training.early:
+            steps = f"{training.asked:,}"
+            again = f"The training was ended by hand. The same plan, not interrupted, trains all {steps} steps:"
+        return {
+            "summary": describe_student(allocation, layers, self.teacher) + describe_teacher(run.inspection),
+            "memory": table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
+            "allocation": folded("What every KV head keeps, exact window first", list_heads(allocation)),
+            "evaluation": write_evaluation(self.parts),
+            "limits": list_limits(allocation, training, self.parts, run.inspection.max_positions),
+            "made": describe_production(plan, training),
+            "chosen": describe_choice(run),
+            "again": again,
+            "command": plan.command(),
+        }
+
+    def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
+        own = public_text(self.run.plan.text)
+        if (part := self.parts.get("language")) is not None and part.read is not None:
+            text, student = part.read.text, find_student(part.result)
+            about = ", kept from training" * (text == own)
+            yield text, about, "loss", student.loss.mean
+            for name, each in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
+                if each is not None:
+                    yield text, about, name, each.mean
+            for result in part.result.lengths[:-1]:
+                if (kl := find_student(result).kl) is not None:
+                    yield text, about, f"KL to the teacher over the first {result.length} tokens", kl.mean
+        if (part := self.parts.get("recall")) is not None and part.read is not None:
+            text = part.read.text
+            for gap, loss in zip(part.result.gaps, find_student(part.result).second, strict=True):
+                yield text, ", kept from training" * (text == own), f"recall after {gap}", loss
 
 
 def describe_teacher(inspection: Inspection) -> str:
@@ -129,31 +125,6 @@ def describe_teacher(inspection: Inspection) -> str:
     return "".join(sentences)
 
 
-def write_snippet(name: str, revision: str | None = None) -> str:
-    """Write the Python code that loads a student and generates text."""
-    pinned = f"\nrevision = {json.dumps(revision)}" if revision else ""
-    return Template(SNIPPET).substitute(
-        revision=f" = {json.dumps(name)}{pinned}", pinned=", revision=revision" if revision else ""
-    )
-
-
-def public_plan(plan: Plan, teacher: CitedTeacher) -> Plan:
-    """Pin the teacher of a plan, and remove the folders of this machine from it."""
-    model = str(HubName(teacher.repo_id, teacher.revision, teacher.file)) if teacher.repo_id else teacher.name
-    fields = {**asdict(plan), "model": model, "text": public_text(plan.text)}
-    public: Any = {name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()}
-    return Plan(**public)
-
-
-def public_text(source: str) -> str:
-    """Name a source of text without its folder."""
-    kind, _, path = source.partition(":")
-    if kind == "dataset" and path.startswith(("/", ".", "~")):  # a local folder: no id of the Hub begins so
-        folder, colon, options = path.partition(":")
-        return one_line(f"dataset:{Path(folder).name}{colon}{options}")
-    return one_line(f"file:{Path(path).name}" if kind == "file" else source)
-
-
 def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: CitedTeacher) -> str:
     """Describe in one paragraph what the student is."""
     size = StateSize.of(allocation, layers)
@@ -164,16 +135,6 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: C
         f"The strategy {escape_markdown(allocation.strategy)} made of them {describe_heads(allocation)}. The state "
         f"takes {size.in_words}; it is {size.beside_cache}."
     )
-
-
-def describe_origin(teacher: CitedTeacher) -> str:
-    """Name a teacher, and where it is found."""
-    if teacher.repo_id:
-        page, revision = f"https://huggingface.co/{teacher.repo_id}", teacher.revision or ""
-        return f"[{escape_markdown(teacher.repo_id)}]({page}) at revision [`{revision[:12]}`]({page}/tree/{revision})"
-    if teacher.name == DEMO:
-        return "the demo model that comes with Linearizer"
-    return f"{escape_markdown(teacher.name)}, a model in a local folder that is not on the Hub"
 
 
 def list_heads(allocation: Allocation) -> str:
@@ -198,14 +159,6 @@ def write_evaluation(parts: Mapping[str, Part]) -> str:
     return "\n\n".join(shown)
 
 
-def table_markdown(table: Table) -> str:
-    """Write a table as Markdown."""
-    head, *rows = [[escape_markdown(str(cell)) for cell in row] for row in table.rows]
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join([text, *map(escape_markdown, table.notes)])
-
-
 def describe_production(plan: Plan, training: Trained) -> str:
     """Describe how the student was made, and what became of its teacher's weights."""
     steps = f"{training.done:,} of {training.asked:,} steps" if training.early else f"{training.done:,} steps"
@@ -227,11 +180,6 @@ def describe_choice(run: Run) -> str:
     return f"{line}{folded(candidates.why, table_markdown(candidates_table(candidates)))}\n\n"
 
 
-def folded(title: str, content: str) -> str:
-    """Fold Markdown under a title."""
-    return f"<details><summary>{html.escape(title)}</summary>\n\n{content}\n\n</details>"
-
-
 def list_limits(allocation: Allocation, training: Trained, parts: Mapping[str, Part], positions: int | None) -> str:
     """List the limits of this student; those of all students stand in the template."""
     heads = [head for row in allocation.heads for head in row]
@@ -248,95 +196,5 @@ def list_limits(allocation: Allocation, training: Trained, parts: Mapping[str, P
     return "".join(f"- {line}\n" for line in limits)
 
 
-def describe_licence(teacher: CitedTeacher) -> str:
-    """Describe the licence of the student, which is its teacher's."""
-    terms = public_terms(teacher)
-    name = terms.get("license_name") or terms.get("license")
-    name = ", ".join(name) if isinstance(name, list) else name
-    if not name:
-        return "The card of the teacher states no licence: ask its author before you use or share the student."
-    link = terms.get("license_link")
-    at = f" (<{link}>)" if isinstance(link, str) and re.fullmatch(LINK, link) else ""
-    gated = " The teacher is gated: users of the student must accept the terms on the teacher's page." * teacher.gated
-    return f"The weights are the teacher's, and so is the licence: {escape_markdown(name)}{at}.{gated}"
-
-
-def escape_markdown(text: str) -> str:
-    """Escape text so that Markdown and HTML show it as it is."""
-    return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(one_line(text), quote=False))
-
-
-def build_metadata(plan: Plan, teacher: CitedTeacher, title: str, parts: Mapping[str, Part]) -> ModelCardData:
-    """Describe the student to the Hub."""
-    results = list_results(plan, parts)
-    return ModelCardData(
-        base_model=teacher.repo_id,
-        base_model_relation="finetune" if teacher.repo_id else None,
-        pipeline_tag="text-generation",
-        library_name="transformers",
-        tags=TAGS,
-        datasets=[plan.text.split(":")[1]] if is_on_hub(plan.text) else None,
-        model_name=one_line(title),
-        eval_results=results or None,
-        **public_terms(teacher),
-    )
-
-
-def public_terms(teacher: CitedTeacher) -> dict[str, Any]:
-    """Copy the teacher's licence and language; a relative link to its licence becomes absolute."""
-    terms = {
-        name: one_line(value) if isinstance(value, str) else [one_line(each) for each in value]
-        for name, value in teacher.terms.items()
-    }
-    link = terms.pop("license_link", None)
-    if isinstance(link, str) and re.fullmatch(LINK, link):
-        terms["license_link"] = link
-    elif teacher.repo_id and isinstance(link, str) and re.fullmatch(r"[\w./-]+", link):
-        terms["license_link"] = f"https://huggingface.co/{teacher.repo_id}/blob/{teacher.revision}/{link}"
-    return terms
-
-
-def list_results(plan: Plan, parts: Mapping[str, Part]) -> list[EvalResult]:
-    """List the student's finite results in the form of the Hub."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=text.split(":")[1] if is_on_hub(text) else text,
-            dataset_name=f"{text}, kept from training" if text == plan.text else text,
-            metric_type=re.sub(r"\W+", "_", name.lower()).strip("_"),
-            metric_name=name,
-            metric_value=round(value, 4),
-        )
-        for text, name, value in list_measures(parts)
-        if math.isfinite(value)
-    ]
-
-
-def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]:
-    """List the results of the student: the text, the name of the measure, and its value."""
-    if (part := parts.get("language")) is not None and part.read is not None:
-        text, student = part.read.text, find_student(part.result)
-        yield text, "loss", student.loss.mean
-        for name, estimate in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
-            if estimate is not None:
-                yield text, name, estimate.mean
-        for result in part.result.lengths[:-1]:
-            if (kl := find_student(result).kl) is not None:
-                yield text, f"KL to the teacher over the first {result.length} tokens", kl.mean
-    if (part := parts.get("recall")) is not None and part.read is not None:
-        for gap, loss in zip(part.result.gaps, find_student(part.result).second, strict=True):
-            yield part.read.text, f"recall after {gap}", loss
-
-
 def find_student(result: Any) -> Any:
     return next(subject for subject in result.subjects if subject.name == "student")
-
-
-def is_on_hub(text: str) -> bool:
-    """Whether a text is a data set of the Hub, and not data that only its owner has."""
-    return text.startswith("dataset:") and "/" in text.split(":")[1]
-
-
-def one_line(text: str) -> str:
-    """Keep the printable characters of a text, on one line."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())

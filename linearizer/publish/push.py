@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.denoiser import PIPELINE
 from linearizer.encoders.encoder_report import judge_any_run
-from linearizer.encoders.kinds import kind_of
 from linearizer.errors import FaultError, RequestError
 from linearizer.hub.models import access_token
 from linearizer.hub.repository import (
@@ -23,8 +22,8 @@ from linearizer.hub.repository import (
     upload,
 )
 from linearizer.progress import Progress, Steps
-from linearizer.publish import encoder_card, space
-from linearizer.publish.card import CitedTeacher, write_card, write_snippet
+from linearizer.publish import space
+from linearizer.publish.card import card_of
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
@@ -74,7 +73,8 @@ def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str |
     if run is None:
         return Published(repo.repo_id, revision, repo.url, repo.url)
     check_published_config(run, repo, revision, token)
-    done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", snippet_of(run, repo.repo_id, revision))
+    snippet = card_of(run).write_snippet(repo.repo_id, revision)
+    done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", snippet)
     run.log(EventName.PUBLISHED, **asdict(done), private=repo.private)
     return done
 
@@ -88,23 +88,14 @@ def files_to_send(run: Run | None, repo: Repository) -> dict[str, Content]:
         name = path.relative_to(run.checkpoint)
         if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
             files[name.as_posix()] = path
-    card = encoder_card.write_card(EncoderRun(run), repo.repo_id) if run.of_encoder else write_card(run, repo.repo_id)
-    return {**files, "README.md": card.encode()}
-
-
-def snippet_of(run: Run, name: str, revision: str) -> str:
-    """Write the Python code that loads a published student."""
-    if run.of_encoder:
-        return encoder_card.write_snippet(EncoderRun(run), name, revision)
-    return write_snippet(name, revision)
+    return {**files, "README.md": card_of(run).write(repo.repo_id).encode()}
 
 
 def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
-    if run.of_encoder and not kind_of(EncoderRun(run).inspection).published:
+    run.require_student()
+    if (run.checkpoint / PIPELINE).is_file():
         raise RequestError(f"a pipeline is not published from here: upload {str(run.checkpoint)!r} with `hf upload`")
-    if not (run.checkpoint / CONFIG).is_file() or (run.allocation is None and not run.of_encoder):
-        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     if run.has_file(HUB_JOB):
         from linearizer.method.checkpoint import link_missing_weights
 
@@ -140,7 +131,7 @@ def list_warnings(run: Run) -> tuple[str, ...]:
 
 def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     """List what a user should know before a student is published, what speaks against it first."""
-    teacher = CitedTeacher.of(EncoderRun(run).inspection if run.of_encoder else run.inspection)
+    teacher = card_of(run).teacher
     notes = [*list_warnings(run)]
     if repo.head is not None and not repo.fresh:
         notes.append(f"{repo.repo_id} holds an earlier student: it stays in the history, at revision {repo.head}")
@@ -156,11 +147,6 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
 
 
 def check_published_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
-    """Load the published config as users will, and compare it with the run's."""
-    from linearizer.encoders.modeling_encoder import LinearizedEncoderConfig
-    from linearizer.student.modeling_linearized import LinearizedConfig
-
-    kind = LinearizedEncoderConfig if run.of_encoder else LinearizedConfig
-    published = kind.from_pretrained(fetch_file(repo, CONFIG, revision, token).parent)
-    if published.to_dict() != kind.from_pretrained(run.checkpoint).to_dict():
+    """Compare the published config, as users will load it, with the run's."""
+    if fetch_file(repo, CONFIG, revision, token).read_bytes() != (run.checkpoint / CONFIG).read_bytes():
         raise FaultError(f"{repo.repo_id!r} at {revision} has another config than the run: publish again")

@@ -95,22 +95,24 @@ class Run:
     @staticmethod
     def create(
         folder: Path,
-        plan: Plan,
-        inspection: Inspection | None = None,
-        given: Plan | None = None,
+        plan: Plan | EncoderPlan,
+        inspection: JsonProduct | None = None,
+        given: Plan | EncoderPlan | None = None,
         settled: bool = True,
     ) -> Run:
         """Make the folder of a run; `given` is its plan before anything was decided for it."""
         Run.is_begun(folder)
         with writing(folder):
             (folder / "state").mkdir(parents=True, exist_ok=True)
-        run, choices = Run(folder), {name: getattr(given or plan, name) for name in DECIDED}
+        run = Run(folder)
+        choices: dict[str, Any] = {name: getattr(given or plan, name, "float32") for name in DECIDED}
         with run.take_lock():
             Run.is_begun(folder)  # another process may have begun a run here meanwhile
             run.write_product("begun.json", Begun(uuid4().hex, **choices, settled=settled).to_json())
             if inspection is not None:
                 run.write_product("inspection.json", inspection.to_json())
-            run.write_product(PLAN, plan.to_json())  # last: with it the folder is a run
+            file = ENCODER_PLAN if isinstance(plan, EncoderPlan) else PLAN
+            run.write_product(file, plan.to_json())  # last: with it the folder is a run
         return run
 
     @property
@@ -138,10 +140,10 @@ class Run:
         begun = self.begun
         return {name: getattr(begun, name) for name in DECIDED}
 
-    def check_same(self, plan: Plan) -> None:
+    def check_same(self, plan: Plan | EncoderPlan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
-        undecided = {name: value for name, value in self.given.items() if getattr(plan, name) == value}
-        if others := differences(asdict(plan), asdict(replace(self.plan, **undecided))):
+        undecided = {name: value for name, value in self.given.items() if getattr(plan, name, None) == value}
+        if others := differences(asdict(plan), asdict(self.any_plan) | undecided):
             raise RequestError(
                 f"{str(self.folder)!r} was begun with another plan ({'; '.join(others)}): ask for the same, or "
                 "name another folder"

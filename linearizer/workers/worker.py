@@ -59,8 +59,6 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
 
     if run.job is not None:
         return pipeline.resume_evaluation(run, token)
-    if run.of_encoder:
-        return pipeline.linearize_encoder(run, token, held=True)
     return pipeline.linearize(run, token, held=True, helpers=HelperProcesses(run, token))
 
 

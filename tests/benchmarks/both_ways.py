@@ -25,6 +25,7 @@ from linearizer.encoders.distill_encoder import distil
 from linearizer.encoders.encoder_quality import Judgement, LayerTime, MergedTokens, describe_scores, read_outputs, score
 from linearizer.encoders.encoder_report import judge_encoder, quality_table
 from linearizer.encoders.key_budget import spend_keys
+from linearizer.encoders.kinds import ENCODER
 from linearizer.encoders.layer_times import crossing, time_layer
 from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.plan.encoder_plan import EncoderPlan
@@ -100,7 +101,7 @@ def judge_others(work):
     """Judge what papers have in the place of slots, before and after the training of a student."""
     folder = work / "runs" / "others"
     plan = EncoderPlan(model=str(sentence_encoder(work)), **OTHERS)
-    encoder = encoder_run.begin(folder, plan, resume=folder.exists())
+    encoder = ENCODER.begin(folder, plan, resume=folder.exists())
     shares, how = encoder_run.read_shares(encoder, encoder.plan, None), encoder.both_ways
     teacher, dims = encoder_run.load_teacher(encoder), encoder.inspection.head_dim
     expected = read_outputs(teacher, shares.judged)
@@ -144,10 +145,10 @@ def judge_pictures(work):
 
 def judge(work, name, lengths, **plan):
     """Make a run, or go on with it, judge it at other lengths, too, and return its tables."""
-    encoder = encoder_run.begin(work / "runs" / name, EncoderPlan(**plan), resume=(work / "runs" / name).exists())
-    finish(pipeline.linearize_encoder(encoder.run))
+    encoder = ENCODER.begin(work / "runs" / name, EncoderPlan(**plan), resume=(work / "runs" / name).exists())
+    finish(pipeline.linearize(encoder.run))
     for length in lengths:
-        finish(pipeline.evaluate_encoder(encoder.run, Request(length=length, texts=encoder.plan.texts)))
+        finish(pipeline.evaluate(encoder.run, Request(length=length, texts=encoder.plan.texts)))
     attention = encoder.inspection.share(encoder.tokens)
     made = {**asdict(encoder.ways), "tokens": encoder.tokens, "attention": attention}
     judged = [replace(each, text=public_source(each.text)) for each in encoder.judgements.values()]

@@ -11,6 +11,7 @@ from linearizer.encoders import encoder_prices, encoder_run
 from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer
 from linearizer.encoders.encoder_prices import choose_by_prices, list_offers, measure_prices
 from linearizer.encoders.encoder_quality import read_outputs, score
+from linearizer.encoders.kinds import ENCODER
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
 from linearizer.errors import FolderError
 from linearizer.plan.encoder_plan import EncoderPlan
@@ -80,8 +81,8 @@ def plan(tmp_path_factory):
 
 
 def test_a_run_keeps_the_ways_with_the_least_measured_kl(plan, tmp_path):
-    encoder = encoder_run.begin(tmp_path / "run", plan)
-    finish(pipeline.linearize_encoder(encoder.run))
+    encoder = ENCODER.begin(tmp_path / "run", plan)
+    finish(pipeline.linearize(encoder.run))
     ways = encoder.ways
     assert ways.kl[ways.chosen] == min(ways.kl.values()) and len(ways.kl) == 3
     config = json.loads((encoder.checkpoint / "config.json").read_text())
@@ -94,7 +95,7 @@ def test_a_run_keeps_the_ways_with_the_least_measured_kl(plan, tmp_path):
 
 @pytest.mark.parametrize("ways", [[], [[4]], 5])
 def test_a_config_that_does_not_say_how_heads_attend_is_refused(ways, plan, tmp_path):
-    encoder = encoder_run.begin(tmp_path / "run", plan)
+    encoder = ENCODER.begin(tmp_path / "run", plan)
     student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.ways.layers)
     encoder_run.save(encoder, student, encoder.checkpoint)
     config = encoder.checkpoint / "config.json"
@@ -110,7 +111,7 @@ def test_prices_that_lie_make_no_student(plan, tmp_path, monkeypatch):
         return 1 / (yield from measured(*args))
 
     monkeypatch.setattr(encoder_run, "measure_prices", lie)
-    encoder = encoder_run.begin(tmp_path / "run", plan)
-    finish(pipeline.linearize_encoder(encoder.run))
+    encoder = ENCODER.begin(tmp_path / "run", plan)
+    finish(pipeline.linearize(encoder.run))
     kl = encoder.ways.kl
     assert encoder.ways.chosen != "each head by its price" and kl["each head by its price"] > min(kl.values())

@@ -18,6 +18,7 @@ from linearizer.encoders.distill_encoder import distil, read_states, states_loss
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_inputs import share_out
 from linearizer.encoders.encoder_quality import LayerTime, Outputs, alike, describe_scores, score
+from linearizer.encoders.kinds import ENCODER
 from linearizer.encoders.layer_times import crossing
 from linearizer.evaluate.language import Resampled
 from linearizer.plan.encoder_plan import EncoderPlan
@@ -48,8 +49,8 @@ def made(sentence_encoder, text, tmp_path_factory):
     """The folder of a finished run, which no test may change but for its judgements."""
     folder = tmp_path_factory.mktemp("made") / "runs" / "sentences"
     plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=6, steps=2, batch=2)
-    encoder = encoder_run.begin(folder, plan)
-    finish(pipeline.linearize_encoder(encoder.run))
+    encoder = ENCODER.begin(folder, plan)
+    finish(pipeline.linearize(encoder.run))
     return folder
 
 
@@ -81,8 +82,8 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
 
 def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_encoder, made, text, tmp_path, said):
     plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=6, steps=2, batch=2)
-    encoder = encoder_run.begin(tmp_path / "run", plan)
-    steps = pipeline.linearize_encoder(encoder.run)
+    encoder = ENCODER.begin(tmp_path / "run", plan)
+    steps = pipeline.linearize(encoder.run)
     for _ in steps:
         if encoder.checkpoint.is_dir():
             break
@@ -218,7 +219,7 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
     sentence_encoder, text, tmp_path, monkeypatch
 ):
     plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=4, steps=8, batch=1)
-    encoder = encoder_run.begin(tmp_path / "run", plan)
+    encoder = ENCODER.begin(tmp_path / "run", plan)
     learnt = encoder_run.read_shares(encoder, plan, None).learnt
     student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.ways.layers)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.publish.card import write_card
+from linearizer.publish.card import card_of
 from linearizer.run.prices import Candidate, Candidates, Prices
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
@@ -57,8 +57,8 @@ def test_the_student_that_is_made_is_the_kept_one_and_every_account_says_why(dec
     finish(linearize(deceived))
     assert [event["event"] for event in deceived.events()].count("checked") == 1  # it was not chosen anew
     kept = f"Kept: {deceived.candidates.kept.name}, the smallest KL of 3 allocations of the same bytes."
-    assert kept in describe_run(deceived) and kept in write_card(deceived)
-    assert f"| {PRICED} |" in write_card(deceived)
+    assert kept in describe_run(deceived) and kept in card_of(deceived).write()
+    assert f"| {PRICED} |" in card_of(deceived).write()
 
 
 def test_a_kill_before_the_kept_allocation_was_written_changes_nothing(deceived):

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer.encoders import encoder_run
 from linearizer.errors import RequestError
 from linearizer.page import actions, limits, planning
 from linearizer.page.limits import Limits
@@ -126,7 +125,7 @@ def test_a_space_limits_an_encoder_as_any_run(encoder, text, tmp_path, monkeypat
     with pytest.raises(RequestError, match="steps 400 is more than this Space serves"):
         limits.check_encoder_plan(replace(plan, steps=400), inspection)
     folder = Run(visitor.home / "begun").folder
-    encoder_run.create_run(folder, plan, inspection)
+    Run.create(folder, plan, inspection)
     with Run(folder).take_lock():
         Run(folder).log("started")
         assert limits.count_at_work(visitor.home) == 1 and control.runs_in(visitor.home)[0].live

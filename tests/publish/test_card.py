@@ -8,7 +8,7 @@ from markdown_it import MarkdownIt
 
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.plan import Plan
-from linearizer.publish.card import write_card, write_snippet
+from linearizer.publish.card import card_of
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import language_tables
 from linearizer.run.results import read_part
@@ -17,7 +17,7 @@ from tests.support.evaluation_results import MADE, STORED, at_length
 
 
 def test_the_card_names_base_results_and_how_to_load(tmp_path):
-    text = write_card(made(tmp_path / "run"), "me/student")
+    text = (card := card_of(made(tmp_path / "run"))).write("me/student")
     data = ModelCard(text).data
     assert (data.base_model, data["base_model_relation"], data.license) == ("org/base", "finetune", "mit")
     assert data.model_name == "student" and "linear-attention" in data.tags
@@ -25,7 +25,7 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
     assert "| teacher | 65.5 kB | 3.000 |" in text and "| student | 4.1 kB | 3.250 |" in text
     assert "2 texts of 128 tokens" in text
-    assert write_snippet("me/student") in text and "1 KV heads left softmax" in text
+    assert card.write_snippet("me/student") in text and "1 KV heads left softmax" in text
     assert "Some KV heads keep their whole cache, so the state grows with the text." in text
     assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
     assert (
@@ -40,7 +40,7 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
 def test_the_plan_on_the_card_is_the_plan(tmp_path):
     options = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, may_grow=True)
     plan = Plan.of(model="org/base@main", **options)
-    text = write_card(made(tmp_path / "run", plan=plan))
+    text = card_of(made(tmp_path / "run", plan=plan)).write()
     shown = Plan.from_json(text.partition("```json\n")[2].partition("\n```")[0])
     assert shown == Plan(**{**asdict(plan), "model": f"org/base@{'c0ffee' * 6}"})
     assert ModelCard(text).data.datasets == ["org/text"] and "The features were not trained." in text
@@ -48,23 +48,23 @@ def test_the_plan_on_the_card_is_the_plan(tmp_path):
 
 def test_a_data_set_of_this_machine_is_named_without_its_folder_and_not_as_one_of_the_hub(tmp_path):
     (tmp_path / "private" / "poems").mkdir(parents=True)
-    text = write_card(
+    text = card_of(
         made(tmp_path / "run", plan=Plan("org/base", budget=64, text=f"dataset:{tmp_path}/private/poems::train"))
-    )
+    ).write()
     assert "dataset:poems::train" in text and "private" not in text and str(tmp_path) not in text
     assert ModelCard(text).data.datasets is None
 
 
 def test_the_card_says_what_was_trained_and_not_what_was_asked_for(tmp_path):
     run = made(tmp_path / "run", plan=Plan("org/base@main", budget=64, steps=400))
-    assert "The features were not trained." in write_card(run)
+    assert "The features were not trained." in card_of(run).write()
     run.log("distilled", phase=0, asked=400, steps=7)
     run.log("distilled", phase=0, asked=400, steps=12)  # it was resumed
-    text = write_card(run)
+    text = card_of(run).write()
     assert "for 12 of 400 steps" in text and "- The training was ended at 12 of 400 steps." in text
     assert "makes the same student again" not in text and "not interrupted, trains all 400 steps" in text
     run.log("distilled", phase=0, asked=400, steps=400)
-    text = write_card(run)
+    text = card_of(run).write()
     assert "for 400 steps" in text and "ended" not in text and "The same plan makes the same student again" in text
 
 
@@ -73,7 +73,7 @@ def test_what_others_wrote_stays_text(tmp_path):
     terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}
     run = made(tmp_path / "run", plan=plan, name=plan.model, revision=None, terms=terms)
     run.write("allocation.json", Allocation(HOSTILE, 4, HEADS).to_json())
-    text = write_card(run)
+    text = card_of(run).write()
     assert text.count("\n---\n") == 1 and text.startswith("---\n")
     data = ModelCard(text).data.to_dict()
     assert data["license"] == " ".join(HOSTILE.split()) and data["language"] == [data["license"]]
@@ -90,11 +90,11 @@ def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path
     subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
     result = {**options, "asked": {**options, "made_with": MADE}, "subjects": subjects}
     run.write_evaluation(parts={"recall": {**result, "gaps": [16], "passage": 8}, "unknown": {}})
-    text = write_card(run)
+    text = card_of(run).write()
     assert "The evaluation is small" in text
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
     run.write_evaluation(parts=STORED)
-    assert "The evaluation is small" not in write_card(run)
+    assert "The evaluation is small" not in card_of(run).write()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path
     ],
 )
 def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
-    text = write_card(made(tmp_path / "run", terms=terms))
+    text = card_of(made(tmp_path / "run", terms=terms)).write()
     result = ModelCard(text).data.license_link
     assert (result is None) == (link is None) and (link is None or result.endswith(link)) and said in text
 
@@ -121,7 +121,7 @@ def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
 def test_every_part_is_on_the_card_as_tables(tmp_path):
     run = made(tmp_path / "run")
     run.write_evaluation(parts=STORED)
-    text = write_card(run, "me/student")
+    text = card_of(run).write("me/student")
     page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
     for view in PART_VIEWS.values():
         assert f"<h3>{view.title}</h3>" in page
@@ -152,7 +152,7 @@ def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
     language = {**STORED["language"], "text": f"file:/home/someone/{HOSTILE}"}
     run.write_evaluation(parts={"language": language, "tasks": {**STORED["tasks"], "subjects": [
         {"name": "teacher", "scores": [score], "accuracy": None}]}})  # fmt: skip
-    text = write_card(run)
+    text = card_of(run).write()
     page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
     assert "<script>" not in page and 'href="http://evil"' not in page and "<strong>" not in page
     assert page.count("<h1>") == 1 and "/home/someone" not in text

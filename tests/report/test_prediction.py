@@ -7,7 +7,7 @@ from linearizer.method.decide import decide
 from linearizer.plan.allocation import heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
-from linearizer.publish.card import write_card
+from linearizer.publish.card import card_of
 from linearizer.report.prediction import find_correction, predict_kl
 from linearizer.report.quality_charts import predicted_line
 from linearizer.run.prices import Candidate, Candidates, Prices
@@ -53,7 +53,7 @@ def test_terminal_and_card_show_what_was_measured_beside_what_was_predicted(run)
         f"counts alike; {3 * predicted:.4f} measured",
         "Kept: by prices, the smallest KL of 2 allocations of the same bytes.",
     )
-    for shown in (describe_run(run), write_card(run)):
+    for shown in (describe_run(run), card_of(run).write()):
         assert all(sentence in shown for sentence in sentences)
 
 

@@ -7,7 +7,7 @@ import pytest
 from linearizer.cli.text import describe_run
 from linearizer.page.cards import verdict_card
 from linearizer.plan.allocation import StateSize
-from linearizer.publish.card import write_card
+from linearizer.publish.card import card_of
 from linearizer.publish.push import list_warnings
 from linearizer.report.verdict import judge_lengths, judge_run
 from linearizer.run.results import Estimate, LengthResult, ShortPredictions
@@ -103,7 +103,7 @@ def test_terminal_page_card_and_publishing_begin_with_it(tmp_path):
     assert result.length == 128 and result.kind == "note"
     assert describe_run(run).startswith(result.sentence)
     assert all(part in verdict_card(result) for part in result.sentence.split(". ", 1))
-    body = write_card(run).split("\n---\n", 1)[1]
+    body = card_of(run).write().split("\n---\n", 1)[1]
     assert body.split("\n\n")[1] == f"> {result.sentence}"
     assert list_warnings(run) == ((result.sentence,) if result.kind == "bad" else ())
     assert judge_run(made(tmp_path / "unjudged", losses={})) is None
