@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.plan.recipes import RECIPES, STRATEGIES, measured_quality
@@ -16,6 +17,7 @@ from linearizer.student.update_rules import beginning
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
 AddCommand = Callable[..., Any]  # adds a command: its name, what serves it, what it is, its operand, its description
+OF_ENCODERS = ("pictures", "slots")  # options that only their runs have
 OPERANDS = {
     "model": "a Hub id, id@revision, id:FILE.gguf, a local folder or GGUF file, or demo",
     "run": "a run's name as `linearizer runs` shows it, or its folder",
@@ -62,6 +64,13 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--job-owner", metavar="NAME", help="the organisation that pays (default: your own account)")
     group.add_argument("--push", metavar="OWNER/NAME", help="let the job publish the student, privately")
     group.add_argument("--yes", action="store_true", help="agree to what the job costs at most, and begin it")
+
+
+def add_encoder_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of an encoder's run that other runs do not have."""
+    group = command.add_argument_group("an encoder: --budget counts the tokens that each token sees")
+    for name in OF_ENCODERS:
+        add_option(group.add_argument, options_of(EncoderPlan)[name])
 
 
 class ListRecipes(argparse.Action):

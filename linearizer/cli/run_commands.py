@@ -8,10 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from linearizer.cli import encoder_commands, runs
+from linearizer.cli import runs
 from linearizer.cli.options import (
+    OF_ENCODERS,
     AddCommand,
     ListRecipes,
+    add_encoder_options,
     add_evaluate_options,
     add_job_options,
     add_plan_options,
@@ -20,6 +22,7 @@ from linearizer.cli.options import (
 )
 from linearizer.cli.text import (
     describe_allocation,
+    describe_encoder,
     describe_inspection,
     describe_run,
     print_product,
@@ -27,12 +30,13 @@ from linearizer.cli.text import (
     verdict_lines,
 )
 from linearizer.errors import RequestError, Stopped
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, Plan
 from linearizer.progress import Steps
 from linearizer.report.parts import evaluation_report
 from linearizer.report.prediction import predict_kl
-from linearizer.run.folder import Run, read_plan
+from linearizer.run.folder import PLAN, Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
 from linearizer.run.results import Request
 from linearizer.workers import control
@@ -49,7 +53,7 @@ def add_commands(add: AddCommand) -> None:
     add_run_options(run)
     run.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
     add_job_options(run)
-    encoder_commands.add_options(run)
+    add_encoder_options(run)
     about = "share out another budget, from the measurements of a run; other options stay as in its plan"
     add_plan_options(add("allocate", serve_allocate, about, "run"), ALLOCATION)
     about = "what the student kept, what it costs, where it breaks"
@@ -58,22 +62,41 @@ def add_commands(add: AddCommand) -> None:
 
 def begin_run(arguments: argparse.Namespace) -> Run:
     """Begin the run that the arguments describe, or open the run to resume."""
-    from linearizer import pipeline
+    from linearizer import checks, pipeline
+    from linearizer.encoders.kinds import find_kind
 
-    folder, plan = plan_of(arguments)
-    return pipeline.begin(folder, plan, resume=arguments.resume)
+    plan = plan_of(arguments)  # refuses wrong values before a model is asked for
+    is_causal = arguments.plan is not None or (arguments.out is not None and (arguments.out / PLAN).exists())
+    kind = None if is_causal else find_kind(arguments.model)
+    if kind is not None:
+        of_encoder = checks.with_absolute_paths(encoder_plan_of(arguments))
+        return kind.begin(folder_of(arguments, of_encoder), of_encoder, resume=arguments.resume).run
+    if given := [name for name in OF_ENCODERS if getattr(arguments, name) is not None]:
+        raise RequestError(f"--{given[0]} is for encoders, and {plan.model!r} is none: leave it out")
+    return pipeline.begin(folder_of(arguments, plan), plan, resume=arguments.resume)
 
 
-def plan_of(arguments: argparse.Namespace) -> tuple[Path, Plan]:
-    """Return the folder and the plan of the run that the arguments describe."""
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """Return the plan of the run that the arguments describe."""
     changes = plan_changes(arguments)
     if arguments.plan is None:
-        plan = Plan.of(**{"budget": DEFAULT_BUDGET, **changes})
-    else:
-        plan = read_plan(arguments.plan).changed(**changes)
+        return Plan.of(**{"budget": DEFAULT_BUDGET, **changes})
+    return read_plan(arguments.plan).changed(**changes)
+
+
+def encoder_plan_of(arguments: argparse.Namespace) -> EncoderPlan:
+    """Return the plan of an encoder's run; refuse options that it does not have."""
+    known, given = options_of(EncoderPlan), {name: each for name, each in vars(arguments).items() if each is not None}
+    if unknown := [name for name, value in plan_changes(arguments).items() if value is not None and name not in known]:
+        raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
+    return EncoderPlan(**{name: value for name, value in given.items() if name in known})
+
+
+def folder_of(arguments: argparse.Namespace, plan: Plan | EncoderPlan) -> Path:
+    """Return the folder of a run: a new one, or the one that was named."""
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
-    return arguments.out or fresh_folder(plan), plan
+    return arguments.out or fresh_folder(plan)
 
 
 def work_here(run: Run, steps: Steps[Product], repeat: str = "", **details: Any) -> Product:
@@ -89,8 +112,11 @@ def work_here(run: Run, steps: Steps[Product], repeat: str = "", **details: Any)
 
 def serve_inspect(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
+    from linearizer.encoders.kinds import find_kind
 
-    if encoder_commands.serve_inspect(arguments):
+    if (kind := find_kind(arguments.model)) is not None:
+        encoder = kind.inspect(arguments.model, None)
+        print_product(arguments, asdict(encoder), describe_encoder(encoder, kind.title))
         return
     inspection = pipeline.inspect(arguments.model)
     print_product(arguments, asdict(inspection), describe_inspection(inspection))
@@ -103,7 +129,7 @@ def serve_run(arguments: argparse.Namespace) -> None:
         return
     if options := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
         raise RequestError(f"--{options[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
-    run = encoder_commands.begin_run(arguments) or begin_run(arguments)
+    run = begin_run(arguments)
     if arguments.detach:
         control.start(run)
         say_queued(arguments, run)
@@ -158,8 +184,9 @@ def serve_job(arguments: argparse.Namespace) -> None:
         text = "\n".join(f"{each.name:16}{each.in_words}" for each in offered)
         print_product(arguments, [asdict(each) for each in offered], text)
         return
-    folder, plan = plan_of(arguments)
+    plan = plan_of(arguments)
     how = {"minutes": arguments.job_minutes, "push": arguments.push, "owner": arguments.job_owner}
+    folder = folder_of(arguments, plan)
     run = run_in_job(folder, plan, arguments.job, **how, yes=arguments.yes, resume=arguments.resume)
     if arguments.detach:
         say_queued(arguments, run)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from linearizer.encoders.encoder_quality import Judgement
     from linearizer.hub.repository import Preview
     from linearizer.plan.allocation import Allocation
+    from linearizer.plan.encoder_inspection import EncoderInspection
     from linearizer.plan.head_bytes import Layer
     from linearizer.plan.inspection import Inspection
     from linearizer.run.folder import Run
@@ -126,6 +127,12 @@ def describe_inspection(inspection: Inspection) -> str:
         features = f"{budget.features_mean:.1f} features per KV head"
         facts.append((f"budget {budget.tokens}", f"{size(budget.bytes)} of state, or {features}"))
     return "\n".join(f"{name:13}{text}" for name, text in facts)
+
+
+def describe_encoder(inspection: EncoderInspection, title: str) -> str:
+    """Describe an encoder, and what its attention costs."""
+    model = f"{inspection.name} ({inspection.architecture}), {title.format(reads=inspection.reads)}"
+    return "\n".join(f"{name:12}{value}" for name, value in [("model", model), *inspection.describe_shape()])
 
 
 def describe_support(inspection: Inspection) -> str:

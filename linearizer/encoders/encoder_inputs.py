@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from linearizer.encoders.inspect_encoder import auto_class_of
 from linearizer.encoders.modeling_encoder import CLASSES
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.hub.models import CONFIG, Source, fetch
-from linearizer.hub.weight_files import damaged_weights
 from linearizer.plan.encoder_inspection import EncoderInspection
 from linearizer.quiet import quiet
-from linearizer.teacher.load import check_complete, check_finite_weights, fetch_weights, load_tokenizer
+from linearizer.teacher.load import SAFELY, fetch_weights, load_intact, load_tokenizer
 from linearizer.teacher.text import read_column, read_for_length, too_little_text
 
 if TYPE_CHECKING:
@@ -39,18 +38,9 @@ class EncoderFiles:
 
 
 def load_encoder(source: Source, config: PreTrainedConfig, token: str | None = None) -> PreTrainedModel:
-    """Load an encoder in float32; check that every weight is present, of the right shape and finite."""
-    folder = fetch_weights(source, token)
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": False}
-    options |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    with quiet():
-        try:
-            model, report = CLASSES[auto_class_of(config)].from_pretrained(folder, config=config, **options)
-        except (SafetensorError, OSError) as error:
-            raise damaged_weights(source.name, first_line(error)) from error
-    check_complete(source.name, report)
-    check_finite_weights(source.name, model)
-    return model.requires_grad_(False).eval()
+    """Load an encoder in float32."""
+    kind, folder = CLASSES[auto_class_of(config)], fetch_weights(source, token)
+    return load_intact(source.name, partial(kind.from_pretrained, folder, config=config, dtype=torch.float32, **SAFELY))
 
 
 def load_files(source: Source, inspection: EncoderInspection, token: str | None = None) -> EncoderFiles:

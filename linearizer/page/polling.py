@@ -131,17 +131,17 @@ def in_order(drawn: dict[str, Any]) -> list[Any]:
 
 def show_attached(run: Run | None) -> dict[str, Any]:
     """Open every step of a run, the first two to read; without a run, let these choose, and close the others."""
-    watching = run is not None
+    watching, of_encoder = run is not None, run is not None and run.of_encoder
     shown: dict[str, Any] = {name: gr.Tab(interactive=watching) for name in TABS}
-    seen: Any = "hidden" if run is not None and run.of_encoder else True
+    seen: Any = "hidden" if of_encoder else True
     shown |= {name: gr.Tab(interactive=watching, visible=seen) for name in OF_CAUSAL_TABS}
     shown |= {f"{name}_choice": gr.Column(visible=not watching) for name in ("model", "plan")}
     shown |= {f"{name}_of_run": gr.Column(visible=watching) for name in ("model", "plan")}
     if run is None:
         return {**shown, "run_model": "", "run_plan": ""}
-    shown["all"] = gr.Accordion(visible=not run.of_encoder)
+    shown["all"] = gr.Accordion(visible=not of_encoder)
     shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
-    if run.of_encoder:
+    if of_encoder:
         from linearizer.encoders.encoder_folder import EncoderRun
         from linearizer.page import encoder_cards
 

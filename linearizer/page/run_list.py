@@ -73,7 +73,7 @@ def quality_line(run: Run) -> str:
     with suppress(LinearizerError):  # a damaged file of one run must not hide the others
         if (verdict := judge_any_run(run)) is None:
             return ""
-        lengths, lines = [] if run.of_encoder else run.results["language"].result.lengths, []
+        lengths, lines = part.result.lengths if (part := run.results.get("language")) else [], []
         for name in ("window", "student"):
             judged = [(each.length, of_subject(each, name).kl) for each in lengths]
             points = [(float(length), max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]

@@ -182,7 +182,7 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "pay": False,  # until resuming has asked
         "use": status.state == "running"
         and training
-        and not status.run.of_encoder
+        and cards.trains(status.run)
         and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
         "compare": chat.has_student(status.run) and not status.run.of_encoder,

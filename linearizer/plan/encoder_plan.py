@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, fields
 
 from linearizer.plan.json_products import JsonProduct
-from linearizer.plan.options import check_options, option, options_of
+from linearizer.plan.options import check_options, option, write_options
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,5 @@ class EncoderPlan(JsonProduct):
 
     def command(self) -> str:
         """Write `linearizer run …` with every option that is not the usual one."""
-        words = ["linearizer", "run", self.model]
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name != "model" and value != each.default:
-                flag = options_of(EncoderPlan)[each.name].flag
-                words += ["--no-slots"] if value is False else [flag, str(value)]
-        return shlex.join(words)
+        usual = {field.name: field.default for field in fields(self)} | {"model": self.model}
+        return shlex.join(["linearizer", "run", self.model, *write_options(self, usual)])

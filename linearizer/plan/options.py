@@ -125,6 +125,17 @@ def check_options(product: object) -> None:
         each.check(getattr(product, each.name))
 
 
+def write_options(product: object, usual: Mapping[str, Any]) -> list[str]:
+    """Write the options of a dataclass whose values are not the usual, as the words of a command."""
+    kind: Any = type(product)
+    words = list[str]()
+    for name, choice in usual.items():
+        if (value := getattr(product, name)) is not None and value != choice:
+            flag = options_of(kind)[name].flag
+            words += [flag, str(value)] if not isinstance(value, bool) else [flag if value else f"--no-{flag[2:]}"]
+    return words
+
+
 def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Name the values of `mine` that are others in `other`."""
     return [f"{name} {mine[name]!r} instead of {other.get(name)!r}" for name in mine if mine[name] != other.get(name)]

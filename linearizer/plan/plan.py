@@ -12,7 +12,7 @@ from typing import Any
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
 from linearizer.plan.json_products import JsonProduct, parse_object
-from linearizer.plan.options import check_options, option, options_of
+from linearizer.plan.options import check_options, option, options_of, write_options
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
 from linearizer.student.update_rules import UPDATE_RULES
 
@@ -362,9 +362,5 @@ class Plan(JsonProduct):
         if self.recipe != ("best" if self.features is None else "features"):  # what a dial alone stands for
             words += ["--recipe", self.recipe]
         usual = {field.name: field.default for field in fields(self)} | dict(choices_of(self.recipe))
-        for name, choice in usual.items():
-            value = getattr(self, name)
-            if name in ("model", "recipe") or value is None or value == choice:
-                continue
-            words += [options_of(Plan)[name].flag, *([] if value is True else [str(value)])]
-        return shlex.join(words)
+        usual |= {"model": self.model, "recipe": self.recipe}
+        return shlex.join([*words, *write_options(self, usual)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,13 @@ KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # which transformers does no
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "top_k", "max_length", "max_new_tokens"), (int,)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
     "do_sample": (bool,),
+}
+SAFELY: dict[str, Any] = {  # options of from_pretrained
+    "attn_implementation": "sdpa",
+    "trust_remote_code": False,
+    "use_safetensors": True,
+    "ignore_mismatched_sizes": True,  # check_complete reads them in the report
+    "output_loading_info": True,
 }
 TEXTS = "state/texts.safetensors"  # of a run's folder
 
@@ -139,14 +148,8 @@ def load_teacher(
     config = load_config(source, token)
     packed, read_here, quantised = is_packed(config), method_of(config) in READ_HERE, method_of(config) is not None
     folder = fetch_weights(source, token)
-    with quiet():
-        try:
-            model, report = read_model(source, folder, config, dtype, {"": device} if packed else places)
-        except (SafetensorError, OSError) as error:
-            raise damaged_weights(source.name, first_line(error)) from error
-    check_complete(source.name, report)
-    check_finite_weights(source.name, model)
-    model.requires_grad_(False).eval()
+    read = partial(read_model, source, folder, config, dtype, {"": device} if packed else places)
+    model = load_intact(source.name, read)
     if packed:
         keep_as_stored(model)
         return model
@@ -158,6 +161,18 @@ def load_teacher(
         return model.to(device)
     leave_states_in_place(model)
     return model
+
+
+def load_intact(name: str, read: Callable[[], tuple[PreTrainedModel, dict[str, Any]]]) -> PreTrainedModel:
+    """Read a model frozen, in evaluation mode; refuse weights that are damaged, missing, or not finite."""
+    with quiet():
+        try:
+            model, report = read()
+        except (SafetensorError, OSError) as error:
+            raise damaged_weights(name, first_line(error)) from error
+    check_complete(name, report)
+    check_finite_weights(name, model)
+    return model.requires_grad_(False).eval()
 
 
 def fetch_weights(source: Source, token: str | None) -> Path:
@@ -198,15 +213,7 @@ def read_model(
     """Let transformers make a model of its files, or of weights that are expanded here; report what did not fit."""
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": "sdpa",
-        "trust_remote_code": False,
-        "use_safetensors": True,
-        "ignore_mismatched_sizes": True,  # check_complete reads them in the report
-        "output_loading_info": True,
-        "device_map": places,
-    }
+    options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places}
     if whole_of(config):
         options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
     if (method := method_of(config)) in READ_HERE:
