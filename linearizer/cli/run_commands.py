@@ -230,7 +230,6 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     if run.of_encoder:
         print_run(arguments, run, measured.values())
         return
-    results = run.results
-    parts = {name: results[name] for name in request.chosen if name in results}
+    parts = {name: measured[name] for name in request.chosen if name in measured}
     report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])
     print_product(arguments, {name: part.to_plain() for name, part in parts.items()}, report)

@@ -78,24 +78,18 @@ def inspect(model: str, token: str | None = None) -> EncoderInspection:
         raise UnsupportedModel(f"{model!r} cannot be linearized, because no layer of it reads the whole picture")
     most = max(shape[2] for shape in watch.seen)
     rows, heads, tokens, dim = next(shape for shape in watch.seen if shape[2] == most)
-    origin: dict[str, Any] = {"revision": None, "licence": None, "gated": False, "terms": {}, "repo_id": None}
     return EncoderInspection(
         name=model,
         architecture=pipeline.kind,
         model_type=pipeline.part,
         auto_class="DiffusionPipeline",
         reads=LATENTS,
-        tested=False,
         layers=sum(shape[2] == most for shape in watch.seen),
         heads=heads,
         head_dim=dim,
         tokens=tokens,
-        first=0,
-        last=0,
-        stretches=False,
         parameters=sum(x.numel() for x in denoiser.parameters()),
         layer_parameters=counter.get_total_flops() // (2 * rows * tokens),
-        **origin,
     )
 
 

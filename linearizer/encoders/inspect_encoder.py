@@ -87,7 +87,6 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
         head_dim=dim,
         tokens=seen if pictures else most_tokens(model),
         first=seen - patches if pictures else 0,
-        last=0,
         stretches=not pictures and bool(position_tables(model)),
         parameters=parameters,
         layer_parameters=parameters - embedded,

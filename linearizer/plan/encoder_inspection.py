@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from linearizer.errors import UnsupportedModel
@@ -18,25 +18,27 @@ class EncoderInspection(JsonProduct):
     """Facts about an encoder without its weights."""
 
     name: str
-    revision: str | None
     architecture: str
     model_type: str
     auto_class: str  # of transformers, by which it loads
     reads: str  # texts, pictures, or LATENTS
-    tested: bool  # whether tests of this project cover its kind
     layers: int  # that attend to all tokens; those with windows of their own stay as they are
     heads: int
     head_dim: int
     tokens: int  # of a picture of the usual size, or the most of a text
-    first: int  # tokens before the patches of a picture, or special ones before a text where its tokenizer was asked
-    last: int  # special ones after a text
-    stretches: bool  # whether its positions are a table, which can be interpolated for longer texts
     parameters: int
     layer_parameters: int  # outside of embeddings: a token is multiplied by each
-    licence: str | None
-    gated: bool
-    terms: dict[str, Any]  # licence and language as the teacher's card states them
-    repo_id: str | None  # of the Hub
+    tested: bool = False  # whether tests of this project cover its kind
+    first: int = (
+        0  # tokens before the patches of a picture, or special ones before a text where its tokenizer was asked
+    )
+    last: int = 0  # special ones after a text
+    stretches: bool = False  # whether its positions are a table, which can be interpolated for longer texts
+    revision: str | None = None
+    licence: str | None = None
+    gated: bool = False
+    terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
+    repo_id: str | None = None  # of the Hub
 
     @property
     def pair_operations(self) -> int:

@@ -17,7 +17,6 @@ from linearizer.publish.card_parts import (
     CitedTeacher,
     describe_origin,
     escape_markdown,
-    fill_snippet,
     folded,
     public_text,
     table_markdown,
@@ -37,10 +36,10 @@ SUBJECTS_NOTE = (
     "nats per token."
 )
 SNIPPET = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import $auto_class, AutoTokenizer
 
 name = $name$revision
-model = AutoModelForCausalLM.from_pretrained(name$pinned, trust_remote_code=True)
+model = $auto_class.from_pretrained(name$pinned, trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained(name$pinned, trust_remote_code=True)
 text = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=40)
 print(tokenizer.decode(text[0]))"""
@@ -54,7 +53,7 @@ def card_of(run: Run) -> Card:
 class CausalCard(Card):
     """The card of the student of a causal language model."""
 
-    template, task = "card.md", "text-generation"
+    template, task, snippet, auto_class = "card.md", "text-generation", SNIPPET, "AutoModelForCausalLM"
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.inspection)
@@ -66,9 +65,6 @@ class CausalCard(Card):
             name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
             for name, part in self.run.results.items()
         }
-
-    def write_snippet(self, name: str, revision: str | None = None) -> str:
-        return fill_snippet(SNIPPET, name, revision)
 
     def describe(self) -> dict[str, str]:
         run, plan = self.run, Plan(**self.public_plan())

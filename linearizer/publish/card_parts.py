@@ -56,15 +56,13 @@ class Card(ABC):
     """The card of a run's student: the methods that are not here say what differs between kinds of students."""
 
     template: ClassVar[str]  # a file of this room
-    library: str = "transformers"  # that loads the student
     task: str  # of the Hub
+    snippet: str  # the code that loads the student and uses it
+    auto_class: str  # that loads it
+    library: str = "transformers"  # that this class is of
 
     def __init__(self, run: Run, inspection: Inspection | EncoderInspection) -> None:
         self.run, self.teacher = run, CitedTeacher.of(inspection)
-
-    @abstractmethod
-    def write_snippet(self, name: str, revision: str | None = None) -> str:
-        """Write the Python code that loads the student and uses it."""
 
     @abstractmethod
     def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
@@ -73,6 +71,15 @@ class Card(ABC):
     @abstractmethod
     def describe(self) -> dict[str, str]:
         """Write the fields of the template that differ."""
+
+    def write_snippet(self, name: str, revision: str | None = None) -> str:
+        """Write the Python code that loads the student by its name and uses it."""
+        return Template(self.snippet).substitute(
+            auto_class=self.auto_class,
+            name=json.dumps(name),
+            revision=f"\nrevision = {json.dumps(revision)}" if revision else "",
+            pinned=", revision=revision" if revision else "",
+        )
 
     def add(self) -> None:
         """Put the card into the checkpoint of the run."""
@@ -130,16 +137,6 @@ class Card(ABC):
             eval_results=results or None,
             **public_terms(self.teacher),
         )
-
-
-def fill_snippet(snippet: str, name: str, revision: str | None, **fields: str) -> str:
-    """Put the name of a student and its revision into the code that loads it."""
-    return Template(snippet).substitute(
-        name=json.dumps(name),
-        revision=f"\nrevision = {json.dumps(revision)}" if revision else "",
-        pinned=", revision=revision" if revision else "",
-        **fields,
-    )
 
 
 def describe_origin(teacher: CitedTeacher) -> str:

@@ -16,7 +16,6 @@ from linearizer.publish.card_parts import (
     Card,
     CitedTeacher,
     describe_origin,
-    fill_snippet,
     public_text,
     table_markdown,
 )
@@ -58,15 +57,12 @@ class EncoderCard(Card):
 
     def __init__(self, run: Run) -> None:
         self.encoder = EncoderRun(run)
-        self.inspection = self.encoder.inspection
-        super().__init__(run, self.inspection)
-        features = "image-feature-extraction" if self.inspection.reads == "pictures" else "feature-extraction"
-        self.task = TASKS.get(self.inspection.auto_class, features)
-        self.library = kind_of(self.inspection).library
-
-    def write_snippet(self, name: str, revision: str | None = None) -> str:
-        snippet = SNIPPETS[self.inspection.reads]
-        return fill_snippet(snippet, name, revision, auto_class=self.inspection.auto_class)
+        inspection = self.encoder.inspection
+        super().__init__(run, inspection)
+        self.snippet, self.auto_class = SNIPPETS[inspection.reads], inspection.auto_class
+        self.library = kind_of(inspection).library
+        features = "image-feature-extraction" if inspection.reads == "pictures" else "feature-extraction"
+        self.task = TASKS.get(self.auto_class, features)
 
     def write_ways_to_load(self) -> dict[str, str]:
         """Write the code that loads the student from its folder, each way under its title."""

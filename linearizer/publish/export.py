@@ -205,40 +205,5 @@ def describe(name: str, exported: Exported, state: dict[str, Any]) -> str:
     """Describe the inputs and outputs of a graph, and how it is called."""
     sizes = {"teacher": name, "texts": exported.texts, "tokens": exported.tokens}
     rows = "\n".join(f"| `{name}` | {x.dtype} | {' × '.join(map(str, x.shape))} |" for name, x in state.items())
-    return Template(TEXT).substitute(sizes, rows=rows, megabytes=f"{exported.state_bytes / 1e6:.3g}")
-
-
-TEXT = """\
-# A step of a linearized model
-
-`model.onnx` is a student of $teacher. It reads $tokens token(s) of $texts text(s) at each call. Its whole memory of a
-text is the state, $megabytes MB of any length, which is given at each call, and returned as it is after it.
-`empty_state.npz` is the state that has read nothing.
-
-```python
-import numpy as np
-import onnxruntime
-from transformers import AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained(".")
-session = onnxruntime.InferenceSession("model.onnx")
-state = dict(np.load("empty_state.npz"))
-
-
-def read(tokens):  # returns the likeliest next token
-    global state
-    ids = np.array(tokens, dtype=np.int64).reshape($texts, $tokens)
-    logits, *after = session.run(None, {"input_ids": ids, **state})
-    state = dict(zip(state, after))
-    return int(logits[-1, -1].argmax())
-```
-
-| input | type | shape |
-| --- | --- | --- |
-| `input_ids` | int64 | $texts × $tokens |
-$rows
-
-The outputs are `logits` ($texts × $tokens × tokens of the vocabulary, float32), then each tensor of the state in the
-order of the inputs, its name followed by `.after`. `count` is the number of tokens that each text has read: texts may
-be of different lengths, and a text begins anew where its part of each tensor is that of the empty state.
-"""
+    text = (Path(__file__).parent / "onnx.md").read_text(encoding="utf-8")
+    return Template(text).substitute(sizes, rows=rows, megabytes=f"{exported.state_bytes / 1e6:.3g}")
