@@ -31,7 +31,7 @@ from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.publish.card import table_markdown
-from linearizer.publish.encoder_card import public_source
+from linearizer.publish.card_parts import public_text
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from linearizer.run.results import Request
@@ -151,7 +151,7 @@ def judge(work, name, lengths, **plan):
         finish(pipeline.evaluate(encoder.run, Request(length=length, texts=encoder.plan.texts)))
     attention = encoder.inspection.share(encoder.tokens)
     made = {**asdict(encoder.ways), "tokens": encoder.tokens, "attention": attention}
-    judged = [replace(each, text=public_source(each.text)) for each in encoder.judgements.values()]
+    judged = [replace(each, text=public_text(each.text)) for each in encoder.judgements.values()]
     tables = [table_markdown(quality_table(encoder, each)) for each in judged]
     verdict = judge_encoder(encoder).sentence
     return {"made": made, "verdict": verdict, "tables": tables, "judged": [asdict(each) for each in judged]}
