@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from logging import ERROR, getLogger
+from typing import Any
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from printing: what matters is raised."""
+def quiet(*others: Any) -> Iterator[None]:
+    """Keep transformers from printing, and the `logging` of others that have the same: what matters is raised."""
     from transformers.utils import logging
 
     accelerate = getLogger("accelerate")
-    level, bars, its_level = logging.get_verbosity(), logging.is_progress_bar_enabled(), accelerate.level
-    logging.set_verbosity_error()
+    its_level = accelerate.level
+    before = [(each, each.get_verbosity(), each.is_progress_bar_enabled()) for each in (logging, *others)]
     accelerate.setLevel(ERROR)
-    logging.disable_progress_bar()
+    for each, *_ in before:
+        each.set_verbosity_error()
+        each.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
         accelerate.setLevel(its_level)
-        if bars:
-            logging.enable_progress_bar()
+        for each, level, bars in before:
+            each.set_verbosity(level)
+            if bars:
+                each.enable_progress_bar()

@@ -122,21 +122,14 @@ def explaining(folder: Path) -> Iterator[None]:
     """Turn what diffusers says of a damaged pipeline into a sentence."""
     from diffusers.utils import logging
 
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        with quiet():
+        with quiet(logging):
             yield
     except Exception as error:  # each part reads its files in its own way, with errors of many types
         raise ModelNotAvailable(
             f"{str(folder)!r} cannot be loaded by diffusers from safetensors alone ({first_line(error)}): repair it, "
             "or download it again"
         ) from error
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from linearizer.errors import UnsupportedModel
-from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.inspection import ModelFacts
 
 LENGTHS = (512, 2048, 8192, 32768)  # tokens of texts, at which the share of attention is told
 LATENTS = "latents"  # what a denoiser reads
 LEAST_SHARE = 0.1  # of a model's operations that its attention has: with less there is little to save
 
 
-@dataclass(frozen=True)
-class EncoderInspection(JsonProduct):
-    """Facts about an encoder without its weights."""
+@dataclass(frozen=True, kw_only=True)
+class EncoderInspection(ModelFacts):
+    """Facts about an encoder."""
 
-    name: str
-    architecture: str
-    model_type: str
     auto_class: str  # of transformers, by which it loads
     reads: str  # texts, pictures, or LATENTS
     layers: int  # that attend to all tokens; those with windows of their own stay as they are
     heads: int
     head_dim: int
     tokens: int  # of a picture of the usual size, or the most of a text
-    parameters: int
     layer_parameters: int  # outside of embeddings: a token is multiplied by each
-    tested: bool = False  # whether tests of this project cover its kind
     first: int = (
         0  # tokens before the patches of a picture, or special ones before a text where its tokenizer was asked
     )
     last: int = 0  # special ones after a text
     stretches: bool = False  # whether its positions are a table, which can be interpolated for longer texts
-    revision: str | None = None
-    licence: str | None = None
-    gated: bool = False
-    terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
     repo_id: str | None = None  # of the Hub
 
     @property

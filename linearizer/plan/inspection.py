@@ -19,29 +19,35 @@ class Budget:
     features_mean: float  # per KV head, if nothing else is bought
 
 
-@dataclass(frozen=True)
-class Inspection(JsonProduct):
-    """Facts about a model without its weights; its layers only as far as its code could be followed."""
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts(JsonProduct):
+    """Facts about a model of any kind without its weights."""
 
     name: str
-    revision: str | None
+    revision: str | None = None
     architecture: str
     model_type: str
+    tested: bool = False  # whether tests of this project cover its kind
+    parameters: int
+    licence: str | None = None
+    gated: bool = False
+    terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection(ModelFacts):
+    """Facts about a causal language model; its layers only as far as its code could be followed."""
+
     supported: bool
     reason: str | None  # why it is not supported
     remedy: str | None  # what to do instead
-    tested: bool  # whether tests of this project cover its kind
     layers: tuple[Layer, ...]
     scalings: tuple[float, ...]  # of each layer's scores
     positions: str | None
     max_positions: int | None
-    parameters: int
     weight_bytes: int
-    licence: str | None
-    gated: bool
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
-    terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
     tower_of: str | None = None  # the class of the whole model, of which this is the text tower
     quantised: str | None = None  # how its weights are quantised
     packed: bool = False  # whether they stay so while it computes

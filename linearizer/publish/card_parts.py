@@ -21,8 +21,7 @@ from huggingface_hub import EvalResult, ModelCardData
 import linearizer
 from linearizer.encoders.encoder_report import judge_any_run
 from linearizer.hub.models import DEMO
-from linearizer.plan.encoder_inspection import EncoderInspection
-from linearizer.plan.inspection import Inspection
+from linearizer.plan.inspection import ModelFacts
 from linearizer.report.tables import Table
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
@@ -45,7 +44,7 @@ class CitedTeacher:
     file: str | None = None  # of its weights, where it is one of several in a repository
 
     @staticmethod
-    def of(teacher: Inspection | EncoderInspection) -> CitedTeacher:
+    def of(teacher: ModelFacts) -> CitedTeacher:
         asked = HubName.of(teacher.name) if teacher.revision else None
         repo_id, file = (asked.repo_id, asked.file) if asked else (None, None)
         name = repo_id or Path(teacher.name).name
@@ -61,7 +60,7 @@ class Card(ABC):
     auto_class: str  # that loads it
     library: str = "transformers"  # that this class is of
 
-    def __init__(self, run: Run, inspection: Inspection | EncoderInspection) -> None:
+    def __init__(self, run: Run, inspection: ModelFacts) -> None:
         self.run, self.teacher = run, CitedTeacher.of(inspection)
 
     @abstractmethod
