@@ -1,25 +1,24 @@
 """The seam to transformers' attention for models that read in both directions, and the only place that knows it.
 
 A model that asks for IMPLEMENTATION hands the queries, keys and values of every layer to `both_ways`, with a mask of
-padding alone; one that asks for WATCHED hands them to the function that `watching` put there, and attends as ever.
+padding alone.
 """
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 # Checkpoints bring a copy of this file each; the names keep them apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
-IMPLEMENTATION, WATCHED = f"both_ways_{_COPY}", f"watched_{_COPY}"
+IMPLEMENTATION = f"both_ways_{_COPY}"
 GRID: ContextVar[tuple[int, ...]] = ContextVar("grid", default=())  # patches along each axis of the pictures at work
 NOT_SERVED = (
     "a linearized encoder lets every token see all others but padding; other masks are not served: pass an "
@@ -104,40 +103,5 @@ def padding_only(
     return attention_mask[:, None, None].bool()
 
 
-# watch(attention module, query, key, value, the mask and the other arguments that the layer passed)
-Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, dict], None]
-
-
-def watched(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Show a layer's queries, keys and values, then attend as the model does by itself."""
-    WATCH.get()(module, query, key, value, {"attention_mask": attention_mask, "scaling": scaling, **kwargs})
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-
-
-WATCH: ContextVar[Watch] = ContextVar("watch")
-
-
-@contextmanager
-def watching(model: PreTrainedModel, watch: Watch) -> Iterator[None]:
-    """While this lasts, show what every attention layer of the model attends with."""
-    before, token = model.config._attn_implementation, WATCH.set(watch)
-    model.set_attn_implementation(WATCHED)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-        WATCH.reset(token)
-
-
 AttentionInterface.register(IMPLEMENTATION, both_ways)
 AttentionMaskInterface.register(IMPLEMENTATION, padding_only)
-AttentionInterface.register(WATCHED, watched)
-AttentionMaskInterface.register(WATCHED, sdpa_mask)

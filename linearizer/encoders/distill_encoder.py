@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import cosine_similarity
-from transformers import PreTrainedModel
 
 from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.encoder_inputs import Inputs, batches
 from linearizer.encoders.modeling_encoder import LinearizedEncoder
 from linearizer.errors import LinearizerError
 from linearizer.progress import Progress, Steps
+from linearizer.student.attention_interface import attending
 
 Weights = Mapping[str, torch.Tensor]
 Group = TypeVar("Group")
@@ -80,14 +80,10 @@ def read_states(
     weights: Weights = NO_WEIGHTS,
 ) -> tuple[torch.Tensor, ...]:
     """Return the hidden states after each layer, with other `weights`; with "sdpa" a student attends as its teacher."""
-    base: PreTrainedModel = student.base
     device = next(student.parameters()).device
     given = {**{name: x.to(device) for name, x in inputs.items()}, "output_hidden_states": True}
-    base.set_attn_implementation(implementation)
-    try:
+    with attending(student.base, implementation):
         out = functional_call(student, dict(weights), kwargs=given)
-    finally:
-        base.set_attn_implementation(IMPLEMENTATION)
     last = getattr(out, "last_hidden_state", None)
     return (*out.hidden_states[1:], *(() if last is None else (last,)))
 

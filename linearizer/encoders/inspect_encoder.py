@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from linearizer.encoders.attention_interface import attention_modules, replaced_modules, watching
+from linearizer.encoders.attention_interface import attention_modules, replaced_modules
 from linearizer.encoders.modeling_encoder import CLASSES, grid_of
 from linearizer.encoders.stretch_positions import position_tables, unused_rows
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
 from linearizer.plan.encoder_inspection import EncoderInspection
-from linearizer.quiet import quiet
-from linearizer.teacher.support import Refused, refusing_config, run_blueprint
+from linearizer.student.attention_interface import OBSERVED, attending
+from linearizer.teacher.support import Refused, build_blueprint, run_blueprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -55,15 +54,10 @@ def auto_class_of(config: PreTrainedConfig) -> str:
     return "AutoModel"
 
 
-def build_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"), refusing_config(), quiet():
-        return CLASSES[auto_class_of(config)].from_config(deepcopy(config), attn_implementation="eager").eval()
-
-
 def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspection:
     """Describe an encoder; refuse those whose attention is more than softmax over all tokens."""
     try:
-        model = build_without_weights(config)
+        model = build_blueprint(config, CLASSES[auto_class_of(config)])
         shapes = run_blueprint(lambda: watch_encoder(model))
     except Refused as refused:
         name, reason, remedy = source.name, refused.reason, refused.remedy
@@ -75,8 +69,7 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
     patches = math.prod(grid_of(config, blank_input(model)["pixel_values"])) if pictures else 0
     _, heads, seen, dim = shapes[0]
     return EncoderInspection(
-        name=source.name,
-        revision=source.revision,
+        **source.facts,
         architecture=(config.architectures or [type(model).__name__])[0],
         model_type=config.model_type,
         auto_class=auto_class_of(config),
@@ -90,9 +83,6 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
         stretches=not pictures and bool(position_tables(model)),
         parameters=parameters,
         layer_parameters=parameters - embedded,
-        licence=source.licence,
-        gated=source.gated,
-        terms=source.terms,
         repo_id=source.repo_id,
     )
 
@@ -101,7 +91,8 @@ def watch_encoder(model: PreTrainedModel) -> list[tuple[int, ...]]:
     """Run a model on a small input, and return the shapes of the queries of the layers that a student replaces."""
     seen: list[tuple[int, ...]] = []
 
-    def watch(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, others: dict) -> None:
+    def observe(module: nn.Module, query: torch.Tensor, *rest: Any) -> None:
+        others = rest[-1]
         if others.get("is_causal"):
             raise Refused(CAUSAL)
         if others.get("sliding_window") is not None:
@@ -114,7 +105,9 @@ def watch_encoder(model: PreTrainedModel) -> list[tuple[int, ...]]:
 
     if not attention_modules(model):
         raise Refused(UNSEEN)
-    with torch.no_grad(), watching(model, watch):
+    for module in model.modules():
+        module.observe = observe
+    with torch.no_grad(), attending(model, OBSERVED):
         model(**blank_input(model))
     if not seen or len(seen) != len(replaced_modules(model)):
         raise Refused(UNSEEN)

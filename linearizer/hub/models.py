@@ -84,6 +84,11 @@ class Source:
         return ", ".join(licence) if isinstance(licence, list) else licence
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What an inspection repeats of it."""
+        return {name: getattr(self, name) for name in ("name", "revision", "licence", "gated", "terms")}
+
+    @property
     def pinned(self) -> str | None:
         """The name by which the Hub gives the same weights at any time; None for a local model."""
         if self.repo_id is None:

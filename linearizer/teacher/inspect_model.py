@@ -70,8 +70,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
     named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     plain = whole_of(config) is None and method_of(config) is None  # else files hold more, or numbers that are packed
     return Inspection(
-        name=source.name,
-        revision=source.revision,
+        **source.facts,
         architecture=named or (type(model).__name__ if model is not None else config.model_type),
         model_type=config.model_type,
         supported=refusal is None,
@@ -84,11 +83,8 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         max_positions=getattr(config, "max_position_embeddings", None),
         parameters=source.weights.parameters if model is None or plain else sum(x.numel() for x in model.parameters()),
         weight_bytes=source.weights.bytes,
-        licence=source.licence,
-        gated=source.gated,
         cache_bytes_per_token=cache_bytes(layers, 1),
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
-        terms=source.terms,
         vocabulary=getattr(config.get_text_config(decoder=True), "vocab_size", 0),
         resting=0 if model is None else count_resting(model),
         tower_of=whole_of(config),

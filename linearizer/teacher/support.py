@@ -142,13 +142,13 @@ class MetaValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def build_blueprint(config: PreTrainedConfig) -> PreTrainedModel:
+def build_blueprint(config: PreTrainedConfig, auto_class: Any = None) -> PreTrainedModel:
     """Build a model without weights, on the meta device: it takes no memory, whatever its size."""
     from transformers import AutoModelForCausalLM
 
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with torch.device("meta"), refusing_config(), quiet():
-        return AutoModelForCausalLM.from_config(deepcopy(config), **eager).eval()
+        return (auto_class or AutoModelForCausalLM).from_config(deepcopy(config), **eager).eval()
 
 
 def run_blueprint(run: Callable[[], Product]) -> Product:
