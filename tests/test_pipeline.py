@@ -173,7 +173,7 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
     assert control.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
     (run.folder / "allocation.json").unlink()
     with pytest.raises(FolderError, match=r"has lost its allocation\.json: start a new run"):
-        list(linearize(run))
+        run.require_allocation()
 
 
 def test_digests_of_a_checkpoint_that_was_removed_do_not_condemn_the_next(begin):
