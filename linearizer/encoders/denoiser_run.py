@@ -160,7 +160,6 @@ def score(student: Any, judged: list[list[Call]], scheduler: Any) -> Scores:
             each = {
                 "kl": [call.kl(noise, scheduler) for call, noise in found],
                 "agreement": [(noise.sign() == call.noise.sign()).double().mean() for call, noise in found],
-                "cosine": [cosine_similarity(noise.flatten(1), call.noise.flatten(1)).mean() for call, noise in found],
                 "hidden": [cosine_similarity(noise, call.noise, dim=1).mean() for call, noise in found],
             }
             for name, numbers in each.items():

@@ -45,7 +45,6 @@ class Quality:
     keys: float  # that a token sees, a mean over heads, with what finding slots costs
     kl: Estimate  # nats: of the classes, or of which other input is alike (softmax of 20 cosines), teacher ‖ student
     agreement: Estimate  # share of the same classes, or nearest inputs, or signs of noise
-    cosine: Estimate  # of the means of hidden states
     hidden: Estimate  # cosine of the hidden states of all tokens
     nearest: Estimate | None = None  # share of the same among the five nearest inputs, fewer where inputs are few
     apart: Estimate | None = None  # kl of the student less this, input by input; None of the student itself
@@ -108,7 +107,6 @@ def score(teacher: Outputs, student: Outputs) -> dict[str, torch.Tensor]:
         "kl": torch.stack([(a.exp() * (a - b)).nan_to_num().sum(-1).mean() for a, b in pairs]),
         "agreement": torch.stack([(a.argmax(-1) == b.argmax(-1)).double().mean() for a, b in pairs]),
         "nearest": same,
-        "cosine": cosine_similarity(teacher.means, student.means),
         "hidden": torch.stack([cosine_similarity(a, b, dim=-1).mean() for a, b in states]),
     }
     return {name: x.double()[:, None] for name, x in scores.items()}

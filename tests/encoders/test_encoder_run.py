@@ -274,7 +274,7 @@ def test_outputs_that_agree_have_no_kl_and_others_some():
     over = Resampled(torch.arange(8)[:, None], 0)
     exact, apart = score(same, same), score(same, far)
     row = describe_scores(1, exact, exact, over)
-    assert row.kl.mean == 0 and row.agreement.mean == row.nearest.mean == 1 and row.cosine.mean == pytest.approx(1)
+    assert row.kl.mean == 0 and row.agreement.mean == row.nearest.mean == 1 and row.hidden.mean == pytest.approx(1)
     worse = describe_scores(1, apart, exact, over)
     assert worse.kl.mean > 0.1 and worse.nearest.mean < 1 and worse.apart.interval[1] < 0
     assert worse.kl.interval[0] < worse.kl.mean < worse.kl.interval[1]
