@@ -117,7 +117,10 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
     if not run.done:
         with logged_work(run, held):
             if run.of_encoder:
-                yield from make_encoders_student(EncoderRun(run), token)
+                encoder = EncoderRun(run)
+                yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
+                if not encoder.times:
+                    yield from keep_times(encoder)
             else:
                 settle(run, token)
                 if not run.checkpoint.is_dir():
@@ -126,13 +129,6 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
                     write_digests(run)
             card_of(run).add()
             run.log(EventName.DONE)
-
-
-def make_encoders_student(encoder: EncoderRun, token: str | None) -> Steps[None]:
-    """Make the student of an encoder or a denoiser, judge it, and time a layer of it."""
-    yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
-    if not encoder.times:
-        yield from keep_times(encoder)
 
 
 def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps[None]:

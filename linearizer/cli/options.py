@@ -52,6 +52,9 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     add_lines(command, "recipes", {name: recipe.origin for name, recipe in RECIPES.items()})
     add_plan_options(command, ALLOCATION, MEASURING, TRAINING, MACHINE)
+    of_encoders = command.add_argument_group("an encoder: --budget counts the tokens that each token sees")
+    for name in OF_ENCODERS:
+        add_option(of_encoders.add_argument, options_of(EncoderPlan)[name])
 
 
 def add_job_options(command: argparse.ArgumentParser) -> None:
@@ -64,13 +67,6 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--job-owner", metavar="NAME", help="the organisation that pays (default: your own account)")
     group.add_argument("--push", metavar="OWNER/NAME", help="let the job publish the student, privately")
     group.add_argument("--yes", action="store_true", help="agree to what the job costs at most, and begin it")
-
-
-def add_encoder_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of an encoder's run that other runs do not have."""
-    group = command.add_argument_group("an encoder: --budget counts the tokens that each token sees")
-    for name in OF_ENCODERS:
-        add_option(group.add_argument, options_of(EncoderPlan)[name])
 
 
 class ListRecipes(argparse.Action):

@@ -13,7 +13,6 @@ from linearizer.cli.options import (
     OF_ENCODERS,
     AddCommand,
     ListRecipes,
-    add_encoder_options,
     add_evaluate_options,
     add_job_options,
     add_plan_options,
@@ -53,7 +52,6 @@ def add_commands(add: AddCommand) -> None:
     add_run_options(run)
     run.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
     add_job_options(run)
-    add_encoder_options(run)
     about = "share out another budget, from the measurements of a run; other options stay as in its plan"
     add_plan_options(add("allocate", serve_allocate, about, "run"), ALLOCATION)
     about = "what the student kept, what it costs, where it breaks"

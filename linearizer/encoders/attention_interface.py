@@ -73,9 +73,7 @@ def attend_without_padding(
 
     Rows of one length go together; padding gets zeros.
     """
-    out, lengths = torch.zeros_like(query[..., : value.shape[-1]]), real.sum(-1)
-    if value.shape[-1] > query.shape[-1]:
-        out = torch.zeros_like(value)
+    out, lengths = torch.zeros_like(value), real.sum(-1)
     for length in sorted({*lengths.tolist()} - {0}):
         rows = (lengths == length).nonzero()  # (rows, 1)
         tokens = real[rows[:, 0]].nonzero()[:, 1].view(-1, length)

@@ -118,7 +118,7 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
             yield from log_progress(encoder.run, train_layers(student, groups, loss_on))
         with replacing(folder) as unfinished:
             pipeline.write_denoiser(unfinished, student, how)
-            if folder == encoder.checkpoint:
+            if folder == encoder.run.checkpoint:
                 pipeline.write_others(unfinished)
     if not encoder.judgements:
         over = Resampled(torch.arange(plan.texts)[:, None], plan.seed)

@@ -64,10 +64,6 @@ class EncoderRun:
         return self.run.parse_file("inspection.json", EncoderInspection.from_json, again=False)
 
     @property
-    def checkpoint(self) -> Path:
-        return self.run.checkpoint
-
-    @property
     def window(self) -> Path:
         """The checkpoint of the control; there is none where nothing is trained, or the student is a window itself."""
         return self.run.folder / "state" / "window"

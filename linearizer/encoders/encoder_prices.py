@@ -8,7 +8,7 @@ they are squared, since they all meet in one output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,6 @@ class Exact:
         self.out = out if out.requires_grad else out.requires_grad_()
         return self.out
 
-    def changes(self, offers: Sequence[BothWays]) -> Iterator[torch.Tensor]:
-        """Yield how the output changes with each way to attend."""
-        for how in offers:
-            yield how.attend(*self.seen) - self.out.detach()
-
 
 def measure_prices(
     student: LinearizedEncoder, inputs: Sequence[Inputs], offers: Sequence[BothWays], seed: int
@@ -101,11 +96,13 @@ def measure_prices(
         for begin in range(0, draws, at_once):
             rows, by_draw = slice(begin, begin + at_once), []
             for slope in slopes[number - 1][rows].to(output.device):
-                by_draw.append(gradients(output, layers, slope))
+                outs = [layer.out for layer in layers]
+                by_draw.append(torch.autograd.grad(output, outs, slope, retain_graph=True))
                 yield Progress("price", number - 1, len(inputs), "texts")
             for index, (layer, *of_layer) in enumerate(zip(layers, *by_draw, strict=True)):
                 of_draws = torch.cat(of_layer).transpose(0, 1).flatten(2)  # (heads, draws, tokens · dim)
-                for offer, change in enumerate(layer.changes(offers)):
+                for offer, how in enumerate(offers):
+                    change = how.attend(*layer.seen) - layer.out.detach()
                     found = of_draws @ change[0].flatten(1)[..., None]
                     changed[rows, index, :, offer] += found[..., 0].T.cpu()
                     yield Progress("price", number - 1, len(inputs), "texts")
@@ -120,10 +117,6 @@ def predicted(model: LinearizedEncoder, inputs: Inputs) -> torch.Tensor:
     if logits is None:
         return last_hidden(out)[0].mean(0)
     return logits[0, ::TOKENS_APART] if logits.ndim == 3 else logits
-
-
-def gradients(output: torch.Tensor, layers: Sequence[Exact], slope: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(output, [layer.out for layer in layers], slope, retain_graph=True)
 
 
 def draw_slopes(outputs: Sequence[torch.Tensor], draws: int, generator: torch.Generator) -> list[torch.Tensor]:

@@ -18,15 +18,7 @@ from transformers import PreTrainedModel
 
 from linearizer.encoders.attention_both_ways import HeadsOfLayer
 from linearizer.encoders.distill_encoder import distil
-from linearizer.encoders.encoder_folder import (
-    BY_PRICE,
-    EQUAL,
-    PLAIN,
-    QUALITY,
-    WAYS,
-    ChosenWays,
-    EncoderRun,
-)
+from linearizer.encoders.encoder_folder import BY_PRICE, EQUAL, PLAIN, QUALITY, WAYS, ChosenWays, EncoderRun
 from linearizer.encoders.encoder_inputs import (
     Inputs,
     Shares,
@@ -171,7 +163,7 @@ def choose_ways(encoder: EncoderRun, inputs: Sequence[Inputs], token: str | None
 
 def missing_students(encoder: EncoderRun) -> list[tuple[Path, list[HeadsOfLayer]]]:
     """List the checkpoints that are still to be made: the student, and a window that is trained in the same way."""
-    ways = [(encoder.checkpoint, encoder.ways.layers)]
+    ways = [(encoder.run.checkpoint, encoder.ways.layers)]
     if encoder.plan.steps and not encoder.is_window:
         ways.append((encoder.window, encoder.alike(encoder.plain_window)))
     return [(folder, layers) for folder, layers in ways if not folder.is_dir()]
@@ -180,17 +172,11 @@ def missing_students(encoder: EncoderRun) -> list[tuple[Path, list[HeadsOfLayer]
 def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
     """Judge the student of a run on other texts, or on the beginnings of the run's own."""
     plan = plan_of_request(encoder, request)
-    known = (each for each in encoder.judgements.values() if is_of(each, plan))
-    found = None if again else next(known, None)
-    if found is None:
-        found = yield from judge_and_keep(encoder, read_shares(encoder, plan, token), plan, token)
-    return found
-
-
-def is_of(judgement: Judgement, plan: EncoderPlan) -> bool:
-    """Whether a judgement is of what a plan reads."""
-    same_length = plan.length in (None, judgement.tokens)
-    return same_length and (judgement.text, judgement.inputs) == (source_of(plan), plan.texts)
+    asked = source_of(plan), plan.length or encoder.tokens, plan.texts
+    known = {(each.text, each.tokens, each.inputs): each for each in encoder.judgements.values()}
+    if asked in known and not again:
+        return known[asked]
+    return (yield from judge_and_keep(encoder, read_shares(encoder, plan, token), plan, token))
 
 
 def judge_and_keep(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | None) -> Steps[Judgement]:
@@ -368,7 +354,7 @@ def compare(
     if not encoder.is_window:
         controls[WINDOW] = encoder.plain_window.keys, encoder.plain_window
     for name, (keys, attention) in controls.items():
-        saved = {STUDENT: encoder.checkpoint, WINDOW: encoder.window}.get(name)
+        saved = {STUDENT: encoder.run.checkpoint, WINDOW: encoder.window}.get(name)
         student = load(saved) if saved is not None and saved.is_dir() else attend_with(attention)
         rows[name] = keys, scored(student)
         yield Progress("evaluate", len(rows), len(controls), "models")

@@ -195,22 +195,18 @@ def numbers_card(run: Run) -> str:
 
 def use_card(run: Run) -> str:
     """Show how a student is served and loaded at one's own machine."""
+    from linearizer.publish.encoder_card import EncoderCard
+
     if not run.checkpoint.is_dir():
         return ""
     if on_space():
         return message_box("To use it elsewhere, download or publish it: the page then shows the lines that load it.")
-    ways = ways_of_encoder(run) if run.of_encoder else ways_of_causal(run)
+    ways = EncoderCard(run).write_ways_to_load() if run.of_encoder else ways_of_causal(run)
     shown = "".join(
         f'<div><h3>{title}</h3>{copy_button("Copy", code)}<pre tabindex="0">{escape(code)}</pre></div>'
         for title, code in ways.items()
     )
     return f'<div class="lz-lead"><h3>Use it</h3></div><div class="lz-card lz-use">{shown}</div>'
-
-
-def ways_of_encoder(run: Run) -> dict[str, str]:
-    from linearizer.publish.encoder_card import EncoderCard
-
-    return EncoderCard(run).write_ways_to_load()
 
 
 def ways_of_causal(run: Run) -> dict[str, str]:

@@ -12,13 +12,7 @@ from linearizer.encoders.encoder_report import describe_choice, describe_inputs,
 from linearizer.encoders.encoder_run import STUDENT
 from linearizer.encoders.kinds import kind_of
 from linearizer.plan.encoder_inspection import LATENTS
-from linearizer.publish.card_parts import (
-    Card,
-    CitedTeacher,
-    describe_origin,
-    public_text,
-    table_markdown,
-)
+from linearizer.publish.card_parts import Card, CitedTeacher, describe_origin, public_text, table_markdown
 from linearizer.run.folder import Run
 
 TASKS = {  # pipelines of the Hub, by the class of transformers that loads a teacher

@@ -85,9 +85,9 @@ def test_a_run_keeps_the_ways_with_the_least_measured_kl(plan, tmp_path):
     finish(pipeline.linearize(encoder.run))
     ways = encoder.ways
     assert ways.kl[ways.chosen] == min(ways.kl.values()) and len(ways.kl) == 3
-    config = json.loads((encoder.checkpoint / "config.json").read_text())
+    config = json.loads((encoder.run.checkpoint / "config.json").read_text())
     assert config["heads"] == [list(layer) for layer in ways.heads]
-    student = encoder_run.load_student(encoder.checkpoint)
+    student = encoder_run.load_student(encoder.run.checkpoint)
     assert [module.both_ways for module in student.modules() if hasattr(module, "both_ways")] == ways.layers
     (checked,) = (event for event in Run(tmp_path / "run").events() if event["event"] == "checked")
     assert (checked["kept"], checked["kl"]) == (ways.chosen, ways.kl)
@@ -97,11 +97,11 @@ def test_a_run_keeps_the_ways_with_the_least_measured_kl(plan, tmp_path):
 def test_a_config_that_does_not_say_how_heads_attend_is_refused(ways, plan, tmp_path):
     encoder = ENCODER.begin(tmp_path / "run", plan)
     student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.ways.layers)
-    encoder_run.save(encoder, student, encoder.checkpoint)
-    config = encoder.checkpoint / "config.json"
+    encoder_run.save(encoder, student, encoder.run.checkpoint)
+    config = encoder.run.checkpoint / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "ways": ways, "heads": []}))
     with pytest.raises(FolderError, match="does not say how heads attend: make the student again"):
-        encoder_run.load_student(encoder.checkpoint)
+        encoder_run.load_student(encoder.run.checkpoint)
 
 
 def test_prices_that_lie_make_no_student(plan, tmp_path, monkeypatch):

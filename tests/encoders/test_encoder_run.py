@@ -85,15 +85,15 @@ def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_en
     encoder = ENCODER.begin(tmp_path / "run", plan)
     steps = pipeline.linearize(encoder.run)
     for _ in steps:
-        if encoder.checkpoint.is_dir():
+        if encoder.run.checkpoint.is_dir():
             break
     steps.close()
-    weights = (encoder.checkpoint / "model.safetensors").stat().st_mtime_ns
+    weights = (encoder.run.checkpoint / "model.safetensors").stat().st_mtime_ns
     assert not encoder.judgements and control.state_of(encoder.run) == "stopped"
     code, _, error = said("run", sentence_encoder, *options(text, tmp_path / "run"), "--resume")
     assert code == 0, error
     assert encoder.judgements == EncoderRun(Run(made)).judgements
-    assert (encoder.checkpoint / "model.safetensors").stat().st_mtime_ns == weights
+    assert (encoder.run.checkpoint / "model.safetensors").stat().st_mtime_ns == weights
 
 
 def test_a_run_in_the_background_is_listed_followed_and_deleted(sentence_encoder, text, tmp_path, said):
