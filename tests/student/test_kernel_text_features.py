@@ -131,7 +131,7 @@ def test_the_same_bits_twice():
 @pytest.mark.skipif(ON_GPU, reason="there it takes wide heads to see this")
 def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
     for module in (kernel_text_features, kernel_text_gradients):
-        monkeypatch.setattr(module, "dims_at_once", lambda x: 16)
+        monkeypatch.setattr(module, "dims_at_once", lambda *_: 16)
     test_attention_and_every_gradient_are_the_reference_s("one query head")
 
 
