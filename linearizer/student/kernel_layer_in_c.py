@@ -20,7 +20,7 @@ import torch
 from .kernel_heads_in_c import SOURCE
 from .kernel_in_c import Kernel, addresses_of, load_kernel, whole_numbers
 from .packed_state import SINK_TYPE
-from .rounding import FEWER, SCALE_BYTES
+from .rounding import FEWER, packed_bytes
 from .slots_merging import Merging
 from .state import ExactState, FeatureState, SlotState, in_graphs, is_traced, tensors, working_dtype
 
@@ -220,7 +220,7 @@ def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: t
         kept = {name: ((*shape, group.slots), kind) for name in ("weight", "spread")}
     kind = work if bits == 16 else torch.uint8 if bits in FEWER else torch.int8
     for side, dim in (("k", k.shape[-1]), ("v", v.shape[-1])):
-        width = dim if bits == 16 else dim + 1 if bits == 8 else dim * bits // 8 + SCALE_BYTES
+        width = dim if bits == 16 else packed_bytes(dim, bits)
         kept |= {f"{name}_{side}": ((*shape, count, width), kind) for name, count in rows.items()}
         if bits < 16:
             kept[f"sink_{side}"] = ((*shape, group.sinks, dim), SINK_TYPE)

@@ -43,6 +43,11 @@ class PackedConstants(Constants):
     __hash__ = Constants.__hash__  # which dataclasses do not inherit
 
 
+def kind_of(bits: int) -> int:
+    """Return the kind of rows of a number of bits."""
+    return bits if bits >= 8 else int(FEW.value)
+
+
 def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:
     """Return the types of what is kept, rows of 16 bits being of a type, and for which kinds of rows a kernel is
     compiled: few kernels serve all layers."""
@@ -50,7 +55,7 @@ def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:
     return {
         "KEPT": TYPES[kept],
         "SUMS": TYPES[work],
-        "LEAST": FEW.value if least < 8 else least,
+        "LEAST": kind_of(least),
     }
 
 

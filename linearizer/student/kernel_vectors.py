@@ -13,8 +13,8 @@ except ImportError:
     raise
 
 from .kernel_common import count_parts, load_tile, on_device_of_first, padded, precision
-from .kernel_packed_rows import FEW, PackedConstants, load_codes, round_rows, store_rows
-from .rounding import SCALE_BYTES, Vectors
+from .kernel_packed_rows import PackedConstants, kind_of, load_codes, round_rows, store_rows
+from .rounding import SCALE_BYTES, Vectors, packed_bytes
 from .state import working_dtype
 
 Tensor = torch.Tensor
@@ -57,10 +57,6 @@ def constants_of(dim: int, work: torch.dtype, kind: int) -> PackedConstants:
     return PackedConstants(D=dim, DP=padded(dim), BT=ROWS, LEAST=kind, **precision(work))
 
 
-def kind_of(bits: int) -> int:
-    return bits if bits >= 8 else int(FEW.value)
-
-
 @on_device_of_first
 def round_vectors(x: Tensor, bits: int) -> Tensor:
     """Round vectors (…, dim) to a number of bits."""
@@ -75,8 +71,7 @@ def round_vectors(x: Tensor, bits: int) -> Tensor:
 def pack_vectors(x: Tensor, bits: int) -> Tensor:
     """Write vectors (…, dim) as bytes."""
     x, dim = x.contiguous(), x.shape[-1]
-    size = dim + 1 if bits == 8 else dim * bits // 8 + SCALE_BYTES
-    packed = x.new_empty(*x.shape[:-1], size, dtype=torch.int8 if bits == 8 else torch.uint8)
+    packed = x.new_empty(*x.shape[:-1], packed_bytes(dim, bits), dtype=torch.int8 if bits == 8 else torch.uint8)
     if count := x.numel() // dim:
         grid = (count_parts(count, ROWS),)
         codes = x.new_empty(grid[0] * ROWS * padded(dim), dtype=torch.uint8)

@@ -59,6 +59,11 @@ def pack_vectors(x: Tensor, bits: int = 8) -> Tensor:
     return torch.cat([*bytes, scale.to(torch.bfloat16).view(torch.uint8)], -1)
 
 
+def packed_bytes(dim: int, bits: int) -> int:
+    """Return how many bytes `pack_vectors` writes of a vector."""
+    return dim + 1 if bits == 8 else dim * bits // 8 + SCALE_BYTES
+
+
 def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
     """Read what `pack_vectors` wrote."""
     return (codes_in(x, bits) * scales_in(x, bits)).to(dtype)
