@@ -42,8 +42,8 @@ class TokenGraph:
 
     @classmethod
     def of(cls, model: PreTrainedModel, cache: Cache, capture: Capture) -> TokenGraph:
-        """Capture a token of texts with such states, and compare it with one that is read without."""
-        own, other = (copy_cache(cache, lambda name, x: x.clone()) for _ in range(2))
+        """Capture a token of texts with such states, and compare it with one that `cache` reads without."""
+        own = copy_cache(cache, lambda name, x: x.clone())
         read = states_of(cache)[0].count.clone()
         ids = torch.zeros_like(read)
 
@@ -57,9 +57,9 @@ class TokenGraph:
             raise ValueError("some heads hold features, or all tokens")
         graph = cls(own, pools, ids, read, *capture(step))
         graph.lay(0, cache)
-        for layer in other.layers:
+        for layer in cache.layers:
             layer.tokens_read = (getattr(model.config, "max_position_embeddings", None) or FAR) - 1
-        expected = read_on(model, other, ids[:, None], read)
+        expected = read_on(model, cache, ids[:, None], read)
         graph.repeat()
         if not (graph.logits - expected).abs().max() <= CLOSE * expected.abs().max():
             raise ValueError("a graph writes other tokens than the model, which may look at how many tokens were read")
@@ -90,6 +90,8 @@ class TokenGraphs:
 
     def join(self, caches: Sequence[Cache]) -> Cache:
         """Join caches, of which the first may be the batch's."""
+        if self.capture is None:
+            return join_caches(caches)
         before, texts = self.graph_of(caches[0]), [len(tensors_of(cache)[0]) for cache in caches]
         if (graph := self.find(caches, sum(texts))) is None:
             return join_caches(caches)

@@ -50,10 +50,7 @@ TESTED = (
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text
 STEP = 1.4  # times the teacher's forward pass that a training step should take at most
-HELD = (  # as in KINDS: slots and windows in few bits
-    Head(window=96, slots=128, bits=4), Head(window=64, slots=283, bits=5), Head(window=256, bits=6),
-    Head(window=64, slots=76, bits=4),
-)  # fmt: skip
+HELD = [Head(window, slots=slots, bits=bits) for window, _, slots, _, bits in KINDS["slots and windows in few bits"]]
 PROMPT, WRITTEN = 1024, 64  # tokens of a text in `serve`
 
 
