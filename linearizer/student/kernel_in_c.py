@@ -27,7 +27,7 @@ from .state import is_traced
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-lm")
+FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-lm", "-pthread")
 X86, WIDEST = ("x86_64", "AMD64"), ("-mprefer-vector-width=512",)  # or loops get vectors of half the width there
 KINDS = {torch.float32: "float", torch.float64: "double"}  # that are computed with
 
@@ -36,6 +36,8 @@ Kernel = Callable[[Any, Any], int]
 
 COMMON = r"""
 #include <math.h>
+#include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -55,6 +57,28 @@ enum { LANES = BYTES / sizeof(REAL), TILE = 2 * LANES, PARTIAL = 32 / sizeof(REA
 static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
 
 static long padded(long size, long by) { return (size + by - 1) / by * by; }
+
+static const long MOST_KEPT = 1 << 24;
+static pthread_key_t kept_memory;
+
+__attribute__((constructor)) static void make_key(void) { pthread_key_create(&kept_memory, free); }
+
+/* Memory of this thread, kept from call to call, since new pages take as long as what is done with them; 0: none. */
+static char *take_memory(long size) {
+    long *memory = pthread_getspecific(kept_memory);
+    if (!memory || *memory < size) {
+        free(memory);
+        if ((memory = aligned_alloc(BYTES, padded(size, BYTES) + BYTES))) *memory = size;
+        pthread_setspecific(kept_memory, memory);
+    }
+    return memory ? (char *)memory + BYTES : 0;
+}
+
+/* Keep no more of it than many threads may. */
+static void keep_little(void) {
+    long *memory = pthread_getspecific(kept_memory);
+    if (memory && *memory > MOST_KEPT) free(memory), pthread_setspecific(kept_memory, 0);
+}
 
 /* The lanes of x where a mask has them, and those of y elsewhere. */
 static inline vec either(mask where, vec x, vec y) { return (vec)((where & (mask)x) | (~where & (mask)y)); }

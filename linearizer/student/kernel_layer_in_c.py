@@ -8,6 +8,7 @@ on how a text was cut into calls nor on the number of threads. The reference are
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Sequence
@@ -27,9 +28,11 @@ from .state import ExactState, FeatureState, SlotState, in_graphs, is_traced, te
 VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
 MERGING = ("metric", "gain", "mean_query")  # of heads with slots, in the order of the kernel
 HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel
+TOKENS_AT_ONCE = 16  # of a head, by each of these threads at least
 WIDEST = 64  # bytes of a vector, which turned keys and values fill
-TOKENS, STRIDES, OF_CALL = 3, slice(9, 25), slice(1, 7)  # where a call's own sizes and tensors lie
-OF_LAYER, OF_GROUP = 13, 1 + len(MERGING) + len(HELD)  # how many tensors a layer has before those of its groups
+TOKENS, STRIDES, OF_CALL = 3, slice(9, 25), slice(1, 8)  # where a call's own sizes and tensors lie
+OF_LAYER, OF_GROUP = 14, 1 + len(MERGING) + len(HELD)  # how many tensors a layer has before those of its groups
+PROCESS = os.getpid()
 
 Tensor = torch.Tensor
 
@@ -118,7 +121,7 @@ class LayerInC:
                     return None  # PyTorch refuses it
                 count = state.count.clone()
         turns = student.turns
-        kept = [served.factors, *[None] * 6, *([None] * 6 if turns is None else turns(turns.factors, served.work))]
+        kept = [served.factors, *[None] * 7, *([None] * 6 if turns is None else turns(turns.factors, served.work))]
         windows: dict[int, Tensor | None] = {}
         if memory is not None:
             memory += [None] * (len(student.groups) - len(memory))
@@ -163,8 +166,17 @@ class LayerInC:
 
 
 @functools.cache
+def begin_in_openmp() -> int:
+    """Return the address of what begins the threads of PyTorch, which are awake; 0 where it has others."""
+    try:
+        return ctypes.cast(ctypes.CDLL(torch._C.__file__).GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+@functools.cache
 def helpers(process: int) -> ThreadPoolExecutor:
-    """Return the threads of a process that help to read; they last, since starting threads takes 0.1 ms a layer."""
+    """Return the threads of a process that read where OpenMP begins none; they last, since each takes time to start."""
     return ThreadPoolExecutor()
 
 
@@ -181,11 +193,14 @@ def call_kernel(
     sizes[STRIDES] = [*of_q[:4], *of_k[:2], 0, of_k[2], *of_v[:2], 0, of_v[2], *of_out[:4]]
     sizes[0], sizes[TOKENS] = 0, tokens
     rest = count, None if real is None else real.contiguous()
-    addresses[OF_CALL] = [None if x is None else x.data_ptr() for x in (*given, *rest)]
-    threads = min(torch.get_num_threads(), len(k) * k.shape[1])
-    others = threads - 1 if tokens > 1 else 0  # a token is read before others begin
+    threads = torch.get_num_threads()
+    openmp = begin_in_openmp() if os.getpid() == PROCESS else 0  # whose threads do not outlive a fork
+    others = 0 if openmp or tokens == 1 else min(threads, len(k) * k.shape[1] * -(-tokens // TOKENS_AT_ONCE)) - 1
+    call = (ctypes.c_int64 * (8 * threads + 8))(threads, openmp) if threads > 1 and (openmp or others) else None
+    placed = [None if x is None else x.data_ptr() for x in (*given, *rest)]
+    addresses[OF_CALL] = [*placed, None if call is None else ctypes.addressof(call)]
     parts = [helpers(os.getpid()).submit(kernel, sizes, addresses) for _ in range(others)]
-    done = kernel(sizes, addresses), *(part.result() for part in parts)
+    done = kernel(sizes, addresses), *(part.cancel() or part.result() for part in parts)
     if not all(done):
         raise MemoryError("no memory to attend in")
     if out.dtype != work:

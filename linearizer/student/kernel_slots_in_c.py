@@ -5,7 +5,7 @@ the same bits whichever of both has changed, so that results do not depend on ho
 """
 
 SOURCE = r"""
-enum { ROWS_AT_ONCE = 48, PARTS = 4 };
+enum { ROWS_AT_ONCE = 48, PARTS = 3, PART_TOKENS = 256 };
 
 static const REAL TINY = 1e-30, MOST_TOKENS = 32767, MOST_IMPORTANT = 20;
 

@@ -1,6 +1,6 @@
-"""What heads take and keep, in C: rows of numbers or bytes, and the state of one head; the source, after that of slots.
+"""What heads take and keep, in C: rows of numbers or bytes, the state of one head, and what reading takes in memory.
 
-kernel_heads_in_c.py reads with it.
+This source follows that of slots; kernel_heads_in_c.py reads with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ typedef struct {
     long bits, dim, size, width;            /* of a row: padded numbers, bytes */
     const REAL *enter, *back, *middle;      /* of heads that turn what they take: factors, and what is taken away */
     long rotated;                           /* numbers that are rotated together */
-    REAL *sinks, *ring, *taken;
+    REAL *sinks, *near, *zeros;             /* near: the window, and the tokens of a part after it; zeros: one row */
 } Side;
 
 static void read_row(const Side *s, const char *row, REAL *x) {
@@ -83,51 +83,87 @@ static void write_sink(const Side *s, const REAL *x, char *sinks, long row) {
     for (long d = 0; d < s->dim && s->bits < 16; d++) ((uint16_t *)sinks)[row * s->dim + d] = bits_of(x[d]) >> 16;
 }
 
+/* Rows of tokens that attend at once: the first of them in a part of a text, how many, and which slots they see. */
 typedef struct {
+    long first, found, slots;
+} Rows;
+
+/* What a thread needs to attend. */
+typedef struct {
+    REAL *asks, *logits, *top, *sum, *read;
+} Scratch;
+
+typedef struct Reader Reader;
+typedef void Step(const Reader *r, const Scratch *scratch, long index);
+
+/* The steps, in any order, that the thread of a head shares with threads that have no head left to read. */
+typedef struct {
+    int64_t next, count, inside;
+    const Reader *reader;
+    Step *step;
+    int64_t rest[3];
+} Shared;
+
+struct Reader {
     Side key, value;
     Slots slots;
-    long window, block, room, sinks, each, own, chunk;  /* room: of the rings; own: the head in a state */
-    void **of;                                          /* tensors of the group */
-    REAL *asks, *logits, *top, *sum, *read, *level;
-    long *tokens;
-} Reader;
+    long window, block, sinks, each, own, chunk, part, merges;  /* own: the head in a state; merges: most in a part */
+    long begin, place, found, shown;        /* places of the first near token and of a part; which slots are the last */
+    const int64_t *sizes;
+    void **of;                              /* tensors of the group */
+    const REAL *q, *k, *v;
+    REAL *out, root, by, *seen, *level;     /* seen, level and shows: of the slots after each merge of a part */
+    long *tokens, *shows;
+    Rows *rows;
+    Shared *shared;
+};
+
+#define TAKE(x, count) (x = (void *)(memory + used), used += padded((count) * (long)sizeof *(x), BYTES))
+
+/* Lay out what a thread needs, and count its bytes. */
+static long lay_scratch(const Reader *r, Scratch *scratch, char *memory) {
+    long used = 0, rows = padded(r->chunk * r->each, LANES);
+    long tokens = r->sinks + r->window + r->chunk + r->slots.most + PARTS * ROWS;
+    TAKE(scratch->asks, r->key.dim * rows), TAKE(scratch->logits, tokens * rows), TAKE(scratch->top, rows);
+    TAKE(scratch->sum, rows), TAKE(scratch->read, ROWS * r->value.size);
+    return used;
+}
+
+/* Lay out what a head needs, and count its bytes; the first part begins with zeros. */
+static long lay_out(Reader *r, char *memory, long *zeros) {
+    long used = 0, most = r->slots.most, room = r->slots.room, key = r->key.size, value = r->value.size;
+    Slots *slots = &r->slots;
+    TAKE(r->key.zeros, key), TAKE(r->value.zeros, value);
+    TAKE(r->key.sinks, r->sinks * key), TAKE(r->value.sinks, r->sinks * value);
+    *zeros = used;
+    TAKE(r->key.near, (r->window + r->part) * key), TAKE(r->value.near, (r->window + r->part) * value);
+    if (key > r->key.dim || value > r->value.dim) *zeros = used;
+    TAKE(r->tokens, r->part), TAKE(r->rows, r->part), TAKE(r->shows, r->merges + 1);
+    TAKE(r->seen, (r->merges + 1) * most * (key + value)), TAKE(r->level, (r->merges + 1) * most);
+    if (!most) return used;
+    TAKE(slots->rows, room * slots->width), TAKE(slots->columns, (key + value) * room), TAKE(slots->cost, room * room);
+    TAKE(slots->key_square, room), TAKE(slots->value_square, room), TAKE(slots->weight, room);
+    TAKE(slots->inverse, room), TAKE(slots->spread, room), TAKE(slots->dots, 2 * ROWS * room);
+    TAKE(slots->sums, slots->width + ROWS * key), TAKE(slots->metric, r->key.dim * key), TAKE(slots->changed, room);
+    TAKE(slots->importance, room), TAKE(slots->query, r->key.dim + 1);
+    TAKE(slots->place, room), TAKE(slots->least, room), TAKE(slots->nearest, room), TAKE(slots->gone, room);
+    TAKE(slots->lost, room);
+    TAKE(slots->order, room), TAKE(slots->chosen, room), TAKE(slots->partner, room), TAKE(slots->free, room);
+    return used;
+}
 
 /* The row of a state's tensor; there are `rows` for each head. */
 static char *row_of(const Reader *r, const Side *s, int tensor, long rows, long row) {
     return (char *)r->of[tensor + (s == &r->value)] + (r->own * rows + row) * s->width;
 }
 
-static char *sinks_of(const Reader *r, const Side *s) { return (char *)r->of[SINK_K + (s == &r->value)]; }
+static REAL *near_row(const Reader *r, const Side *s, long place) { return s->near + (place - r->begin) * s->size; }
 
-/* Lay out what reading takes in memory, and count its bytes; the first part begins with zeros. */
-static long lay_out(Reader *r, char *memory, long *zeros) {
-    long used = 0, most = r->slots.most, room = r->slots.room, key = r->key.size, value = r->value.size;
-    long rows = padded(r->chunk * r->each, LANES), tokens = r->sinks + r->room + room + PARTS * ROWS;
-    Slots *slots = &r->slots;
-#define TAKE(x, count) (x = (void *)(memory + used), used += padded((count) * (long)sizeof *(x), BYTES))
-    TAKE(r->key.sinks, r->sinks * key), TAKE(r->value.sinks, r->sinks * value);
-    TAKE(r->key.ring, r->room * key), TAKE(r->value.ring, r->room * value);
-    TAKE(r->key.taken, ROWS * key), TAKE(r->value.taken, ROWS * value);
-    *zeros = used;
-    TAKE(r->tokens, r->chunk), TAKE(r->asks, r->key.dim * rows), TAKE(r->logits, tokens * rows), TAKE(r->top, rows);
-    TAKE(r->sum, rows), TAKE(r->read, ROWS * value), TAKE(r->level, room);
-    if (!most) return used;
-    TAKE(slots->rows, room * slots->width), TAKE(slots->columns, (key + value) * room), TAKE(slots->cost, room * room);
-    TAKE(slots->key_square, room), TAKE(slots->value_square, room), TAKE(slots->weight, room);
-    TAKE(slots->inverse, room), TAKE(slots->spread, room), TAKE(slots->dots, 2 * ROWS * room);
-    TAKE(slots->sums, slots->width + ROWS * key), TAKE(slots->metric, r->key.dim * key), TAKE(slots->changed, room);
-    TAKE(slots->importance, room), TAKE(slots->query, r->key.dim + 1), TAKE(slots->seen, room * (key + value));
-    TAKE(slots->place, room), TAKE(slots->least, room), TAKE(slots->nearest, room), TAKE(slots->gone, room);
-    TAKE(slots->lost, room);
-    TAKE(slots->order, room), TAKE(slots->chosen, room), TAKE(slots->partner, room), TAKE(slots->free, room);
-#undef TAKE
-    return used;
-}
+static char *sinks_of(const Reader *r, const Side *s) { return (char *)r->of[SINK_K + (s == &r->value)]; }
 
 /* Write rows of zeros. */
 static void write_zeros(const Side *s, char *rows, long count) {
-    memset(s->taken, 0, s->size * sizeof(REAL));
-    if (count) write_row(s, s->taken, rows);
+    if (count) write_row(s, s->zeros, rows);
     for (long i = 1; i < count; i *= 2) memcpy(rows + i * s->width, rows, (i < count - i ? i : count - i) * s->width);
 }
 
@@ -139,13 +175,13 @@ static void read_state(Reader *r, long count) {
             for (long i = 0; i < r->sinks && i < count; i++)
                 read_sink(s, sinks_of(r, s), r->own * r->sinks + i, s->sinks + i * s->size);
             for (long p = count > r->window ? count - r->window : 0; p < count; p++) {
-                REAL *row = s->ring + p % r->room * s->size;
+                REAL *row = near_row(r, s, p);
                 if (p < r->sinks) memcpy(row, s->sinks + p * s->size, s->size * sizeof(REAL));
                 else read_row(s, row_of(r, s, WINDOW_K, r->window, p % r->window), row);
             }
             continue;
         }
-        for (long i = 0; i < r->sinks; i++) write_sink(s, s->taken, sinks_of(r, s), r->own * r->sinks + i);
+        for (long i = 0; i < r->sinks; i++) write_sink(s, s->zeros, sinks_of(r, s), r->own * r->sinks + i);
         write_zeros(s, row_of(r, s, WINDOW_K, r->window, 0), r->window);
     }
     Slots *slots = &r->slots;
@@ -175,7 +211,7 @@ static void write_state(Reader *r, long from, long to, int merged) {
         for (long p = from; p < to && p < r->sinks; p++)
             write_sink(s, s->sinks + p * s->size, sinks_of(r, s), r->own * r->sinks + p);
         for (long p = to - from > r->window ? to - r->window : from; p < to; p++)
-            write_row(s, s->ring + p % r->room * s->size, row_of(r, s, WINDOW_K, r->window, p % r->window));
+            write_row(s, near_row(r, s, p), row_of(r, s, WINDOW_K, r->window, p % r->window));
         if (!merged) continue;
         const REAL *row = slots->seen + (v ? slots->key : 0);
         for (long i = 0; i < slots->count; i++, row += slots->key + slots->value)
@@ -194,31 +230,14 @@ static void write_state(Reader *r, long from, long to, int merged) {
     }
 }
 
-/* Take the keys or the values of some tokens into the ring, as they will be kept. */
-static void take_tokens(Reader *r, Side *s, const REAL *x, long apart, long found, REAL factor, long place) {
-    const long dim = s->dim;
-    for (long i = 0; i < found; i += ROWS) {
-        long some = found - i < ROWS ? found - i : ROWS;
-        for (long m = 0; m < some; m++) {
-            REAL *restrict row = s->taken + m * s->size;
-            const REAL *given = x + r->tokens[i + m] * apart, *enter = s->enter, *middle = s->middle;
-            if (!enter) memcpy(row, given, dim * sizeof(REAL));
-            else
-                for (long d = 0; d < dim; d++) row[d] = (given[d] * factor - middle[d]) * enter[d];
-        }
-        if (s->enter) rotate(s->taken, some * s->size, 1, s->rotated);
-        for (long m = 0; m < some; m++) {
-            long p = place + i + m;
-            REAL *row = s->ring + p % r->room * s->size;
-            memcpy(row, s->taken + m * s->size, s->size * sizeof(REAL));
-            if (p >= r->sinks) {
-                round_vector(row, s->dim, s->bits, 0);
-                continue;
-            }
-            for (long d = 0; d < s->dim && s->bits < 16; d++) row[d] = as_bf16(row[d]);
-            memcpy(s->sinks + p * s->size, row, s->size * sizeof(REAL));
-        }
+/* Keep of the rows near by those of a window before a place, and make room for a part of a text. */
+static void move_window(Reader *r, long place) {
+    long begin = place > r->window ? place - r->window : 0;
+    for (int v = 0; v < 2 && begin > r->begin; v++) {
+        Side *s = v ? &r->value : &r->key;
+        memmove(s->near, near_row(r, s, begin), (place - begin) * s->size * sizeof(REAL));
     }
+    r->begin = begin, r->place = place;
 }
 """
 )

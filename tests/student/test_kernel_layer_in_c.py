@@ -8,7 +8,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from linearizer.student import kernel_in_c, layer_student
+from linearizer.student import kernel_in_c, kernel_layer_in_c, layer_student
 from linearizer.student.kernel_heads_in_c import SOURCE
 from linearizer.student.kernel_in_c import COMMON, compiled, load_kernel
 from linearizer.student.layer_student import SlotGroup
@@ -19,7 +19,7 @@ from tests.support.layers import SCALE, assert_same_states, layer, read, text
 HELD = [[8, 0, 6, 4], [9, 0], [12, 0, 10, 4], [5, 0, 7, 4, 8], [9, 0, 0, 0, 8], [6, 0, 3, 2, 6], [40, 0, 9, 16, 5],
         [9, 0, 0, 0, 4], [0, 0, 0, 0, 16]]  # fmt: skip
 EXACT = [kind for kind in HELD if len(kind) < 5 or kind[4] >= 8]  # whose sizes may be any
-LENGTH = 60
+LENGTH, LONG = 60, 600  # of one part, and of several
 
 
 def in_c(memory):
@@ -44,6 +44,19 @@ def test_it_reads_as_pytorch_does(held, dim, value_dim, edges, padded, monkeypat
 
 
 @needs_compiler
+@pytest.mark.parametrize("padded", [False, True])
+def test_it_reads_the_parts_of_a_long_text_as_pytorch_does(padded, monkeypatch):
+    student, given = layer(HELD), text(9, LONG)
+    real = torch.rand(2, LONG, generator=torch.Generator().manual_seed(0)) < 0.7 if padded else None
+    found, memory = read(student, given, (LONG,), real)
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected, other = read(student, given, (LONG,), real)
+    seen = 1 if real is None else real[:, None, :, None]
+    torch.testing.assert_close(found * seen, expected * seen)
+    assert_same_states(memory, other)
+
+
+@needs_compiler
 def test_it_goes_on_where_pytorch_ended_and_the_other_way_round(monkeypatch):
     student, given = layer(HELD), text(9, LENGTH)
     expected, _ = read(student, given, (LENGTH,))
@@ -59,24 +72,27 @@ def test_it_goes_on_where_pytorch_ended_and_the_other_way_round(monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_neither_the_cut_of_a_text_nor_other_texts_change_a_bit(dtype):
-    student, given = layer(HELD, dtype=dtype), text(9, LENGTH, dtype=dtype)
-    whole, memory = read(student, given, (LENGTH,))
-    for edges in ((7, 20, LENGTH), range(1, LENGTH + 1)):
+    student, given = layer(HELD, dtype=dtype), text(9, LONG, dtype=dtype)
+    whole, memory = read(student, given, (LONG,))
+    for edges in ((7, 20, 300, LONG), (*range(1, LENGTH + 1), 400, LONG)):
         cut, other = read(student, given, edges)
         assert torch.equal(cut, whole)
         assert_same_states(other, memory, rtol=0, atol=0)
-    alone, _ = read(student, [x[1:] for x in given], (LENGTH,))
+    alone, _ = read(student, [x[1:] for x in given], (LONG,))
     assert torch.equal(alone, whole[1:])
 
 
 @needs_compiler
-def test_the_number_of_threads_changes_no_bit():
-    student, given = layer(HELD, dtype=torch.float32), text(9, LENGTH, dtype=torch.float32)
+@pytest.mark.parametrize("openmp", [True, False])
+def test_the_number_of_threads_changes_no_bit(openmp, monkeypatch):
+    if not openmp:
+        monkeypatch.setattr(kernel_layer_in_c, "begin_in_openmp", lambda: 0)
+    student, given = layer(HELD, dtype=torch.float32), text(9, LONG, dtype=torch.float32)
     threads, found = torch.get_num_threads(), []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.append(read(student, given, (20, LENGTH)))
+            found.append(read(student, given, (20, 400, 401, LONG)))
     finally:
         torch.set_num_threads(threads)
     for out, memory in found[1:]:
