@@ -219,7 +219,7 @@ static void help(Shared *shared) {
 }
 
 /* Read a part of a text whose tokens are taken, as rows that see the same slots. */
-static void read_part(Reader *r, const Scratch *scratch, void **tensors, long h, int *prepared) {
+static void read_part(Reader *r, const Scratch *scratch, long h, int *prepared) {
     Slots *slots = &r->slots;
     long count = 0, dim = r->key.dim, place = r->place, end = place + r->found;
     for (; place < end; place += r->rows[count++].found) {
@@ -283,7 +283,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
                 memset(r.out + t * sizes[OF_OUT + 3] + g * sizes[OF_OUT + 2], 0, r.value.dim * sizeof(REAL));
         }
         share_steps(&r, &scratch, take_tokens, (r.found + ROWS - 1) / ROWS);
-        read_part(&r, &scratch, tensors, h, &prepared);
+        read_part(&r, &scratch, h, &prepared);
     }
     if (sizes[KEEPS]) write_state(&r, before, place, prepared || !before);
     return 1;
