@@ -100,18 +100,8 @@ def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[
         )
         for done, ((index, _), curve) in enumerate(zip(samples, results, strict=True)):
             curves[index].append(curve)
-            details = layer_details(recorder.records[index], curves[index], index, settings)
-            yield Progress(EventName.PROFILE, done + 1, len(samples), "heads", details)
+            yield Progress(EventName.PROFILE, done + 1, len(samples), "heads")
     return {index: layer_profile(record, curves[index], settings) for index, record in recorder.records.items()}
-
-
-def layer_details(
-    record: LayerRecord, curves: list[Freedoms], index: int, settings: ProfileSettings
-) -> dict[str, object]:
-    """Report the degrees of freedom of a layer's KV heads, once all of them are known."""
-    if len(curves) != len(record.keys):
-        return {}
-    return {"layer": index, "freedoms": [settings.at_reference(curve) for curve in curves]}
 
 
 @contextmanager

@@ -124,7 +124,7 @@ class LogPace:
         if part != self.part or progress.done < self.done:
             self.part, self.begin, self.last, self.first = part, now, -math.inf, progress.done
         self.done = progress.done
-        news = progress.details.get("events") or "layer" in progress.details or progress.done == progress.total
+        news = progress.details.get("events") or progress.done == progress.total
         due = news or now - self.last >= max(MIN_EVENT_SECONDS, EVENT_SHARE * (now - self.begin))
         self.last = now if due else self.last
         return bool(due)
