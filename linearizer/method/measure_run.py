@@ -14,7 +14,7 @@ from torch import nn
 from linearizer.hub.weight_files import write_tensors
 from linearizer.method.blockwise_pass import Chain, calls_of, chain_of, run_blocks, sweep_forward
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.recorder import SAMPLES, LayerRecord, LayerSamples, Recorder, Samples, draw_sample
+from linearizer.method.recorder import SAMPLES, LayerSamples, Recorder, Samples, draw_sample
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
@@ -64,12 +64,8 @@ def measure_profile(
     recorder.check()
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
-    records = [recorder.records.get(index) for index in range(len(layers))]
-    samples = tuple(
-        None if record is None else LayerSamples(record.queries, record.keys, record.values, record.text)
-        for record in records
-    )
-    return Measurement(Profile(settings, texts.numel(), rows), Samples(samples))
+    samples = Samples(tuple(recorder.samples.get(index) for index in range(len(layers))))
+    return Measurement(Profile(settings, texts.numel(), rows), samples)
 
 
 def record_by_blocks(
@@ -87,21 +83,17 @@ def record_by_blocks(
 
 
 def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[int, LayerProfile]]:
-    """Turn the records of the layers into profiles, sample by sample."""
-    samples = [
-        (index, sample)
-        for index, record in sorted(recorder.records.items())
-        for sample in list_samples(record, settings)
+    """Turn what was recorded of the layers into profiles, head by head."""
+    heads = [
+        (index, sample) for index, own in sorted(recorder.samples.items()) for sample in list_samples(own, settings)
     ]
-    curves: dict[int, list[Freedoms]] = {index: [] for index in recorder.records}
-    with one_core_per_head({record.device for record in recorder.records.values()}) as pool:
-        results = pool.map(
-            lambda pair: measure_freedoms(pair[1](), settings, recorder.records[pair[0]].device), samples
-        )
-        for done, ((index, _), curve) in enumerate(zip(samples, results, strict=True)):
+    curves: dict[int, list[Freedoms]] = {index: [] for index in recorder.samples}
+    with one_core_per_head(set(recorder.devices.values())) as pool:
+        results = pool.map(lambda pair: measure_freedoms(pair[1](), settings, recorder.devices[pair[0]]), heads)
+        for done, ((index, _), curve) in enumerate(zip(heads, results, strict=True)):
             curves[index].append(curve)
-            yield Progress(EventName.PROFILE, done + 1, len(samples), "heads")
-    return {index: layer_profile(record, curves[index], settings) for index, record in recorder.records.items()}
+            yield Progress(EventName.PROFILE, done + 1, len(heads), "heads")
+    return {index: layer_profile(own, curves[index], settings) for index, own in recorder.samples.items()}
 
 
 @contextmanager
@@ -118,7 +110,7 @@ def one_core_per_head(devices: set[torch.device]) -> Iterator[ThreadPoolExecutor
         torch.set_num_threads(cores)  # later threads begin with the number that a worker sets
 
 
-def list_samples(record: LayerRecord, settings: ProfileSettings) -> Sequence[Callable[[], torch.Tensor]]:
+def list_samples(record: LayerSamples, settings: ProfileSettings) -> Sequence[Callable[[], torch.Tensor]]:
     """List functions that make the samples of a layer: of its KV heads, then of its query heads with per="query"."""
     gauge = settings.gauge
     samples = [partial(head_points, record.queries, record.keys, head, gauge) for head in range(len(record.keys))]
@@ -131,7 +123,7 @@ def list_samples(record: LayerRecord, settings: ProfileSettings) -> Sequence[Cal
     return samples
 
 
-def is_multi_head(record: LayerRecord) -> bool:
+def is_multi_head(record: LayerSamples) -> bool:
     """Whether every query head has keys of its own: then its sample is that of its KV head."""
     return len(record.queries) == len(record.keys)
 
@@ -156,7 +148,7 @@ def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: to
     return tuple(float(f"{count:.6g}") for count in counts)  # six digits, so that a profile stays a few kilobytes
 
 
-def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: ProfileSettings) -> LayerProfile:
+def layer_profile(record: LayerSamples, curves: list[Freedoms], settings: ProfileSettings) -> LayerProfile:
     """Put the results of a layer together."""
     heads, queries = curves[: len(record.keys)], curves[len(record.keys) :]
     if settings.per == "query" and is_multi_head(record):

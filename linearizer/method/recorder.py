@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import SafetensorError
@@ -97,41 +97,13 @@ def draw_sample(texts: torch.Tensor, samples: int, sinks: int, seed: int) -> Dra
     return Draw(pick(samples // 2), pick(samples // 2))
 
 
-class LayerRecord:
-    """The record of one layer."""
-
-    def __init__(self, layer: Layer, draw: Draw, device: torch.device, keeps_text: bool = False) -> None:
-        heads = layer.kv_heads
-        self.keeps_text, self.text = keeps_text, None  # type: bool, LayerSamples | None
-        self.draw, self.device = draw, device
-        self.keys = torch.zeros(heads, len(draw.keys), layer.key_dim)
-        self.values = torch.zeros(heads, len(draw.keys), layer.value_dim)
-        self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
-
-    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
-        """Add a batch whose first text is number `first`; query and key contain the scaling."""
-        texts, length = len(query), query.shape[2]
-        if self.keeps_text and first == 0:
-            self.text = LayerSamples(query[0].clone().cpu(), key[0].clone().cpu(), value[0].clone().cpu())
-        drawn = ((self.keys, key, self.draw.keys), (self.values, value, self.draw.keys))
-        for sample, vectors, positions in (*drawn, (self.queries, query, self.draw.queries)):
-            slots, places = find_within(positions, first * length, (first + texts) * length)
-            places = places.to(vectors.device)
-            sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
-
-
-def find_within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
-    """Find the rising positions in begin … end - 1: their slots in the sample, and their distance from `begin`."""
-    low, high = torch.searchsorted(positions, torch.tensor([begin, end])).tolist()
-    return slice(low, high), positions[low:high] - begin
-
-
 class Recorder:
-    """Observes a model while it runs, and keeps a record of every layer that the teacher does not bound itself."""
+    """Observes a model while it runs, and samples every layer that the teacher does not bound itself."""
 
     def __init__(self, layers: tuple[Layer, ...], draw: Draw, keeps_text: bool = False) -> None:
         self.layers, self.draw, self.keeps_text = layers, draw, keeps_text
-        self.records: dict[int, LayerRecord] = {}
+        self.samples: dict[int, LayerSamples] = {}
+        self.devices: dict[int, torch.device] = {}  # that the layers computed on
         self.first = 0  # number of the batch's first text
 
     @contextmanager
@@ -161,13 +133,32 @@ class Recorder:
                     f"layer {index}: the {name} are not finite; the weights are damaged, or their type is too small: "
                     "load the model in float32"
                 )
-        if index not in self.records:
-            self.records[index] = LayerRecord(layer, self.draw, query.device, self.keeps_text)
+        if index not in self.samples:
+            shapes = (
+                (layer.query_heads, layer.key_dim),
+                (layer.kv_heads, layer.key_dim),
+                (layer.kv_heads, layer.value_dim),
+            )
+            empty = (torch.zeros(heads, len(self.draw.keys), size) for heads, size in shapes)
+            self.samples[index], self.devices[index] = LayerSamples(*empty), query.device
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
-        self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
+        self.add(index, query.float() * root, key.float() * root, value.float())
+
+    def add(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Add what was drawn of a batch to the sample of a layer; query and key contain the scaling."""
+        if self.keeps_text and self.first == 0:
+            text = LayerSamples(*(vectors[0].clone().cpu() for vectors in (query, key, value)))
+            self.samples[index] = replace(self.samples[index], text=text)
+        own, texts, length = self.samples[index], len(query), query.shape[2]
+        border = torch.tensor([self.first, self.first + texts]) * length
+        drawn = (own.queries, query, self.draw.queries), (own.keys, key, self.draw.keys)
+        for sample, vectors, positions in (*drawn, (own.values, value, self.draw.keys)):
+            low, high = torch.searchsorted(positions, border).tolist()
+            places = (positions[low:high] - border[0]).to(vectors.device)
+            sample[:, low:high] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
 
     def check(self) -> None:
         """Check that every layer was seen."""
         expected = {index for index, layer in enumerate(self.layers) if layer.native_window is None}
-        if missing := sorted(expected - self.records.keys()):
+        if missing := sorted(expected - self.samples.keys()):
             raise FaultError(f"the attention of layers {missing} was not seen: this model cannot be measured")
