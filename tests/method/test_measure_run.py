@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from linearizer.errors import FaultError, RequestError, TextError
+from linearizer import pipeline
+from linearizer.errors import FaultError, RequestError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.measure_run import head_points, measure_profile
+from linearizer.plan.plan import Plan
 from linearizer.plan.profile import Profile, ProfileSettings
 from linearizer.progress import finish
 from linearizer.student.attention_interface import observing
@@ -126,15 +128,10 @@ def test_damaged_weights_name_the_layer(part):
         measured(teacher, texts())
 
 
-def test_too_little_text_says_how_much_is_needed():
-    with pytest.raises(TextError, match="leaves 36 tokens .* need 64"):
-        measured(teacher_of("llama"), texts(2, 20), ProfileSettings(samples=128, sinks=2))
-
-
-@pytest.mark.parametrize("tokens", [2, 4])
-def test_windows_of_sinks_alone_are_said_to_be_too_short_however_many(tokens):
-    with pytest.raises(TextError, match=f"texts of {tokens} tokens leave none .* after 4 sinks: ask for a --length"):
-        measured(teacher_of("llama"), texts(200, tokens), ProfileSettings(samples=64, sinks=4))
+@pytest.mark.parametrize("texts, tokens, left", [(200, 2, 0), (200, 4, 0), (2, 11, 14)])
+def test_texts_that_leave_too_little_besides_their_sinks_are_refused(texts, tokens, left, tmp_path):
+    with pytest.raises(RequestError, match=f"texts of {tokens} tokens leave {left} tokens to draw from, and .* on 16"):
+        pipeline.begin(tmp_path / "run", Plan("demo", budget=64, texts=texts, length=tokens, sinks=4))
 
 
 def test_layers_that_were_not_seen_are_an_error():
