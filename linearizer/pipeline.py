@@ -25,7 +25,7 @@ from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import Reader, write_in_turns
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
-from linearizer.method.allocate_run import ALONE, Helpers, allocate, help_pricing
+from linearizer.method.allocate_run import Helpers, allocate, help_pricing
 from linearizer.method.blockwise_pass import is_chain
 from linearizer.method.choose import choose_student
 from linearizer.method.decide import decide
@@ -108,7 +108,7 @@ def settle(run: Run, token: str | None = None) -> None:
     run.settle(replace(plan, dtype=dtype))
 
 
-def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers = ALONE) -> Steps[None]:
+def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers | None = None) -> Steps[None]:
     """Make the student of a run from where the run stands; `held`: the caller holds its lock.
 
     The work begins at once. `workers.control.start` and the command line wait for their turn at the device. Helpers are
@@ -131,11 +131,11 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
             run.log(EventName.DONE)
 
 
-def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps[None]:
+def make_student(run: Run, token: str | None, helpers: Helpers | None = None) -> Steps[None]:
     """Do all steps from the teacher to the checkpoint; a step whose product is stored is not repeated."""
     weights = run.inspection, run.plan.dtype, run.plan.device
     if streams(*weights) or spreads(*weights):  # one disk is not read faster by more processes; no device is free
-        helpers = ALONE
+        helpers = None
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
         learnt, judged = training_and_judging_texts(run, teacher, token)  # reads all that the steps take parts of

@@ -56,19 +56,7 @@ class Helpers(Protocol):
         """Let the others price their shares while the steps of this process's share are taken."""
 
 
-class Alone:
-    """No helpers."""
-
-    count = 1
-
-    def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
-        return (yield from steps)
-
-
-ALONE = Alone()
-
-
-def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers = ALONE) -> Steps[Allocation]:
+def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers | None = None) -> Steps[Allocation]:
     """Decide what every head holds, after measuring what the plan's strategy decides by."""
     if run.plan.rules.decided_by == "prices" and run.prices is None:
         yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
@@ -88,15 +76,16 @@ def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Te
     return with_repeats(texts, passage, run.plan.seed)
 
 
-def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers = ALONE) -> Steps[Prices]:
+def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers | None = None) -> Steps[Prices]:
     """Estimate the prices of all KV heads."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
     begin = begin_of(run)
-    own = price_share(run, teacher, texts, sinks, begin, Share(0, helpers.count))
-    prices = yield from log_progress(run, helpers.beside(sinks, own))
-    if helpers.count > 1:  # the prices that they kept are there now
+    count = 1 if helpers is None else helpers.count
+    own = price_share(run, teacher, texts, sinks, begin, Share(0, count))
+    prices = yield from log_progress(run, own if helpers is None else helpers.beside(sinks, own))
+    if count > 1:  # the prices that they kept are there now
         prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)

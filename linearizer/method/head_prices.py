@@ -52,16 +52,6 @@ class Share:
     number: int = 0
     count: int = 1
 
-    def part_of(self, costs: Mapping[int, float]) -> list[int]:
-        """List the layers of this process by what each costs: the dearest first, each to the process with the least."""
-        loads, layers = [0.0] * self.count, []
-        for layer in sorted(costs, key=lambda layer: (-costs[layer], layer)):
-            least = min(range(self.count), key=loads.__getitem__)
-            loads[least] += costs[layer]
-            if least == self.number:
-                layers.append(layer)
-        return sorted(layers)
-
 
 ALL = Share()
 
@@ -125,7 +115,7 @@ def estimate_prices(
     `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
     holds those of an earlier call, or of other shares. Every text draws its next tokens for itself.
     """
-    priced = {index: layer.kv_heads for index, layer in enumerate(layers) if layer.native_window is None}
+    priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
     kl = dict(before or {})
     size = texts_together(teacher, layers, texts)
     groups = range(0, len(texts), size)
@@ -158,14 +148,13 @@ def estimate_prices(
     return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
 
 
-def parts_of(share: Share, groups: Sequence[int], costs: Mapping[int, float]) -> set[Part]:
+def parts_of(share: Share, groups: Sequence[int], layers: Sequence[int]) -> set[Part]:
     """List the layers and groups of texts that fall to a process: a half of the texts where processes are even.
 
     Those that have the same texts share the layers, for each of which all run the whole model.
     """
     halves = 2 if share.count % 2 == 0 and len(groups) > 1 else 1
-    own = Share(share.number // halves, share.count // halves).part_of(costs)
-    half = list(groups)[share.number % halves :: halves]
+    own, half = layers[share.number // halves :: share.count // halves], groups[share.number % halves :: halves]
     return {(index, first) for index in own for first in half}
 
 

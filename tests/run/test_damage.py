@@ -9,7 +9,6 @@ from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
 from linearizer.method import allocate_run
-from linearizer.method.allocate_run import ALONE
 from linearizer.method.measure_run import measure_teacher
 from linearizer.method.recorder import SAMPLES, samples_of
 from linearizer.plan.plan import Plan
@@ -116,12 +115,12 @@ def test_what_is_made_anew_is_what_was_lost(run):
 def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
     teacher = stopped[1]
     texts = allocate_run.texts_to_price_on(run, teacher, None)
-    finish(allocate_run.price_heads(run, teacher, texts, ALONE))
+    finish(allocate_run.price_heads(run, teacher, texts))
     result = run.read("prices.json")
     (run.folder / "prices.json").unlink()
     (run.folder / allocate_run.LAYERS).mkdir()
     run.write(f"{allocate_run.LAYERS}/0.json", '{"sinks"')
-    finish(allocate_run.price_heads(run, teacher, texts, ALONE))
+    finish(allocate_run.price_heads(run, teacher, texts))
     assert run.read("prices.json") == result
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert (

@@ -11,7 +11,6 @@ import pytest
 from linearizer import pipeline
 from linearizer.errors import FaultError
 from linearizer.method import allocate_run
-from linearizer.method.allocate_run import ALONE
 from linearizer.method.head_prices import Share
 from linearizer.method.measure_run import measure_teacher
 from linearizer.plan.plan import Plan
@@ -110,7 +109,7 @@ def test_several_processes_estimate_the_prices_of_one(tmp_path):
     teacher = load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
     texts = allocate_run.texts_to_price_on(run, teacher, None)
-    finish(allocate_run.price_heads(run, teacher, texts, ALONE))
+    finish(allocate_run.price_heads(run, teacher, texts))
     whole = run.read("prices.json")
     (run.folder / "prices.json").unlink()
     finish(allocate_run.price_heads(run, teacher, texts, InTurn(run)))
