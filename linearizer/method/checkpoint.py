@@ -35,7 +35,7 @@ from linearizer.teacher.linked_weights import is_own, link_or_copy, save_around,
 from linearizer.teacher.load import load_teacher_of
 from linearizer.teacher.quantised import keep_as_stored, to_device
 from linearizer.teacher.ram import free_bytes
-from linearizer.teacher.streaming import is_placed, is_streamed, spreads, streams
+from linearizer.teacher.streaming import is_streamed, spreads, streams
 
 MAX_SHARD = 10**9  # bytes: bounds what is sent again after an upload broke
 
@@ -85,25 +85,16 @@ def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[
     ]
 
 
-def round_weights(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
-    """Round a base's weights to what their stored type can hold; they stay in the type that is computed in."""
-    for weight in weights_larger_than(student, stored):
-        weight.data = weight.to(stored).to(weight.dtype)
+def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None, keep: bool = False) -> None:
+    """Convert a base's weights to the type that its teacher is stored in, where they were computed in a larger type.
 
-
-def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
-    """Convert a base's weights to the type that its teacher is stored in, where they were computed in a larger type."""
-    for weight in weights_larger_than(student, stored):
-        weight.data = weight.to(stored)
-
-
-def weights_larger_than(student: LinearizedForCausalLM, stored: torch.dtype | None) -> list[torch.nn.Parameter]:
-    """List the weights of a base, without its layers' students, whose type is larger than the stored type.
-
-    What is read from files in every pass is not held in any type.
+    `keep` only rounds them to what that type can hold. What is read from files in every pass is not held in any type.
     """
-    named = [] if stored is None else [pair for pair in student.base.named_parameters() if not pair[1].is_meta]
-    return [x for name, x in named if ".student." not in name and x.dtype.itemsize > stored.itemsize]  # type: ignore[union-attr]
+    if stored is None:
+        return
+    for name, weight in student.base.named_parameters():
+        if not weight.is_meta and not is_own(name) and weight.dtype.itemsize > stored.itemsize:
+            weight.data = weight.to(stored).to(weight.dtype if keep else stored)
 
 
 def save(
@@ -186,7 +177,8 @@ def damaged_checkpoint(run: Run, fault: str, error: Exception) -> FolderError:
 
 def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
     """Load the student of a run to where its teacher lies; around its weights, where these lie at several places."""
-    if is_placed(teacher) and not run.plan.changes_weights:
+    several = len(set(getattr(teacher, "hf_device_map", {}).values())) > 1
+    if several and not run.plan.changes_weights:
         return load_around(run, teacher)
     return load_student(run, teacher.device, dtype=teacher.dtype)
 

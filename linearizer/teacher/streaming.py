@@ -161,11 +161,6 @@ def spreads(inspection: Inspection, dtype: str = "auto", device: str = "auto") -
     return inspection.quantised is None and rooms[0] < bytes_in_memory(inspection, dtype, device) <= sum(rooms)
 
 
-def is_placed(model: nn.Module) -> bool:
-    """Whether the weights of a model lie at several places."""
-    return len(set(getattr(model, "hf_device_map", {}).values())) > 1
-
-
 def is_streamed(model: nn.Module) -> bool:
     """Whether a model's weights are read in every pass."""
     return any(True for _ in offload_hooks(model))
