@@ -15,16 +15,17 @@ from typing import NamedTuple
 import torch
 
 from linearizer.evaluate.subjects import Read, Subject, read_together
+from linearizer.method.head_prices import list_doublings
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
-from linearizer.teacher.logits import kl_of, texts_at_once
+from linearizer.teacher.logits import kl_of, logits_at_once
 
 Tensor = torch.Tensor
 DRAWN = 1000  # times that the documents are drawn again
 FEWEST = 8  # documents; where there are fewer, texts are drawn instead
 BINS = 10  # of the probability of the likeliest token
-FIRST_EDGE = 64
+FIRST_EDGE = 64  # of the ranges of positions, which double, after the first at 0
 STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it has learned to
 NORMAL = 1.96  # 95% of a normal distribution lie within this number of deviations
 NO_CONTROLS: Mapping[int, Subject] = {}
@@ -57,7 +58,7 @@ def measure_language(
     """
     shown, subjects = len(subjects), [*subjects, *controls.values()]
     model, batches = subjects[0].model, []
-    split = windows.split(texts_at_once(model, windows.shape[1]))
+    split = windows.split(logits_at_once(model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
     for done, ids in enumerate(split, 1):
         batches.append(read_scores(subjects, ids, read))
@@ -66,7 +67,7 @@ def measure_language(
     unit, owners = owners_of(documents[:, 1:])
     resampled = Resampled(owners, seed)
     teacher = scores[0].loss if subjects[0].allocation is None else None
-    edges = doubling_edges(windows.shape[1] - 1)
+    edges = 0, *list_doublings(FIRST_EDGE, windows.shape[1] - 1)
     pairs = list(zip(subjects, scores, strict=True))
     rows = tuple(
         describe_predictions(subject, own, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
@@ -175,11 +176,6 @@ def tail_of(own: Scores, teacher: Tensor) -> Tail:
     high, highest = (apart[int(share * (len(apart) - 1))].item() for share in (0.99, 0.999))
     change = (-own.loss).exp() - (-teacher).exp()
     return Tail(high, highest, change.square().mean().sqrt().item())
-
-
-def doubling_edges(length: int) -> tuple[int, ...]:
-    """Begin ranges of positions at 0, 64, 128, 256, … below a length."""
-    return (0, *(FIRST_EDGE << step for step in range(30) if FIRST_EDGE << step < length))
 
 
 def calibration_error(probability: Tensor, correct: Tensor) -> float:

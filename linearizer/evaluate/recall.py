@@ -14,9 +14,10 @@ import torch
 
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_end, read_into
+from linearizer.method.head_prices import list_doublings
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Grid, Needle, Recall, Repeated
-from linearizer.teacher.logits import fresh_cache, losses_of, texts_at_once
+from linearizer.teacher.logits import fresh_cache, logits_at_once, losses_of
 from linearizer.teacher.ram import run_if_it_fits
 from linearizer.teacher.text import repeated_passages
 
@@ -30,18 +31,12 @@ NO_SCORE: PairScore = (None, None, None)  # memory does not reach
 MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
 
 
-def doubling_gaps(length: int, passage: int) -> tuple[int, ...]:
-    """Choose gaps that double, as far as a text has room for them, and the largest that it has."""
-    most = length - 2 * passage
-    return (*(passage << step for step in range(30) if passage << step < most * 3 // 4), most)
-
-
 def measure_recall(
     subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = ()
 ) -> Steps[Recall]:
-    """Measure how much better a passage is predicted when it comes the second time; no gaps: gaps that double."""
+    """Measure how much better a passage is predicted when it comes the second time."""
     reader = RepeatReader(subjects, windows.shape[1], passage, gaps)
-    split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
+    split = windows.split(logits_at_once(subjects[0].model, windows.shape[1]))
     for done, ids in enumerate(split):
         for _ in reader.read(subjects, ids):
             pass
@@ -53,12 +48,14 @@ class RepeatReader:
     """Reads texts once, and from the same place on also passages that stood in them: all gaps share what is before.
 
     The first `length` tokens of a text end in a passage, a gap of other text, and the passage again in place of their
-    own last tokens. What follows them in the text is read last.
+    own last tokens. What follows them in the text is read last. Gaps double, as far as a text has room for them, up to
+    the largest that it has, unless others are given.
     """
 
     def __init__(self, subjects: Sequence[Subject], length: int, passage: int, gaps: Sequence[int] = ()) -> None:
         self.names, self.length, self.passage = [subject.name for subject in subjects], length, passage
-        self.gaps = tuple(gaps) or doubling_gaps(length, passage)
+        most = length - 2 * passage
+        self.gaps = tuple(gaps) or (*list_doublings(passage, most * 3 // 4), most)
         # [subject][batch]: (texts, gaps), the first time and the second
         self.losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in subjects]
 

@@ -17,7 +17,7 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.student.attention_interface import attending
 from linearizer.student.cache import CACHE
-from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, tokens_at_once
+from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at_once
 from linearizer.teacher.token_loop import read_tokens
 
 ENDS_AT_ONCE = 5  # texts whose ends are predicted together
@@ -61,7 +61,7 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
 
     Texts whose logits would be too many are read in pieces, each subject remembering in a cache of its own kind.
     """
-    if tokens_at_once(subjects[0].model, len(ids)) >= ids.shape[1]:
+    if logits_at_once(subjects[0].model, len(ids)) >= ids.shape[1]:
         yield 0, read_alike(subjects, ids, [None] * len(subjects))
     else:
         yield from read_into(subjects, ids, [fresh_cache(subject.model) for subject in subjects])
@@ -70,7 +70,7 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
 @torch.inference_mode()
 def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache]) -> Pieces:
     """Let all subjects read the same texts into their caches, in pieces of whose logits there are not too many."""
-    size = tokens_at_once(subjects[0].model, len(ids))
+    size = logits_at_once(subjects[0].model, len(ids))
     for begin in range(0, ids.shape[1], size):
         yield begin, read_alike(subjects, ids[:, begin : begin + size], caches)
 

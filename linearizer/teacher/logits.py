@@ -80,14 +80,9 @@ def bytes_held(cache: Cache, in_16_bits: bool = False) -> int:
     return total
 
 
-def texts_at_once(model: PreTrainedModel, length: int) -> int:
-    """Compute how many texts' logits may be held at once."""
-    return max(1, MAX_LOGITS // (length * vocabulary(model)))
-
-
-def tokens_at_once(model: PreTrainedModel, texts: int) -> int:
-    """Compute how many tokens of each text may have their logits held at once."""
-    return max(1, MAX_LOGITS // (texts * vocabulary(model)))
+def logits_at_once(model: PreTrainedModel, tokens: int) -> int:
+    """Compute how many texts of some tokens, or tokens of as many texts, may have their logits held at once."""
+    return max(1, MAX_LOGITS // (tokens * vocabulary(model)))
 
 
 def vocabulary(model: PreTrainedModel) -> int:
