@@ -121,11 +121,10 @@ class Meter:
 
     def predict(self, length: int, batch: int) -> tuple[int, int]:
         """Predict the bytes of the state and the operations for a token."""
-        held = self.subject.allocation
-        if held is None:
-            return batch * head_bytes.cache_bytes(self.layers, length), head_bytes.cache_operations(self.layers, length)
-        operations = head_bytes.state_operations(held.heads, self.layers, held.sinks, length)
-        return batch * held.state_bytes(self.layers, length), operations
+        operations, held = head_bytes.cache_operations(self.layers, length), self.subject.allocation
+        if held is not None:
+            operations = head_bytes.state_operations(held.heads, self.layers, held.sinks, length)
+        return batch * self.subject.state_bytes(self.layers, length), operations
 
 
 def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: Sequence[Course]) -> Breakeven | None:
