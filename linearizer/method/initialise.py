@@ -108,11 +108,9 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
     if rule.rule.has_moments:  # what the mass of Gaussian keys is off by
         mass = (q @ k.mT).logsumexp(-1) - math.log(len(k))
         rule.mass[head] = (mass - q @ k.mean(0) - q.square() @ k.var(0, correction=0) / 2).median()
-    values, vectors = torch.linalg.eigh((q.mT @ q / len(q)).double())
-    values, vectors = values.flip(0), vectors.flip(1)
+    root, vectors = (x.flip(-1) for x in directions_of(q))
     vectors = vectors * torch.where(q.mean(0).double() @ vectors < 0, -1.0, 1.0)  # whose signs eigh leaves open
-    root = (values.clamp_min(0) + 1e-4 * values.mean() + 1e-12).sqrt()
-    count = min(rule.key_map.shape[2], len(values))
+    count = min(rule.key_map.shape[2], len(root))
     key_map, query_map = (vectors * root).mT[:count].float(), (vectors / root).mT[:count].float()
     rule.key_map[head, :, :count] = torch.stack([key_map.roll(step, 0) for step in range(rule.rule.steps)])
     rule.query_map[head, :count] = query_map
@@ -123,14 +121,14 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
 
 def query_metric(q: Tensor) -> Tensor:
     """Make a matrix with |metric·x|² the mean of (q·x)²: how far queries tell two keys apart that differ by x."""
-    return symmetric_root(q.mT @ q / len(q))
+    roots, vectors = directions_of(q)
+    return (vectors * roots @ vectors.mT).float()
 
 
-def symmetric_root(square: Tensor) -> Tensor:
-    """Compute the symmetric root of a covariance, lifted a little so that it can be inverted."""
-    values, vectors = torch.linalg.eigh(square.double())
-    values = values.clamp_min(0) + 1e-4 * values.mean() + 1e-12
-    return (vectors * values.sqrt() @ vectors.mT).float()
+def directions_of(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how large queries are in each direction, lifted a little so that none is 0, and the directions."""
+    values, vectors = torch.linalg.eigh((q.mT @ q / len(q)).double())
+    return (values.clamp_min(0) + 1e-4 * values.mean() + 1e-12).sqrt(), vectors
 
 
 def cluster(points: Tensor, count: int, generator: torch.Generator) -> Tensor:  # (count, dim)
