@@ -81,7 +81,6 @@ def distill(
         steps=trainer.step,
         start={index: status.start for index, status in layers.items() if status.start is not None},
         end={index: status.recent for index, status in layers.items() if status.recent is not None},
-        given_up=tuple(index for index, status in layers.items() if status.given_up is not None),
         events=tuple(events),
     )
 

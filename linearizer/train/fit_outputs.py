@@ -106,7 +106,7 @@ def fit_maps(
         for weight, value in before.items():
             weight.data.copy_(value)
         raise
-    return TrainingResult(settings.steps * len(end) // len(numbers), start, end, given_up=(), events=())
+    return TrainingResult(settings.steps * len(end) // len(numbers), start, end, events=())
 
 
 def fit_blocks(

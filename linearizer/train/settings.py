@@ -128,7 +128,6 @@ class TrainingResult:
     steps: int
     start: Mapping[int, float]  # excess loss of each layer on the first batch
     end: Mapping[int, float]  # its running mean at the end
-    given_up: tuple[int, ...]  # layers that returned to an earlier state and trained no more
     events: tuple[str, ...]  # sentences about what went wrong
 
 
