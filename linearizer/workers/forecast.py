@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,8 +52,6 @@ COMPARED = 6  # students that are measured before one of them is made
 HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
-Clock = Callable[[], float]
-
 
 @dataclass(frozen=True)
 class Speeds:
@@ -79,30 +76,30 @@ class RunForecast:
 
 
 @cache
-def measure_speeds(device: str, clock: Clock = time.perf_counter) -> Speeds:
+def measure_speeds(device: str) -> Speeds:
     """Measure this machine, in well under a second; only once."""
     size = 2048 if device_kind(device) == "cuda" else 512  # large enough for a device to show its speed
     matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     points = torch.randn(SPECTRUM_POINTS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
-    products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5, clock) for x in matrices)  # type: ignore[misc]
-    spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2, clock)
-    return Speeds(products, small, students_speed(device, clock), SPECTRUM_POINTS**3 / spectra, READ_RATE)
+    products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5) for x in matrices)  # type: ignore[misc]
+    spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2)
+    return Speeds(products, small, students_speed(device), SPECTRUM_POINTS**3 / spectra, READ_RATE)
 
 
 @torch.inference_mode()
-def students_speed(device: str, clock: Clock, heads: int = 4, tokens: int = 256) -> float:
+def students_speed(device: str, heads: int = 4, tokens: int = 256) -> float:
     """Measure how many tokens KV heads of a student read in a second."""
     generator = torch.Generator().manual_seed(0)
     student = LayerStudent([Head(window=16, slots=48).held] * heads, 0, SIZE, "prf").to(device)
     student.reset(generator)
     text = torch.randn(1, heads, tokens, SIZE, generator=generator).to(device)
-    read = seconds_of(lambda: float(student(text, text, text, SIZE**-0.5, None, None)[0, 0, 0, 0]), 3, clock)
+    read = seconds_of(lambda: float(student(text, text, text, SIZE**-0.5, None, None)[0, 0, 0, 0]), 3)
     return heads * tokens / read
 
 
-def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
+def seconds_of(work: Callable[[], object], times: int) -> float:
     """Time a piece of work, the fastest of a few times; one time before warms up."""
-    return min(timeit.repeat(work, timer=clock, repeat=times + 1, number=1)[1:])
+    return min(timeit.repeat(work, repeat=times + 1, number=1)[1:])
 
 
 def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:
