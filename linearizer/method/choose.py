@@ -19,7 +19,6 @@ from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin, attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
-from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -38,7 +37,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: str | None) -> Steps[Allocation]:
     """Return the allocation, or a plain one whose student has a smaller kl; a run that has chosen keeps to it."""
-    if not is_comparable(run.plan):
+    if run.plan.rules.decided_by != "prices" or run.plan.may_hold_features:  # features are to be trained first
         return allocation
     offered = candidates_of(run, allocation)
     if (before := run.candidates) is not None:  # a kill may have come before allocation.json was written
@@ -58,11 +57,6 @@ def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: st
     run.write_product(CANDIDATES, result.to_json())
     run.log(EventName.CHECKED, kept=result.kept.name, lengths=lengths, kl={own.name: own.kl for own in measured})
     return offered[result.kept.name]
-
-
-def is_comparable(plan: Plan) -> bool:
-    """Whether a plan allocates by prices, and its heads hold nothing that is trained."""
-    return plan.rules.decided_by == "prices" and plan.rules.far_field != "features"
 
 
 def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:

@@ -37,7 +37,6 @@ from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.quantised import (
     READ_HERE,
     expand_weights,
-    expand_while_loading,
     forget_quantisation,
     is_packed,
     keep_as_stored,
@@ -225,7 +224,8 @@ def read_model(
         return type(blueprint).from_pretrained(None, state_dict=weights, config=config, **options)
     if source.head is not None:
         return read_gguf(folder / source.weights.files[0], config, {**options, "dtype": computing_dtype(dtype, config)})
-    expand_while_loading(config)
+    if method is not None and not is_packed(config):
+        config.quantization_config = {**quantisation_of(config), "dequantize": True}
     return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
 
 

@@ -103,12 +103,6 @@ def describe_quantisation(config: PreTrainedConfig) -> str | None:
     return method
 
 
-def expand_while_loading(config: PreTrainedConfig) -> None:
-    """Let a config ask transformers to expand the weights, if they are not to stay quantised."""
-    if method_of(config) is not None and not is_packed(config):
-        config.quantization_config = {**quantisation_of(config), "dequantize": True}
-
-
 def keep_as_stored(model: torch.nn.Module) -> None:
     """Keep packed weights as they are: a second form for some CPUs rounds otherwise, and has no gradients."""
     module: Any

@@ -58,7 +58,7 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     if kind == "self":
         raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
     path = Path(os.path.expanduser(rest))
-    return refuse_empty(source, read_text_file(path) if kind == "file" else read_dataset(rest, token))
+    return refuse_empty(source, read_text_file(path) if kind == "file" else read_column(rest, str, "text", token))
 
 
 def read_for_length(source: str, length: int, *, token: str | None = None) -> Iterator[str]:
@@ -290,13 +290,11 @@ def split_dataset_name(spec: str) -> list[str]:
     return parts + [""] * (4 - len(parts))
 
 
-def read_dataset(spec: str, token: str | None) -> Iterator[str]:
-    """Stream a column of a data set; config, split and column of the specification may be left empty."""
-    return read_column(spec, str, "text", token)
-
-
 def read_column(spec: str, kind: type[Value], kind_name: str, token: str | None) -> Iterator[Value]:
-    """Stream a column of a data set, whose values must be of a kind; its usual name is the kind's."""
+    """Stream a column of a data set, whose values must be of a kind; its usual name is the kind's.
+
+    Config, split and column of the specification may be left empty.
+    """
     identifier, config, split, column = split_dataset_name(spec)
     split, column = split or "train", column or kind_name
     with explain_dataset_errors(identifier, token):
