@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -29,7 +28,7 @@ JUDGING = Request(("language", "recall"), short=True)  # of a student that has j
 FEWEST_PAIRS = 2  # of texts that are joined: a single text shows no difference
 MAX_WRITTEN_TOKENS = 96
 MAX_APPROXIMATION_TEXTS = 2
-Measured = tuple[Result, TextRead | None]  # None: the part reads no text of a source
+Measured = tuple[Result, torch.Tensor | None]  # and the texts that were read; None: the part reads none of a source
 
 
 def measure_parts(
@@ -52,7 +51,9 @@ def measure_parts(
         details = {"part": name, "place": place, "parts": len(request.chosen)}
         # without patience: a part is stored whole or not at all
         steps = log_progress(run, measure(setup, request), 0.0, step, **details)
-        measured = Part(fields, made_with, *(yield from steps))
+        result, windows = yield from steps
+        read = None if windows is None else text_read(setup, request, windows)
+        measured = Part(fields, made_with, result, read)
         run.write_evaluation(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:
             run.log(EventName.EXAMINED, part=name)
@@ -71,7 +72,7 @@ def check_request(setup: Setup, request: Request) -> None:
     for length in (*request.lengths, request.length or 0):
         setup.beyond(length)
     if (harness := tasks_of_harness(request)) and request.chosen != ("tasks",):  # the part itself looks for them first
-        find_tasks(harness, task_folder(request))
+        find_tasks(harness, request.task_folder)
 
 
 def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
@@ -89,18 +90,17 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     if read is not read_together:
         recall = reader.result()
         setup.recall_read.append(replace(recall, subjects=recall.subjects[: len(subjects)]))
-    return language, text_read(setup, request, windows)
+    return language, windows
 
 
 def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Repeat passages within texts, unless that was done while the language part read the same texts."""
     windows, length = texts_to_judge(setup, request)
-    read = replace(text_read(setup, request, windows), length=length)
     if setup.recall_read:
         yield Progress("recall", 1, 1, "batches")
-        return setup.recall_read.pop(), read
-    subjects = subjects_and_rivals(setup, request, windows.shape[1])
-    return (yield from measure_recall(subjects, windows[:, :length], passage_tokens(length))), read
+        return setup.recall_read.pop(), windows[:, :length]
+    subjects, begun = subjects_and_rivals(setup, request, windows.shape[1]), windows[:, :length]
+    return (yield from measure_recall(subjects, begun, passage_tokens(length))), begun
 
 
 def texts_to_judge(setup: Setup, request: Request) -> tuple[torch.Tensor, int]:
@@ -135,24 +135,23 @@ def passage_tokens(length: int) -> int:
 def measure_needle_part(setup: Setup, request: Request) -> Steps[Measured]:
     lengths = request.lengths or needle_lengths(setup.usual_length, setup.run.positions)
     windows = setup.windows(request.text, max(lengths), max(1, request.texts // 2), request.seed)
-    subjects, read = setup.subjects(max(lengths)), text_read(setup, request, windows)
-    return (yield from measure_needle(subjects, windows, lengths, setup.run.positions, request.seed)), read
+    given = setup.subjects(max(lengths)), windows, lengths, setup.run.positions, request.seed
+    return (yield from measure_needle(*given)), windows
 
 
 def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Continue the first half of each text, by as many tokens as the half has."""
     windows = request_texts(setup, request)
     prompt = min(windows.shape[1] // 2, MAX_WRITTEN_TOKENS)
-    subjects, read = setup.subjects(windows.shape[1]), text_read(setup, request, windows)
-    return (yield from measure_generation(subjects, windows[:, :prompt], prompt, request.seed)), read
+    subjects = setup.subjects(windows.shape[1])
+    return (yield from measure_generation(subjects, windows[:, :prompt], prompt, request.seed)), windows
 
 
 def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Measure every head before and after its training."""
     windows = request_texts(setup, request)[:MAX_APPROXIMATION_TEXTS]
     students = [subject for subject in setup.subjects(windows.shape[1]) if subject.allocation is not None]
-    read = text_read(setup, request, windows)
-    return (yield from measure_approximation(setup.teacher or setup.student.base, students, windows)), read
+    return (yield from measure_approximation(setup.teacher or setup.student.base, students, windows)), windows
 
 
 def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
@@ -171,7 +170,7 @@ def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Let all subjects do tasks of the harness, and tasks that are generated here from the run's text."""
     subjects, scored = setup.subjects(setup.usual_length), []
     if harness := tasks_of_harness(request):
-        options = (harness, request.limit, request.few_shot, task_folder(request), request.seed)
+        options = (harness, request.limit, request.few_shot, request.task_folder, request.seed)
         scored = list((yield from measure_tasks(subjects, setup.tokenizer, *options)).subjects)
     if RULER in request.tasks:
         lengths = request.lengths or (setup.usual_length,)
@@ -185,10 +184,6 @@ def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
 def tasks_of_harness(request: Request) -> tuple[str, ...]:
     """List the tasks that are not generated here."""
     return tuple(task for task in request.tasks if task != RULER)
-
-
-def task_folder(request: Request) -> Path | None:
-    return None if request.task_folder is None else Path(request.task_folder)
 
 
 def request_texts(setup: Setup, request: Request) -> torch.Tensor:  # (texts, tokens)

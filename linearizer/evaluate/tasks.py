@@ -55,7 +55,7 @@ def measure_tasks(
     names: Sequence[str],
     limit: int | None = None,
     few_shot: int | None = None,
-    folder: Path | None = None,
+    folder: str | None = None,
     seed: int = 0,
     batch: int = 8,
 ) -> Steps[Tasks]:
@@ -83,18 +83,18 @@ def measure_tasks(
     return Tasks(tuple(names), limit, few_shot, tuple(scores))
 
 
-def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
+def find_tasks(names: Sequence[str], folder: str | None) -> Any:
     """Return lm_eval's manager of tasks; load the named tasks once, so that missing data is known before measuring."""
-    if folder is not None and not folder.is_dir():
-        raise RequestError(f"--task-folder {str(folder)!r} is not a folder: name one that holds tasks as YAML files")
+    if folder is not None and not Path(folder).is_dir():
+        raise RequestError(f"--task-folder {folder!r} is not a folder: name one that holds tasks as YAML files")
     try:
         from lm_eval.tasks import TaskManager, get_task_dict
     except ImportError as error:
         raise RequestError(f"tasks need lm_eval, which is not installed here: {INSTALL}") from error
     with silent():
-        manager = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
+        manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
         if manager is None or not set(names) <= set(manager.all_tasks):  # reading all of its own takes seconds
-            manager = TaskManager(include_path=None if folder is None else str(folder))
+            manager = TaskManager(include_path=folder)
     known = manager.all_tasks
     for name in names:
         if name not in known:

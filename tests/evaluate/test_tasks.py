@@ -20,7 +20,7 @@ from tests.support.models import MIXED, allocation_of, layers_of, teacher_of
 
 pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's own imports warn
-FOLDER = Path(__file__).parents[1] / "support" / "tasks"
+FOLDER = str(Path(__file__).parents[1] / "support" / "tasks")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_tasks_that_cannot_be_had_are_refused_before_anything_is_measured(tmp_pa
         find_tasks(["#"], FOLDER)
     (tmp_path / "far.yaml").write_text((FOLDER / "colours.yaml").read_text().replace("tests/support/tasks/", "absent/"))
     with pytest.raises(RequestError, match="the data of colours cannot be loaded .*--task-folder"):
-        find_tasks(["colours"], tmp_path)
+        find_tasks(["colours"], str(tmp_path))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(RequestError, match=r"not installed here: pip install 'linearizer\[tasks\]'"):
         find_tasks(["colours"], FOLDER)
