@@ -56,7 +56,7 @@ class CacheInFewBits(nn.Module):
         before = read.rounded_k.shape[2]
         k, v = torch.cat([read.k, k], 2), torch.cat([read.v, v], 2)
         place = torch.arange(before, before + k.shape[2], device=k.device)[-q.shape[2] :]
-        rounded = rounded_before(place, self.group)  # of each row, how many tokens
+        rounded = (place + 1 - RECENT).clamp_min(0) // self.group * self.group  # for each row: groups, none recent
         new = int(rounded[-1]) - before
         channels = k[:, :, :new].unflatten(2, (new // self.group, self.group)).mT  # of groups of tokens
         rounded_k = torch.cat([read.rounded_k, round_rows(channels, self.bits).mT.flatten(2, 3)], 2)
@@ -73,11 +73,6 @@ class CacheInFewBits(nn.Module):
         if memory is not None:
             memory[:] = [ReadTokens(rounded_k, rounded_v, k[:, :, new:], v[:, :, new:])]
         return rotate(torch.cat(attended, 2)).to(dtype)
-
-
-def rounded_before(place: Tensor, group: int) -> Tensor:
-    """Count the tokens that are rounded when the token at a place attends: whole groups, and no recent token."""
-    return (place + 1 - RECENT).clamp_min(0) // group * group
 
 
 def round_rows(x: Tensor, bits: int) -> Tensor:

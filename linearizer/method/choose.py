@@ -48,7 +48,8 @@ def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: st
     with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
         steps = kl_by_token(teacher.model, texts, layers, list(offered.values()), begin)
         kl = yield from log_progress(run, steps)
-    lengths = lengths_to_compare(run, texts.shape[1])
+    length, tokens = run.plan.kept_length(run.positions), texts.shape[1]
+    lengths = tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
     measured = tuple(
         Candidate(name, tuple(own[:, :length].mean().item() for length in lengths))
         for name, own in zip(offered, kl, strict=True)
@@ -84,12 +85,6 @@ def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tenso
     joined = torch.cat([texts[0], *(text[first:] for text in texts[1:])])
     most = teacher.inspection.max_positions
     return joined[None] if most is None or len(joined) <= most else texts
-
-
-def lengths_to_compare(run: Run, tokens: int) -> tuple[int, ...]:
-    """List a quarter of a text, a text, and all that was read."""
-    length = run.plan.kept_length(run.positions)
-    return tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ overestimated; the estimate serves to order heads and options.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -144,7 +144,7 @@ def estimate_prices(
     for index in priced:
         if all((index, first) in kl for first in groups):
             sums = torch.stack([torch.tensor(kl[index, first], dtype=torch.float64) for first in groups])
-            means[index] = rows_of(sums.sum(0) / texts.numel())
+            means[index] = tuple(map(tuple, (sums.sum(0) / texts.numel()).tolist()))
     return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
 
 
@@ -156,11 +156,6 @@ def parts_of(share: Share, groups: Sequence[int], layers: Sequence[int]) -> set[
     halves = 2 if share.count % 2 == 0 and len(groups) > 1 else 1
     own, half = layers[share.number // halves :: share.count // halves], groups[share.number % halves :: halves]
     return {(index, first) for index in own for first in half}
-
-
-def rows_of(kl: Tensor) -> KlOfLayer:
-    """Lay the kl of a layer (KV heads, options) out."""
-    return tuple(map(tuple, kl.tolist()))
 
 
 def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Tensor) -> int:
@@ -183,7 +178,7 @@ def kl_of_options(
         # (draws, texts, KV heads, group, tokens): the queries of a group change together
         slope = (gradient.unflatten(2, (heads, -1)) * change).sum((-1, 3))
         kl[:, place] = (weights * slope.square().mean(0)).sum((0, 2)).double().cpu() / 2
-    return rows_of(kl)
+    return tuple(map(tuple, kl.tolist()))
 
 
 def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: torch.device) -> Recording:
@@ -200,17 +195,14 @@ def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> l
 
 
 def with_repeats(texts: torch.Tensor, passage: int, seed: int) -> torch.Tensor:
-    """Repeat earlier passages at random places in the second half of the texts: what recall is priced on."""
-    generator = torch.Generator().manual_seed(seed)
+    """Repeat earlier passages at random places in the second half of the texts: what recall is priced on.
+
+    One passage of four comes again.
+    """
+    generator, places = torch.Generator().manual_seed(seed), texts.shape[1] // passage
     texts = texts.clone()
     for text in texts[len(texts) // 2 :]:
-        for first, second in draw_places(len(text), passage, generator):
+        for _ in range(texts.shape[1] // (4 * passage)):
+            first, second = (torch.randperm(places, generator=generator)[:2].sort().values * passage).tolist()
             text[second : second + passage] = text[first : first + passage].clone()
     return texts
-
-
-def draw_places(tokens: int, passage: int, generator: torch.Generator) -> Iterator[tuple[int, int]]:
-    """Draw pairs of places, the second after the first, a pair for every four passages of text."""
-    for _ in range(tokens // (4 * passage)):
-        first, second = (torch.randperm(tokens // passage, generator=generator)[:2].sort().values * passage).tolist()
-        yield first, second

@@ -23,9 +23,7 @@ class EncoderInspection(ModelFacts):
     head_dim: int
     tokens: int  # of a picture of the usual size, or the most of a text
     layer_parameters: int  # outside of embeddings: a token is multiplied by each
-    first: int = (
-        0  # tokens before the patches of a picture, or special ones before a text where its tokenizer was asked
-    )
+    first: int = 0  # tokens before the patches of a picture, or special ones before a text
     last: int = 0  # special ones after a text
     stretches: bool = False  # whether its positions are a table, which can be interpolated for longer texts
     repo_id: str | None = None  # of the Hub

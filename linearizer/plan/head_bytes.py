@@ -137,15 +137,10 @@ def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
     if head.softmax:
         return group * pair_operations(layer) * length
     feature = 2 * layer.key_dim + 2 * (layer.value_dim + 1)  # made from a vector, and read from or added to the state
-    near = group * pair_operations(layer) * (sinks + head.window + head.slots)
-    return near + (group + 1) * feature * head.features + merging_operations(head, layer)
-
-
-def merging_operations(head: Head, layer: Layer) -> int:
-    """Price what one token's share of merging a block costs: the distances of all pairs."""
-    if not head.slots:
-        return 0
-    return pair_operations(layer) * (head.slots + head.block) ** 2 // head.block
+    pair = pair_operations(layer)
+    merging = pair * (head.slots + head.block) ** 2 // head.block if head.slots else 0  # of a block: all distances
+    near = group * pair * (sinks + head.window + head.slots)
+    return near + (group + 1) * feature * head.features + merging
 
 
 def pair_operations(layer: Layer) -> int:

@@ -80,17 +80,13 @@ class Trainer:
         self.step += 1
         for message, layers in problems.items():
             events.append(f"step {self.step}: layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}: {message}")
-        self.check_active()
-        return losses, events
-
-    def check_active(self) -> None:
-        """End a training in which no layer trains any more."""
         if not self.active():
             reasons = {optimizer.status.given_up for optimizer in self.optimizers.values()}
             raise FaultError(
                 f"no layer is left to train at step {self.step} ({'; '.join(sorted(map(str, reasons)))}): ask for "
                 f"another --loss than {self.settings.loss!r}, or train nothing (--steps 0)"
             )
+        return losses, events
 
     def active(self) -> dict[int, LayerOptimizer]:
         """List the layers that still train."""
