@@ -20,7 +20,7 @@ from tests.support.models import MIXED, allocation_of, layers_of, teacher_of
 
 pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's own imports warn
-FOLDER = str(Path(__file__).parents[1] / "support" / "tasks")
+FOLDER = Path(__file__).parents[1] / "support" / "tasks"
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def accuracy(model, tokenizer, samples):
 def test_scores_are_those_of_the_logits_padding_and_batches_or_not(subjects, tokenizer):
     samples = [json.loads(line) for line in (FOLDER / "colours.jsonl").read_text().splitlines()]
     padding = tokenizer.padding_side
-    result = finish(measure_tasks(subjects, tokenizer, ["colours", "colour_words"], folder=FOLDER, batch=5))
+    result = finish(measure_tasks(subjects, tokenizer, ["colours", "colour_words"], folder=str(FOLDER), batch=5))
     assert [one.name for one in result.subjects] == ["teacher", "student"]
     for subject, one in zip(subjects, result.subjects, strict=True):
         assert [(score.task, score.metric, score.samples) for score in one.scores] == [
@@ -81,22 +81,22 @@ def test_scores_are_those_of_the_logits_padding_and_batches_or_not(subjects, tok
         assert one.accuracy == one.scores[0].value
         assert one.accuracy == pytest.approx(accuracy(subject.model, tokenizer, samples))
     assert tokenizer.padding_side == padding
-    options = {"names": ["colours"], "folder": FOLDER, "limit": 5, "few_shot": 2}
+    options = {"names": ["colours"], "folder": str(FOLDER), "limit": 5, "few_shot": 2}
     few = finish(measure_tasks(subjects[1:], tokenizer, **options))
     assert few.subjects[0].scores[0].samples == 5 and (few.limit, few.few_shot) == (5, 2)
 
 
 def test_tasks_that_cannot_be_had_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="there is no task 'colors': did you mean .*colours"):
-        find_tasks(["colours", "colors"], FOLDER)
+        find_tasks(["colours", "colors"], str(FOLDER))
     with pytest.raises(RequestError, match="lists those that there are"):
-        find_tasks(["#"], FOLDER)
+        find_tasks(["#"], str(FOLDER))
     (tmp_path / "far.yaml").write_text((FOLDER / "colours.yaml").read_text().replace("tests/support/tasks/", "absent/"))
     with pytest.raises(RequestError, match="the data of colours cannot be loaded .*--task-folder"):
         find_tasks(["colours"], str(tmp_path))
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
     with pytest.raises(RequestError, match=r"not installed here: pip install 'linearizer\[tasks\]'"):
-        find_tasks(["colours"], FOLDER)
+        find_tasks(["colours"], str(FOLDER))
 
 
 def test_of_a_tag_its_tasks_are_read_and_names_are_kept():
