@@ -161,36 +161,17 @@ def missing_measurement(run: Run, plan: Plan, what: str) -> RequestError:
 
 def allocate_by_gates(gates: Gates, layers: Sequence[Layer], budget: int, sinks: int, length: int) -> Allocation:
     """Leave softmax as many heads as the budget has room for at a length, and give the others one window size."""
-    order = sorted(
-        ((index, head) for index, row in enumerate(gates) for head in range(len(row))),
-        key=lambda place: -gates[place[0]][place[1]],
-    )
-    softmax: set[tuple[int, int]] = set()
+    tokens = {(index, head): token_bytes(layers[index]) for index, row in enumerate(gates) for head in range(len(row))}
+    order = sorted(tokens, key=lambda place: -gates[place[0]][place[1]])
+
+    def tokens_of_others(count: int) -> int:
+        """Compute the tokens that each other head can hold beside the first softmax heads."""
+        taken, others = (sum(map(tokens.__getitem__, places)) for places in (order[:count], order[count:]))
+        return (cache_bytes(layers, budget) - length * taken) // others if others else 0
+
     least = sinks + max(SMALLEST, budget // 4)  # a window is worth more than another softmax head
-    for place in order:
-        if window_tokens(layers, gates, softmax | {place}, budget, length) < least:
-            break
-        softmax.add(place)
-    window = window_tokens(layers, gates, softmax, budget, length) - sinks
-    return Allocation(
-        "duo",
-        sinks,
-        tuple(
-            tuple(Head(softmax=True) if (index, head) in softmax else Head(window=window) for head in range(len(row)))
-            for index, row in enumerate(gates)
-        ),
-    )
-
-
-def window_tokens(
-    layers: Sequence[Layer], gates: Gates, softmax: set[tuple[int, int]], budget: int, length: int
-) -> int:
-    """Compute the tokens that each other head can hold beside some softmax heads."""
-    left = cache_bytes(layers, budget) - sum(length * token_bytes(layers[index]) for index, _ in softmax)
-    one_each = sum(
-        token_bytes(layer)
-        for index, (layer, row) in enumerate(zip(layers, gates, strict=True))
-        for head in range(len(row))
-        if (index, head) not in softmax
-    )
-    return left // one_each if one_each else 0
+    count = next((n for n in range(len(order)) if tokens_of_others(n + 1) < least), len(order))
+    window = Head(window=tokens_of_others(count) - sinks)
+    held = {place: Head(softmax=True) if rank < count else window for rank, place in enumerate(order)}
+    rows = (tuple(held[index, head] for head in range(len(row))) for index, row in enumerate(gates))
+    return Allocation("duo", sinks, tuple(rows))
