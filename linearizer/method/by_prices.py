@@ -58,22 +58,15 @@ class OffersOfHeads:
 
     def allocation(self, levels: Sequence[int]) -> Allocation:
         """Make the allocation that these levels stand for."""
-        heads = iter(offer.head for offer in self.at(levels))
+        heads = (offers[level].head for offers, level in zip(self.offers, levels, strict=True))
         rows = tuple(tuple(next(heads) for _ in range(count)) for count in self.heads_per_layer)
         return Allocation("gain", self.sinks, rows)
 
-    def levels(self, allocation: Allocation) -> list[int]:
-        """Find the level of every head of an allocation that was made of these offers."""
+    def taken(self, allocation: Allocation) -> list[Offer[Head]]:
+        """Find the offer of every head of an allocation that was made of these offers."""
         heads = (head for row in allocation.heads for head in row)
-        return [[offer.head for offer in offers].index(head) for offers, head in zip(self.offers, heads, strict=True)]
-
-    def kl(self, levels: Sequence[int]) -> float:
-        """Add up the kl of all heads at these levels."""
-        return math.fsum(offer.kl for offer in self.at(levels))
-
-    def at(self, levels: Sequence[int]) -> list[Offer[Head]]:
-        """Take the offer of every head at its level."""
-        return [offers[level] for offers, level in zip(self.offers, levels, strict=True)]
+        by_head = ({offer.head: offer for offer in offers} for offers in self.offers)
+        return [offers[head] for offers, head in zip(by_head, heads, strict=True)]
 
 
 def check_least_budget(layers: Sequence[Layer], budget: int, sinks: int, bits: int = 16) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import fsum
 
 from linearizer.errors import LinearizerError
 from linearizer.method.by_prices import allocate_by_prices
@@ -41,7 +42,7 @@ def find_correction(run: Run) -> Correction | None:
     if (candidates := run.candidates) is None or run.prices is None:
         return None
     offers = offers_of(run, run.plan, run.layers)
-    if not (predicted := offers.kl(offers.levels(allocate_by_prices(offers)))) > 0:
+    if not (predicted := fsum(offer.kl for offer in offers.taken(allocate_by_prices(offers)))) > 0:
         return None
     length, priced = run.plan.kept_length(run.positions), candidates.measured[0]  # the first is that by prices
     own = dict(zip(candidates.lengths, priced.kl, strict=True))
@@ -55,11 +56,11 @@ def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
         return ""
     try:
         offers = offers_of(run, plan, run.layers)
-        levels = offers.levels(allocation)
-        predicted = offers.kl(levels)
-    except (LinearizerError, ValueError):  # a plain allocation was kept, which is not made of priced offers
+        taken = offers.taken(allocation)
+    except (LinearizerError, KeyError):  # a plain allocation was kept, which is not made of priced offers
         return ""
-    last = all(level == len(own) - 1 for level, own in zip(levels, offers.offers, strict=True))
+    predicted = fsum(offer.kl for offer in taken)
+    last = all(offer is own[-1] for offer, own in zip(taken, offers.offers, strict=True))
     most = "; more buys nothing: every head has all it can use" * last
     if (correction := find_correction(run)) is None:
         return f"{predicted:.4f} predicted: no whole student was measured{most}"

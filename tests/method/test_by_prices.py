@@ -36,7 +36,7 @@ four_heads = st.lists(falling, min_size=4, max_size=4).map(prices_of)
 def allocate(prices, budget, length, may_grow=True):
     offers = OffersOfHeads.of(prices, LAYERS, budget, length, may_grow)
     allocation = allocate_by_prices(offers)
-    return allocation, offers.kl(offers.levels(allocation))
+    return allocation, math.fsum(offer.kl for offer in offers.taken(allocation))
 
 
 def spent(allocation, length):
