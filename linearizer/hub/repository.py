@@ -129,9 +129,9 @@ def organisations_of(me: Mapping[str, Any]) -> list[str]:
     return [org["name"] for org in me.get("orgs", ()) if org.get("roleInOrg") != "read"]
 
 
-def name_repository(name: str, private: bool, kind: str = "model") -> Repository:
-    """Name a repository without asking the Hub, since nobody is signed in."""
-    repo_id = name if "/" in name else f"{NOBODY}/{name}"
+def name_repository(name: str, private: bool, kind: str = "model", owner: str = NOBODY) -> Repository:
+    """Name a repository without asking the Hub."""
+    repo_id = name if "/" in name else f"{owner}/{name}"
     with explain_publish_errors(repr(repo_id)):
         validate_repo_id(repo_id)
     return Repository(repo_id, private, kind, None, frozenset())
@@ -145,19 +145,18 @@ def unchecked_note() -> str:
 def find_repository(name: str, private: bool, token: str | None = None, kind: str = "model") -> Repository:
     """Find the repository NAME or OWNER/NAME, and check that the account may write there; send nothing."""
     owners = list_owners(token)
-    repo_id = name if "/" in name else f"{owners[0]}/{name}"
+    new = name_repository(name, private, kind, owners[0])
+    owner, repo_id = new.repo_id.partition("/")[0], new.repo_id
+    if owner not in owners:
+        raise PublishError(
+            f"{owner!r} is not an owner that {owners[0]!r} may publish for: choose from {', '.join(owners)}"
+        )
+    hub = HfApi(token=access_token(token))
     with explain_publish_errors(repr(repo_id)):
-        validate_repo_id(repo_id)
-        owner = repo_id.partition("/")[0]
-        if owner not in owners:
-            raise PublishError(
-                f"{owner!r} is not an owner that {owners[0]!r} may publish for: choose from {', '.join(owners)}"
-            )
-        hub = HfApi(token=access_token(token))
         try:
             info = hub.repo_info(repo_id, repo_type=kind, timeout=HUB_SECONDS)
         except RepositoryNotFoundError:
-            return Repository(repo_id, private, kind, None, frozenset())
+            return new
         hub.auth_check(repo_id, repo_type=kind, write=True)
     if bool(info.private) != private:
         visibility, remedy = ("private", "leave out --public") if info.private else ("public", "add --public")
