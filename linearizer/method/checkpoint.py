@@ -33,7 +33,7 @@ from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedF
 from linearizer.teacher.devices import choose_device
 from linearizer.teacher.linked_weights import is_own, link_or_copy, save_around, save_streamed
 from linearizer.teacher.load import load_teacher_of
-from linearizer.teacher.quantised import keep_as_stored, to_device
+from linearizer.teacher.quantised import is_packed, keep_as_stored
 from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.streaming import is_streamed, spreads, streams
 
@@ -160,7 +160,8 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
         )
     check_weights(run)
     try:
-        return to_device(load(run.checkpoint, **options), device)
+        student = load(run.checkpoint, **options)
+        return student if is_packed(student.config) else student.to(device)  # packed weights are loaded to theirs
     except Exception as error:  # each library checks a config in its own way, with errors of many types
         if is_out_of_memory(error) or isinstance(error, RequestError):
             raise

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -26,7 +26,6 @@ from linearizer.teacher.support import Refused
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 BEFORE = "name the model that it was quantised from"
 # The weights of PACKED stay as they are; those of others are expanded to a floating type while they load.
 PACKED = "bitsandbytes"
@@ -116,12 +115,6 @@ def forget_quantisation(model: PreTrainedModel) -> None:
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
     model._weight_conversions = None  # or it would be saved with the names of packed weights
-
-
-def to_device(model: Model, device: str | torch.device) -> Model:
-    """Bring a model to a device; packed weights are loaded to theirs."""
-    config = getattr(model, "config", None)
-    return model if config is not None and is_packed(config) else model.to(device)
 
 
 def check_few_bits(method: str, stated: Mapping[str, Any], remedy: str) -> None:

@@ -24,7 +24,7 @@ from linearizer.plan.options import differences
 from linearizer.plan.plan import FITTED, Plan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
-from linearizer.run.files import writing
+from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run, ends_of_phases
 from linearizer.run.stopping import log_progress
 from linearizer.student.attention_interface import attending
@@ -35,7 +35,7 @@ from linearizer.train.fit_outputs import fit_maps
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingResult, TrainingSettings, check_text, training_settings
-from linearizer.train.trainer import TEACHER, Losses, Trainer, read_state, remove_states, write_state
+from linearizer.train.trainer import NEWEST, PREVIOUS, TEACHER, Losses, Trainer, read_state, write_state
 
 DEFAULTS = TrainingSettings()
 
@@ -65,7 +65,8 @@ def distill(
                 write_state(folder, trainer.state(facts))
 
         if folder is not None and not resume:
-            remove_states(folder)
+            for name in (NEWEST, PREVIOUS):
+                remove(folder / name)
         elif folder is not None and (state := read_state(folder)) is not None:
             check_identity(facts, state.facts, folder)
             trainer.restore(state)

@@ -253,13 +253,6 @@ def read_state(folder: Path) -> TrainingState | None:
     raise FaultError(f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: train again without resuming")
 
 
-def remove_states(folder: Path) -> None:
-    """Remove the states of an earlier training."""
-    with writing(folder):
-        for name in (NEWEST, PREVIOUS):
-            (folder / name).unlink(missing_ok=True)
-
-
 @dataclass
 class LayerStatus:
     """The state of a layer's training, without its tensors."""

@@ -117,7 +117,9 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     judging = JUDGING_PASSES * (teacher + student + logits)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = plan.texts_priced * pricing_seconds(plan, length, teacher, student)
+        offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
+        priced = 1 + 1.2 * DRAWS  # passes of a text, forward and back
+        pricing = plan.texts_priced * (COMPARED * (teacher + student) + priced * teacher + offered * student)
     training = training_seconds(plan, layers, teacher, student, length / products)
     spectra = heads * plan.samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
@@ -202,13 +204,6 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     if plan.dtype == "auto" and inspection.number_bytes == 2:
         return max(speeds.products, speeds.small_products)
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
-
-
-def pricing_seconds(plan: Plan, length: int, teacher: float, student: float) -> float:
-    """Estimate the seconds of prices and of the comparison of students for a text."""
-    offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
-    priced = 1 + 1.2 * DRAWS  # passes of a text, forward and back
-    return COMPARED * (teacher + student) + priced * teacher + offered * student
 
 
 def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: float, operation: float) -> float:
