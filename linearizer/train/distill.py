@@ -34,7 +34,7 @@ from linearizer.teacher.logits import check_logits
 from linearizer.train.fit_outputs import fit_maps
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
-from linearizer.train.settings import TrainingResult, TrainingSettings, check_text, training_settings
+from linearizer.train.settings import TrainingResult, TrainingSettings, training_settings
 from linearizer.train.trainer import NEWEST, PREVIOUS, TEACHER, Losses, Trainer, read_state, write_state
 
 DEFAULTS = TrainingSettings()
@@ -53,7 +53,6 @@ def distill(
 
     Before each step `enough` receives the number of finished steps; returning true ends the training early.
     """
-    check_text(texts, settings)
     with attending(student.base, TEACHER):
         check_logits(student.base, texts)
     with trainable_features(student, settings):

@@ -26,7 +26,7 @@ from linearizer.student.attention_interface import attending, attention_modules
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import is_transposed, layer_number, matrices, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS
-from linearizer.train.settings import TrainingResult, TrainingSettings, check_text, draw_batch
+from linearizer.train.settings import TrainingResult, TrainingSettings, draw_batch
 from linearizer.train.trainer import TEACHER, without_denormals
 
 RIDGE = 0.03  # of the mean square of what a map is given, below which the texts say little: the teacher's map stays
@@ -83,7 +83,6 @@ def fit_maps(
     before it stand for; returning true ends the fit early. Closing it before its end leaves the teacher's weights as
     they were.
     """
-    check_text(texts, settings)
     numbers = [layer_number(module) for module in attention_modules(student.base)]
     before: dict[nn.Parameter, Tensor] = {}
     start, end = dict[int, float](), dict[int, float]()

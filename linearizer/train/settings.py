@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from linearizer.errors import RequestError, TextError
+from linearizer.errors import RequestError
 from linearizer.plan.options import check_options, option
 from linearizer.plan.plan import FITTED, Plan
 from linearizer.run.disk import SAVE_EVERY
@@ -110,15 +110,6 @@ def repeat_passage(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 def generator_for(settings: TrainingSettings, number: int) -> torch.Generator:
     """Seed a generator for one purpose."""
     return torch.Generator().manual_seed((settings.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
-
-
-def check_text(texts: torch.Tensor, settings: TrainingSettings) -> None:
-    """Refuse text that does not fill one batch."""
-    if len(texts) < settings.batch or texts.shape[1] < 2:
-        raise TextError(
-            f"the source gives {len(texts)} texts of {texts.shape[1]} tokens, and one batch takes "
-            f"{settings.batch}: give more text, or ask for a smaller batch or shorter texts"
-        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from linearizer import pipeline
 from linearizer.errors import FaultError, RequestError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.measure_run import head_points, measure_profile
+from linearizer.method.measure_run import head_points, measure_profile, min_texts
 from linearizer.plan.plan import Plan
 from linearizer.plan.profile import Profile, ProfileSettings
 from linearizer.progress import finish
@@ -132,6 +132,10 @@ def test_damaged_weights_name_the_layer(part):
 def test_texts_that_leave_too_little_besides_their_sinks_are_refused(texts, tokens, left, tmp_path):
     with pytest.raises(RequestError, match=f"texts of {tokens} tokens leave {left} tokens to draw from, and .* on 16"):
         pipeline.begin(tmp_path / "run", Plan("demo", budget=64, texts=texts, length=tokens, sinks=4))
+
+
+def test_a_run_has_texts_for_a_batch_and_one_to_judge_by():
+    assert min_texts(Plan.of("features", model="demo", budget=64, texts=2, batch=20)) == 21
 
 
 def test_layers_that_were_not_seen_are_an_error():

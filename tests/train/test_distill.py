@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from linearizer.errors import FaultError, TextError
+from linearizer.errors import FaultError
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
 from linearizer.student.attention_interface import attending
@@ -124,11 +124,6 @@ def test_a_text_that_does_not_fit_is_a_fault_that_asks_for_shorter_texts():
     student = out_of_memory_above(a_student(), 40)
     with pytest.raises(FaultError, match="one text of 64 tokens does not fit into memory: ask for shorter texts"):
         finish(distill(student, tokens(4, 64), TrainingSettings(batch=4)))
-
-
-def test_text_shorter_than_a_batch_is_refused():
-    with pytest.raises(TextError, match="3 texts of 32 tokens, and one batch takes 4: give more text"):
-        finish(distill(a_student(), tokens(3, 32), TrainingSettings(batch=4)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
