@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import torch
 
 from linearizer.run.stopping import is_out_of_memory
@@ -39,10 +40,7 @@ def free_bytes(device: torch.device) -> int:
     """Read how much memory a device has left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if Path("/proc/meminfo").exists():
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return min(int(lines["MemAvailable"].split()[0]) * 1024, container_bytes())
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return min(psutil.virtual_memory().available, container_bytes())
 
 
 def container_bytes() -> int:
