@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import time
 from dataclasses import replace
 
 import httpx
@@ -24,17 +23,17 @@ def limited(served, **changes):
     return replace(served.served, **changes)
 
 
-@pytest.mark.parametrize("header", [None, "Bearer other", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer s3crét"])
-def test_without_its_key_nothing_is_served_but_its_health(served, header):
-    headers = {} if header is None else {"Authorization": header.encode()}
+def test_without_its_key_nothing_is_served_but_its_health(served):
     with listening(limited(served), local=False, key="s3cret") as url, httpx.Client(base_url=url) as client:
-        for answer in (
-            client.get("models", headers=headers),
-            client.get("../metrics", headers=headers),
-            client.post("completions", json={"model": "tiny", "prompt": "a"}, headers=headers),
-        ):
-            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-        assert client.get("../health", headers=headers).status_code == 200
+        for header in (None, "Bearer other", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer s3crét"):
+            headers = {} if header is None else {"Authorization": header.encode()}
+            for answer in (
+                client.get("models", headers=headers),
+                client.get("../metrics", headers=headers),
+                client.post("completions", json={"model": "tiny", "prompt": "a"}, headers=headers),
+            ):
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key", header
+            assert client.get("../health", headers=headers).status_code == 200
         assert client.get("models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
 
 
@@ -45,10 +44,8 @@ def test_a_request_that_lasts_too_long_is_given_up_and_frees_its_place(served, s
         content = [line for line in answer.text.splitlines() if line][-1].removeprefix("data: ")
         assert answer.status_code == (200 if stream else 504)
         assert "0.05 seconds" in json.loads(content)["error"]["message"]
-        engine, last = served.served.engine, time.monotonic() + 60
-        while engine.rows or engine.unread:
-            assert time.monotonic() < last
-            time.sleep(0.01)
+        engine = served.served.engine
+        wait_until(lambda: not engine.rows and not engine.unread)
         assert max(kept.tokens for kept in engine.kept.states.values()) < 400  # it did not write to the end
     assert complete(served, max_tokens=2).status_code == 200
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import torch
 
+from tests.support.runs import wait_until
 from tests.support.serving import chat, complete
 
 
@@ -100,9 +101,7 @@ def test_a_client_that_goes_away_frees_its_place(served, stream):
             assert begun.wait(60)
             if stream:
                 connection.recv(100)
-        while (engine.rows or engine.unread) and time.monotonic() < last:
-            time.sleep(0.01)
-        assert not engine.rows and not engine.unread
+        wait_until(lambda: not engine.rows and not engine.unread)
         assert max(kept.tokens for kept in engine.kept.states.values()) < 400  # it did not write to the end
     finally:
         del engine.model.forward

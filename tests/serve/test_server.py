@@ -6,71 +6,59 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
 import pytest
 
+from linearizer.run.folder import Run
 from linearizer.serve import server
 
 
-def test_a_run_is_served_until_it_is_stopped(quick_run):
+def test_the_command_serves_a_teacher_until_it_is_stopped(quick_run):
+    """It serves others than this machine, without a key, and warns of it."""
     words = [sys.executable, "-m", "linearizer", "serve", str(quick_run), "--port", "0", "--json"]
+    words += ["--teacher", "--host", "0.0.0.0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        served = ""
-        while not served.endswith("}\n"):
-            served += process.stdout.readline()
-            assert process.poll() is None, process.stderr.read()
-        ask_until_stopped(json.loads(served), "demo", lambda: process.send_signal(signal.SIGINT))
-        assert process.wait(60) in (0, 130)
-        assert "Traceback" not in process.stderr.read()
+        try:
+            served = ""
+            while not served.endswith("}\n"):
+                served += process.stdout.readline()
+                assert process.poll() is None, process.stderr.read()
+            url, model = json.loads(served).values()
+            ask_until_stopped(url, model, "demo-teacher", lambda: process.send_signal(signal.SIGINT))
+            assert process.wait(60) in (0, 130)
+        finally:
+            process.kill()
+        warned = process.stderr.read()
+        assert "Traceback" not in warned and "set --api-key" in warned
 
 
-def test_a_teacher_is_served_until_it_is_stopped(quick_run, capsys):
-    """In this process, whose main thread serves: a second one would import everything again.
-
-    It serves others than this machine, without a key, and warns of it.
-    """
-    from linearizer.cli.main import main
-
-    out, err, heard, over = [""], [""], [], threading.Event()
-
-    def take():
-        said = capsys.readouterr()
-        out[0], err[0] = out[0] + said.out, err[0] + said.err
+def test_a_student_is_served_until_it_is_stopped(quick_run):
+    """In this process, whose main thread serves: a second one would import everything again."""
 
     def stop():
         os.kill(os.getpid(), signal.SIGINT)
 
-    def ask():
-        try:
-            while not out[0].endswith("}\n"):
-                assert not over.wait(0.1)
-                take()
-            ask_until_stopped(json.loads(out[0]), "demo-teacher", stop)
-            heard.append("stopped")
-        finally:
-            if not heard and not over.is_set():
-                stop()
+    def ask(*served):
+        asked.append(pool.submit(ask_until_stopped, *served, "demo", stop))
+        asked[0].add_done_callback(lambda over: over.exception() and stop())  # else it would be served for ever
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    code = main(["serve", str(quick_run), "--port", "0", "--json", "--teacher", "--host", "0.0.0.0"])
-    over.set()
-    asking.join()
-    take()
-    assert code in (0, 130) and heard == ["stopped"]
-    assert "Traceback" not in err[0] and "set --api-key" in err[0]
+    asked = []
+    with ThreadPoolExecutor() as pool, suppress(KeyboardInterrupt):
+        server.serve(Run(quick_run), port=0, ready=ask)
+    assert [each.result() for each in asked] == [None]
 
 
-def ask_until_stopped(served, name, stop):
+def ask_until_stopped(url, model, name, stop):
     """Ask an endpoint, and stop it while it streams."""
-    assert served["model"] == name
+    assert model == name
     options = {"model": name, "prompt": "The import statement", "max_tokens": 5}
-    answer = httpx.post(f"{served['url']}/completions", json=options, timeout=60).json()
+    answer = httpx.post(f"{url}/completions", json=options, timeout=60).json()
     assert answer["usage"]["completion_tokens"] <= 5
     options |= {"prompt": ["The import statement"] * 64, "max_tokens": 400, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{served['url']}/completions", json=options, timeout=60) as stream:
+    with httpx.stream("POST", f"{url}/completions", json=options, timeout=60) as stream:
         lines = stream.iter_lines()
         assert '"text"' in next(lines)
         stop()
