@@ -108,6 +108,22 @@ def trained_run(tmp_path_factory):
     return made_once(tmp_path_factory, "trained-run", "--texts 2 --length 128 --steps 2")
 
 
+@pytest.fixture(scope="session")
+def sentence_encoder(tmp_path_factory):
+    """Return the folder of a small sentence encoder, which no test may change."""
+    from tests.support.encoders import write_sentence_encoder
+
+    return write_sentence_encoder(tmp_path_factory.mktemp("encoder") / "sentences")
+
+
+@pytest.fixture(scope="session")
+def topics(tmp_path_factory):
+    """Name a source of text that this encoder can tell apart."""
+    from tests.support.encoders import write_topics
+
+    return write_topics(tmp_path_factory.mktemp("topics") / "words.jsonl")
+
+
 def made_once(tmp_path_factory, name, options):
     """Make a run with features in a folder shared by all workers, unless a worker has made it."""
     from filelock import FileLock

@@ -17,7 +17,7 @@ from linearizer.errors import FolderError
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from tests.support.encoders import SIZES, write_sentence_encoder, write_topics
+from tests.support.encoders import SIZES
 
 TOKENS = 120
 
@@ -74,10 +74,8 @@ def test_each_head_of_a_layer_attends_in_its_own_way():
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("teacher")
-    model, text = write_sentence_encoder(folder / "sentences"), write_topics(folder / "words.jsonl")
-    return EncoderPlan(str(model), 40, 60, text, texts=6, steps=0)
+def plan(sentence_encoder, topics):
+    return EncoderPlan(str(sentence_encoder), 40, 60, topics, texts=6, steps=0)
 
 
 def test_a_run_keeps_the_ways_with_the_least_measured_kl(plan, tmp_path):

@@ -1,6 +1,8 @@
 """The run of an encoder, by its command: what it makes, what it keeps when it is stopped, and what it refuses."""
 
+import io
 import json
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from linearizer import pipeline
+from linearizer.cli.main import main
 from linearizer.encoders import distill_encoder, encoder_run
 from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.distill_encoder import distil, read_states, states_loss
@@ -26,18 +29,8 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from tests.support.encoders import SIZES, WORDS, write_sentence_encoder, write_topics
+from tests.support.encoders import SIZES, WORDS
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, files_of, publish
-
-
-@pytest.fixture(scope="module")
-def sentence_encoder(tmp_path_factory):
-    return write_sentence_encoder(tmp_path_factory.mktemp("teacher") / "sentences")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_topics(tmp_path_factory.mktemp("text") / "words.jsonl")
 
 
 def options(text, folder, **changes):
@@ -46,19 +39,21 @@ def options(text, folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def made(sentence_encoder, text, tmp_path_factory):
-    """The folder of a finished run, which no test may change but for its judgements."""
-    folder = tmp_path_factory.mktemp("made") / "runs" / "sentences"
-    plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=6, steps=2, batch=2)
-    encoder = ENCODER.begin(folder, plan)
-    finish(pipeline.linearize(encoder.run))
-    return folder
+def product(sentence_encoder, topics, tmp_path_factory):
+    """What a run prints as JSON, with the folder of the run, which no test may change but for its judgements."""
+    folder, out = tmp_path_factory.mktemp("made") / "runs" / "sentences", io.StringIO()
+    with redirect_stdout(out):
+        assert main([str(word) for word in ("run", sentence_encoder, *options(topics, folder), "--json")]) == 0
+    return json.loads(out.getvalue()), folder
 
 
-def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence_encoder, text, tmp_path, said):
-    code, out, error = said("run", sentence_encoder, *options(text, tmp_path / "run"), "--json")
-    assert code == 0, error
-    product = json.loads(out)
+@pytest.fixture(scope="module")
+def made(product):
+    return product[1]
+
+
+def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence_encoder, product):
+    product, folder = product
     (judged,) = product["quality"]
     assert list(judged["rows"]) == ["student", "before training", "merged tokens", "window"]
     assert all(row["kl"]["mean"] >= 0 and row["keys"] <= 40 for row in judged["rows"].values())
@@ -69,20 +64,20 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
     tokens = [each["tokens"] for each in product["times"]]
     assert len(tokens) > 1 and all(after == 2 * before > 40 for before, after in pairwise(tokens))
     assert all(each["student"] > 0 < each["sdpa"] for each in product["times"])
-    student = AutoModel.from_pretrained(tmp_path / "run" / "checkpoint", trust_remote_code=True).eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint")
+    student = AutoModel.from_pretrained(folder / "checkpoint", trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "checkpoint")
     given = tokenizer(" ".join(WORDS * 2), return_tensors="pt")
-    ours = encoder_run.load_student(tmp_path / "run" / "checkpoint")
+    ours = encoder_run.load_student(folder / "checkpoint")
     with torch.no_grad():
         assert torch.equal(student(**given).last_hidden_state, ours(**given).last_hidden_state)
     kept = (sentence_encoder / "1_Pooling" / "config.json").read_text()
-    assert (tmp_path / "run" / "checkpoint" / "1_Pooling" / "config.json").read_text() == kept
+    assert (folder / "checkpoint" / "1_Pooling" / "config.json").read_text() == kept
     for name in ("config.json", "README.md"):
-        assert str(sentence_encoder.parent) not in (tmp_path / "run" / "checkpoint" / name).read_text()
+        assert str(sentence_encoder.parent) not in (folder / "checkpoint" / name).read_text()
 
 
-def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_encoder, made, text, tmp_path, said):
-    plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=6, steps=2, batch=2)
+def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_encoder, made, topics, tmp_path, said):
+    plan = EncoderPlan(str(sentence_encoder), 40, 160, topics, texts=6, steps=2, batch=2)
     encoder = ENCODER.begin(tmp_path / "run", plan)
     steps = pipeline.linearize(encoder.run)
     for _ in steps:
@@ -91,14 +86,14 @@ def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_en
     steps.close()
     weights = (encoder.run.checkpoint / "model.safetensors").stat().st_mtime_ns
     assert not encoder.judgements and control.state_of(encoder.run) == "stopped"
-    code, _, error = said("run", sentence_encoder, *options(text, tmp_path / "run"), "--resume")
+    code, _, error = said("run", sentence_encoder, *options(topics, tmp_path / "run"), "--resume")
     assert code == 0, error
     assert encoder.judgements == EncoderRun(Run(made)).judgements
     assert (encoder.run.checkpoint / "model.safetensors").stat().st_mtime_ns == weights
 
 
-def test_a_run_of_an_earlier_version_which_kept_only_what_was_decided_is_resumed(sentence_encoder, text, tmp_path):
-    plan = EncoderPlan(str(sentence_encoder), 40, None, text, texts=6, steps=0)
+def test_a_run_of_an_earlier_version_which_kept_only_what_was_decided_is_resumed(sentence_encoder, topics, tmp_path):
+    plan = EncoderPlan(str(sentence_encoder), 40, None, topics, texts=6, steps=0)
     run = ENCODER.begin(tmp_path / "run", plan).run
     run.write_product("begun.json", replace(run.begun, length=run.any_plan.length).to_json())
     assert ENCODER.begin(tmp_path / "run", plan, resume=True).plan.length == run.begun.length is not None
@@ -106,9 +101,9 @@ def test_a_run_of_an_earlier_version_which_kept_only_what_was_decided_is_resumed
         ENCODER.begin(tmp_path / "run", replace(plan, budget=41), resume=True)
 
 
-def test_a_run_in_the_background_is_listed_followed_and_deleted(sentence_encoder, text, tmp_path, said):
+def test_a_run_in_the_background_is_listed_followed_and_deleted(sentence_encoder, topics, tmp_path, said):
     root = tmp_path / "runs"
-    words = options(text, root / "sentences", steps=0, texts=4)
+    words = options(topics, root / "sentences", steps=0, texts=4)
     code, _, error = said("run", sentence_encoder, *words, "--detach")
     assert code == 0, error
     code, out, error = said("runs", "attach", "sentences", "--root", root)
@@ -168,7 +163,7 @@ def test_a_student_is_published_with_its_card_and_loads_from_its_snippet(hub, ma
         assert torch.equal(student.state_dict()[name], weight)
 
 
-def test_longer_texts_get_positions_between_those_that_were_learned(sentence_encoder, text, tmp_path, said):
+def test_longer_texts_get_positions_between_those_that_were_learned(sentence_encoder, topics, tmp_path, said):
     long = tmp_path / "long.jsonl"
     long.write_text("".join(json.dumps({"text": " ".join(WORDS * 20)}) + "\n" for _ in range(4)))
     words = options(f"file:{long}", tmp_path / "run", length=600, steps=0, texts=4)
@@ -226,9 +221,9 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
 
 
 def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
-    sentence_encoder, text, tmp_path, monkeypatch
+    sentence_encoder, topics, tmp_path, monkeypatch
 ):
-    plan = EncoderPlan(str(sentence_encoder), 40, 160, text, texts=4, steps=8, batch=1)
+    plan = EncoderPlan(str(sentence_encoder), 40, 160, topics, texts=4, steps=8, batch=1)
     encoder = ENCODER.begin(tmp_path / "run", plan)
     learnt = encoder_run.read_shares(encoder, plan, None).learnt
     student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.ways.layers)
@@ -262,8 +257,8 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
         (["--budget", 5], "ask for 7 or more"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_any_work(words, reason, sentence_encoder, text, tmp_path, said):
-    code, _, error = said("run", sentence_encoder, *options(text, tmp_path / "run"), *words)
+def test_what_cannot_be_served_is_refused_before_any_work(words, reason, sentence_encoder, topics, tmp_path, said):
+    code, _, error = said("run", sentence_encoder, *options(topics, tmp_path / "run"), *words)
     assert code == 2 and reason in error and not (tmp_path / "run").exists()
 
 

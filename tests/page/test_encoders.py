@@ -10,29 +10,18 @@ from linearizer.page.limits import Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from tests.support.encoders import write_sentence_encoder, write_topics
 from tests.support.page_server import FITS, LONG, looking, shown, wrong_in_both_schemes
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return write_sentence_encoder(tmp_path_factory.mktemp("teacher") / "sentences")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_topics(tmp_path_factory.mktemp("text") / "words.jsonl")
-
-
-def test_an_encoder_is_chosen_run_looked_at_and_found_again(local, browser, encoder, text):
+def test_an_encoder_is_chosen_run_looked_at_and_found_again(local, browser, sentence_encoder, topics):
     with looking(browser, local.url) as page:
-        page.locator("#model input").fill(str(encoder))
+        page.locator("#model input").fill(str(sentence_encoder))
         page.locator("#model input").press("Enter")
         shown(page, "#model-card", "an encoder of texts", LONG)
         page.click("#to-budget")
         shown(page, "#budget-card", "there is nothing to save")  # with the usual budget, at its 256 positions
         page.get_by_role("spinbutton", name="Tokens that each token sees").fill("40")
-        fields = {"length": 160, "text": text, "texts": 6, "steps": 2, "batch": 2}
+        fields = {"length": 160, "text": topics, "texts": 6, "steps": 2, "batch": 2}
         page.get_by_role("button", name="Change how").click()
         for name, value in fields.items():
             page.locator(f"#encoder-{name}").get_by_role("textbox").fill(str(value))
@@ -85,16 +74,16 @@ def test_an_encoder_is_chosen_run_looked_at_and_found_again(local, browser, enco
     assert not (local.runs / name).exists() and "Traceback" not in local.log.read_text()
 
 
-def test_what_is_for_causal_models_alone_says_so_of_an_encoder(encoder, text, tmp_path, monkeypatch):
+def test_what_is_for_causal_models_alone_says_so_of_an_encoder(sentence_encoder, topics, tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     visitor = find_visitor()
     with pytest.raises(RequestError, match="start_encoder_run starts"):
-        actions.estimate_run(visitor, str(encoder))
+        actions.estimate_run(visitor, str(sentence_encoder))
     with pytest.raises(RequestError, match="'demo' is no encoder"):
         actions.start_encoder_run(visitor, "demo", 40)
     with pytest.raises(RequestError, match="colour is not an option"):
-        actions.start_encoder_run(visitor, str(encoder), 40, {"colour": 1})
-    plan = planning.make_encoder_plan(str(encoder), 40, {"length": 160, "text": text})
+        actions.start_encoder_run(visitor, str(sentence_encoder), 40, {"colour": 1})
+    plan = planning.make_encoder_plan(str(sentence_encoder), 40, {"length": 160, "text": topics})
     run = planning.examine_model(visitor, plan.model).kind.begin(visitor.fresh_folder(plan), plan, None, False).run
     name = run.folder.name
     asked = (actions.use_run, lambda *who: actions.branch_run(*who, 30), lambda *who: actions.share_budget(*who, 30))
@@ -105,16 +94,16 @@ def test_what_is_for_causal_models_alone_says_so_of_an_encoder(encoder, text, tm
     assert actions.delete_run(visitor, name) == name and not run.folder.exists()
 
 
-def test_a_space_limits_an_encoder_as_any_run(encoder, text, tmp_path, monkeypatch):
-    plan = planning.make_encoder_plan(str(encoder), 40, {"length": 160})
-    inspection = planning.examine_model(find_visitor(), str(encoder)).inspection
+def test_a_space_limits_an_encoder_as_any_run(sentence_encoder, topics, tmp_path, monkeypatch):
+    plan = planning.make_encoder_plan(str(sentence_encoder), 40, {"length": 160})
+    inspection = planning.examine_model(find_visitor(), str(sentence_encoder)).inspection
     monkeypatch.setenv("SPACE_ID", "us/app")
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     visitor = find_visitor(secret="a secret of sixteen")
     with pytest.raises(RequestError, match="on a Space a model is named by its id on the Hub"):
-        actions.start_encoder_run(visitor, str(encoder), 40)
+        actions.start_encoder_run(visitor, str(sentence_encoder), 40)
     with pytest.raises(RequestError, match="on a Space text comes from"):
-        actions.start_encoder_run(visitor, "org/name", 40, {"text": text})
+        actions.start_encoder_run(visitor, "org/name", 40, {"text": topics})
     for folder in (str(tmp_path), f"dataset:{tmp_path}"):
         with pytest.raises(RequestError, match="on a Space pictures come from `dataset:ID`"):
             actions.start_encoder_run(visitor, "org/name", 40, {"pictures": folder})
