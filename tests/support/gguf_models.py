@@ -11,18 +11,6 @@ from tests.support.models import teacher_of
 
 Kind = gguf.GGMLQuantizationType
 FILE_TYPES = {Kind.F32: 0, Kind.F16: 1, Kind.Q4_1: 3, Kind.Q8_0: 7}
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def llama_of(**overrides):
@@ -52,11 +40,11 @@ def write_gguf(model, path, kind=Kind.Q8_0, **metadata):
     for key, value in metadata.items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint32 if isinstance(value, int) else None
         (add or writer.add_float32)(key.replace("__", "."), value)
-    held = {}
+    held, names = {}, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         own = kind if weight.ndim == 2 else Kind.F32
         stored = gguf.quantize(turned(name, weight, config).numpy(), own)
-        writer.add_tensor(name_in_file(name), stored, raw_dtype=own)
+        writer.add_tensor(names.get_name(name, (".weight",)), stored, raw_dtype=own)
         held[name] = turned(name, torch.tensor(gguf.dequantize(stored, own)), config, back=True)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -79,15 +67,6 @@ def add_words(writer):
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_add_bos_token(False)
-
-
-def name_in_file(name):
-    """Name a weight as llama.cpp does."""
-    module, _, part = name.rpartition(".")
-    if module in OTHERS:
-        return f"{OTHERS[module]}.{part}"
-    _, _, block, module = module.split(".", 3)
-    return f"blk.{block}.{NAMES[module]}.{part}"
 
 
 def turned(name, weight, config, back=False):
