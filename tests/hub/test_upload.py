@@ -1,10 +1,5 @@
 """An upload that breaks goes on where it was, sends nothing twice, and is believed only when it was looked at."""
 
-import os
-import signal
-import subprocess
-import sys
-
 import pytest
 
 from linearizer.errors import LinearizerError, PublishError
@@ -12,7 +7,7 @@ from linearizer.hub.repository import LARGE_BYTES
 from linearizer.progress import finish
 from linearizer.publish import push
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, copy_run, files_of, publish
-from tests.support.runs import wait_until
+from tests.support.runs import start_command, wait_until
 
 pytestmark = pytest.mark.filterwarnings(HOW_THE_HUB_SENDS)
 
@@ -47,23 +42,24 @@ def test_files_that_arrived_before_an_upload_broke_are_not_sent_again(hub, shard
     assert large(sharded) <= set(files_of(hub))
 
 
-def test_a_process_that_is_killed_while_it_sends_leaves_no_half_repository_and_is_gone_on_from(hub, sharded, tmp_path):
+def test_a_process_that_is_killed_while_it_sends_leaves_no_half_repository_and_is_gone_on_from(
+    hub, sharded, said, monkeypatch
+):
     hub.fail_next("PUT /lfs/", "hold", skip=3)
-    known = {**os.environ, "HF_TOKEN": ME}
-    command = [sys.executable, "-m", "linearizer", "push", str(sharded.folder), "me/student"]
-    sending = subprocess.Popen(command, env=known, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("HF_TOKEN", ME)
+    sending = start_command("push", sharded.folder, "me/student")
     wait_until(lambda: len(sent(hub)) == 4)
-    sending.send_signal(signal.SIGKILL)
-    sending.wait()
+    sending.kill()
+    sending.communicate()
     arrived = set(hub.objects)
     assert len(arrived) == 3 and set(files_of(hub)) == {".gitattributes"}
     hub.requests.clear()
-    ran = subprocess.run(command, env=known, capture_output=True, text=True)
+    code, out, err = said("push", sharded.folder, "me/student")
     hub.released.set()
-    assert ran.returncode == 0, ran.stderr
+    assert code == 0, err
     assert not arrived & {line.removeprefix("PUT /lfs/") for line in sent(hub)}
     assert len(hub.repos["models", "me/student"].commits) == 2 and large(sharded) <= set(files_of(hub))
-    assert "from_pretrained(name, revision=revision" in ran.stdout and sharded.published["revision"] in ran.stdout
+    assert "from_pretrained(name, revision=revision" in out and sharded.published["revision"] in out
 
 
 def test_the_published_revision_is_loaded_by_its_config_before_it_is_called_published(hub, sharded):
