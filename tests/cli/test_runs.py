@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import time
 
 import pytest
 
-from linearizer.hub.models import find_model
 from linearizer.pipeline import begin
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
@@ -32,13 +30,11 @@ def root(tmp_path, monkeypatch):
             wait_for(status.run, "stopped", "done")
 
 
-def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_end(root, said):
-    starter = start_command("run", "demo", *QUICK, "--steps", "2", "--detach")
-    out, err = starter.communicate(timeout=180)
-    assert starter.returncode == 0, err
+def test_a_run_in_the_background_is_followed_to_its_end_and_deleted(root, said):
+    code, out, err = said("run", "demo", *QUICK, "--steps", "2", "--detach", "--json")
     run = Run.open(root / "demo-64")
-    assert f"{run.folder} is queued: linearizer runs attach {run.folder}" in out
-    assert os.getsid(int(process_of(run).name)) != starter.pid
+    assert code == 0 and json.loads(out) == {"run": str(run.folder), "state": "queued"}, err
+    assert os.getsid(int(process_of(run).name)) != os.getsid(0)  # it outlives who started it
     code, out, err = said("runs", "attach", "demo-64")
     assert (code, err) == (0, "") and "the student is in" in out
     assert log_of(run) == ""
@@ -53,28 +49,7 @@ def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_
     assert said("runs") == (0, f"no runs in {root}\n", "")
 
 
-def test_whoever_leaves_leaves_the_run_at_work(root, said):
-    code, out, _ = said("run", "demo", *LONG, "--detach", "--json")
-    run = Run.open(root / "demo-64")
-    assert code == 0 and json.loads(out) == {"run": str(run.folder), "state": "queued"}
-    watcher = start_command("runs", "attach", "demo-64")
-    wait_for_event(run, "distill")
-    watcher.send_signal(signal.SIGINT)
-    _, err = watcher.communicate(timeout=180)
-    assert watcher.returncode == 130 and "which goes on" in err and "Traceback" not in err
-    reached = len(run.events())
-    wait_until(lambda: len(run.events()) > reached)
-    code, out, _ = said("runs", "--json")
-    (status,) = json.loads(out)
-    assert (status["name"], status["state"], status["model"], status["budget"], status["step"]["event"]) == (
-        "demo-64", "running", "demo", 64, "distill",
-    )  # fmt: skip
-    code, out, _ = said("runs", "use", "demo-64")
-    assert code == 0 and "will end its training after this step" in out
-    assert wait_for(run, "done").step["event"] == "evaluate"
-
-
-def test_a_run_in_a_terminal_is_waited_for_and_stopped_from_another(root, said):
+def test_a_run_in_a_terminal_is_waited_for_and_stopped_from_another_and_whoever_leaves_leaves_it_at_work(root, said):
     worker = start_command("run", "demo", *LONG, "--out", str(root / "mine"))
     wait_until(lambda: any(status.state == "running" for status in control.runs_in(root)))
     second = start_command("run", "demo", *LONG, "--out", str(root / "second"))
@@ -85,27 +60,39 @@ def test_a_run_in_a_terminal_is_waited_for_and_stopped_from_another(root, said):
     assert second.returncode == 130 and "waiting for the runs before this one: 1" in err
     assert [event["event"] for event in Run(root / "second").events()] == ["queued", "stopped"]
     run = Run.open(root / "mine")
-    wait_until(lambda: any(event["event"] == "distill" for event in run.events()))
+    wait_for_event(run, "distill")
     assert said("runs", "stop", root / "mine")[0] == 0
     _, err = worker.communicate(timeout=180)
     assert worker.returncode == 130 and "stopped on request" in err and "Traceback" not in err
     assert control.status(run).state == "stopped"
     code, _, err = said("runs", "attach", "mine")
     assert code == 130 and "is stopped: linearizer runs resume" in err
-    assert said("runs", "resume", "mine")[0] == 0
-    wait_for(run, "running")
-    assert said("runs", "stop", "mine")[0] == 0
-    wait_for(run, "stopped")
+    code, out, _ = said("runs", "resume", "mine")
+    assert code == 0 and f"{run.folder} is queued: linearizer runs attach {run.folder}" in out
+    watcher, reached = start_command("runs", "attach", "mine"), len(run.events())
+    wait_until(lambda: "distill" in [event["event"] for event in run.events()[reached:]])
+    watcher.send_signal(signal.SIGINT)
+    _, err = watcher.communicate(timeout=180)
+    assert watcher.returncode == 130 and "which goes on" in err and "Traceback" not in err
+    reached = len(run.events())
+    wait_until(lambda: len(run.events()) > reached)
+    code, out, _ = said("runs", "--json")
+    (status,) = (each for each in json.loads(out) if each["name"] == "mine")
+    assert (status["state"], status["model"], status["budget"], status["step"]["event"]) == (
+        "running", "demo", 64, "distill",
+    )  # fmt: skip
+    code, out, _ = said("runs", "use", "mine")
+    assert code == 0 and "will end its training after this step" in out
+    assert wait_for(run, "done").step["event"] == "evaluate"
 
 
 def test_a_run_that_failed_is_shown_with_its_reason(root, said):
-    shutil.copytree(find_model("demo").folder, root / "model")
-    run = begin(root / "absent-64", Plan(str(root / "model"), budget=64))
-    shutil.rmtree(root / "model")
-    control.start(run)
-    code, out, err = said("runs", "attach", "absent-64")
+    run = begin(root / "demo-64", Plan("demo", budget=64))
+    for event, details in (("queued", {}), ("started", {}), ("failed", {"error": "'model' is not a folder here"})):
+        run.log(event, **details)
+    code, out, err = said("runs", "attach", "demo-64")
     assert (code, out) == (1, "") and "failed" in err and "is not a folder here" in err
-    assert "absent-64: " in said("runs")[1]
+    assert "demo-64: 'model' is not a folder here" in said("runs")[1]
 
 
 @pytest.mark.parametrize("command", ["allocate", "compare", "evaluate", "push", "runs"])
