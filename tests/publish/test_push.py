@@ -27,12 +27,6 @@ DEMO = find_model("demo").folder
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
 
 
-@pytest.fixture(scope="module")
-def run(quick_run, tmp_path_factory):
-    """A finished run of the demo model, which no test may change but for its log."""
-    return copy_run(quick_run, tmp_path_factory.mktemp("run") / "demo")
-
-
 @pytest.fixture
 def signed_in(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", ME)
@@ -92,26 +86,14 @@ def test_weights_and_a_valid_card_come_in_one_commit_of_a_private_repository(hub
     assert ModelCard.load(run.checkpoint / "README.md").data.to_dict()["license"] == "apache-2.0"
 
 
-@pytest.fixture
-def of_hub(hub, tmp_path):
-    """A finished run of a model of the Hub."""
+def test_a_student_of_a_model_on_the_hub_has_its_files_and_a_damaged_one_is_never_sent(hub, tmp_path):
     hub.add("org/small", DEMO)
-    run = pipeline.begin(
-        tmp_path / "run",
-        Plan("org/small", budget=64, strategy="common-lambda", texts=2, length=64, steps=0),
-    )
-    finish(linearize(run))
-    hub.requests.clear()
-    return run
-
-
-def test_a_student_of_a_model_on_the_hub_has_its_files(hub, of_hub):
+    plan = Plan("org/small", budget=64, strategy="common-lambda", texts=2, length=64, steps=0)
+    finish(linearize(of_hub := pipeline.begin(tmp_path / "run", plan)))
     publish(of_hub, "me/of-hub")
     sent = [content for path, content in sorted(files_of(hub, "me/of-hub").items()) if path.startswith("teacher-")]
     assert sent == [path.read_bytes() for path in sorted(DEMO.glob("*.safetensors"))]
-
-
-def test_a_damaged_file_of_a_teacher_is_never_sent(hub, of_hub):
+    hub.requests.clear()
     damaged = bytearray((of_hub.checkpoint / WEIGHTS).read_bytes())
     damaged[-1] ^= 1
     (of_hub.checkpoint / WEIGHTS).unlink()

@@ -10,15 +10,9 @@ import pytest
 from linearizer.errors import FaultError
 from linearizer.hub import repository
 from linearizer.publish import push
-from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, publish, refused, written
 
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
-
-
-@pytest.fixture(scope="module")
-def run(quick_run, tmp_path_factory):
-    """A finished run of the demo model, which no test may change but for its log."""
-    return copy_run(quick_run, tmp_path_factory.mktemp("run") / "demo")
 
 
 def test_an_upload_that_broke_goes_on_where_it_was(hub, run):

@@ -12,16 +12,15 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from linearizer.cli.main import main
-from linearizer.errors import PublishError, RequestError
-from linearizer.progress import finish
+from linearizer.errors import RequestError
 from linearizer.publish import push, space
 from linearizer.run import files
 from linearizer.workers import control
 from tests.support.page_server import SMALL, SPACE, client_of, serving
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, files_of, publish, refused
 
-ME = "hf_fake_me"
 HERE = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # how the Hub's client sends files
+pytestmark = pytest.mark.filterwarnings(HOW_THE_HUB_SENDS)
 
 
 @pytest.fixture
@@ -43,14 +42,9 @@ def checkout(tmp_path, monkeypatch):
     return root
 
 
-def publish(name="me/app", **how):
-    return finish(push.publish(None, name, token=ME, **how))
-
-
 def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
-    publish()
-    repo = hub.repos["spaces", "me/app"]
-    held = repo.commits[repo.branches["main"]]
+    publish(None, "me/app")
+    held = files_of(hub, "me/app", "spaces")
     assert {"app.py", "requirements.txt", "linearizer/hub/models.py", "linearizer/publish/card.md", "LICENSE"} <= set(
         held
     )
@@ -70,11 +64,10 @@ def test_its_requirements_are_the_projects_without_what_a_space_has(checkout):
 
 
 def test_publishing_again_removes_what_is_gone(hub, checkout):
-    publish()
+    publish(None, "me/app")
     (checkout / "linearizer" / "report" / "verdict.py").unlink()
-    publish()
-    repo = hub.repos["spaces", "me/app"]
-    assert "linearizer/report/verdict.py" not in repo.commits[repo.branches["main"]]
+    publish(None, "me/app")
+    assert "linearizer/report/verdict.py" not in files_of(hub, "me/app", "spaces")
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +93,7 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
         command, cwd=tmp_path, env={**known, "PYTHONPATH": str(installed)}, capture_output=True, text=True
     )
     assert pushed.returncode == 0, pushed.stderr
-    repo = hub.repos["spaces", "me/app"]
-    sent, own = repo.commits[repo.branches["main"]], space.list_space_files("me/app")
+    sent, own = files_of(hub, "me/app", "spaces"), space.list_space_files("me/app")
     pictures = {name for name in own if name.startswith("assets/") and name.endswith((".png", ".svg"))}
     assert set(sent) - {".gitattributes"} == set(own) - pictures
     assert "](assets/page" in own["README.md"].decode() and b"](assets/page" not in sent["README.md"]
@@ -120,8 +112,7 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
 
 def test_another_space_is_left_alone(hub, checkout):
     hub.add("me/app", {"app.py": b"mine"}, "spaces", private=True)
-    with pytest.raises(PublishError, match="'me/app' exists and holds something else"):
-        publish()
+    assert "'me/app' exists and holds something else" in refused(None, "me/app")
 
 
 def test_where_a_file_is_missing_it_says_what_to_do(hub, checkout, monkeypatch, capsys):
