@@ -48,7 +48,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
             page.get_by_role("button", name="Download the student").click()
         assert fetched.value.suggested_filename == "demo-linearized.zip" and fetched.value.failure() is None
         page.get_by_role("button", name="Publish to the Hub").click()
-        wait_until_true(page, "document.querySelector('#owner input').value == 'ann'")
+        wait_until_true(page, "document.querySelector('#owner input')?.value == 'ann'")
         page.get_by_label("Name", exact=True).fill("from-the-page")
         page.get_by_role("button", name="Show what will be sent").click()
         page.locator("#files summary").click()

@@ -88,7 +88,7 @@ def test_a_space_serves_the_name_that_the_hub_gives_it(space):
     assert urllib.request.urlopen(urllib.request.Request(space.url, headers=named), timeout=60).status == 200
 
 
-def test_visitors_of_a_space_see_only_their_own(space):
+def test_visitors_of_a_space_see_only_their_own(space, busy):
     url = space.url
     client = client_of(url)
     run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, ANN, api_name="/start_run")
@@ -102,7 +102,6 @@ def test_visitors_of_a_space_see_only_their_own(space):
                 client.predict(**{name: sent[name] for name in names}, api_name=api)
     with pytest.raises(AppError, match="this Space does not know you"):
         client.predict("short", api_name="/list_runs")
-    assert ended(client, run, ANN)["state"] == "done"
 
 
 def test_two_visitors_of_a_space_do_not_see_each_other_and_preview_without_signing_in(
