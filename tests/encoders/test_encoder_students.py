@@ -13,7 +13,6 @@ from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEn
 from linearizer.errors import BudgetError, UnsupportedModel
 from linearizer.hub.models import Source
 from linearizer.hub.weight_files import Weights
-from linearizer.teacher.inspect_model import inspect_model
 from tests.support.bare_environment import make_bare_environment, run_bare
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, initializer_range=0.2)
@@ -101,12 +100,6 @@ def test_what_cannot_be_linearized_is_refused_with_its_reason(kind):
     sizes, reason = REFUSED[kind]
     with pytest.raises(UnsupportedModel, match=f"'tiny' cannot be linearized, because .*{reason}.*: name an encoder"):
         inspect(AutoConfig.for_model(kind, **sizes))
-
-
-def test_t5_is_refused_with_its_reason():
-    sizes = dict(d_model=32, d_kv=8, num_heads=4, num_layers=2, d_ff=32, vocab_size=100)
-    reason = inspect_model(SOURCE, AutoConfig.for_model("t5", **sizes)).reason
-    assert "it is an encoder–decoder" in reason
 
 
 def test_padding_changes_nothing_in_a_model():
