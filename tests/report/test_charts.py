@@ -56,12 +56,12 @@ def everything():
 
 
 @pytest.mark.parametrize("name", everything())
-def test_every_figure_is_plain_json_on_a_transparent_ground(name):
-    figure = json.loads(everything()[name].to_json())
+def test_every_figure_is_plain_json_on_a_transparent_ground_and_its_axes_say_their_units(name):
+    drawn = everything()[name]
+    figure = json.loads(drawn.to_json())
     assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
-    ground = figure["layout"]["paper_bgcolor"]
-    assert ground == "rgba(0,0,0,0)"
-    assert figure["data"]
+    assert figure["layout"]["paper_bgcolor"] == "rgba(0,0,0,0)" and figure["data"]
+    assert all(axis.title.text for axis in (*drawn.select_xaxes(), *drawn.select_yaxes()))
 
 
 def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
@@ -90,12 +90,6 @@ def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
     drawn = plotly_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
     assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
     assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
-
-
-def test_every_axis_says_its_unit():
-    for name, figure in everything().items():
-        for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
-            assert axis.title.text, name
 
 
 def test_no_two_models_of_an_evaluation_look_alike():
