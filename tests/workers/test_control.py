@@ -15,7 +15,6 @@ from linearizer.workers.worker import work_in_foreground
 from tests.support.runs import (
     LONG,
     PLAN,
-    beginning,
     log_of,
     process_of,
     wait_for,
@@ -23,12 +22,6 @@ from tests.support.runs import (
     wait_until,
     weights_of,
 )
-
-
-@pytest.fixture
-def begin(tmp_path):
-    """Begin runs that are over when the test is."""
-    yield from beginning(tmp_path / "runs")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError
-from linearizer.pipeline import evaluate
+from linearizer.pipeline import evaluate, linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -116,7 +116,7 @@ def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
     finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(SHORT), held=True), request=SHORT))
     assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
-    control.start(run)
-    wait_for(run, "done")
+    finish(work_in_foreground(run, linearize(run, held=True)))
     result = control.status(run).evaluation
+    assert control.state_of(run) == "done"
     assert (result.state, result.step["part"], examined(run)) == ("done", "recall", ["language", "recall"])

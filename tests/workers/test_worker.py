@@ -12,15 +12,9 @@ from linearizer.errors import FolderError, RequestError
 from linearizer.hub.models import find_model
 from linearizer.plan.plan import Plan
 from linearizer.workers import control, device_queue
-from tests.support.runs import LONG, QUICK, beginning, log_of, process_of, wait_for, wait_for_event, wait_until
+from tests.support.runs import LONG, QUICK, log_of, process_of, wait_for, wait_for_event, wait_until
 
 TOKEN = "hf_fake_visitor"
-
-
-@pytest.fixture
-def begin(tmp_path):
-    """Begin runs that are over when the test is."""
-    yield from beginning(tmp_path / "runs")
 
 
 def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
