@@ -214,6 +214,6 @@ def read_job(flavor: str | None, minutes: float | None, push: str | None) -> tup
     return str(flavor), int(minutes or 0), (push or "").strip()
 
 
-def forget_answers() -> tuple[Any, float, str]:
-    """Take back the question of a job and a refused start, where something else was chosen since."""
-    return gr.Column(visible=False), 0.0, ""
+def forget_offer() -> tuple[Any, float]:
+    """Take back the question of a job, where something else was chosen since."""
+    return gr.Column(visible=False), 0.0

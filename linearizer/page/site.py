@@ -162,7 +162,7 @@ def wire_plan(ui: SimpleNamespace) -> None:
 
 
 def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
-    job, answers = [ui.flavor, ui.job_minutes, ui.job_push], [ui.job_sure, ui.cap, ui.start_note]
+    job = [ui.flavor, ui.job_minutes, ui.job_push]
     ui.job_part.expand(plan_handlers.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
     shown = [ui.job_sure, ui.job_question, ui.cap]
     ui.offer.click(
@@ -170,7 +170,9 @@ def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
     )
     ui.start_job.click(plan_handlers.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
     changes = [part.change for part in (*job, *choices)]
-    gr.on(changes, plan_handlers.forget_answers, None, answers, **{**QUICK, "trigger_mode": "always_last"})
+    gr.on(changes, plan_handlers.forget_offer, None, [ui.job_sure, ui.cap], **{**QUICK, "trigger_mode": "always_last"})
+    # in the browser: an answer of the server might come after the refusal of a start that was pressed since
+    gr.on(changes, None, None, ui.start_note, js="() => ''", **QUICK)
 
 
 def watch_outputs(ui: SimpleNamespace) -> list[Any]:
