@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from linearizer.errors import first_line
 from linearizer.serve.cache_rows import copy_cache, join_caches, keep_rows, read_on, tensors_of
 from linearizer.student.cache import keeps_state
-from linearizer.student.token_pool import TokenPool
+from linearizer.student.state_pool import StatePool
 
 logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ class TokenGraph:
     """A token of so many texts."""
 
     cache: Cache
-    pools: list[TokenPool]  # of its layers
+    pools: list[StatePool]  # of its layers
     ids: Tensor  # (texts,)
     read: Tensor  # (texts,) tokens read before
     repeat: Callable[[], object]
@@ -52,7 +52,7 @@ class TokenGraph:
 
         step()  # lays states into pools
         memories = [layer.memory for layer in own.layers]
-        pools = [pool for memory in memories for state in memory if (pool := state.token_pool) is not None]
+        pools = [pool for memory in memories for state in memory if (pool := state.state_pool) is not None]
         if [len(pool.windows) for pool in pools] != [len(memory) for memory in memories]:
             raise ValueError("some heads hold features, or all tokens")
         graph = cls(own, pools, ids, read, *capture(step))

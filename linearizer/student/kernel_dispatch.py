@@ -12,19 +12,16 @@ import torch
 
 from .features_torch import CHUNK, ScaledMap, attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
-from .rounding import IN_PYTORCH, Vectors
-from .slots_torch import SlotText, read_together
 from .state import ABSENT, Columns, FeatureState, is_traced, working_dtype
 
 try:
     from .kernel_text_gradients import FeatureAttention
-    from .kernel_text_slots import launch_texts
+    from .kernel_text_slots import launch_text
     from .kernel_token import launch_token
-    from .kernel_vectors import BY_KERNELS
 except ImportError as missing:
     if missing.name != "triton":
         raise
-    FeatureAttention = launch_texts = launch_token = BY_KERNELS = None  # type: ignore[assignment, misc]
+    FeatureAttention = launch_text = launch_token = None  # type: ignore[assignment, misc]
 
 TRIAL_WINDOW = 16
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
@@ -85,21 +82,4 @@ def attend_chunks_by_kernel(
 def may_run_in_triton(*tensors: Tensor) -> bool:
     """Whether kernels may read with windows and slots: they compute no gradients."""
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return launch_texts is not None and not gradients and not is_traced() and kernels_accept(*tensors)
-
-
-def vectors_by(kernel: bool) -> Vectors:
-    """Return what rounds vectors for a text."""
-    return BY_KERNELS if kernel else IN_PYTORCH
-
-
-def read_slots(texts: Sequence[SlotText], by_kernel: bool) -> list[Tensor]:
-    """Read one text with heads that have slots; return what each gives."""
-    if not by_kernel:
-        return read_together(texts)
-    read: dict[int, Tensor] = {}
-    for dtype in {text.q.dtype for text in texts}:
-        alike = [index for index, text in enumerate(texts) if text.q.dtype == dtype]
-        seen = launch_texts(texts[alike[0]].state.count, [texts[index] for index in alike])
-        read.update((index, texts[index].end(out)) for index, out in zip(alike, seen, strict=True))
-    return [read[index] for index in range(len(texts))]
+    return launch_text is not None and not gradients and not is_traced() and kernels_accept(*tensors)

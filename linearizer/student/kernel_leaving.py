@@ -1,7 +1,7 @@
 """What is done before a token is attended with, as one Triton kernel: a block that leaves a window merges into the
 slots of its head, and other programs turn the token, for heads that keep what is turned.
 
-kernel_merging.py merges; here is where a head's rows and slots lie in the pool (token_pool.py), by the pool's table.
+kernel_merging.py merges; here is where a head's rows and slots lie in the pool (state_pool.py), by the pool's table.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .kernel_packed_rows import (
     VALUES,
     WEIGHT,
     WINDOW,
+    load_codes,
 )
 from .kernel_slot_rows import add_block, read_slots, workspace_of, write_slots
 
@@ -65,7 +66,10 @@ def read_leaving(
     keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
     tokens = (first + tl.arange(0, C.MP)) % window
     have, changed = read_slots(work, state, slots, bits, KIND, C)
-    return add_block(work, (keys_ptr, values_ptr), tokens, missing, block, have, changed, bits, KIND, C)
+    live = (tl.arange(0, C.MP) >= missing) & (tl.arange(0, C.MP) < block)
+    keys = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
+    values = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
+    return add_block(work, keys, values, missing, block, have, changed, C)
 
 
 @triton.jit(noinline=True)

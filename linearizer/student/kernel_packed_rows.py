@@ -19,7 +19,7 @@ from .rounding import HIGHEST, LOWEST, TINIEST, TRIED
 LEAST, MOST, TINY = tl.constexpr(2.0**LOWEST), tl.constexpr(2.0**HIGHEST), tl.constexpr(TINIEST)
 SECOND, THIRD = tl.constexpr(TRIED[1]), tl.constexpr(TRIED[2])  # of the scales tried; the first is 1
 SIGNED, TWO_BYTES = tl.constexpr(tl.pointer_type(tl.int8)), tl.constexpr(tl.pointer_type(tl.int16))
-# Of a head in a pool of bytes (token_pool.py): its place in the layer, its sizes, and where its tensors begin.
+# Of a head in a pool of bytes (state_pool.py): its place in the layer, its sizes, and where its tensors begin.
 HEAD, BITS_KEPT, WINDOW, SLOTS, BLOCK, MERGER = (tl.constexpr(field) for field in range(6))
 KEYS, VALUES, SINK_K, SINK_V, LEVEL, WEIGHT, SPREAD = (tl.constexpr(field) for field in range(6, 13))
 FIELDS = tl.constexpr(13)
@@ -39,6 +39,8 @@ class PackedConstants(Constants):
     TURNED: Any = None  # whether rows of fewer bits hold turned vectors
     MP: Any = None  # tokens that leave a window at once, padded
     RM: Any = None  # rows of a workspace at most, a power of two
+    ORDERED: Any = None  # whether the tokens of a text have an order of their own, as some are no real ones
+    TWO: Any = None  # whether queries have two terms of the type of what is kept, or one
 
     __hash__ = Constants.__hash__  # which dataclasses do not inherit
 
@@ -130,16 +132,26 @@ def round_rows(x, bits, levels, DIM: tl.constexpr, WP: tl.constexpr):
 def store_rows(
     rows_ptr, rows, live, x, bits, codes_ptr, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr
 ):
-    """Write vectors into rows, as rounding.pack_vectors does, and return them as they were rounded.
+    """Write vectors into rows, as rounding.pack_vectors does, and return them as they were rounded."""
+    codes, scale = round_rows(x, KIND, 1 << bits, DIM, WP)
+    store_codes(rows_ptr, rows, live, codes, scale, bits, codes_ptr, DIM, WP, KIND, C)
+    return codes * scale[:, None]
+
+
+@triton.jit
+def store_codes(
+    rows_ptr, rows, live, codes, scale, bits, codes_ptr, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Write codes and their scales into rows.
 
     `codes_ptr` is room for the codes, a byte each, out of which the numbers are taken that share a byte.
     """
     od = tl.arange(0, WP)
     inside = live[:, None] & (od < DIM)[None, :]
-    codes, scale = round_rows(x, KIND, 1 << bits, DIM, WP)
     if KIND == 16:
         row_ptr = rows_ptr.to(tl.pointer_type(C.KEPT)) + rows.to(tl.int64) * DIM
-        tl.store(row_ptr[:, None] + od[None, :], x.to(row_ptr.dtype.element_ty), mask=inside)
+        tl.store(row_ptr[:, None] + od[None, :], codes.to(row_ptr.dtype.element_ty), mask=inside)
     elif KIND == 8:
         row_ptr = rows_ptr.to(SIGNED) + rows.to(tl.int64) * (DIM + 1)
         tl.store(row_ptr[:, None] + od[None, :], codes.to(tl.int8), mask=inside)
@@ -148,7 +160,7 @@ def store_rows(
         half: tl.constexpr = DIM // 2
         more, part = bits - 4, (bits - 4) * DIM // 8
         row_ptr = rows_ptr + rows.to(tl.int64) * (half + part + 2)
-        from_ptr = codes_ptr + tl.arange(0, x.shape[0])[:, None] * WP
+        from_ptr = codes_ptr + tl.arange(0, codes.shape[0])[:, None] * WP
         tl.store(from_ptr + od[None, :], (codes + ((1 << bits) - 1) / 2).to(tl.uint8), mask=inside)
         tl.debug_barrier()
         within = live[:, None] & (od < half)[None, :]
@@ -156,7 +168,7 @@ def store_rows(
         bytes = low | (tl.load(from_ptr + half + od[None, :], mask=within, other=0).to(tl.int32) & 15) << 4
         tl.store(row_ptr[:, None] + od[None, :], bytes.to(tl.uint8), mask=within)
         within = live[:, None] & (od < part)[None, :]
-        bytes = tl.zeros([x.shape[0], WP], tl.int32)
+        bytes = tl.zeros([codes.shape[0], WP], tl.int32)
         for place in tl.static_range(8):
             here = within & (part * place + od < DIM)[None, :]
             high = tl.load(from_ptr + part * place + od[None, :], mask=here, other=0).to(tl.int32) >> 4
@@ -166,4 +178,3 @@ def store_rows(
         tl.store(row_ptr + half + part, (kept & 255).to(tl.uint8), mask=live)
         tl.store(row_ptr + half + part + 1, ((kept >> 8) & 255).to(tl.uint8), mask=live)
         tl.debug_barrier()
-    return codes * scale[:, None]

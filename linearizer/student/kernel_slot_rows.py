@@ -105,12 +105,9 @@ def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def add_block(work, window, tokens, missing, block, count, changed, bits, KIND: tl.constexpr, C: tl.constexpr):
-    """Take tokens of a block into free rows, all but the first `missing`, which are sinks; list them as changed.
-
-    `tokens` (MP,) are their rows in a window. Return how many slots there are, and how many are listed.
-    """
-    keys_ptr, values_ptr = window
+def add_block(work, keys, values, missing, block, count, changed, C: tl.constexpr):
+    """Take tokens of a block, as codes and scales, into free rows, all but the first `missing`, which are sinks; list
+    them as changed. Return how many slots there are, and how many are listed."""
     place_ptr, list_ptr, room = numbers_of(work)[5], work[5], work[6]
     free_ptr, found = lists_of(work)[0], 0
     for begin in range(0, room, C.BT):
@@ -122,11 +119,9 @@ def add_block(work, window, tokens, missing, block, count, changed, bits, KIND: 
     om = tl.arange(0, C.MP)
     live, index = (om >= missing) & (om < block), om - missing
     rows = tl.load(free_ptr + index, mask=live, other=0)
-    codes, scales = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
-    k = codes * scales[:, None]
-    codes, scales = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
+    k, v = keys[0].to(C.ACC) * keys[1][:, None], values[0].to(C.ACC) * values[1][:, None]
     none = tl.zeros([C.MP], C.ACC)
-    put_rows(work, rows, live, k, codes * scales[:, None], none + 1, none, (count + index).to(C.ACC), C)
+    put_rows(work, rows, live, k, v, none + 1, none, (count + index).to(C.ACC), C)
     tl.store(list_ptr + changed + index, rows, mask=live)
     tl.debug_barrier()
     new = tl.maximum(block - missing, 0)
@@ -176,7 +171,7 @@ def merging_launch() -> dict[str, int]:
 @functools.cache  # or the host would take longer to launch a kernel than it runs
 def merging_constants(
     dims: tuple[int, ...], most: int, room: int, work: torch.dtype, kept: torch.dtype, least: int = 16,
-    turned: bool = False, group: int = 1,
+    turned: bool = False, group: int = 1, ordered: bool = False,
 ) -> PackedConstants:  # fmt: skip
     """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many, and
     so many rows."""
@@ -185,7 +180,7 @@ def merging_constants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
         BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), TURNED=turned,
         RM=max(LEAST_ROOM, padded(room)),
-        G=group, GP=padded(group), **kinds_of_rows(kept, least), **precision(work),
+        G=group, GP=padded(group), ORDERED=ordered, **kinds_of_rows(kept, least), **precision(work),
     )  # fmt: skip
 
 

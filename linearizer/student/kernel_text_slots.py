@@ -1,22 +1,22 @@
-"""Texts read by heads with windows and slots, as Triton kernels. The reference is slots_torch.py.
+"""Texts read by heads with windows, alone or with slots, as Triton kernels. The reference is slots_torch.py.
 
+All heads of a layer, in all numbers of bits, take the same three launches; their states lie in a pool of bytes
+(state_pool.py), which is written over:
+
+  lay_columns     turn and round what is new, behind what the rings hold (kernel_text_columns.py)
   merge_text      one program for each head of each text: merge the blocks that leave, one after the other, and write
-                  down what the slots are in each period
+                  down what the slots are in each period; others write the rings
   attend_periods  one program for each period: its rows attend to sinks, window and the slots of their period
 
 Few slots change from one period to the next. Each row that changed is written once, as a version, and a period is a
-list of versions.
+list of versions. Heads without slots have periods, too, in which nothing merges.
 
 Numbers that change from text to text are not specialised: a kernel would be compiled anew for many of them.
-
-Heads of a layer may hold windows and slots of all sizes, and still take one launch: where the tensors of a head lie is
-in a table, as an offset from tensors that the launch is given.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
@@ -26,21 +26,25 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .kernel_common import (
-    EMPTY,
-    Constants,
-    chip,
-    count_parts,
-    dims_at_once,
-    load_tile,
-    on_device_of_first,
-    padded,
-    precision,
-    scores,
-    update_softmax,
-)
+from .kernel_common import EMPTY, count_parts, load_tile, on_device_of_first, padded, precision
+from .kernel_leaving import load_tile_at, slots_of, write_merged
 from .kernel_merging import merge_rows
+from .kernel_packed_rows import (
+    BLOCK,
+    FEW,
+    HEAD,
+    LEVEL,
+    MERGER,
+    SINK_K,
+    SINK_V,
+    SLOTS,
+    WINDOW,
+    PackedConstants,
+    kinds_of_rows,
+    round_rows,
+)
 from .kernel_slot_rows import (
+    ROWS_AT_ONCE,
     add_block,
     levels_of,
     lists_of,
@@ -51,211 +55,351 @@ from .kernel_slot_rows import (
     numbers_of,
     read_slots,
     workspace_of,
-    write_slots,
 )
-from .slots_torch import SlotText
+from .kernel_text_columns import (
+    columns_of,
+    head_of,
+    lay_columns,
+    load_columns,
+    places_of,
+    remember_rows,
+    tokens_at,
+)
+from .state import working_dtype
 
 Tensor = torch.Tensor
 PERIOD_BYTES = 2**28  # of the versions of all periods that attend at once
-FIELDS = tl.constexpr(16)  # of a head of a text, in the order of table_of
+LEAST_PERIOD = 16  # tokens of a period of a head without slots
 
 
 @triton.jit
-def head_of(table_ptr, own, first_ptr, end_ptr, texts):
-    """Where the tensors of a head of a text lie, the place of its first new token, that behind its last, its sizes, and
-    its first period.
-
-    Periods are numbered by how many blocks are merged then; those before 0 have none, either.
-    """
-    field_ptr = table_ptr + own * FIELDS
-    first, end = tl.load(first_ptr + own % texts).to(tl.int32), tl.load(end_ptr + own % texts).to(tl.int32)
-    window, block = tl.load(field_ptr).to(tl.int32), tl.load(field_ptr + 1).to(tl.int32)
+def period_of(first, window, block):
+    """The period of a place: how many blocks are merged then; those before 0 have none, either."""
     before = (window + block - 1) // block  # so that no negative number is divided
-    period = (first - window + before * block) // block + 1 - before
-    return field_ptr + 4, first, end, window, block, period
+    return (first - window + before * block) // block + 1 - before
 
 
 @triton.jit
-def write_versions(work, rows, live, versions, begin, gain, C: tl.constexpr):
+def write_versions(work, rows, live, versions, begin, gain, bits, levels, C: tl.constexpr):
     """Write what rows hold now as versions, and keep their numbers."""
-    slot_k_ptr, slot_v_ptr, level_ptr = versions
+    code_k_ptr, code_v_ptr, scale_k_ptr, scale_v_ptr, level_ptr = versions
     od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
     at = begin + tl.arange(0, rows.shape[0])
-    k, v = load_row_tile(work[2], rows, C.DP), load_row_tile(work[1], rows, C.VP)
-    to_ptr = slot_k_ptr + at[:, None] * C.D + od[None, :]
-    tl.store(to_ptr, k.to(to_ptr.dtype.element_ty), mask=live[:, None] & (od < C.D)[None, :])
-    to_ptr = slot_v_ptr + at[:, None] * C.DV + ov[None, :]
-    tl.store(to_ptr, v.to(to_ptr.dtype.element_ty), mask=live[:, None] & (ov < C.DV)[None, :])
+    codes, scales = round_rows(load_row_tile(work[2], rows, C.DP), bits, levels, C.D, C.DP)
+    to_ptr = code_k_ptr + at[:, None] * C.D + od[None, :]
+    tl.store(to_ptr, codes.to(to_ptr.dtype.element_ty), mask=live[:, None] & (od < C.D)[None, :])
+    tl.store(scale_k_ptr + at, scales, mask=live)
+    codes, scales = round_rows(load_row_tile(work[1], rows, C.VP), bits, levels, C.DV, C.VP)
+    to_ptr = code_v_ptr + at[:, None] * C.DV + ov[None, :]
+    tl.store(to_ptr, codes.to(to_ptr.dtype.element_ty), mask=live[:, None] & (ov < C.DV)[None, :])
+    tl.store(scale_v_ptr + at, scales, mask=live)
     tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=live)
     tl.store(lists_of(work)[4] + rows, at, mask=live)
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["SINKS", "TEXTS", "TOKENS", "FROM", "PERIODS"])
+@triton.jit(noinline=True)  # as merge_rows is
+def read_state(work, at_ptr, start_ptr, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
+    """Copy the slots of a head into rows; return how many there are, and how many are listed as changed."""
+    _, _, state = slots_of(at_ptr, start_ptr, bits, KIND, C)
+    return read_slots(work, state, slots, bits, KIND, C)
+
+
+@triton.jit(do_not_specialize=["TOKENS", "COLUMNS", "FROM", "PERIODS"])
 def merge_text(
-    tensors, table_ptr, ends, workspace, periods, SINKS, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr
-):  # fmt: skip
-    """Merge what leaves windows while a text is read, and keep the slots of each period; grid (head and text,)."""
-    base_ptr, number_ptr = tensors
-    first_ptr, end_ptr = ends
-    float_ptr, list_ptr, ROOM = workspace
-    slot_k_ptr, slot_v_ptr, level_ptr, period_ptr, VERSIONS = periods
-    own = tl.program_id(0).to(tl.int64)
-    field_ptr, first, end, window, block, period = head_of(table_ptr, own, first_ptr, end_ptr, TEXTS)
-    slots, bits = tl.load(field_ptr - 2).to(tl.int32), tl.load(field_ptr - 1).to(tl.int32)
-    state = (
-        base_ptr + tl.load(field_ptr + 6), base_ptr + tl.load(field_ptr + 7), number_ptr + tl.load(field_ptr + 8),
-        number_ptr + tl.load(field_ptr + 9),
-    )  # fmt: skip
-    columns = base_ptr + tl.load(field_ptr + 2), base_ptr + tl.load(field_ptr + 3)
-    metric_ptr, gain = number_ptr + tl.load(field_ptr + 10), tl.load(number_ptr + tl.load(field_ptr + 11))
-    work, at = workspace_of(own, float_ptr, list_ptr, ROOM, C), own * VERSIONS
-    versions = slot_k_ptr + at * C.D, slot_v_ptr + at * C.DV, level_ptr + at
-    place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
-    free_ptr, _, _, _, version_ptr = lists_of(work)
-    count, changed = read_slots(work, state, slots, 16, 16, C)
-    lost, written = 0, ROOM
-    for begin in range(0, ROOM, C.BT):
-        rows = begin + tl.arange(0, C.BT)
-        write_versions(work, rows, tl.load(place_ptr + rows) < float("inf"), versions, begin, gain, C)
-    for index in range(0, PERIODS):
-        leaves = (period + FROM + index - 1) * block
-        if (leaves >= 0) & (leaves + window >= first) & (leaves + window < end):
-            tokens, missing = leaves + om - (end - window - TOKENS), tl.minimum(tl.maximum(SINKS - leaves, 0), block)
-            had = count
-            count, changed = add_block(work, columns, tokens, missing, block, count, changed, 16, 16, C)
-            new = count - had
-            gone = tl.maximum(count - slots, 0)
-            count, changed, lost = merge_rows(
-                work, metric_ptr, bits, 1 << bits, count, slots, changed, lost, base_ptr, False, C
-            )
-            live = om < new
-            write_versions(work, tl.load(free_ptr + om, mask=live, other=0), live, versions, written, gain, C)
-            live, written = om < gone, written + C.MP
-            write_versions(work, tl.load(work[5] + om, mask=live, other=0), live, versions, written, gain, C)
-            written += C.MP
-        for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BN):
-            rows = begin + tl.arange(0, C.BN)
-            version = tl.where(tl.load(place_ptr + rows) < float("inf"), tl.load(version_ptr + rows), -1)
-            tl.store(period_ptr + (own * PERIODS + index) * ROOM + rows, version)
-    write_slots(work, state, slots, count, numbers_of(work)[6], gain, 16, list_ptr, 16, C)
+    kept, merging, columns, ends, workspace, periods, codes_ptr, TOKENS, COLUMNS, FROM, PERIODS, C: tl.constexpr
+):
+    """Merge what leaves windows while a text is read, and keep the slots of each period; with other programs write the
+    rings; grid (text and head, 1 + parts of a ring)."""
+    if tl.program_id(1) == 0:
+        merge_blocks(kept, merging, columns, ends, workspace, periods, codes_ptr, TOKENS, COLUMNS, FROM, PERIODS, C)
+    else:
+        remember_rows(kept, columns, ends, codes_ptr, TOKENS, COLUMNS, tl.program_id(1) - 1, C)
 
 
-@triton.jit(do_not_specialize=["SINKS", "TEXTS", "TOKENS", "FROM", "PERIODS"])
-def attend_periods(base_ptr, table_ptr, ends, ROOM, periods, SINKS, TEXTS, TOKENS, FROM, PERIODS, C: tl.constexpr):
-    """Attend with the rows of a period; grid (head and text, period, part of its rows)."""
-    slot_k_ptr, slot_v_ptr, level_ptr, period_ptr, VERSIONS = periods
-    first_ptr, end_ptr = ends
-    own = tl.program_id(0).to(tl.int64)
-    field_ptr, first, end, window, block, period = head_of(table_ptr, own, first_ptr, end_ptr, TEXTS)
-    period += FROM + tl.program_id(1)
+@triton.jit
+def merge_blocks(
+    kept, merging, columns, ends, workspace, periods, codes_ptr, TOKENS, COLUMNS, FROM, PERIODS, C: tl.constexpr
+):
+    """Merge the blocks that leave the window of a head in some periods."""
+    SINKS = kept[4]
+    metric_ptr, gain_ptr = merging
+    float_ptr, list_ptr, _ = workspace
+    code_k_ptr, code_v_ptr, scale_k_ptr, scale_v_ptr, level_ptr, period_ptr, ROOM, VERSIONS = periods
+    own, text, at_ptr, start_ptr, bits = head_of(kept)
+    slots, block = tl.load(at_ptr + SLOTS).to(tl.int32), tl.load(at_ptr + BLOCK).to(tl.int32)
+    if block > 0:
+        window = tl.load(at_ptr + WINDOW).to(tl.int32)
+        first, end = places_of(ends, text, TOKENS, C)
+        merger, period = tl.load(at_ptr + MERGER), period_of(first, window, block)
+        metric_ptr, gain = metric_ptr + merger * (C.D + 1) * (C.D + 1), tl.load(gain_ptr + merger)
+        new_k_ptr, new_v_ptr, new_scale_k_ptr, new_scale_v_ptr = columns_of(columns, own, COLUMNS, C)
+        work, at = workspace_of(own, float_ptr, list_ptr, ROOM, C), own * VERSIONS
+        versions = (
+            code_k_ptr + at * C.D, code_v_ptr + at * C.DV, scale_k_ptr + at, scale_v_ptr + at, level_ptr + at
+        )  # fmt: skip
+        place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
+        free_ptr, version_ptr = lists_of(work)[0], lists_of(work)[4]
+        kept_ptr, levels = start_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
+        count, changed = block * 0, block * 0
+        if bits == 16:
+            count, changed = read_state(work, at_ptr, start_ptr, slots, bits, 16, C)
+        if C.LEAST <= 8:
+            if bits == 8:
+                count, changed = read_state(work, at_ptr, start_ptr, slots, bits, 8, C)
+        if C.LEAST < 8:
+            if bits < 8:
+                count, changed = read_state(work, at_ptr, start_ptr, slots, bits, FEW, C)
+        lost, written = 0, ROOM
+        for begin in range(0, ROOM, C.BT):
+            rows = begin + tl.arange(0, C.BT)
+            live = tl.load(place_ptr + rows) < float("inf")
+            write_versions(work, rows, live, versions, begin, gain, bits, levels, C)
+        for index in range(0, PERIODS):
+            leaves = (period + FROM + index - 1) * block
+            if (leaves >= 0) & (leaves + window >= first) & (leaves + window < end):
+                column, missing = leaves + om - end + COLUMNS, tl.minimum(tl.maximum(SINKS - leaves, 0), block)
+                had, live = count, (om >= missing) & (om < block)
+                key = load_columns((new_k_ptr, new_scale_k_ptr), column, live, C.D, C.DP, C)
+                value = load_columns((new_v_ptr, new_scale_v_ptr), column, live, C.DV, C.VP, C)
+                count, changed = add_block(work, key, value, missing, block, count, changed, C)
+                new = count - had
+                gone = tl.maximum(count - slots, 0)
+                count, changed, lost = merge_rows(
+                    work, metric_ptr, bits, levels, count, slots, changed, lost, kept_ptr, False, C
+                )
+                live = om < new
+                rows = tl.load(free_ptr + om, mask=live, other=0)
+                write_versions(work, rows, live, versions, written, gain, bits, levels, C)
+                live, written = om < gone, written + C.MP
+                rows = tl.load(work[5] + om, mask=live, other=0)
+                write_versions(work, rows, live, versions, written, gain, bits, levels, C)
+                written += C.MP
+            for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BN):
+                rows = begin + tl.arange(0, C.BN)
+                version = tl.where(tl.load(place_ptr + rows) < float("inf"), tl.load(version_ptr + rows), -1)
+                tl.store(period_ptr + (own * PERIODS + index) * ROOM + rows, version)
+        codes_ptr += own * tl.num_programs(1) * C.BT * (C.DP + C.VP)
+        slot_level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + SINKS + window
+        if bits == 16:
+            write_merged(work, at_ptr, start_ptr, slots, count, slot_level_ptr, gain, bits, codes_ptr, 16, C)
+        if C.LEAST <= 8:
+            if bits == 8:
+                write_merged(work, at_ptr, start_ptr, slots, count, slot_level_ptr, gain, bits, codes_ptr, 8, C)
+        if C.LEAST < 8:
+            if bits < 8:
+                write_merged(work, at_ptr, start_ptr, slots, count, slot_level_ptr, gain, bits, codes_ptr, FEW, C)
+
+
+@triton.jit
+def in_terms(x, C: tl.constexpr):
+    """Numbers as two terms of the type of what is kept, the second of which is 0 where one suffices."""
+    first = x.to(C.KEPT)
+    return first, (x - first.to(C.ACC)).to(C.KEPT)
+
+
+@triton.jit
+def multiply(x, matrix, C: tl.constexpr):
+    """x · matrix, nearly exactly: in bf16 of three products of terms, which take fewer registers than those of tf32."""
+    if C.TWO:
+        first, rest = in_terms(x, C)
+        own, other = in_terms(matrix, C)
+        out = tl.dot(first, own, out_dtype=C.ACC)
+        out = tl.dot(rest, own, acc=out, out_dtype=C.ACC)
+        out = tl.dot(first, other, acc=out, out_dtype=C.ACC)
+    else:
+        out = tl.dot(x, matrix, out_dtype=C.ACC, input_precision=C.PRECISION)
+    return out
+
+
+@triton.jit
+def take_queries(row_ptr, live, turns, head, turned, C: tl.constexpr):
+    """The queries of some rows, as their head looks with them."""
+    step_ptr, matrix_ptr, scale, root = turns[0] + head * C.D, turns[4], turns[6], turns[7]
+    od, q = tl.arange(0, C.DP), tl.zeros([live.shape[0], C.DP], C.ACC)
+    if turned:
+        for d in range(0, C.DP, C.DS):
+            inner = d + tl.arange(0, C.DS)
+            inside = live[:, None] & (inner < C.D)[None, :]
+            part = tl.load(row_ptr + inner[None, :], mask=inside, other=0.0).to(C.ACC) * scale
+            part *= tl.load(step_ptr + inner, mask=inner < C.D, other=0.0).to(C.ACC)[None, :] / root
+            matrix = load_tile_at(matrix_ptr, inner, C.D, C.D, od, C.D).to(C.ACC)
+            q += multiply(part, matrix, C)
+    else:
+        inside = live[:, None] & (od < C.D)[None, :]
+        q = tl.load(row_ptr + od[None, :], mask=inside, other=0.0).to(C.ACC) * scale
+    return q
+
+
+@triton.jit
+def logits_of(parts, codes, scales, C: tl.constexpr):
+    """Products of queries, as one or two terms of a type, with codes and their scales."""
+    q, rest = parts
+    out = tl.dot(q, tl.trans(codes), out_dtype=C.ACC, input_precision=C.PRECISION)
+    if C.TWO:
+        out = tl.dot(rest, tl.trans(codes), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
+    return out * scales[None, :]
+
+
+@triton.jit
+def see(top, total, acc, logits, live, codes, scales, C: tl.constexpr):
+    """Add logits and values, which are codes and scales, to the running softmax of rows."""
+    logits = tl.where(live, logits, EMPTY)
+    new = tl.maximum(top, tl.max(logits, 1))
+    kept = tl.exp(top - new)
+    p = tl.where(live, tl.exp(logits - new[:, None]), 0.0)
+    shares = (p * scales[None, :]).to(codes.dtype)
+    acc = tl.dot(shares, codes, acc=acc * kept[:, None], out_dtype=acc.dtype, input_precision=C.PRECISION)
+    return new, total * kept + tl.sum(p, 1), acc
+
+
+@triton.jit
+def load_sinks(pointer, bits, os, SINKS, WIDTH: tl.constexpr, WP: tl.constexpr, C: tl.constexpr):
+    """Sinks, which heads of few bits keep in bf16."""
+    ov = tl.arange(0, WP)
+    if bits == 16:
+        sinks = load_tile(pointer.to(tl.pointer_type(C.KEPT)), os, ov, SINKS, WIDTH).to(C.KEPT)
+    else:
+        sinks = load_tile(pointer.to(tl.pointer_type(tl.bfloat16)), os, ov, SINKS, WIDTH).to(C.KEPT)
+    return sinks
+
+
+@triton.jit(do_not_specialize=["TOKENS", "COLUMNS", "FROM", "PERIODS", "WIDTH"])
+def attend_periods(given, kept, turns, columns, ends, periods, TOKENS, COLUMNS, FROM, PERIODS, WIDTH, C: tl.constexpr):
+    """Attend with the rows of a period; grid (text and head, period, part of its rows)."""
+    SINKS = kept[4]
+    q_ptr, q_text, q_head, q_group, q_token, out_ptr, out_text, out_head, out_group, out_token = given
+    own, text, at_ptr, start_ptr, bits = head_of(kept)
+    head, window = tl.load(at_ptr + HEAD), tl.load(at_ptr + WINDOW).to(tl.int32)
+    block = tl.load(at_ptr + BLOCK).to(tl.int32)
+    length = tl.where(block > 0, block, C.MP)
+    first, end = places_of(ends, text, TOKENS, C)
+    period = period_of(first, window, length) + FROM + tl.program_id(1)
     row = tl.program_id(2) * C.BT + tl.arange(0, C.BT)
-    inside, place = row < block * C.G, window + (period - 1) * block + row // C.G
-    inside = inside & (place >= first) & (place < end)
-    begin = tl.maximum(window + (period - 1) * block, first)
-    if (begin < end) & (begin < window + period * block):
-        od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
-        rows = row % C.G * TOKENS + place - (end - TOKENS)
-        rows = tl.where(inside, rows, -1)
-        q_ptr, stop, columns = base_ptr + tl.load(field_ptr), C.G * TOKENS, window + TOKENS
-        q = load_tile(q_ptr, rows, od, stop, C.D)
-        merged = tl.maximum(period * block, 0)
+    begin, stop = window + (period - 1) * length, tl.minimum(window + period * length, end)
+    place = begin + row // C.G
+    live = (row < length * C.G) & (place >= first) & (place < stop)
+    if (tl.maximum(begin, first) < stop) & (tl.program_id(2) * C.BT < length * C.G):
+        turned = C.TURNED & (bits < 16)
+        token, group = tokens_at(ends, text, place, live, end, TOKENS, C), row % C.G
+        at = text * q_text + head * q_head + tl.where(live, token * q_token + group * q_group, 0)
+        parts = in_terms(take_queries(q_ptr + at[:, None], live, turns, head, turned, C), C)
         top = tl.full([C.BT], EMPTY, C.ACC)
         total, acc = tl.zeros([C.BT], C.ACC), tl.zeros([C.BT, C.VP], C.ACC)
         if SINKS > 0:
             os = tl.arange(0, C.SP)
-            logits = scores(q, q_ptr, base_ptr + tl.load(field_ptr + 4), rows, os, stop, SINKS, C.D, C.DP, C)
-            sink_v = load_tile(base_ptr + tl.load(field_ptr + 5), os, ov, SINKS, C.DV)
-            live = ((os < SINKS) & (os < merged))[None, :]
-            top, total, acc = update_softmax(top, total, acc, logits, live, sink_v, C)
-        k_ptr, v_ptr = base_ptr + tl.load(field_ptr + 2), base_ptr + tl.load(field_ptr + 3)
-        before = end - columns  # the place of the first column
-        last = tl.minimum(window + period * block, end) - before
-        for start in range(merged - before, last, C.BN):
-            column = start + tl.arange(0, C.BN)
-            near = scores(q, q_ptr, k_ptr, rows, column, stop, last, C.D, C.DP, C)
-            seen = (column < last)[None, :] & ((column + before)[None, :] <= place[:, None])
-            v = load_tile(v_ptr, column, ov, last, C.DV)
-            top, total, acc = update_softmax(top, total, acc, near, seen, v, C)
+            ones = tl.full([C.SP], 1.0, C.ACC)
+            k = load_sinks(start_ptr + tl.load(at_ptr + SINK_K), bits, os, SINKS, C.D, C.DP, C)
+            v = load_sinks(start_ptr + tl.load(at_ptr + SINK_V), bits, os, SINKS, C.DV, C.VP, C)
+            seen = (os < SINKS)[None, :] & (os[None, :] <= place[:, None])
+            top, total, acc = see(top, total, acc, logits_of(parts, k, ones, C), seen, v, ones, C)
+        new_k_ptr, new_v_ptr, new_scale_k_ptr, new_scale_v_ptr = columns_of(columns, own, COLUMNS, C)
+        merged = tl.where(block > 0, period * block, tl.maximum(begin - window + 1, first - window))
+        merged = tl.maximum(merged, SINKS)
+        oldest = tl.maximum(place - window + 1, merged)
+        for start in range(merged, stop, C.BN):
+            near = start + tl.arange(0, C.BN)
+            column, inside = near - end + COLUMNS, near < stop
+            codes, scales = load_columns((new_k_ptr, new_scale_k_ptr), column, inside, C.D, C.DP, C)
+            logits = logits_of(parts, codes, scales, C)
+            codes, scales = load_columns((new_v_ptr, new_scale_v_ptr), column, inside, C.DV, C.VP, C)
+            seen = (near[None, :] >= oldest[:, None]) & (near[None, :] <= place[:, None]) & inside[None, :]
+            top, total, acc = see(top, total, acc, logits, seen, codes, scales, C)
+        code_k_ptr, code_v_ptr, scale_k_ptr, scale_v_ptr, level_ptr, period_ptr, ROOM, VERSIONS = periods
         period_ptr += (own * PERIODS + tl.program_id(1)) * ROOM
-        slot_k_ptr, slot_v_ptr = slot_k_ptr + own * VERSIONS * C.D, slot_v_ptr + own * VERSIONS * C.DV
-        level_ptr += own * VERSIONS
-        for start in range(0, ROOM, C.BN):
+        keys = code_k_ptr + own * VERSIONS * C.D, scale_k_ptr + own * VERSIONS
+        values = code_v_ptr + own * VERSIONS * C.DV, scale_v_ptr + own * VERSIONS
+        for start in range(0, tl.where(block > 0, ROOM, 0), C.BN):
             slot = tl.load(period_ptr + start + tl.arange(0, C.BN))
-            level = tl.load(level_ptr + slot, mask=slot >= 0, other=EMPTY)[None, :]
-            far = scores(q, q_ptr, slot_k_ptr, rows, slot, stop, VERSIONS, C.D, C.DP, C) + level
-            v = load_tile(slot_v_ptr, slot, ov, VERSIONS, C.DV)
-            top, total, acc = update_softmax(top, total, acc, far, level > EMPTY / 2, v, C)
-        out_ptr = base_ptr + tl.load(field_ptr + 1) + rows[:, None] * C.DV + ov[None, :]
-        out = (acc / total[:, None]).to(base_ptr.dtype.element_ty)
-        tl.store(out_ptr, out, mask=inside[:, None] & (ov < C.DV)[None, :])
+            level = tl.load(level_ptr + own * VERSIONS + slot, mask=slot >= 0, other=EMPTY)[None, :]
+            codes, scales = load_columns(keys, slot, slot >= 0, C.D, C.DP, C)
+            logits = logits_of(parts, codes, scales, C) + level
+            codes, scales = load_columns(values, slot, slot >= 0, C.DV, C.VP, C)
+            top, total, acc = see(top, total, acc, logits, level > EMPTY / 2, codes, scales, C)
+        acc /= total[:, None]
+        at = text * out_text + head * out_head + tl.where(live, token * out_token + group * out_group, 0)
+        row_ptr = out_ptr + at[:, None]
+        if turned:
+            turn_back(acc, row_ptr, live, turns, head, WIDTH, C)
+        else:
+            ov = tl.arange(0, C.VP)
+            inside = live[:, None] & (ov < C.DV)[None, :]
+            tl.store(row_ptr + ov[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def table_of(texts: Sequence[SlotText], outputs: Sequence[Tensor], parameters: Sequence[tuple]) -> list[list[int]]:
-    """List the sizes of each head of each text, and where its tensors lie: as offsets from the first queries, or from
-    the first weights."""
-    table, vectors, numbers = [], texts[0].q, texts[0].state.weight
-    for text, out, own in zip(texts, outputs, parameters, strict=True):
-        state, columns = text.state, text.columns
-        sizes = [text.merging.window, text.merging.block, state.weight.shape[-1], text.merging.bits]
-        given = text.q, out, columns.k, columns.v, state.sink_k, state.sink_v, state.slot_k, state.slot_v
-        offsets = [(x, (x.data_ptr() - vectors.data_ptr()) // x.element_size()) for x in given]
-        rest = state.weight, state.spread, *(x[None].expand(len(text.q), *x.shape) for x in own)
-        offsets += [(x, (x.data_ptr() - numbers.data_ptr()) // x.element_size()) for x in rest]
-        for head in range(text.q.shape[1]):
-            for row in range(len(text.q)):
-                table.append([*sizes, *(at + row * x.stride(0) + head * x.stride(1) for x, at in offsets)])
-    return table
+@triton.jit
+def turn_back(acc, row_ptr, live, turns, head, WIDTH, C: tl.constexpr):
+    """Write what turned values gave, turned back."""
+    ov, middle_ptr, matrix_ptr = tl.arange(0, C.VP), turns[2] + head * C.DV, turns[5]
+    for d in range(0, WIDTH, C.DS):
+        inner = d + tl.arange(0, C.DS)
+        matrix = load_tile_at(matrix_ptr, ov, C.DV, C.DV, inner, C.DV).to(C.ACC)
+        part = multiply(acc, matrix, C)
+        part += tl.load(middle_ptr + inner, mask=inner < C.DV, other=0.0).to(C.ACC)[None, :]
+        inside = live[:, None] & (inner < C.DV)[None, :]
+        tl.store(row_ptr + inner[None, :], part.to(row_ptr.dtype.element_ty), mask=inside)
 
 
 @functools.cache  # or the host would take longer to launch a kernel than it runs
-def attending_constants(
-    dtype: torch.dtype, chip: tuple[int, int] | None, dims: tuple[int, int], group: int, sinks: int, block: int
-) -> Constants:
-    """Return what a kernel is compiled for that attends to periods of such a block."""
-    exact, wide = dtype.itemsize > 2, max(map(padded, dims)) > 128
-    at_once = 16 if exact else 64 if chip == (9, 0) and not wide else 32  # more would not fit into registers
-    return Constants(
-        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=dims_at_once(dims[0], dtype), G=group,
-        SP=sinks, BT=min(at_once, padded(block * group)), BN=32 if exact or wide else 64, **precision(dtype),
+def text_constants(
+    dims: tuple[int, int], group: int, sinks: int, length: int, kept: torch.dtype, least: int, turned: bool,
+    ordered: bool,
+) -> PackedConstants:  # fmt: skip
+    """Return what kernels are compiled for that lay columns, and attend to periods of such a length."""
+    exact, wide, work = kept.itemsize > 2, max(map(padded, dims)) > 128, torch.promote_types(kept, torch.float32)
+    at_once = 16 if exact or wide else 64  # more would not fit into registers
+    return PackedConstants(
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), G=group, SP=sinks,
+        BT=min(at_once, padded(length * group)), BN=32 if exact or wide else 64, MP=length, TURNED=turned,
+        ORDERED=ordered, TWO=not exact, **kinds_of_rows(kept, least), **precision(work),
     )  # fmt: skip
 
 
 @on_device_of_first
-def launch_texts(count: Tensor, texts: Sequence[SlotText]) -> list[Tensor]:
-    """Merge and attend with the heads of a layer whose queries are of one type; return what all their tokens see.
+def launch_text(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
+    merging: list[Tensor], turns: list[Tensor], sizes: list[int], order: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Read a text with the heads of a pool, into `out` (state_pool.py), and leave their states there.
 
-    `count` (batch,) tokens were read before; the states take what slots are at last.
+    Where some tokens are no real ones, `order` says how many are, (batch,), and lists those last, (batch, tokens).
     """
-    first, work = texts[0], texts[0].state.weight.dtype
-    (batch, _, group, tokens, dim), value_dim = first.q.shape, first.columns.v.shape[-1]
-    sinks = first.state.sink_k.shape[2]
-    outputs, parameters = [], []
-    for text in texts:
-        for holder, names in ((text, ("q",)), (text.columns, ("k", "v")), (text.state, ("sink_k", "sink_v"))):
-            for name in names:
-                setattr(holder, name, getattr(holder, name).contiguous())
-        for name in ("slot_k", "slot_v", "weight", "spread"):  # which are written over
-            setattr(text.state, name, getattr(text.state, name).clone(memory_format=torch.contiguous_format))
-        outputs.append(text.q.new_zeros(*text.q.shape[:-1], value_dim))
-        parameters.append(tuple(x.to(work).contiguous() for x in (text.merging.rows, text.merging.gain)))
-    table = torch.tensor(table_of(texts, outputs, parameters), pin_memory=count.is_cuda)
-    table = table.to(count.device, non_blocking=True)  # or the host would wait until all before is done
-    programs, most = len(table), max(text.merging.block for text in texts)
-    rows = max(text.state.weight.shape[-1] + text.merging.block for text in texts)
-    floats, lists, room = make_workspace(programs, rows, (dim, value_dim), first.state.weight)
-    periods = (tokens - 2) // min(text.merging.block for text in texts) + 2
-    merging = merging_constants((dim, value_dim), most, room, work, first.q.dtype)
-    changing, row_bytes = 2 * merging.MP.value, (dim + value_dim) * first.q.element_size()
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    (texts, bytes), heads, work = pool.shape, len(table), working_dtype(k)
+    sinks, slots, most, _, least, window, shortest = sizes
+    dims, group, tokens, programs = (q.shape[-1], v.shape[-1]), q.shape[2], q.shape[-2], texts * heads
+    length, width, like = most or LEAST_PERIOD, window + tokens, q.new_empty(0, dtype=work)
+    kept, ends = (pool, table, heads, bytes, sinks), (count, *(order or (count, count)))  # others are not read
+    turning = *(turns or [like] * 6), scale, scale**0.5
+    constants = text_constants(dims, group, padded(sinks), length, k.dtype, least, bool(turns), order is not None)
+    columns = rows_for(k, programs * width, dims)
+    given = k, v, *k.stride()[:3], *v.stride()[:3]
+    lay_columns[(programs, count_parts(width, constants.BN.value // 2))](
+        given, kept, turning, columns, ends, tokens, width, constants, num_warps=8, num_stages=1
+    )
+    floats, lists, room = make_workspace(programs if merging else 0, slots + most, dims, like)
+    merging_size = merging_constants(dims, most or 1, room, work, k.dtype, least, bool(turns), 1, order is not None)
+    periods = (tokens - 2) // (shortest or length) + 2
+    changing, row_bytes = 2 * merging_size.MP.value, sum(dims) * k.element_size()
     together = max(1, min(periods, (PERIOD_BYTES // (programs * row_bytes) - room) // changing))
-    versions = room + together * changing
-    kept = [first.q.new_empty(programs * versions * size) for size in (dim, value_dim)]
-    slots = *kept, floats.new_empty(programs * versions), lists.new_empty(programs * together * room), versions
-    constants = attending_constants(first.q.dtype, chip(first.q), (dim, value_dim), group, padded(sinks), most)
-    grid = programs, together, count_parts(most * group, constants.BT.value)
-    ends, bases = (count, count + first.new), (first.q, first.state.weight)
+    versions = room + together * changing if merging else 0
+    levels, lists_of_periods = like.new_empty(programs * versions), lists.new_empty(programs * together * room)
+    states = *rows_for(k, programs * versions, dims), levels, lists_of_periods, room, versions
+    rings = 1 + count_parts(window, ROWS_AT_ONCE)
+    codes = pool.new_empty(programs * rings * ROWS_AT_ONCE * sum(map(padded, dims)))
+    asked, merged = (q, *q.stride()[:4], out, *out.stride()[:4]), tuple(merging or [like] * 2)
     for begin in range(0, periods, together):
-        sizes = sinks, batch, tokens, begin, together
-        merge_text[(programs,)](bases, table, ends, (floats, lists, room), slots, *sizes, merging, **merging_launch())
-        attend_periods[grid](first.q, table, ends, room, slots, *sizes, constants, num_warps=8, num_stages=1)
-    return outputs
+        merge_text[(programs, rings)](
+            kept, merged, columns, ends, (floats, lists, room), states, codes, tokens, width, begin, together,
+            merging_size, **merging_launch(),
+        )  # fmt: skip
+        attend_periods[(programs, together, count_parts(length * group, constants.BT.value))](
+            asked, kept, turning, columns, ends, states, tokens, width, begin, together, dims[1], constants,
+            num_warps=8, num_stages=1,
+        )  # fmt: skip
+
+
+def rows_for(like: Tensor, count: int, dims: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Return room for rows: the codes of keys and values, and their scales."""
+    codes = [like.new_empty(count * dim) for dim in dims]
+    return *codes, *(like.new_empty(count, dtype=torch.float32) for _ in dims)

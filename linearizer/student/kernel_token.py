@@ -1,4 +1,4 @@
-"""Attention with one token to all that a pool of bytes holds (token_pool.py), as Triton kernels.
+"""Attention with one token to all that a pool of bytes holds (state_pool.py), as Triton kernels.
 
 Every token launches the same three kernels for a layer, so a graph may repeat them. The rows of a head, its ring and
 its slots, are cut into parts, so that few heads keep a whole GPU at work:
@@ -181,7 +181,7 @@ def launch_token(
     q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
     merging: list[Tensor], turns: list[Tensor], sizes: list[int],
 ) -> None:  # fmt: skip
-    """Remember a token in the pool of a layer and attend with it, into `out` (token_pool.py).
+    """Remember a token in the pool of a layer and attend with it, into `out` (state_pool.py).
 
     What leaves a window is merged first, as the device decides: what is launched is the same for every token.
     """

@@ -14,18 +14,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap
-from .kernel_dispatch import linear_attention, may_run_in_triton, read_slots, vectors_by
+from .kernel_dispatch import linear_attention, may_run_in_triton
 from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import ServedHeads, held_layer, read_in_c
 from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import Turns, as_sink, first_columns, first_tokens, pack_state, round_tokens, unpack_state
-from .rounding import FEWER, Vectors, can_turn, rotate, round_vectors
+from .rounding import FEWER, can_turn, rotate, round_vectors
 from .slots_merging import Merger, Merging
-from .slots_torch import SlotText
+from .slots_torch import SlotText, read_together
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_index, is_compiled
+from .state_pool import attend_in_pool, pool_for_token
 from .token_buffer import WindowGroup, attend_token_in_buffer
-from .token_pool import attend_token_in_pool, held_pool
 from .update_rules import UPDATE_RULES
 
 Tensor = torch.Tensor
@@ -229,7 +229,7 @@ class LayerStudent(nn.Module):
         each a break in a graph; so does all that a kernel does not read where a token may be padding."""
         if not torch.compiler.is_dynamo_compiling() or q.shape[-2] > 1:
             return torch.compiler.is_dynamo_compiling()
-        read = (held_layer(memory, k), held_pool(memory, k) if real is None else None) if is_compiled() else ()
+        read = (held_layer(memory, k), pool_for_token(memory, k) if real is None else None) if is_compiled() else ()
         served = [index for plan in read if plan is not None for index in plan.windows]
         look = SlotGroup if real is None else HeadGroup
         return any(isinstance(group, look) and index not in served for index, group in enumerate(self.groups))
@@ -262,21 +262,20 @@ class LayerStudent(nn.Module):
             return out.flatten(1, 2)
         in_triton = len(done) < len(groups) and self.reads_in_triton(query, key, value)
         if is_compiled() or in_triton:
-            done += attend_token_in_pool(groups, memory, *inputs, done, self.turns)
+            done += attend_in_pool(groups, memory, *inputs, done, self.turns)
         elif len(done) < len(groups):
             done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns)
         if memory is not None:
             memory += [None] * (len(groups) - len(memory))
         left = {index: group for index, group in enumerate(groups) if index not in done}
-        by = vectors_by(in_triton)
-        taken = {index: self.take(group, *inputs[:5], memory and memory[index], by) for index, group in left.items()}
-        parts = self.read_with_slots(left, taken, scale, real, in_triton)
+        taken = {index: self.take(group, *inputs[:5], memory and memory[index]) for index, group in left.items()}
+        parts = self.read_with_slots(left, taken, scale, real)
         for index, group in left.items():
             q, k, v, state = taken.pop(index)
             part, state = parts.pop(index) if index in parts else group(q, k, v, scale, real, state)
             if memory is not None:
                 packs = self.keeps_bytes and group.bits < 16
-                memory[index] = pack_state(state, group.bits, memory[index], by) if packs else state
+                memory[index] = pack_state(state, group.bits, memory[index]) if packs else state
             heads = as_index(group.heads, q.device)
             if self.turns is not None and group.turns and not self.exact_values:
                 part = self.turns(self.turns.turn_back, part, heads)
@@ -292,7 +291,6 @@ class LayerStudent(nn.Module):
         scale: float,
         real: Tensor | None,
         state: Any,
-        by: Vectors,
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """Return queries, keys and values as a group attends with them, and its state to compute with."""
         heads = as_index(group.heads, q.device)
@@ -304,13 +302,13 @@ class LayerStudent(nn.Module):
             q, k, turned = self.turns(self.turns.turn, q, k, None if self.exact_values else v, scale**0.5, heads)
             v = v if turned is None else turned
         if self.exact_values:
-            k = round_tokens([k], group.bits, first, by)[0]
+            k = round_tokens([k], group.bits, first)[0]
         else:
-            k, v = round_tokens([k, v], group.bits, first, by)
-        return q, k, v, unpack_state(state, group.bits, k.dtype, v.dtype, by) if state and self.keeps_bytes else state
+            k, v = round_tokens([k, v], group.bits, first)
+        return q, k, v, unpack_state(state, group.bits, k.dtype, v.dtype) if state and self.keeps_bytes else state
 
     def read_with_slots(
-        self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None, in_triton: bool
+        self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None
     ) -> dict[int, tuple[Tensor, SlotState]]:
         """Let all groups with slots read a text, so that they merge a block at once; return what each gives."""
         texts = {}
@@ -319,7 +317,7 @@ class LayerStudent(nn.Module):
                 q, k, v, state = taken[index]
                 merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
                 texts[index] = group.lay(q * scale, k, v, merging, real, state)
-        parts = read_slots([*texts.values()], in_triton)
+        parts = read_together([*texts.values()])
         return {index: (part, text.state) for (index, text), part in zip(texts.items(), parts, strict=True)}
 
     def reads_in_c(self, q: Tensor, k: Tensor, v: Tensor) -> bool:

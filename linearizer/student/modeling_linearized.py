@@ -18,7 +18,7 @@ The words of these files:
 
 Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention exists
 in PyTorch for features and slots, and in Triton for texts with either; all windows and slots of a layer attend with a
-token at once, in PyTorch (token_buffer) or in Triton (token_pool). On a CPU kernel_layer_in_c reads texts and tokens
+token at once, in PyTorch (token_buffer) or in Triton (state_pool). On a CPU kernel_layer_in_c reads texts and tokens
 with all of them, in place of many small operations of PyTorch.
 """
 

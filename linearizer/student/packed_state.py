@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .rounding import FEWER, IN_PYTORCH, Vectors, rotate, rotated_at_once, round_vectors
+from .rounding import FEWER, pack_vectors, rotate, rotated_at_once, round_vectors, unpack_vectors
 from .state import as_slice, is_exact, least_count, tensors, working_dtype
 
 MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
@@ -86,9 +86,9 @@ class Turns(nn.Module):
         return rotate(metric.to(self.key_steps) * self.key_steps[head])
 
 
-def round_tokens(xs: Sequence[Tensor], bits: int, first: Tensor | None, by: Vectors = IN_PYTORCH) -> list[Tensor]:
+def round_tokens(xs: Sequence[Tensor], bits: int, first: Tensor | None) -> list[Tensor]:
     """Round keys and values as they are attended to: all but sinks, which `first` (batch, tokens) names."""
-    rounded = in_one(lambda x: by.round(x, bits), xs)
+    rounded = in_one(lambda x: round_vectors(x, bits), xs)
     if first is None:
         return rounded
     return [torch.where(first[:, None, :, None], as_sink(x), own) for x, own in zip(xs, rounded, strict=True)]
@@ -120,26 +120,24 @@ def tokens_read(state: Any) -> Tensor:  # (batch,)
     return state.count if is_exact(state) else state.real.sum(-1)
 
 
-def pack_state(state: Any, bits: int = 8, before: Any = None, by: Vectors = IN_PYTORCH) -> Any:
+def pack_state(state: Any, bits: int = 8, before: Any = None) -> Any:
     """Return a state whose keys and values are bytes, but for sinks; of a whole cache only what is new is packed."""
     rows = 0 if before is None or is_exact(state) else before.k.shape[-2]
     new = {name: x[:, :, rows:] for name, x in tensors(state).items() if name in PACKED}
-    packed = dict(zip(new, in_one(lambda x: by.pack(x, bits), [*new.values()]), strict=True))
+    packed = dict(zip(new, in_one(lambda x: pack_vectors(x, bits), [*new.values()]), strict=True))
     if rows:
         packed = {name: torch.cat([getattr(before, name), x], -2) for name, x in packed.items()}
     sinks = {name: x.to(SINK_TYPE) for name, x in tensors(state).items() if name in SINKS}
     return replace(state, **packed, **sinks, **pack_counts(state, bits))
 
 
-def unpack_state(
-    state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype, by: Vectors = IN_PYTORCH
-) -> Any:
+def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
     """Return a state whose keys and values can be computed with."""
     dtypes, named = {"k": key_dtype, "v": value_dtype}, tensors(state)
     vectors: dict[str, Tensor] = {}
     for kind in [("k", "v")] if key_dtype == value_dtype else ["k", "v"]:
         held = {name: x for name, x in named.items() if name in PACKED and name[-1] in kind}
-        unpack = partial(by.unpack, dtype=dtypes[kind[0]], bits=bits)
+        unpack = partial(unpack_vectors, dtype=dtypes[kind[0]], bits=bits)
         vectors |= dict(zip(held, in_one(unpack, [*held.values()]), strict=True))
     vectors |= {name: x.to(dtypes[name[-1]]) for name, x in named.items() if name in SINKS}
     return put_sinks_back(replace(state, **vectors, **unpack_counts(state, key_dtype)))

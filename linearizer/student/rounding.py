@@ -13,8 +13,6 @@ call that read it or out of the state of a later one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -67,17 +65,6 @@ def packed_bytes(dim: int, bits: int) -> int:
 def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
     """Read what `pack_vectors` wrote."""
     return (codes_in(x, bits) * scales_in(x, bits)).to(dtype)
-
-
-class Vectors(NamedTuple):
-    """What rounds, packs and unpacks vectors."""
-
-    round: Callable[..., Tensor]
-    pack: Callable[..., Tensor]
-    unpack: Callable[..., Tensor]
-
-
-IN_PYTORCH = Vectors(round_vectors, pack_vectors, unpack_vectors)
 
 
 def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:

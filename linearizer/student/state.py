@@ -45,7 +45,7 @@ class ExactState:
     window_v: Tensor
 
     token_buffer = None  # type: object  # where its tensors may lie (token_buffer.py)
-    token_pool = None  # type: object  # the same for Triton (token_pool.py)
+    state_pool = None  # type: object  # the same for Triton (state_pool.py)
     layer_in_c = None  # type: object  # what a kernel knows of its layer (kernel_layer_in_c.py)
 
     @staticmethod

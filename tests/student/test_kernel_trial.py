@@ -14,7 +14,7 @@ from linearizer.student import (
     kernel_text_slots,
     kernel_token,
     kernel_trial,
-    token_pool,
+    state_pool,
 )
 from linearizer.student.kernel_dispatch import linear_attention
 from linearizer.student.state import FeatureState
@@ -50,8 +50,8 @@ def launches(monkeypatch):
     for holder, name in (
         (attention_loss_kernels, "losses"),
         (kernel_dispatch.FeatureAttention, "apply"),
-        (kernel_dispatch, "launch_texts"),
-        (token_pool, "launch_token"),
+        (state_pool, "launch_text"),
+        (state_pool, "launch_token"),
     ):
         run = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *args, run=run, name=name: (counted.append(name), run(*args))[1])
@@ -97,7 +97,7 @@ def compare():
 DOORS = {
     "attention": (read, "apply"),
     "attention and its gradients": (train, "apply"),
-    "texts with windows and slots": (read_slots, "launch_texts"),
+    "texts with windows and slots": (read_slots, "launch_text"),
     "tokens with windows and slots": (read_token, "launch_token"),
     "losses of attention rows": (compare, "losses"),
 }
@@ -118,7 +118,7 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
-    "texts with windows and slots": (kernel_text_slots, "(leaves + window < end)", "(leaves + window > end)"),
+    "texts with windows and slots": (kernel_text_slots, "total * kept + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
     "tokens with windows and slots": (kernel_token, "= new, total * old + weight", "= new, total * old"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }

@@ -38,13 +38,9 @@ from linearizer.student import (
     kernel_text_gradients,
     kernel_text_slots,
     kernel_token,
-    kernel_vectors,
-    token_pool,
+    state_pool,
 )
 from linearizer.student.packed_state import Turns
-from linearizer.student.slots_merging import Merging
-from linearizer.student.slots_torch import SlotText
-from linearizer.student.state import SlotState
 from linearizer.train import attention_loss_kernels
 
 for name in [name for name in sys.modules if name.startswith("linearizer.")]:
@@ -93,9 +89,8 @@ def launches(chip, call):
     ):
         for kept in (
             kernel_slot_rows.merging_constants,
-            kernel_text_slots.attending_constants,
+            kernel_text_slots.text_constants,
             kernel_token.token_constants,
-            kernel_vectors.constants_of,
         ):
             kept.cache_clear()  # of other chips
         call()
@@ -118,36 +113,29 @@ def everything(dim, features, dtype, group, window=64, sinks=4):
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
     for bits in (4, 16):
-        attend_with_a_token(dim, dtype, group, sinks, bits)
-    read_with_slots(dim, dtype, group, sinks)
-    for bits in (4, 8):
-        x = kernel_vectors.round_vectors(draw(1, 8, 2048, dim, dtype=torch.float32), bits)
-        kernel_vectors.unpack_vectors(kernel_vectors.pack_vectors(x, bits), x.dtype, bits)
+        read_in_pool(dim, dtype, group, sinks, bits, 1)
+        read_in_pool(dim, dtype, group, sinks, bits, 2048)
 
 
-def attend_with_a_token(dim, dtype, group, sinks, bits, heads=8):
-    """Merge, and attend with one token, to heads of 16 bits or of any."""
+def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, heads=8):
+    """Read a text, or a token, with heads of 16 bits or of any."""
     table, count = draw(heads, kernel_packed_rows.FIELDS.value, dtype=torch.int64), draw(1, dtype=torch.int64)
-    merging = [draw(heads, dim + 1, dim + 1).float(), draw(heads).float()]
-    turns = token_pool.turning(Turns(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
-    k, out = draw(1, heads, 1, dim, dtype=dtype), draw(1, heads, group, 1, dim, dtype=dtype)
-    pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, 256, 16, 512, bits]
-    kernel_token.launch_token(out, k, k, 0.125, out, pool, count, table, merging, turns, sizes)
-
-
-def read_with_slots(dim, dtype, group, sinks, tokens=2048, window=64, slots=64, heads=8):
-    """Read a text with heads of 16 bits, and with heads of few, whose vectors are in fp32."""
-    for kind in {dtype, torch.float32}:
-        q, k = draw(1, heads, group, tokens, dim, dtype=kind), draw(1, heads, tokens, dim, dtype=kind)
-        merging = Merging(draw(heads, dim, dim), draw(heads), draw(heads, dim + 1), window, 16)
-        text = SlotText.of(q, k, k, merging, None, SlotState.empty(k, k, window, sinks, slots))
-        kernel_text_slots.launch_texts(text.state.count, [text])
+    merging = [draw(heads, dim + 1, dim + 1).float(), draw(heads).float()] if slots else []
+    turns = state_pool.turning(Turns(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
+    k, q = draw(1, heads, tokens, dim, dtype=dtype), draw(1, heads, group, tokens, dim, dtype=dtype)
+    block = 16 if slots else 0
+    pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, slots, block, window + slots, bits, window, block]
+    given = q, k, k, 0.125, q, pool, count, table, merging, turns
+    if tokens == 1:
+        kernel_token.launch_token(*given, sizes[:5])
+    else:
+        kernel_text_slots.launch_text(*given, sizes, None)
 
 
 def read_many_texts(dim=64, group=2):
     """Read texts of several lengths, windows, slots, sinks and numbers of heads, with windows alone and with slots."""
     for tokens, window, slots, sinks, heads in ((2048, 64, 64, 4, 8), (500, 7, 33, 0, 1), (130, 128, 400, 1, 3)):
-        read_with_slots(dim, torch.bfloat16, group, sinks, tokens, window, slots, heads)
+        read_in_pool(dim, torch.bfloat16, group, sinks, 4, tokens, window, slots, heads)
         inputs = attention_inputs(1, heads, group, tokens, dim, 0, torch.bfloat16, window, sinks)
         kernel_text_features.run_text_features(*inputs[:7], None, None, *inputs[-2:], window)
 

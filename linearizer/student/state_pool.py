@@ -1,0 +1,240 @@
+"""Texts and tokens of all heads of a layer with windows, alone or with slots, by Triton's kernels.
+
+The states of all these heads, in all numbers of bits, lie in one pool of bytes, and their tensors are views of it. A
+table says where each head's tensors lie, so one launch serves them all. Nothing is decided on the host: kernels merge
+as the number of tokens read tells, and what is launched is the same for every token, so that a graph may repeat it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .kernel_dispatch import launch_text, launch_token
+from .packed_state import SINK_TYPE, Turns
+from .rounding import FEWER, packed_bytes, rotation
+from .state import FeatureState, SlotState, is_traced, working_dtype
+from .token_buffer import WindowGroup, levels_of
+
+Tensor = torch.Tensor
+ALIGNED = 16  # bytes at which a tensor of a head begins
+COUNTS = ("weight", "spread")
+NAMES = ("k", "v", "sink_k", "sink_v", "level", *COUNTS)  # of each head's tensors; rows are those of ring and slots
+
+
+@dataclass
+class StatePool:
+    pool: Tensor  # (batch, bytes)
+    count: Tensor  # (batch,) tokens read, as all states have it
+    table: Tensor  # (heads, fields of kernel_token.py)
+    merging: list[Tensor]  # Merging.rows and gain of all heads with slots, if there are any
+    turns: list[Tensor]  # how heads turn what they take, if they do
+    sizes: list[
+        int
+    ]  # sinks; the most slots, tokens that merge at once, and rows; the fewest bits; then the most rows of
+    # a window, and the fewest tokens that merge at once
+    kept: torch.dtype  # of heads of 16 bits
+    dims: tuple[int, int]  # of keys and values
+    groups: dict[int, Any]  # by their indices in the layer
+    views: dict[int, dict[str, Tensor]]  # of the pool: all tensors of each group's heads, by name
+    windows: dict[int, Tensor]  # those that each group's state has
+    missing: int  # tokens that some text may have to read before all its sinks are there
+
+    @staticmethod
+    @torch.inference_mode(False)  # so that later calls may write what this one makes
+    @torch.no_grad()
+    def of(served: dict[int, Any], memory: list, k: Tensor, v: Tensor, scale: float, turns: Turns | None) -> StatePool:
+        """Lay the states of some groups, by their indices, into a pool, for a layer with keys and values like these;
+        those that have none begin there."""
+        work, device, texts, sinks = working_dtype(k), k.device, len(k), next(iter(served.values())).sinks
+        end, mergers, table, laid = 0, [], [], {}
+        for index, group in served.items():
+            if (merging := group.merging(scale)) is not None:
+                mergers.append(merging)
+            block, slots = 0 if merging is None else merging.block, getattr(group, "slots", 0)
+            before = sum(len(other.metric) for other in mergers) - len(group.heads)
+            rows = [
+                [head, group.bits, group.window, slots, block, before + place] for place, head in enumerate(group.heads)
+            ]
+            for name, (shape, dtype) in shapes_of(group, slots, k, v).items():
+                size = -(-shape.numel() * dtype.itemsize // ALIGNED) * ALIGNED
+                laid[index, name] = end, size, shape, dtype
+                for row in rows:
+                    row.append(end)
+                    end += size
+            table += rows
+        pool = torch.zeros(texts, end, dtype=torch.uint8, device=device)
+        views: dict[int, dict[str, Tensor]] = {index: {} for index in served}
+        for (index, name), (begin, size, shape, dtype) in laid.items():
+            heads = len(served[index].heads)
+            view = pool[:, begin : begin + heads * size].view(dtype).view(texts, heads, size // dtype.itemsize)
+            views[index][name] = view[..., : shape.numel()].unflatten(-1, shape)
+        result = StatePool(
+            pool,
+            torch.zeros(texts, dtype=torch.long, device=device),
+            torch.tensor(table, device=device),
+            [torch.cat([getattr(own, x) for own in mergers]).to(work) for x in ("rows", "gain") if mergers],
+            [] if turns is None else turning(turns, work),
+            sizes_of(sinks, table),
+            k.dtype,
+            (k.shape[-1], v.shape[-1]),
+            served,
+            views,
+            {},
+            sinks,
+        )  # fmt: skip
+        if memory[min(served)] is not None:
+            result.lay(0, memory, scale)
+        for index in served:
+            memory[index] = result.state_of(index, memory[index])
+            result.windows[index] = memory[index].window_k
+        memory[min(served)].state_pool = result
+        return result
+
+    def state_of(self, index: int, before: Any) -> Any:
+        """Return the state of a group whose tensors are views of this pool."""
+        group, views = self.groups[index], self.views[index]
+        named = {"count": self.count, "sink_k": views["sink_k"], "sink_v": views["sink_v"]}
+        named |= {f"window_{kind}": views[kind][:, :, : group.window] for kind in ("k", "v")}
+        if not hasattr(group, "slots"):
+            level = views["level"][..., :0]
+            return FeatureState(**named, level=level, mean=level[..., None].expand(*level.shape, self.dims[1]))
+        named |= {f"slot_{kind}": views[kind][:, :, group.window :] for kind in ("k", "v")}
+        return SlotState(**named, weight=views["weight"], spread=views["spread"])
+
+    def lay(self, at: int, memory: list, scale: float = 1.0) -> None:
+        """Lay the states of other texts here, in the places of some of these."""
+        other = held_pool(memory, self.pool.new_empty(0, dtype=self.kept))
+        if other is not None and other.pool.shape[1] == self.pool.shape[1] and [*other.groups] == [*self.groups]:
+            self.pool[at : at + len(other.pool)].copy_(other.pool)
+            self.count[at : at + len(other.count)].copy_(other.count)
+            return
+        work = working_dtype(self.pool.new_empty(0, dtype=self.kept))
+        for index, group in self.groups.items():
+            state = memory[index]
+            for name, part in contents(group.window_group(scale, state), work).items():
+                self.views[index][name][at : at + len(part)].copy_(part)
+            self.count[at : at + len(state.count)].copy_(state.count)
+
+    def holds(self, memory: list, k: Tensor) -> bool:
+        """Whether the states are still views of this pool: all that changes one replaces its count, too."""
+        states = [(memory[index], window) for index, window in self.windows.items()]
+        same = all(state.count is self.count and state.window_k is window for state, window in states)
+        return same and self.kept == k.dtype
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor) -> None:
+        """Attend with a text or a token, into `out`; q (batch, heads, group, tokens, dim), k and v are those of the
+        whole layer."""
+        given, tokens = (self.pool, self.count, self.table, self.merging, self.turns), q.shape[-2]
+        if self.reads_token(tokens, real):
+            launch_token(q, k, v, scale, out, *given, self.sizes[:5])
+            self.count.add_(1)
+        elif real is None:
+            launch_text(q, k, v, scale, out, *given, self.sizes, None)
+            self.count.add_(tokens)
+            self.missing = max(self.missing - tokens, 0)
+        else:
+            new, order = real.sum(-1), real.to(torch.int8).argsort(dim=-1, stable=True)
+            launch_text(q, k, v, scale, out.zero_(), *given, self.sizes, (new, order))
+            self.count.add_(new)
+
+    def reads_token(self, tokens: int, real: Tensor | None) -> bool:
+        """Whether the kernels for a token serve: they look for no sinks among the tokens."""
+        if tokens > 1 or real is not None:
+            return False
+        if self.missing and not is_traced():
+            self.missing = max(self.sizes[0] - int(self.count.min()), 0)
+        return not self.missing
+
+
+def sizes_of(sinks: int, table: list[list[int]]) -> list[int]:
+    """Return the sinks of a head; the most slots, tokens that merge at once, and rows; the fewest bits; the widest
+    window; and the fewest tokens that merge at once, or 0."""
+    _, bits, windows, slots, blocks, *_ = zip(*table, strict=True)
+    rows = [sum(pair) for pair in zip(windows, slots, strict=True)]
+    return [sinks, max(slots), max(blocks), max(rows), min(bits), max(windows), min(filter(None, blocks), default=0)]
+
+
+def shapes_of(group: Any, slots: int, k: Tensor, v: Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the shapes of a head's tensors in a pool, and their types, in the order of its table."""
+    work, rows = working_dtype(k), group.window + slots
+    kinds = {"k": (k.shape[-1], k.dtype), "v": (v.shape[-1], v.dtype)}
+    sinks = {f"sink_{name}": (group.sinks, dim) for name, (dim, _) in kinds.items()}
+    if group.bits < 16:
+        packed = torch.int8 if group.bits == 8 else torch.uint8
+        kinds = {name: (packed_bytes(dim, group.bits), packed) for name, (dim, _) in kinds.items()}
+    counts = torch.int16 if group.bits in FEWER else work
+    shapes = {
+        **{name: ((rows, dim), dtype) for name, (dim, dtype) in kinds.items()},
+        **{name: (shape, k.dtype if group.bits == 16 else SINK_TYPE) for name, shape in sinks.items()},
+        "level": ((group.sinks + rows,), work),
+        **{name: ((slots,), counts) for name in COUNTS},
+    }
+    return {name: (torch.Size(shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def contents(group: WindowGroup, work: torch.dtype) -> dict[str, Tensor]:
+    """Return what a pool has of a group, by name."""
+    state = group.state
+    rings = [name for name in ("window", "slot") if hasattr(state, f"{name}_k")]
+    named = {kind: torch.cat([getattr(state, f"{name}_{kind}") for name in rings], 2) for kind in ("k", "v")}
+    named |= {name: getattr(state, name) for name in ("sink_k", "sink_v")}
+    named["level"] = levels_of(group, [place - 1 for place in state.count.tolist()], work)
+    return named | {name: getattr(state, name) for name in COUNTS if hasattr(state, name)}
+
+
+def turning(turns: Turns, work: torch.dtype) -> list[Tensor]:
+    """Return steps and middle of keys, middle and steps of values, and the rotations of both."""
+    middle, dims = turns.value_middle, (turns.key_middle.shape[-1], turns.value_middle.shape[-1])
+    steps = [turns.key_steps, turns.key_middle, middle, torch.ones_like(middle[0])]
+    return [x.detach() for x in steps] + [rotation(dim, work, middle.device) for dim in dims]
+
+
+def attend_in_pool(
+    groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
+    out: Tensor, done: Sequence[int], turns: Turns | None,
+) -> list[int]:  # fmt: skip
+    """Attend with a text or a token, windows and slots at once, into `out`; return the indices of groups that do.
+
+    q (batch, heads, group, tokens, dim), k, v and out are those of the whole layer, and the states of its groups lie in
+    `memory`.
+    """
+    memory = [] if memory is None else memory
+    pool = held_pool(memory, k)
+    if is_traced() and (pool is None or not pool.reads_token(q.shape[-2], real)):
+        return []
+    if pool is None:
+        memory += [None] * (len(groups) - len(memory))
+        if not (served := find_groups(groups, memory, k, scale, done)):
+            return []
+        pool = StatePool.of(served, memory, k, v, scale, turns)
+    pool.attend(q, k, v, scale, real, out)
+    return list(pool.groups)
+
+
+def find_groups(groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]) -> dict[int, Any]:
+    """Find the groups with windows, alone or with slots, whose states a pool may have, by their indices."""
+    served = {}
+    for index, (group, state) in enumerate(zip(groups, memory, strict=True)):
+        if index in done or not group.window or group.window_group(scale, state) is None:
+            continue
+        if state is not None:
+            state.state_pool = None
+        if state is None or group.bits < 16 or state.window_k.dtype == k.dtype:
+            served[index] = group
+    return served
+
+
+def held_pool(memory: list | None, k: Tensor) -> StatePool | None:
+    """Return the pool of a layer's states, where a kernel read them last."""
+    pools = [state.state_pool for state in memory or () if getattr(state, "state_pool", None) is not None]
+    return pools[0] if len(pools) == 1 and pools[0].holds(memory or [], k) else None
+
+
+def pool_for_token(memory: list | None, k: Tensor) -> StatePool | None:
+    """Return the pool of a layer's states, where a kernel may read a token there."""
+    pool = held_pool(memory, k)
+    return None if pool is None or pool.missing else pool
