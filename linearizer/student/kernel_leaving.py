@@ -1,7 +1,7 @@
 """What is done before a token is attended with, as one Triton kernel: a block that leaves a window merges into the
 slots of its head, and other programs turn the token, for heads that keep what is turned.
 
-kernel_merging.py merges; here is where a head's rows and slots lie in the pool (state_pool.py), by the pool's table.
+kernel_merging.py merges; here is where a head's rows and slots lie in the pool (token_pool.py), by the pool's table.
 """
 
 from __future__ import annotations
@@ -58,18 +58,19 @@ def slots_of(field_ptr, start_ptr, bits, KIND: tl.constexpr, C: tl.constexpr):
         return keys_ptr, values_ptr, (slot_k_ptr, slot_v_ptr, weight_ptr.to(COUNTS), spread_ptr.to(COUNTS))
 
 
-@triton.jit(noinline=True)  # as merge_rows is
+@triton.jit(noinline=True)  # compilers take far longer for one large function
 def read_leaving(
     work, field_ptr, start_ptr, slots, first, missing, window, block, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
     """Copy slots, and a block that leaves, into rows; return how many there are, and how many are listed as changed."""
     keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
-    tokens = (first + tl.arange(0, C.MP)) % window
-    have, changed = read_slots(work, state, slots, bits, KIND, C)
-    live = (tl.arange(0, C.MP) >= missing) & (tl.arange(0, C.MP) < block)
+    om = tl.arange(0, C.MP)
+    tokens, live = (first + om) % window, (om >= missing) & (om < block)
     keys = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
     values = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
-    return add_block(work, keys, values, missing, block, have, changed, C)
+    have, changed = read_slots(work, state, slots, bits, KIND, C)
+    have, changed, _ = add_block(work, keys, values, missing, block, have, changed, C)
+    return have, changed
 
 
 @triton.jit(noinline=True)
@@ -174,7 +175,7 @@ def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.co
                     work, at_ptr, start_ptr, slots, first, missing, window, block, bits, FEW, C
                 )
         kept_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
-        have, _, _ = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, block * 0, kept_ptr, True, C)
+        have, _ = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, True, C)
         codes_ptr += own * C.BT * (C.DP + C.VP)
         slot_level_ptr = level_ptr + window
         if bits == 16:

@@ -41,6 +41,9 @@ class PackedConstants(Constants):
     RM: Any = None  # rows of a workspace at most, a power of two
     ORDERED: Any = None  # whether the tokens of a text have an order of their own, as some are no real ones
     TWO: Any = None  # whether queries have two terms of the type of what is kept, or one
+    RS: Any = None  # rows of the costs of pairs that are read at once
+    DW: Any = None  # dimensions that are multiplied at once where rows merge
+    CODES: Any = None  # type of codes in a workspace
 
     __hash__ = Constants.__hash__  # which dataclasses do not inherit
 

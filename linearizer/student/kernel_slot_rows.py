@@ -1,7 +1,8 @@
 """Rows that slots lie in while they merge, as Triton kernels: one program has a workspace for one head of one text.
 
 A slot lies in a row of the workspace, and stays there while it lives; `place` has its place in the order of tokens,
-infinity where the row is free. kernel_merging.py merges them.
+infinity where the row is free. Vectors are codes and a scale: where models have 16 bits, so have the codes, exactly,
+and tensor cores multiply them. kernel_merging.py merges slots.
 
   read_slots     copy the slots of a state into rows
   add_block      take the tokens of a block that leaves the window into free rows
@@ -21,43 +22,47 @@ except ImportError:
     raise
 
 from .kernel_common import EMPTY, count_parts, padded, precision
-from .kernel_packed_rows import PackedConstants, kinds_of_rows, load_codes, store_rows
+from .kernel_packed_rows import TYPES, PackedConstants, kinds_of_rows, load_codes, store_rows
 
 Tensor = torch.Tensor
 ROWS_AT_ONCE = 32
 LEAST_ROOM = 512  # of rows, for which kernels are compiled: fewer take as long
+COSTS_AT_ONCE = 8192  # of pairs, that a program holds in registers
 INFINITE = tl.constexpr(float("inf"))
-NUMBERS = tl.constexpr(7)  # of a row, in the order of numbers_of
-LISTS = tl.constexpr(7)  # of rows: changed (twice as long as a list), and those of lists_of
+NUMBERS = tl.constexpr(9)  # of a row, in the order of numbers_of
+LISTS = tl.constexpr(4)  # of rows: changed, and those of lists_of
 
 
 @triton.jit
 def numbers_of(work):
-    """Where the weight, spread, |metric·k|², |v|², importance, place and least cost of rows lie (that but for its
-    place)."""
+    """Where the weight, spread, |metric·k|², |v|², importance and place of rows lie, whether they are listed,
+    and the scales of their keys and values."""
     number_ptr, room = work[3], work[6]
     return (
         number_ptr, number_ptr + room, number_ptr + 2 * room, number_ptr + 3 * room, number_ptr + 4 * room,
-        number_ptr + 5 * room, number_ptr + 6 * room,
+        number_ptr + 5 * room, number_ptr + 6 * room, number_ptr + 7 * room, number_ptr + 8 * room,
     )  # fmt: skip
 
 
 @triton.jit
 def lists_of(work):
-    """Where the lists of free rows lie, of rows in order, of the slot with which a row's least cost is, of lost rows,
-    and of the last version of a row (kernel_text_slots.py)."""
+    """Where the lists lie of rows that are free (behind as many others as there are slots), of rows in order, and of
+    the last version of a row (kernel_text_slots.py)."""
     list_ptr, room = work[5], work[6]
-    return list_ptr + 2 * room, list_ptr + 3 * room, list_ptr + 4 * room, list_ptr + 5 * room, list_ptr + 6 * room
+    return list_ptr + room, list_ptr + 2 * room, list_ptr + 3 * room
 
 
 @triton.jit
 def workspace_of(own, float_ptr, list_ptr, ROOM, C: tl.constexpr):
-    """The part of a program: metric·k, v and k of rows, their numbers, costs of pairs, lists, and how many rows."""
+    """The part of a program: metric·k, and codes of v and k of rows, their numbers, costs of pairs, lists, and how many
+    rows."""
     float_ptr += own * ROOM * (2 * C.DP + C.VP + NUMBERS + ROOM)
     v_ptr = float_ptr + ROOM * C.DP
     k_ptr = v_ptr + ROOM * C.VP
     number_ptr = k_ptr + ROOM * C.DP
-    return float_ptr, v_ptr, k_ptr, number_ptr, number_ptr + NUMBERS * ROOM, list_ptr + own * ROOM * LISTS, ROOM
+    CODES: tl.constexpr = tl.pointer_type(C.CODES)
+    v_ptr, k_ptr, cost_ptr = v_ptr.to(CODES), k_ptr.to(CODES), number_ptr + NUMBERS * ROOM
+    return float_ptr, v_ptr, k_ptr, number_ptr, cost_ptr, list_ptr + own * ROOM * LISTS, ROOM
 
 
 @triton.jit
@@ -67,22 +72,30 @@ def load_row_tile(pointer, rows, WP: tl.constexpr):
 
 
 @triton.jit
-def put_rows(work, rows, live, k, v, weight, spread, place, C: tl.constexpr):
-    """Write slots into rows of a workspace."""
-    weight_ptr, spread_ptr, _, _, _, place_ptr, _ = numbers_of(work)
-    od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
-    tl.store(work[2] + rows[:, None] * C.DP + od[None, :], k, mask=live[:, None])
-    tl.store(work[1] + rows[:, None] * C.VP + ov[None, :], v, mask=live[:, None])
+def load_scaled_rows(pointer, scale_ptr, rows, WP: tl.constexpr, C: tl.constexpr):
+    """Whole rows of codes, times their scales."""
+    return load_row_tile(pointer, rows, WP).to(C.ACC) * tl.load(scale_ptr + rows)[:, None]
+
+
+@triton.jit
+def put_rows(work, rows, live, keys, values, weight, spread, C: tl.constexpr):
+    """Write slots into rows of a workspace; keys and values are codes and scales."""
+    weight_ptr, spread_ptr, _, _, _, _, _, key_scale_ptr, value_scale_ptr = numbers_of(work)
+    codes, scales = keys
+    tl.store(work[2] + rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], codes.to(C.CODES), mask=live[:, None])
+    tl.store(key_scale_ptr + rows, scales.to(C.ACC), mask=live)
+    codes, scales = values
+    tl.store(work[1] + rows[:, None] * C.VP + tl.arange(0, C.VP)[None, :], codes.to(C.CODES), mask=live[:, None])
+    tl.store(value_scale_ptr + rows, scales.to(C.ACC), mask=live)
     tl.store(weight_ptr + rows, weight, mask=live)
     tl.store(spread_ptr + rows, spread, mask=live)
-    tl.store(place_ptr + rows, place, mask=live)
 
 
 @triton.jit
 def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Copy the slots of a state into rows; return how many there are, all of them listed as changed."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
-    weights_ptr, room, count = work[3], work[6], 0
+    place_ptr, room, count = numbers_of(work)[5], work[6], 0
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         weight = tl.load(weight_ptr + rows, mask=rows < slots, other=0).to(C.ACC)
@@ -90,15 +103,12 @@ def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
         if KIND < 8:
             spread = (spread.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         live = weight > 0
-        codes, scales = load_codes(keys_ptr, rows, live, bits, C.D, C.DP, KIND, C)
-        k = codes * scales[:, None]
-        codes, scales = load_codes(values_ptr, rows, live, bits, C.DV, C.VP, KIND, C)
-        place = tl.where(live, rows.to(C.ACC), INFINITE)
-        put_rows(work, rows, rows >= 0, k, codes * scales[:, None], weight + (~live), spread.to(C.ACC), place, C)
-        for number in tl.static_range(2, 5):  # of free rows, too, so that nothing is computed of what lay here before
-            tl.store(weights_ptr + number * room + rows, tl.zeros([C.BT], C.ACC))
-        tl.store(work[0] + rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], tl.zeros([C.BT, C.DP], C.ACC))
-        tl.store(work[5] + rows, rows, mask=live)
+        keys = load_codes(keys_ptr, rows, live, bits, C.D, C.DP, KIND, C)
+        values = load_codes(values_ptr, rows, live, bits, C.DV, C.VP, KIND, C)
+        put_rows(work, rows, live, keys, values, weight, spread.to(C.ACC), C)
+        tl.store(place_ptr + rows, tl.where(live, rows.to(C.ACC), INFINITE))
+        tl.store(work[5] + rows, rows)
+        tl.store(lists_of(work)[0] + rows, rows)
         count += tl.sum(live.to(tl.int32), 0)
     tl.debug_barrier()
     return count, count
@@ -106,32 +116,26 @@ def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def add_block(work, keys, values, missing, block, count, changed, C: tl.constexpr):
-    """Take tokens of a block, as codes and scales, into free rows, all but the first `missing`, which are sinks; list
-    them as changed. Return how many slots there are, and how many are listed."""
-    place_ptr, list_ptr, room = numbers_of(work)[5], work[5], work[6]
-    free_ptr, found = lists_of(work)[0], 0
-    for begin in range(0, room, C.BT):
-        rows = begin + tl.arange(0, C.BT)
-        free = (tl.load(place_ptr + rows) == INFINITE).to(tl.int32)
-        tl.store(free_ptr + found + tl.cumsum(free, 0) - 1, rows, mask=free > 0)
-        found += tl.sum(free, 0)
-    tl.debug_barrier()
+    """Take the tokens of a block into free rows, all but the first `missing`, which are sinks; list them as changed.
+
+    Keys and values are codes (MP, …) and scales (MP,). Return how many slots there are, how many are listed, and the
+    rows (MP,).
+    """
     om = tl.arange(0, C.MP)
-    live, index = (om >= missing) & (om < block), om - missing
-    rows = tl.load(free_ptr + index, mask=live, other=0)
-    k, v = keys[0].to(C.ACC) * keys[1][:, None], values[0].to(C.ACC) * values[1][:, None]
-    none = tl.zeros([C.MP], C.ACC)
-    put_rows(work, rows, live, k, v, none + 1, none, (count + index).to(C.ACC), C)
-    tl.store(list_ptr + changed + index, rows, mask=live)
+    live, index, none = (om >= missing) & (om < block), om - missing, tl.zeros([C.MP], C.ACC)
+    rows = tl.load(lists_of(work)[0] + count + index, mask=live, other=0)
+    put_rows(work, rows, live, keys, values, none + 1, none, C)
+    tl.store(numbers_of(work)[5] + rows, (count + index).to(C.ACC), mask=live)
+    tl.store(work[5] + changed + index, rows, mask=live)
     tl.debug_barrier()
     new = tl.maximum(block - missing, 0)
-    return count + new, changed + new
+    return count + new, changed + new, rows
 
 
 @triton.jit
 def levels_of(work, rows, live, gain, C: tl.constexpr):
     """What is added to the logits of slots."""
-    weight_ptr, spread_ptr, _, _, _, _, _ = numbers_of(work)
+    weight_ptr, spread_ptr, _, _, _, _, _, _, _ = numbers_of(work)
     weight, spread = tl.load(weight_ptr + rows, mask=live, other=1.0), tl.load(spread_ptr + rows, mask=live, other=0.0)
     return tl.where(live, tl.log(weight) + gain * spread, EMPTY)
 
@@ -140,7 +144,7 @@ def levels_of(work, rows, live, gain, C: tl.constexpr):
 def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr):
     """Copy the rows into a state, in the order of their tokens, and zeros behind them; write their levels, too."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
-    weights_ptr, spreads_ptr, _, _, _, place_ptr, _ = numbers_of(work)
+    weights_ptr, spreads_ptr, _, _, _, place_ptr, _, key_scale_ptr, value_scale_ptr = numbers_of(work)
     order_ptr, room = lists_of(work)[1], work[6]
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
@@ -151,7 +155,8 @@ def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIN
         at = begin + tl.arange(0, C.BT)
         inside, live = at < slots, at < count
         rows = tl.load(order_ptr + at, mask=live, other=0)
-        k, v = load_row_tile(work[2], rows, C.DP), load_row_tile(work[1], rows, C.VP)
+        k = load_scaled_rows(work[2], key_scale_ptr, rows, C.DP, C)
+        v = load_scaled_rows(work[1], value_scale_ptr, rows, C.VP, C)
         store_rows(keys_ptr, at, inside, tl.where(live[:, None], k, 0.0), bits, codes_ptr, C.D, C.DP, KIND, C)
         store_rows(values_ptr, at, inside, tl.where(live[:, None], v, 0.0), bits, codes_ptr, C.DV, C.VP, KIND, C)
         weight = tl.load(weights_ptr + rows, mask=live, other=0.0)
@@ -175,11 +180,12 @@ def merging_constants(
 ) -> PackedConstants:  # fmt: skip
     """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many, and
     so many rows."""
-    some = padded(max(dims))
+    some, rows = padded(max(dims)), max(LEAST_ROOM, padded(room))
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
         BT=ROWS_AT_ONCE, BN=ROWS_AT_ONCE * (2 if some <= 128 else 1), TURNED=turned,
-        RM=max(LEAST_ROOM, padded(room)),
+        RM=rows, RS=max(1, COSTS_AT_ONCE // rows), DW=min(64, padded(min(dims))),
+        CODES=TYPES[kept if kept.itemsize == 2 else work],
         G=group, GP=padded(group), ORDERED=ordered, **kinds_of_rows(kept, least), **precision(work),
     )  # fmt: skip
 

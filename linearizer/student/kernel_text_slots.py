@@ -41,7 +41,6 @@ from .kernel_packed_rows import (
     WINDOW,
     PackedConstants,
     kinds_of_rows,
-    round_rows,
 )
 from .kernel_slot_rows import (
     ROWS_AT_ONCE,
@@ -80,22 +79,22 @@ def period_of(first, window, block):
 
 
 @triton.jit
-def write_versions(work, rows, live, versions, begin, gain, bits, levels, C: tl.constexpr):
+def write_versions(work, rows, live, versions, begin, gain, C: tl.constexpr):
     """Write what rows hold now as versions, and keep their numbers."""
     code_k_ptr, code_v_ptr, scale_k_ptr, scale_v_ptr, level_ptr = versions
+    key_scale_ptr, value_scale_ptr = numbers_of(work)[7], numbers_of(work)[8]
     od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
     at = begin + tl.arange(0, rows.shape[0])
-    codes, scales = round_rows(load_row_tile(work[2], rows, C.DP), bits, levels, C.D, C.DP)
     to_ptr = code_k_ptr + at[:, None] * C.D + od[None, :]
-    tl.store(to_ptr, codes.to(to_ptr.dtype.element_ty), mask=live[:, None] & (od < C.D)[None, :])
-    tl.store(scale_k_ptr + at, scales, mask=live)
-    codes, scales = round_rows(load_row_tile(work[1], rows, C.VP), bits, levels, C.DV, C.VP)
+    codes = load_row_tile(work[2], rows, C.DP).to(to_ptr.dtype.element_ty)
+    tl.store(to_ptr, codes, mask=live[:, None] & (od < C.D)[None, :])
+    tl.store(scale_k_ptr + at, tl.load(key_scale_ptr + rows), mask=live)
     to_ptr = code_v_ptr + at[:, None] * C.DV + ov[None, :]
-    tl.store(to_ptr, codes.to(to_ptr.dtype.element_ty), mask=live[:, None] & (ov < C.DV)[None, :])
-    tl.store(scale_v_ptr + at, scales, mask=live)
+    codes = load_row_tile(work[1], rows, C.VP).to(to_ptr.dtype.element_ty)
+    tl.store(to_ptr, codes, mask=live[:, None] & (ov < C.DV)[None, :])
+    tl.store(scale_v_ptr + at, tl.load(value_scale_ptr + rows), mask=live)
     tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=live)
-    tl.store(lists_of(work)[4] + rows, at, mask=live)
-    tl.debug_barrier()
+    tl.store(lists_of(work)[2] + rows, at, mask=live)
 
 
 @triton.jit(noinline=True)  # as merge_rows is
@@ -139,7 +138,7 @@ def merge_blocks(
             code_k_ptr + at * C.D, code_v_ptr + at * C.DV, scale_k_ptr + at, scale_v_ptr + at, level_ptr + at
         )  # fmt: skip
         place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
-        free_ptr, version_ptr = lists_of(work)[0], lists_of(work)[4]
+        version_ptr, rows = lists_of(work)[2], tl.arange(0, C.RM)
         kept_ptr, levels = start_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
         count, changed = block * 0, block * 0
         if bits == 16:
@@ -150,35 +149,31 @@ def merge_blocks(
         if C.LEAST < 8:
             if bits < 8:
                 count, changed = read_state(work, at_ptr, start_ptr, slots, bits, FEW, C)
-        lost, written = 0, ROOM
+        written = ROOM
         for begin in range(0, ROOM, C.BT):
-            rows = begin + tl.arange(0, C.BT)
-            live = tl.load(place_ptr + rows) < float("inf")
-            write_versions(work, rows, live, versions, begin, gain, bits, levels, C)
+            held = begin + tl.arange(0, C.BT)
+            live = tl.load(place_ptr + held) < float("inf")
+            write_versions(work, held, live, versions, begin, gain, C)
         for index in range(0, PERIODS):
             leaves = (period + FROM + index - 1) * block
             if (leaves >= 0) & (leaves + window >= first) & (leaves + window < end):
                 column, missing = leaves + om - end + COLUMNS, tl.minimum(tl.maximum(SINKS - leaves, 0), block)
-                had, live = count, (om >= missing) & (om < block)
+                live = (om >= missing) & (om < block)
                 key = load_columns((new_k_ptr, new_scale_k_ptr), column, live, C.D, C.DP, C)
                 value = load_columns((new_v_ptr, new_scale_v_ptr), column, live, C.DV, C.VP, C)
-                count, changed = add_block(work, key, value, missing, block, count, changed, C)
-                new = count - had
+                tl.debug_barrier()  # the last period is written down
+                count, changed, new = add_block(work, key, value, missing, block, count, changed, C)
+                write_versions(work, new, live, versions, written, gain, C)
                 gone = tl.maximum(count - slots, 0)
-                count, changed, lost = merge_rows(
-                    work, metric_ptr, bits, levels, count, slots, changed, lost, kept_ptr, False, C
-                )
-                live = om < new
-                rows = tl.load(free_ptr + om, mask=live, other=0)
-                write_versions(work, rows, live, versions, written, gain, bits, levels, C)
+                count, changed = merge_rows(work, metric_ptr, bits, levels, count, slots, changed, kept_ptr, False, C)
                 live, written = om < gone, written + C.MP
-                rows = tl.load(work[5] + om, mask=live, other=0)
-                write_versions(work, rows, live, versions, written, gain, bits, levels, C)
+                write_versions(work, tl.load(work[5] + om, mask=live, other=0), live, versions, written, gain, C)
                 written += C.MP
-            for begin in range(0, tl.where(leaves + window < end, ROOM, 0), C.BN):
-                rows = begin + tl.arange(0, C.BN)
-                version = tl.where(tl.load(place_ptr + rows) < float("inf"), tl.load(version_ptr + rows), -1)
-                tl.store(period_ptr + (own * PERIODS + index) * ROOM + rows, version)
+            if leaves + window < end:
+                tl.debug_barrier()
+                held = tl.load(place_ptr + rows, mask=rows < ROOM, other=float("inf")) < float("inf")
+                version = tl.load(version_ptr + rows, mask=held, other=-1)
+                tl.store(period_ptr + (own * PERIODS + index) * ROOM + rows, version, mask=rows < ROOM)
         codes_ptr += own * tl.num_programs(1) * C.BT * (C.DP + C.VP)
         slot_level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + SINKS + window
         if bits == 16:
