@@ -15,7 +15,7 @@ except ImportError:
     raise
 
 from .kernel_packed_rows import as_bf16, round_rows
-from .kernel_slot_rows import INFINITE, lists_of, load_row_tile, load_scaled_rows, numbers_of, put_rows
+from .kernel_slot_rows import INFINITE, lists_of, load_scaled_rows, load_seen, numbers_of, put_rows, put_seen
 from .packed_state import MOST_TOKENS
 from .slots_merging import MOST_IMPORTANT, TINY
 
@@ -29,7 +29,8 @@ AT_ONCE = tl.constexpr(4)  # tiles of costs that are on their way at once
 def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
     """Compute what merging needs of each slot that is listed as changed; no pair of it is measured yet."""
     x_ptr, v_ptr, k_ptr, _, _, list_ptr, _ = work
-    _, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, key_scale_ptr, value_scale_ptr = numbers_of(work)
+    _, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, key_scale_ptr, value_scale_ptr, _ = numbers_of(work)
+    AT_ONCE: tl.constexpr = C.DP if C.DP <= 64 else 8192 // C.DP
     od, query_ptr = tl.arange(0, C.DP), metric_ptr + C.D * (C.D + 1)
     for begin in range(0, changed, C.BT):
         at = begin + tl.arange(0, C.BT)
@@ -37,8 +38,8 @@ def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
         rows = tl.load(list_ptr + at, mask=live, other=0)
         scale = tl.load(key_scale_ptr + rows)
         x, asked = tl.zeros([C.BT, C.DP], C.ACC), tl.zeros([C.BT], C.ACC)
-        for d in tl.static_range(0, C.DP, C.DW):
-            inner = d + tl.arange(0, C.DW)
+        for d in tl.static_range(0, C.DP, AT_ONCE):
+            inner = d + tl.arange(0, AT_ONCE)
             k = tl.load(k_ptr + rows[:, None] * C.DP + inner[None, :]).to(C.ACC) * scale[:, None]
             inside = (inner < C.D)[:, None] & (od < C.D)[None, :]
             metric = tl.load(metric_ptr + od[None, :] * (C.D + 1) + inner[:, None], mask=inside, other=0.0)
@@ -47,8 +48,8 @@ def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
             asked += tl.sum(k * query[None, :], 1)
         asked = tl.minimum(tl.maximum(asked - tl.load(query_ptr + C.D), -LIMIT), LIMIT)
         v = load_scaled_rows(v_ptr, value_scale_ptr, rows, C.VP, C)
-        tl.store(x_ptr + rows[:, None] * C.DP + od[None, :], x, mask=live[:, None])
         tl.store(square_ptr + rows, tl.sum(x * x, 1), mask=live)
+        put_seen(work, rows, live, x, C)
         tl.store(value_ptr + rows, tl.sum(v * v, 1), mask=live)
         tl.store(importance_ptr + rows, tl.exp(asked), mask=live)
         tl.store(listed_ptr + rows, tl.full([C.BT], 1.0, C.ACC), mask=live)
@@ -56,16 +57,18 @@ def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
 
 
 @triton.jit
-def multiply_rows(held, pointer, rows, columns, WP: tl.constexpr, C: tl.constexpr):
-    """Products of rows of a workspace, which are held, with others; if they are too wide, they are read again."""
-    if WP <= 128:
-        other = load_row_tile(pointer, columns, WP)
-        return tl.dot(held, tl.trans(other), out_dtype=C.ACC, input_precision=C.PRECISION)
-    out = tl.zeros([rows.shape[0], columns.shape[0]], C.ACC)
-    for d in range(0, WP, C.DW):
+def multiply_rows(pointer, low, rows, columns, WP: tl.constexpr, PARTS: tl.constexpr, C: tl.constexpr):
+    """Products of some rows of a workspace, that are in so many PARTS, with others: (columns, rows)."""
+    out = tl.zeros([columns.shape[0], rows.shape[0]], C.ACC)
+    for d in tl.static_range(0, WP, C.DW):
         inner = (d + tl.arange(0, C.DW))[None, :]
-        x, y = tl.load(pointer + rows[:, None] * WP + inner), tl.load(pointer + columns[:, None] * WP + inner)
-        out = tl.dot(x, tl.trans(y), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
+        x_ptr, y_ptr = pointer + rows[:, None] * WP + inner, pointer + columns[:, None] * WP + inner
+        x, y = tl.trans(tl.load(x_ptr)), tl.load(y_ptr)
+        if PARTS == 2:
+            other = tl.trans(tl.load(x_ptr + low))
+            out = tl.dot(tl.load(y_ptr + low), x, acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
+            out = tl.dot(y, other, acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
+        out = tl.dot(y, x, acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
     return out
 
 
@@ -77,29 +80,34 @@ def measure_pairs(work, used, changed, ALL: tl.constexpr, C: tl.constexpr):
     those before a tile of rows need not be paired with it again.
     """
     x_ptr, v_ptr, _, _, cost_ptr, list_ptr, room = work
-    weight_ptr, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, _, scale_ptr = numbers_of(work)
+    weight_ptr, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, _, v_scale_ptr, x_scale_ptr = numbers_of(work)
+    PARTS: tl.constexpr = 1 if C.CODES == C.ACC else 2
     for begin in range(0, changed, C.BT):
         at, first = begin + tl.arange(0, C.BT), begin if ALL else 0
         live = at < changed
         rows = tl.load(list_ptr + at, mask=live, other=0)
-        square, value, scale = tl.load(square_ptr + rows), tl.load(value_ptr + rows), tl.load(scale_ptr + rows)
         inverse, important = 1 / tl.load(weight_ptr + rows), tl.load(importance_ptr + rows)
-        x, v = load_row_tile(x_ptr, rows, C.DP), load_row_tile(v_ptr, rows, C.VP)
+        square, value = tl.load(square_ptr + rows), tl.load(value_ptr + rows)
+        x_scale, v_scale = 2 * tl.load(x_scale_ptr + rows), 2 * tl.load(v_scale_ptr + rows)
         for start in range(first // C.BN * C.BN, used, C.BN):
             columns = start + tl.arange(0, C.BN)
-            apart = square[:, None] + tl.load(square_ptr + columns)[None, :]
-            apart -= 2 * multiply_rows(x, x_ptr, rows, columns, C.DP, C)
-            values = value[:, None] + tl.load(value_ptr + columns)[None, :]
-            scales = 2 * scale[:, None] * tl.load(scale_ptr + columns)[None, :]
-            values -= scales * multiply_rows(v, v_ptr, rows, columns, C.VP, C)
-            cost = apart * apart / (inverse[:, None] + (1 / tl.load(weight_ptr + columns))[None, :])
+            inside, across = columns < used, columns >= begin + C.BT
+            if not ALL:
+                across = tl.load(listed_ptr + columns, mask=inside, other=1.0) == 0
+            other = tl.minimum(columns, used - 1)
+            apart = multiply_rows(x_ptr, room * C.DP, rows, other, C.DP, PARTS, C)
+            apart *= tl.load(x_scale_ptr + other)[:, None] * x_scale[None, :]
+            apart = tl.load(square_ptr + other)[:, None] + square[None, :] - apart
+            values = multiply_rows(v_ptr, 0, rows, other, C.VP, 1, C)
+            values *= tl.load(v_scale_ptr + other)[:, None] * v_scale[None, :]
+            values = tl.load(value_ptr + other)[:, None] + value[None, :] - values
+            cost = apart * apart / ((1 / tl.load(weight_ptr + other))[:, None] + inverse[None, :])
             cost = cost * cost * tl.maximum(values, LEAST_DISTANCE)
-            cost *= tl.maximum(important[:, None], tl.load(importance_ptr + columns)[None, :])
-            across = columns >= begin + C.BT if ALL else tl.load(listed_ptr + columns) == 0
-            inside = live[:, None] & (columns >= first)[None, :]
-            tl.store(cost_ptr + rows[:, None] * room + columns[None, :], cost, mask=inside)
-            inside = across[:, None] & live[None, :]
-            tl.store(cost_ptr + columns[:, None] * room + rows[None, :], tl.trans(cost), mask=inside)
+            cost *= tl.maximum(tl.load(importance_ptr + other)[:, None], important[None, :])
+            across = (across & inside)[:, None] & live[None, :]
+            tl.store(cost_ptr + columns[:, None] * room + rows[None, :], cost, mask=across)
+            inside = live[:, None] & (inside & (columns >= first))[None, :]
+            tl.store(cost_ptr + rows[:, None] * room + columns[None, :], tl.trans(cost), mask=inside)
     tl.debug_barrier()
 
 
@@ -150,9 +158,9 @@ def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, ALL: 
     Whether ALL slots are listed as changed, in order. Return how many slots there are, and how many are listed then.
     """
     if count > most:
-        x_ptr, v_ptr, k_ptr, _, _, list_ptr, room = work
-        weight_ptr, spread_ptr, square_ptr, _, _, _, _, key_scale_ptr, value_scale_ptr = numbers_of(work)
-        used = tl.minimum((most + C.MP + C.BN - 1) // C.BN * C.BN, room)
+        _, v_ptr, k_ptr, _, _, list_ptr, room = work
+        weight_ptr, spread_ptr, square_ptr, _, _, _, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work)
+        used = tl.minimum((most + C.MP + 63) // 64 * 64, room)
         measure_rows(work, metric_ptr, changed, C)
         measure_pairs(work, used, changed, ALL, C)
         changed, count, om = count - most, most, tl.arange(0, C.MP)
@@ -163,7 +171,7 @@ def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, ALL: 
         total = own + tl.sum(shares, 1)
         square = tl.load(square_ptr + gone) + tl.load(spread_ptr + gone)
         spread = tl.sum(shares * square[None, :], 1) + own * (tl.load(square_ptr + into) + tl.load(spread_ptr + into))
-        x = mix_rows(load_row_tile(x_ptr, into, C.DP), load_row_tile(x_ptr, gone, C.DP), shares, own, total, C)
+        x = mix_rows(load_seen(work, into, C), load_seen(work, gone, C), shares, own, total, C)
         spread = tl.maximum(spread / total - tl.sum(x * x, 1), 0.0)
         k, other = (
             load_scaled_rows(k_ptr, key_scale_ptr, into, C.DP, C), load_scaled_rows(k_ptr, key_scale_ptr, gone, C.DP, C)
