@@ -129,10 +129,9 @@ def choose_pairs(work, used, most, C: tl.constexpr):
     for start in range(0, used, AT_ONCE * C.RS):
         for part in tl.static_range(AT_ONCE):
             rows = start + part * C.RS + tl.arange(0, C.RS)
-            other = tl.load(place_ptr + rows, mask=rows < used, other=INFINITE)[:, None]
-            inside = (rows < used)[:, None] & (columns < used)[None, :]
-            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :], mask=inside, other=INFINITE)
-            best = tl.minimum(best, tl.where(other < place[None, :], cost, INFINITE))
+            before = tl.load(place_ptr + rows)[:, None] < place[None, :]
+            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :], mask=(columns < used)[None, :])
+            best = tl.minimum(best, tl.where(before, cost, INFINITE))
     number = tl.where(place < INFINITE, place, 0.0)
     keys = tl.where(place < INFINITE, ordered(tl.min(best, 0) * (number + 1), number, columns, C), LAST)
     chosen = tl.zeros([C.MP], tl.int64)
