@@ -118,7 +118,7 @@ class EncoderRun:
     @property
     def judgements(self) -> dict[str, Judgement]:
         """How close the student and its controls are to the teacher, by what was read: the run's own texts first."""
-        return self.run.product(QUALITY, lambda text: read_json(dict[str, Judgement], text, "ignore")) or {}
+        return self.run.product(QUALITY, lambda text: read_json(dict[str, Judgement], text)) or {}
 
     @property
     def times(self) -> list[LayerTime]:

@@ -11,7 +11,6 @@ from linearizer.encoders.denoiser import Pipeline
 from linearizer.encoders.encoder_folder import EncoderRun, attention_of
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.inspect_encoder import reads_both_ways
-from linearizer.errors import RequestError
 from linearizer.hub.models import find_model
 from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
 from linearizer.plan.encoder_plan import EncoderPlan
@@ -37,11 +36,7 @@ class Kind:
     def begin(self, folder: Path, plan: EncoderPlan, token: str | None = None, resume: bool = False) -> EncoderRun:
         """Begin a run, or open the run to resume; all that can be refused before the work is refused here."""
         if Run.is_begun(folder, resume):
-            run = Run(folder)
-            try:
-                run.check_same(plan)
-            except RequestError:  # earlier versions kept only what was decided
-                run.check_same(self.decide(plan, token)[0])
+            (run := Run(folder)).check_same(plan)
         else:
             decided, inspection = self.decide(plan, token)
             inspection.check_worth(decided.budget, decided.length or inspection.tokens)

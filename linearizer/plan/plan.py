@@ -11,7 +11,7 @@ from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
-from linearizer.plan.json_products import JsonProduct, parse_object
+from linearizer.plan.json_products import JsonProduct
 from linearizer.plan.options import check_options, option, options_of, write_options
 from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
 from linearizer.student.update_rules import UPDATE_RULES
@@ -33,7 +33,6 @@ BY_RECIPE = "the recipe's"
 YIELDING = ("texts", "length")  # options that, where they are left out, shrink to what a text has
 FITTED = "squares"  # the loss in closed form
 LOSSES = ("softmax", "output", FITTED, "direct", "logits", "softmax+direct", "output+direct")
-GONE = ("exchanges", "prices", "samples")  # options of older plans that nothing depends on any more
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 
 allocating, measuring, training, machine = (
@@ -158,21 +157,6 @@ class Plan(JsonProduct):
         return json.dumps(
             {name: value for name, value in asdict(self).items() if value is not None}, indent=self.json_indent
         )
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read a plan, also of a version that had more options; refuse what can no longer be asked for."""
-        try:
-            plain = parse_object(text)
-        except ValueError:
-            return super().from_json(text)  # which says what is wrong
-        paper = plain.get("recipe") == "paper"
-        today: dict[str, str | None] = {"per": "query" if paper else "kv", "gauge": "raw" if paper else "centred"}
-        today |= {"normalise": "trace", "minutes": None}
-        for name in filter(plain.__contains__, today):
-            if (value := plain.pop(name)) != today[name]:
-                raise RequestError(f"{name} {value!r} is an option of older versions: begin a run without it")
-        return super().from_json(json.dumps({name: value for name, value in plain.items() if name not in GONE}))
 
     def changed(self, **given: Any) -> Plan:
         """Change some options; another recipe than the plan's brings its own choices for all that recipes decide."""

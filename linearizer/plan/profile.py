@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from linearizer.plan.json_products import JsonProduct, read_json
+from linearizer.plan.json_products import JsonProduct
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,6 @@ class Profile(JsonProduct):
     settings: ProfileSettings
     tokens: int  # no padding among them
     layers: tuple[LayerProfile, ...]
-
-    @classmethod
-    def from_json(cls, text: str) -> Profile:
-        """Read a profile; those of older versions also say where attention falls, which nothing uses."""
-        return read_json(cls, text, "ignore")
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Begun(JsonProduct):
     dtype: str
     texts: int | None
     length: int | None
-    settled: bool = True  # whether all is decided that depends on the machine that works on the run
+    settled: bool  # whether all is decided that depends on the machine that works on the run
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def begun(self) -> Begun:
-        return self.parse_file("begun.json", lambda text: read_json(Begun, text, "ignore"), again=False)
+        return self.parse_file("begun.json", Begun.from_json, again=False)
 
     def settle(self, plan: Plan) -> None:
         """Write a plan in which all is decided."""

@@ -6,7 +6,6 @@ it as the current code does, for a field that a product gained.
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -36,17 +35,12 @@ def main():
 
 def rewrite():
     """Write the example as the current code does."""
-    from linearizer.plan.plan import Plan
-    from linearizer.run.files import unseal
-    from linearizer.run.folder import DECIDED, Run
+    from linearizer.run.folder import Run
 
     example = Run(FOLDER)
-    for name in ("plan", "inspection", "profile", "prices", "allocation"):
+    for name in ("begun", "plan", "inspection", "profile", "prices", "allocation"):
         example.write_product(f"{name}.json", getattr(example, name).to_json())
     example.write_evaluation(parts={name: part.to_plain() for name, part in example.results.items()})
-    begun, usual = json.loads(unseal(example.read("begun.json"))), Plan.of(model="demo", budget=64)
-    decided = {name: begun.get(name, getattr(usual, name)) for name in DECIDED}
-    example.write_product("begun.json", json.dumps({"id": begun["id"], **decided}))
 
 
 def make(run):

@@ -23,7 +23,6 @@ from linearizer.encoders.encoder_inputs import share_out
 from linearizer.encoders.encoder_quality import LayerTime, Outputs, alike, describe_scores, score
 from linearizer.encoders.kinds import ENCODER
 from linearizer.encoders.layer_times import crossing
-from linearizer.errors import RequestError
 from linearizer.evaluate.language import Resampled
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
@@ -90,15 +89,6 @@ def test_a_run_that_was_stopped_goes_on_after_its_last_finished_part(sentence_en
     assert code == 0, error
     assert encoder.judgements == EncoderRun(Run(made)).judgements
     assert (encoder.run.checkpoint / "model.safetensors").stat().st_mtime_ns == weights
-
-
-def test_a_run_of_an_earlier_version_which_kept_only_what_was_decided_is_resumed(sentence_encoder, topics, tmp_path):
-    plan = EncoderPlan(str(sentence_encoder), 40, None, topics, texts=6, steps=0)
-    run = ENCODER.begin(tmp_path / "run", plan).run
-    run.write_product("begun.json", replace(run.begun, length=run.any_plan.length).to_json())
-    assert ENCODER.begin(tmp_path / "run", plan, resume=True).plan.length == run.begun.length is not None
-    with pytest.raises(RequestError, match="another plan"):
-        ENCODER.begin(tmp_path / "run", replace(plan, budget=41), resume=True)
 
 
 def test_a_run_in_the_background_is_listed_followed_and_deleted(sentence_encoder, topics, tmp_path, said):

@@ -136,25 +136,3 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
         assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
         assert f"{row.budget} tokens {row.kl:.3g}" in text
     assert measured.keys() <= RECIPES.keys()
-
-
-@pytest.mark.parametrize(("recipe", "per", "gauge"), [("best", "kv", "centred"), ("paper", "query", "raw")])
-def test_a_plan_of_an_older_version_is_read_without_the_options_that_are_gone(recipe, per, gauge):
-    plan = Plan.of(recipe, model="demo", budget=64)
-    gone = {
-        "prices": "measured",
-        "exchanges": 12,
-        "samples": 512,
-        "per": per,
-        "gauge": gauge,
-        "normalise": "trace",
-        "minutes": None,
-    }
-    older = json.dumps({**json.loads(plan.to_json()), **gone})
-    assert Plan.from_json(older) == plan
-    with pytest.raises(RequestError, match="normalise 'J' is an option of older versions: begin a run without it"):
-        Plan.from_json(older.replace("trace", "J"))
-    with pytest.raises(RequestError, match=f"gauge '{gauge}s' is an option of older versions"):
-        Plan.from_json(older.replace(gauge, f"{gauge}s"))
-    with pytest.raises(RequestError, match="magic is unknown: leave it out"):
-        Plan.from_json(older.replace("exchanges", "magic"))

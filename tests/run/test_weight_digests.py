@@ -65,7 +65,7 @@ def with_tokenizer(run):
     ],
 )
 def test_a_damaged_tokenizer_is_refused_in_a_sentence(with_tokenizer, name, damage):
-    """Also where a run of an earlier version has noted no digest of it."""
+    """Also where it was damaged before its digest was noted."""
     run, path = with_tokenizer, with_tokenizer.checkpoint / name
     write_digests(run)
     whole = path.read_bytes()
