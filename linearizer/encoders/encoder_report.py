@@ -26,9 +26,7 @@ def judge_encoder(encoder: EncoderRun) -> Verdict | None:
     kind, words = weigh(encoder, judgement, student, window)
     lengths = tuple(sorted({each.tokens for each in judged}))
     sentence = f"{words} {describe_lengths(encoder, judgement, lengths)}"
-    of_window = None if window is None else window.agreement.mean
-    numbers = student.agreement.mean, of_window, kind == "bad", student.kl.mean
-    return Verdict(kind, sentence, *numbers, judgement.tokens, lengths)
+    return Verdict(kind, sentence, student.agreement.mean, student.kl.mean, judgement.tokens, lengths)
 
 
 def weigh(encoder: EncoderRun, judgement: Judgement, student: Quality, window: Quality | None) -> tuple[Kind, str]:

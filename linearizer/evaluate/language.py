@@ -154,13 +154,11 @@ def describe_predictions(
     subject: Subject, own: Scores, teacher: Tensor | None, edges: Sequence[int], over: Resampled, state: int
 ) -> Predictions:
     """Reduce the scores of one subject."""
-    loss = over.estimate(own.loss)
     ends = [*edges[1:], own.loss.shape[1]]
     return Predictions(
         name=subject.name,
         state_bytes=state,
-        loss=loss,
-        perplexity=math.exp(min(loss.mean, 700.0)),
+        loss=over.estimate(own.loss),
         by_position=tuple(own.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
         excess=None if teacher is None else over.estimate(own.loss - teacher),
         kl=None if teacher is None else over.estimate(own.kl),

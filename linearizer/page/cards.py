@@ -20,10 +20,10 @@ from linearizer.report.markup import announcement, folded, message_box, sentence
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.quality_charts import result_charts
 from linearizer.report.tables import with_half_width
-from linearizer.report.verdict import Verdict, judge_run, of_subject
+from linearizer.report.verdict import Verdict, judge_lengths, of_subject
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.results import Language, Part
+from linearizer.run.results import Language, LengthResult, Part
 from linearizer.serve.server import HOST, PORT
 from linearizer.workers import control, device_queue
 from linearizer.workers.control import LIVE, Status
@@ -171,16 +171,16 @@ def verdict_card(verdict: Verdict | None) -> str:
 
 def result_card(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     """Show the verdict on a student, four numbers, and two charts."""
-    return verdict_card(judge_run(run)) + numbers_card(run) + result_charts(run, allocation, part)
+    state, lengths = StateSize.of(allocation, run.layers), part.result.lengths
+    verdict = judge_lengths(lengths, state)
+    judged = next(each for each in lengths if each.length == verdict.length)
+    numbers = numbers_card(judged, state, run.positions)
+    return verdict_card(verdict) + numbers + result_charts(run, allocation, part)
 
 
-def numbers_card(run: Run) -> str:
+def numbers_card(judged: LengthResult, state: StateSize, length: int) -> str:
     """Show the four numbers of a result, on the texts that decide its verdict."""
-    verdict, allocation, result = judge_run(run), run.allocation, run.results["language"].result
-    if verdict is None or allocation is None or (judged := result.at(verdict.length)) is None:
-        return ""
     student, window = of_subject(judged, "student"), of_subject(judged, "window")
-    state, length = StateSize.of(allocation, run.layers), run.positions
     pairs = [
         ("agrees with its teacher", with_half_width(student.agreement, ".1%")),
         ("a window of the same bytes does", with_half_width(window.agreement, ".1%")),

@@ -60,12 +60,11 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     language, read = part.result, part.read
     assert read is not None, "the part reads texts"
     # lengths: a quarter of the run's texts, these, and two of them joined
-    judged = language.lengths[min(1, len(language.lengths) - 1)] if language.lengths else None
-    named = {subject.name: subject for subject in judged.subjects} if judged else {}
-    length = judged.length if judged else read.length
-    rows: Rows = [(f"over {length:,} tokens", "state", "loss", "95%", "KL", "same top token")]
+    judged = language.lengths[min(1, len(language.lengths) - 1)]
+    named = {subject.name: subject for subject in judged.subjects}
+    rows: Rows = [(f"over {judged.length:,} tokens", "state", "loss", "95%", "KL", "same top token")]
     for subject in language.subjects:
-        at = named.get(subject.name, subject)
+        at = named[subject.name]
         low, high = at.loss.interval
         near = with_half_width(at.kl, ".4f"), with_half_width(at.agreement, ".1%")
         rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
@@ -73,8 +72,8 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     ranges += [(subject.name, *cells(subject.by_position)) for subject in language.subjects]
     over = f"95% intervals from {language.count} {language.drawn}, drawn again"
     state = f"state: what is remembered after {read.length:,} tokens; the teacher's grows with every token"
-    every = [length_table(language.lengths)] if language.lengths else []
-    return [Table(rows, (state,)), *every, tail_table(language), Table(ranges, (f"{describe_texts(part)}; {over}",))]
+    ends = Table(ranges, (f"{describe_texts(part)}; {over}",))
+    return [Table(rows, (state,)), length_table(language.lengths), tail_table(language), ends]
 
 
 def tail_table(language: results.Language) -> Table:

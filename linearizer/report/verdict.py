@@ -29,17 +29,15 @@ class Verdict:
     kind: Kind
     sentence: str
     agreement: float | None  # share of tokens whose likeliest is the teacher's; None: there was no teacher
-    window_agreement: float | None
-    worse_than_window: bool
-    kl: float | None = None  # nats per token
-    length: int = 0  # tokens of the texts on which it has this kl and agreement
-    lengths: tuple[int, ...] = ()  # tokens of all texts that it was judged on
+    kl: float | None  # nats per token
+    length: int  # tokens of the texts on which it has this kl and agreement
+    lengths: tuple[int, ...]  # tokens of all texts that it was judged on
 
 
 def judge_run(run: Run) -> Verdict | None:
     """Return the verdict on the student of a run; None until it is judged."""
     parts: Mapping[str, Part] = run.results
-    if (allocation := run.allocation) is None or (part := parts.get("language")) is None or not part.result.lengths:
+    if (allocation := run.allocation) is None or (part := parts.get("language")) is None:
         return None
     return judge_lengths(part.result.lengths, StateSize.of(allocation, run.layers))
 
@@ -47,16 +45,13 @@ def judge_run(run: Run) -> Verdict | None:
 def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
     """Compare the predictions of a student with the predictions of a window of the same bytes."""
     kind, words, decisive = weigh(results)
-    student, window = of_subject(decisive, "student"), of_subject(decisive, "window")
+    student = of_subject(decisive, "student")
     sentences = [words, describe_lengths(results), f"{state.in_words}."]
     sentences += [ADVICE] * (kind == "bad")
     sentences += ["The teacher was not there to compare with."] * (student.kl is None)
-    agreement, window_agreement, kl = (
-        None if each is None else each.mean for each in (student.agreement, window.agreement, student.kl)
-    )
+    agreement, kl = (None if each is None else each.mean for each in (student.agreement, student.kl))
     lengths = tuple(result.length for result in results)
-    worse = decisive in find(results, "worse")
-    return Verdict(kind, " ".join(sentences), agreement, window_agreement, worse, kl, decisive.length, lengths)
+    return Verdict(kind, " ".join(sentences), agreement, kl, decisive.length, lengths)
 
 
 def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:

@@ -40,7 +40,6 @@ class Predictions:
     name: str
     state_bytes: int  # of cache or state at the end of a text
     loss: Estimate
-    perplexity: float
     by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`
     excess: Estimate | None  # loss above the teacher's on the same tokens
     kl: Estimate | None  # of the next-token distribution from the teacher's
@@ -82,7 +81,7 @@ class Language:
     drawn: str  # what the intervals are over: documents or texts
     count: int  # how many of these there are
     subjects: tuple[Predictions, ...]
-    lengths: tuple[LengthResult, ...] = ()  # from short to long, the last whole texts; none in files of older versions
+    lengths: tuple[LengthResult, ...]  # from short to long, the last whole texts
 
     def at(self, length: int) -> LengthResult | None:
         """Return the result on texts of a length."""

@@ -1,6 +1,5 @@
 """Predictions are scored as their definitions say, all on the same tokens, with their spread over documents."""
 
-import math
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -62,7 +61,6 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     assert [own.tail.kl_99, own.tail.kl_999] == pytest.approx([apart[153].item(), apart[154].item()], abs=1e-5)
     given, expected = ((-losses_of(x[:, :-1], ids[:, 1:])).exp() for x in (student, teacher))
     assert own.tail.probability_change == pytest.approx((given - expected).square().mean().sqrt().item(), abs=1e-6)
-    assert own.perplexity == pytest.approx(math.exp(own.loss.mean))
     first = result.subjects[0]  # a teacher is its own equal
     assert own.excess.mean == pytest.approx(own.loss.mean - first.loss.mean, abs=1e-6)
     assert first.kl.mean == pytest.approx(0, abs=1e-9) and first.excess.interval == (0, 0)

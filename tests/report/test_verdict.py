@@ -11,7 +11,7 @@ from linearizer.publish.card import card_of
 from linearizer.publish.push import list_warnings
 from linearizer.report.verdict import judge_lengths, judge_run
 from linearizer.run.results import Estimate, LengthResult, ShortPredictions
-from tests.support.cards import judged, made
+from tests.support.cards import made
 
 FIXED = StateSize(1000, 228_000)
 BETTER, UNSURE, WORSE = (-0.2, -0.1), (-0.1, 0.1), (0.1, 0.2)
@@ -35,13 +35,13 @@ def verdict(*results, state=FIXED):
 
 def test_a_student_that_is_better_at_every_length_is_good_and_the_lengths_are_named():
     result = verdict(at(512, BETTER), at(2048, BETTER), at(4096, BETTER, 0.979))
-    assert result.kind == "good" and not result.worse_than_window
+    assert result.kind == "good"
     assert result.sentence == (
         "Better than a plain window of the same bytes on texts of 512, 2,048 and 4,096 tokens: on the longest it "
         "agrees with its teacher on 97.9% of tokens (KL 0.0100), the window on 82.6% (KL 0.1500). Judged on texts of "
         "512, 2,048 and 4,096 tokens; longer than 4,096 tokens: not judged. 228 kB, whatever the length."
     )
-    assert (result.agreement, result.window_agreement, result.kl) == (0.979, 0.826, 0.01)
+    assert (result.agreement, result.kl) == (0.979, 0.01)
     assert result.length == 4096 and result.lengths == (512, 2048, 4096)
 
 
@@ -53,7 +53,7 @@ def test_a_better_student_is_coloured_by_how_near_its_teacher_it_is(agreement, k
 
 def test_a_student_that_is_worse_at_a_longer_length_is_bad_and_the_length_is_named():
     result = verdict(at(512, BETTER), at(2048, BETTER), at(4096, WORSE, 0.8))
-    assert result.kind == "bad" and result.worse_than_window and result.length == 4096
+    assert result.kind == "bad" and result.length == 4096
     assert result.sentence.startswith(
         "Worse than a plain window of the same bytes on texts of 4,096 tokens: it agrees with its teacher on 80.0%"
     )
@@ -63,7 +63,7 @@ def test_a_student_that_is_worse_at_a_longer_length_is_bad_and_the_length_is_nam
 
 def test_an_interval_that_includes_zero_shows_no_difference():
     result = verdict(at(512, BETTER), at(2048, UNSURE, 0.99))
-    assert result.kind == "note" and not result.worse_than_window
+    assert result.kind == "note"
     assert result.sentence.startswith(
         "No difference from a plain window of the same bytes is shown on texts of 2,048 tokens (better on texts of 512 "
         "tokens): it agrees"
@@ -107,11 +107,3 @@ def test_terminal_page_card_and_publishing_begin_with_it(tmp_path):
     assert body.split("\n\n")[1] == f"> {result.sentence}"
     assert list_warnings(run) == ((result.sentence,) if result.kind == "bad" else ())
     assert judge_run(made(tmp_path / "unjudged", losses={})) is None
-
-
-def test_what_an_older_version_measured_has_its_tables_and_no_verdict(tmp_path):
-    run = made(tmp_path / "run")
-    parts = judged()
-    del parts["language"]["lengths"]
-    run.write_evaluation(parts=parts)
-    assert judge_run(run) is None and "over texts of … tokens" not in describe_run(run)

@@ -13,7 +13,7 @@ def estimate(mean):
 
 def predictions(name, loss):
     return {
-        "name": name, "state_bytes": 262144, "loss": estimate(loss), "perplexity": 33.0,
+        "name": name, "state_bytes": 262144, "loss": estimate(loss),
         "by_position": [loss + 0.1, loss - 0.1],
         "excess": estimate(0.1), "kl": estimate(0.2),
         "agreement": estimate(0.8), "calibration_error": 0.04,
