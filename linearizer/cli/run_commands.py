@@ -69,8 +69,7 @@ def begin_run(arguments: argparse.Namespace) -> Run:
     if kind is not None:
         of_encoder = checks.with_absolute_paths(encoder_plan_of(arguments))
         return kind.begin(folder_of(arguments, of_encoder), of_encoder, resume=arguments.resume).run
-    if given := [name for name in OF_ENCODERS if getattr(arguments, name) is not None]:
-        raise RequestError(f"--{given[0]} is for encoders, and {plan.model!r} is none: leave it out")
+    refuse_encoder_options(arguments, f"and {plan.model!r} is none: leave it out")
     return pipeline.begin(folder_of(arguments, plan), plan, resume=arguments.resume)
 
 
@@ -88,6 +87,12 @@ def encoder_plan_of(arguments: argparse.Namespace) -> EncoderPlan:
     if unknown := [name for name, value in plan_changes(arguments).items() if value is not None and name not in known]:
         raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
     return EncoderPlan(**{name: value for name, value in given.items() if name in known})
+
+
+def refuse_encoder_options(arguments: argparse.Namespace, why: str) -> None:
+    """Refuse what only the run of an encoder has, where there is none."""
+    if given := [name for name in OF_ENCODERS if getattr(arguments, name) is not None]:
+        raise RequestError(f"--{given[0]} is for encoders, {why}")
 
 
 def folder_of(arguments: argparse.Namespace, plan: Plan | EncoderPlan) -> Path:
@@ -182,6 +187,7 @@ def serve_job(arguments: argparse.Namespace) -> None:
         text = "\n".join(f"{each.name:16}{each.in_words}" for each in offered)
         print_product(arguments, [asdict(each) for each in offered], text)
         return
+    refuse_encoder_options(arguments, "which no job runs: leave out --job for an encoder, else leave this out")
     plan = plan_of(arguments)
     how = {"minutes": arguments.job_minutes, "push": arguments.push, "owner": arguments.job_owner}
     folder = folder_of(arguments, plan)
