@@ -126,6 +126,12 @@ class EncoderRun:
         return self.run.product(TIMES, lambda text: read_json(dict[str, list[LayerTime]], text)["times"]) or []
 
 
+def check_budget(plan: EncoderPlan, inspection: EncoderInspection) -> None:
+    """Refuse a budget that is too small, or with which there is nothing to save."""
+    inspection.check_worth(plan.budget, plan.length or inspection.tokens)
+    attention_of(plan, inspection)
+
+
 def attention_of(plan: EncoderPlan, inspection: EncoderInspection) -> BothWays:
     """Spend the budget of a plan; refuse one that is too small."""
     axes = 1 if inspection.reads == "texts" else 2

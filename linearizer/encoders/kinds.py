@@ -8,7 +8,7 @@ from pathlib import Path
 
 from linearizer.encoders import denoiser_run, encoder_run
 from linearizer.encoders.denoiser import Pipeline
-from linearizer.encoders.encoder_folder import EncoderRun, attention_of
+from linearizer.encoders.encoder_folder import EncoderRun, check_budget
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.inspect_encoder import reads_both_ways
 from linearizer.hub.models import find_model
@@ -39,8 +39,7 @@ class Kind:
             (run := Run(folder)).check_same(plan)
         else:
             decided, inspection = self.decide(plan, token)
-            inspection.check_worth(decided.budget, decided.length or inspection.tokens)
-            attention_of(decided, inspection)
+            check_budget(decided, inspection)
             run = Run.create(folder, decided, inspection, plan)
         return EncoderRun(run)
 

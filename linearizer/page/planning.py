@@ -78,12 +78,11 @@ class ExaminedEncoder:
 
     def plan(self, model: str, budget: int, effort: str, options: Mapping[str, Any]) -> EncoderPlan:
         """Make a plan of a visitor's choices, among them no effort; refuse what would be refused of it."""
-        from linearizer.encoders.encoder_folder import attention_of
+        from linearizer.encoders.encoder_folder import check_budget
         from linearizer.encoders.encoder_run import check_pictures, decide_length
 
         plan = make_encoder_plan(model, budget, options)
-        self.inspection.check_worth(plan.budget, decide_length(plan, self.inspection) or self.inspection.tokens)
-        attention_of(plan, self.inspection)
+        check_budget(replace(plan, length=decide_length(plan, self.inspection)), self.inspection)
         if self.inspection.reads == "pictures":
             check_pictures(plan)
         limits.check_encoder_plan(plan, self.inspection)
