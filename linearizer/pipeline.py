@@ -149,7 +149,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
     student = begin_student(run, teacher, allocation)
     yield from train(run, student, allocation, learnt)
     if run.plan.changes_weights:  # what is judged is what is saved
-        checkpoint.restore_type(student, teacher.stored, keep=True)
+        checkpoint.round_to_type(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student

@@ -85,16 +85,25 @@ def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[
     ]
 
 
-def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None, keep: bool = False) -> None:
-    """Convert a base's weights to the type that its teacher is stored in, where they were computed in a larger type.
+def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
+    """Convert a base's weights to the type that its teacher is stored in, where they were computed in a larger type."""
+    for weight in list_larger(student, stored):
+        weight.data = weight.to(stored)
 
-    `keep` only rounds them to what that type can hold. What is read from files in every pass is not held in any type.
-    """
-    if stored is None:
-        return
-    for name, weight in student.base.named_parameters():
-        if not weight.is_meta and not is_own(name) and weight.dtype.itemsize > stored.itemsize:
-            weight.data = weight.to(stored).to(weight.dtype if keep else stored)
+
+def round_to_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
+    """Round the same weights to what that type can hold, in the type that they were computed in."""
+    for weight in list_larger(student, stored):
+        weight.data = weight.to(stored).to(weight.dtype)
+
+
+def list_larger(student: LinearizedForCausalLM, stored: torch.dtype | None) -> list[torch.nn.Parameter]:
+    """List a base's weights in a larger type; what is read from files in every pass is not held in any."""
+    return [
+        weight
+        for name, weight in student.base.named_parameters()
+        if stored is not None and weight.dtype.itemsize > stored.itemsize and not (weight.is_meta or is_own(name))
+    ]
 
 
 def save(
