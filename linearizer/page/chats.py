@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -147,15 +147,18 @@ def find_chat(key: Key | None, settings: Settings) -> Chat:
 
 
 def keep_chat(key: Key | None, chat: Chat) -> None:
-    """Keep a chat, and no more chats than a server keeps."""
+    """Keep a chat, and no more than a server keeps: the visitor who has most of them loses their oldest."""
     if key is None:
         return
     with CHATS_LOCK:
         CHATS.pop(key, None)
         CHATS[key] = (now := time.monotonic()), chat
         old = [each for each, (used, _) in CHATS.items() if used < now - limits.CHAT_SECONDS]
-        old += [*CHATS][: max(0, len(CHATS) - limits.MAX_CHATS)]
-    for each in {*old}:
+        left = [each for each in CHATS if each not in old]
+        if len(left) > limits.MAX_CHATS:
+            counts = Counter(home for home, *_ in left)
+            old.append(max(left, key=lambda each: counts[each[0]]))
+    for each in old:
         end_chat(each)
 
 

@@ -147,6 +147,11 @@ def test_only_the_newest_chats_and_states_are_kept(visitor, models, monkeypatch)
         said(visitor, "Where?", name=f"talk {number}", tokens=2)
     assert [key[-1] for key in chats.CHATS] == ["talk 2", "talk 3", "talk 4"]
     assert [key[-1] for key in models.kept] == ["talk 4"]
+    chats.keep_chat(other := (visitor.home / "other", visitor.find_run("run").key, "other"), chats.Chat(RAW))
+    for number in (5, 6):  # which push out no chat of another visitor
+        said(visitor, "Where?", name=f"talk {number}", tokens=2)
+    assert [key[-1] for key in chats.CHATS] == ["other", "talk 5", "talk 6"]
+    chats.end_chat(other)
     monkeypatch.setattr(limits, "CHAT_SECONDS", 0.0)
     said(visitor, "Where?", name="new", tokens=2)
     assert [key[-1] for key in chats.CHATS] == ["new"]
