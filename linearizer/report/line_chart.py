@@ -15,11 +15,14 @@ LETTER, APART = 8.0, 8  # the width of a letter of a name, and the room between 
 UNMARKED = "lz-unmarked"  # a mark that has a note and is not seen
 TITLE = 18  # height of the title of an axis
 MAX_TICKS, STEPS = 6, (1, 2, 5)  # of an axis on a scale of factors
+Write = Callable[[Sequence[float]], list[str]]  # the numbers of an axis
 
 
-def write_short(value: float) -> str:
-    """Write a round number in five letters, which the left margin has room for."""
-    return f"{value:g}" if 1e-3 <= value < 1e5 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+def write_short(values: Sequence[float]) -> list[str]:
+    """Write round numbers in one notation, each in five letters, which the left margin has room for."""
+    if all(1e-3 <= value < 1e5 for value in values):
+        return [f"{value:g}" for value in values]
+    return [f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") for value in values]
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,14 @@ class Axis:
         return Axis(min(values), max(max(values), 1.01 * min(values)), ())
 
     @staticmethod
-    def round(values: Iterable[float], title: str = "", write: Callable[[float], str] = write_short) -> Axis:
+    def round(values: Iterable[float], title: str = "", write: Write = write_short) -> Axis:
         """Return an axis on which all finite values fit, from a round number to another, some of which are named."""
         some = [value for value in values if math.isfinite(value)] or [1.0]
         named = numbers = round_numbers(min(some), max(some))
         if len(numbers) > MAX_TICKS:
             tens = round_numbers(min(some), max(some), (1,))
             named = [ten for ten in tens if numbers[0] <= ten <= numbers[-1]][:: 1 + len(tens) // MAX_TICKS]
-        ticks = [(each, write(each)) for each in named]
-        return Axis(numbers[0], numbers[-1], ticks, title=title)
+        return Axis(numbers[0], numbers[-1], list(zip(named, write(named), strict=True)), title=title)
 
     def share(self, value: float) -> float:
         """Return how far along the axis a value is, 0 to 1."""

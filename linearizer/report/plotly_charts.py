@@ -48,7 +48,7 @@ LAYOUT = {  # no background, title or surplus lines
 }
 XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
 YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
-LOG_AXIS = {"type": "log", "tickformat": ",~g", "nticks": 4}
+LOG_AXIS = {"type": "log", "tickformat": ",~r", "nticks": 4}  # decimals alone: g would write some with an exponent
 COUNTS_AXIS = {"type": "log", "tickformat": "~s", "nticks": 4}  # of bytes or tokens
 SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),

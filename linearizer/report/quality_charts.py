@@ -86,7 +86,8 @@ def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     if not lines:
         return ""
     cache = head_bytes.cache_bytes(layers, length)
-    x = Axis.round([cache, *(held for line in lines for held, _ in line.points)], "state or cache, bytes", size)
+    sizes = [cache, *(held for line in lines for held, _ in line.points)]
+    x = Axis.round(sizes, "state or cache, bytes", lambda counts: [size(count) for count in counts])
     y = Axis.round((kl for line in lines for _, kl in line.points), KL)
     whole = Line(f"teacher’s cache, {size(cache)}", [(cache, y.low), (cache, y.high)], "lz-teacher", marked=False)
     return figure("Quality by bytes", BY_BYTES, x, y, [*lines, whole], beside=True)

@@ -52,6 +52,7 @@ def test_an_axis_of_factors_holds_all_values_and_names_a_few_of_its_own(low, fac
     axis = Axis.round([low, low * factor])
     assert all(float(name) == pytest.approx(tick) for tick, name in axis.ticks)
     assert all(DIGIT * len(name) <= LEFT - 6 for _, name in axis.ticks)  # else the frame would cut the name
+    assert len({"e" in name for _, name in axis.ticks}) == 1  # all in one notation
     assert axis.low <= low and low * factor <= axis.high
     assert 1 < len(axis.ticks) <= MAX_TICKS and all(axis.low <= tick <= axis.high for tick, _ in axis.ticks)
 
