@@ -36,9 +36,8 @@ hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 LONGEST = """page/test_on_space page/test_journey page cli workers student test_ train publish hub report method teacher
 benchmarks""".split()
-ONE_SERVER = "access api cards evaluation hub_jobs journey local_requests steps"  # and one browser, long to start
-ONE_SPACE = "limits on_space"
-FIRST_OF = {f"tests/page/test_{name}.py": names for names in (ONE_SERVER, ONE_SPACE) for name in names.split()}
+ONE_SERVER = "access api encoders evaluation hub_jobs journey landing steps"  # and one browser, long to start
+OF_ONE_SERVER = {f"tests/page/test_{name}.py" for name in ONE_SERVER.split()}
 
 
 @pytest.fixture
@@ -152,7 +151,7 @@ def pytest_xdist_make_scheduler(config, log):
     class ByServer(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return FIRST_OF.get(file, file)
+            return ONE_SERVER if file in OF_ONE_SERVER else file
 
     return ByServer(config, log)
 
