@@ -82,6 +82,15 @@ def judged_briefly(monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def tokenizer():
+    """Load the tokenizer of the demo model, which no test may change."""
+    from linearizer.hub.models import find_model
+    from linearizer.teacher.load import load_tokenizer
+
+    return load_tokenizer(find_model("demo"))
+
+
+@pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """Save a tiny model with two shards, and return its folder, which no test may change."""
     from transformers import AutoModelForCausalLM

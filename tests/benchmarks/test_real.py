@@ -8,8 +8,6 @@ import torch
 from linearizer.errors import TextError
 from linearizer.evaluate.recall import DEPTHS
 from linearizer.evaluate.subjects import Subject
-from linearizer.hub.models import find_model
-from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.logits import kl_of, logits_of, losses_of
 from tests.benchmarks import real
 from tests.benchmarks.quality_rows import ROWS
@@ -27,7 +25,7 @@ from tests.benchmarks.real_judging import (
 )
 from tests.benchmarks.real_table import RealTable, mean_until
 from tests.benchmarks.real_texts import documents_to_judge, read_code, read_prose
-from tests.support.models import student_of, tokens
+from tests.support.models import student_of, teacher_of, tokens
 
 SMALL = "--model demo --lengths 64 128 --texts 4 --needles 1 --ruler 1 --task-lengths 128".split()
 RUN = "--run texts=2 length=64".split()
@@ -79,8 +77,7 @@ def test_it_stops_when_its_minutes_are_over_and_keeps_what_is_finished(tmp_path,
 @torch.no_grad()
 def test_what_is_read_piece_by_piece_is_what_the_models_say(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.benchmarks.real_judging.PIECE", 7)
-    student, ids = student_of("llama"), tokens(1, 48)
-    teacher = load_teacher_of_student(student)
+    student, teacher, ids = student_of("llama"), teacher_of("llama"), tokens(1, 48)
     readings = teacher_readings(tmp_path, lambda: teacher, ids)
     (found,) = read_by_place(Subject("student", student), readings[None], ids, edges_of([16, 48]))
     expected, given = logits_of(teacher, ids), student(ids).logits
@@ -94,10 +91,9 @@ def test_what_is_read_piece_by_piece_is_what_the_models_say(tmp_path, monkeypatc
 
 
 @torch.no_grad()
-def test_answers_are_compared_token_by_token_with_the_teacher_s(tmp_path):
-    student = student_of("llama")
-    teacher, tokenizer = load_teacher_of_student(student), load_tokenizer(find_model("demo"))
-    tokenizer.chat_template = "{% for turn in messages %}User: {{ turn.content }}\nBot:{% endfor %}"
+def test_answers_are_compared_token_by_token_with_the_teacher_s(tmp_path, tokenizer, monkeypatch):
+    teacher, template = teacher_of("llama"), "{% for turn in messages %}User: {{ turn.content }}\nBot:{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
     texts = torch.tensor([tokenizer("one two three", add_special_tokens=False)["input_ids"]])
     asked = chat_prompts(texts, tokenizer, QUESTIONS)
     assert [tokenizer.decode(ids[0]) for ids in asked] == [f"User: one two three\n\n{each}\nBot:" for each in QUESTIONS]
@@ -110,18 +106,7 @@ def test_answers_are_compared_token_by_token_with_the_teacher_s(tmp_path):
     assert all(map(torch.equal, teacher_answers(tmp_path, None, prompts), answers)), "answers are written once"
 
 
-def load_teacher_of_student(student):
-    """The same weights without the students in its layers."""
-    from tests.support.models import teacher_of
-
-    teacher = teacher_of("llama")
-    own = {name: x for name, x in student.base.state_dict().items() if ".student." not in name}
-    teacher.load_state_dict(own)
-    return teacher
-
-
-def test_documents_are_the_same_for_every_number_and_length_of_texts(tmp_path):
-    tokenizer = load_tokenizer(find_model("demo"))
+def test_documents_are_the_same_for_every_number_and_length_of_texts(tmp_path, tokenizer):
     few, more = documents_to_judge(tokenizer, 64, 4), documents_to_judge(tokenizer, 2048, 8)
     assert [each.name for each in few] == [each.name for each in more][:4]
     assert [each.name.split()[0] for each in more] == ["code", "prose"] * 4

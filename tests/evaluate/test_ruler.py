@@ -5,18 +5,11 @@ import torch
 
 from linearizer.errors import TextError
 from linearizer.evaluate.tasks import DEPTHS, KINDS, LOSS, frequent_words, lay_out, measure_ruler
-from linearizer.hub.models import find_model
 from linearizer.progress import finish
-from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.text import read_texts
 from tests.support.looking_up import looking_up
 
 LENGTHS = (192, 320)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(find_model("demo"))
 
 
 @pytest.fixture(scope="module")

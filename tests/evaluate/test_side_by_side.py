@@ -13,9 +13,7 @@ from linearizer.evaluate.side_by_side import (
     write_in_turns,
 )
 from linearizer.evaluate.subjects import Subject
-from linearizer.hub.models import find_model
 from linearizer.plan.head_bytes import cache_bytes
-from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.token_loop import generate_tokens
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
@@ -105,8 +103,7 @@ def test_a_penalty_of_repetitions_counts_what_was_read_before():
 
 
 @pytest.mark.parametrize("make", [hide_word, repeat_passage])
-def test_a_prompt_that_needs_memory_goes_on_with_what_stands_as_far_back_as_was_asked(make):
-    tokenizer = load_tokenizer(find_model("demo"))
+def test_a_prompt_that_needs_memory_goes_on_with_what_stands_as_far_back_as_was_asked(make, tokenizer):
     prompt = make(tokenizer, 256)
     asked_from = prompt.text.rindex(prompt.answer)
     back = len(tokenizer(prompt.text[asked_from:])["input_ids"])

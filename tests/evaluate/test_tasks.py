@@ -11,10 +11,8 @@ import torch
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import collect_scores, find_tasks, measure_tasks
-from linearizer.hub.models import find_model
 from linearizer.method import checkpoint
 from linearizer.progress import finish
-from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.logits import logits_of
 from tests.support.models import MIXED, allocation_of, layers_of, teacher_of
 
@@ -37,11 +35,6 @@ def read_once():
     manager, tasks.TaskManager = tasks.TaskManager, cache(tasks.TaskManager)
     yield
     tasks.TaskManager = manager
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(find_model("demo"))
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ from linearizer.teacher.token_loop import HALF_LETTER, TextStream
 from tests.support.families import tiny_config
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(find_model("demo"))
-
-
 @pytest.fixture
 def starting_tokenizer():
     """Give a tokenizer that puts a token before every text, as Llama's and Gemma's do."""
