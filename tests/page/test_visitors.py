@@ -2,6 +2,7 @@
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -101,9 +102,7 @@ def test_home_reads_the_newest_runs_alone(root):
 
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
-    result = planning.examine_model(find_visitor(), "demo").inspection
-    object.__setattr__(result, "name", odd)
-    object.__setattr__(result, "licence", odd)
+    result = replace(planning.examine_model(find_visitor(), "demo").inspection, name=odd, licence=odd)
     run = Run.create(find_visitor().fresh_folder(plan := Plan(odd, budget=64, text=odd)), plan)
     run.log("failed", error=odd)
     status = control.status(run)
