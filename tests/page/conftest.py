@@ -27,6 +27,20 @@ def space(tmp_path_factory):
         yield server
 
 
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """Name the folder of runs at one's own machine, of tests that ask no server."""
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def on_space(root, monkeypatch):
+    """Name the folder of runs on a Space, of tests that ask no server."""
+    monkeypatch.setenv("SPACE_ID", "owner/name")
+    return root
+
+
 @pytest.fixture(scope="package")
 def done(local, trained_run):
     """Name a run that has a student."""

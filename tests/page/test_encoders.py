@@ -74,8 +74,7 @@ def test_an_encoder_is_chosen_run_looked_at_and_found_again(local, browser, sent
     assert not (local.runs / name).exists() and "Traceback" not in local.log.read_text()
 
 
-def test_what_is_for_causal_models_alone_says_so_of_an_encoder(sentence_encoder, topics, tmp_path, monkeypatch):
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
+def test_what_is_for_causal_models_alone_says_so_of_an_encoder(sentence_encoder, topics, root):
     visitor = find_visitor()
     with pytest.raises(RequestError, match="start_encoder_run starts"):
         actions.estimate_run(visitor, str(sentence_encoder))
@@ -94,17 +93,16 @@ def test_what_is_for_causal_models_alone_says_so_of_an_encoder(sentence_encoder,
     assert actions.delete_run(visitor, name) == name and not run.folder.exists()
 
 
-def test_a_space_limits_an_encoder_as_any_run(sentence_encoder, topics, tmp_path, monkeypatch):
+def test_a_space_limits_an_encoder_as_any_run(sentence_encoder, topics, root, monkeypatch):
     plan = planning.make_encoder_plan(str(sentence_encoder), 40, {"length": 160})
     inspection = planning.examine_model(find_visitor(), str(sentence_encoder)).inspection
     monkeypatch.setenv("SPACE_ID", "us/app")
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     visitor = find_visitor(secret="a secret of sixteen")
     with pytest.raises(RequestError, match="on a Space a model is named by its id on the Hub"):
         actions.start_encoder_run(visitor, str(sentence_encoder), 40)
     with pytest.raises(RequestError, match="on a Space text comes from"):
         actions.start_encoder_run(visitor, "org/name", 40, {"text": topics})
-    for folder in (str(tmp_path), f"dataset:{tmp_path}"):
+    for folder in (str(root.parent), f"dataset:{root.parent}"):
         with pytest.raises(RequestError, match="on a Space pictures come from `dataset:ID`"):
             actions.start_encoder_run(visitor, "org/name", 40, {"pictures": folder})
     limits.check_encoder_plan(plan, inspection)
@@ -113,13 +111,12 @@ def test_a_space_limits_an_encoder_as_any_run(sentence_encoder, topics, tmp_path
             limits.check_encoder_plan(plan, inspection, few)
     with pytest.raises(RequestError, match="steps 400 is more than this Space serves"):
         limits.check_encoder_plan(replace(plan, steps=400), inspection)
-    folder = Run(visitor.home / "begun").folder
-    Run.create(folder, plan, inspection)
-    with Run(folder).take_lock():
-        Run(folder).log("started")
+    run = Run.create(visitor.home / "begun", plan, inspection)
+    with run.take_lock():
+        run.log("started")
         assert limits.count_at_work(visitor.home) == 1 and control.runs_in(visitor.home)[0].live
         limits.enforce_limits(1e12)
-        assert Run(folder).has_request("stop")
-    Run(folder).log("stopped")
+        assert run.has_request("stop")
+    run.log("stopped")
     limits.enforce_limits(1e12)
-    assert not folder.exists()
+    assert not run.folder.exists()

@@ -21,8 +21,7 @@ MAX_BYTES = 200_000
 
 
 @pytest.fixture
-def visitor(tmp_path, monkeypatch):
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+def visitor(root):
     return find_visitor()
 
 

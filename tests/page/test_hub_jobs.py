@@ -16,10 +16,8 @@ STOPPED = 'print(\'{"time": 1.0, "event": "stopped"}\', flush=True)'
 
 
 @pytest.fixture
-def ann(hub, tmp_path, monkeypatch):
+def ann(hub, on_space):
     """A visitor of a Space who signed in; jobs stop at once."""
-    monkeypatch.setenv("SPACE_ID", "us/app")
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
     hub.program = STOPPED
     yield find_visitor("ann", "hf_fake_ann")
     hub.clear_jobs()

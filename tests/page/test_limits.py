@@ -10,24 +10,18 @@ from linearizer.page import chat, limits, planning, run_list
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
+from linearizer.run.results import Request
 from linearizer.workers import control
 from tests.support.runs import begin_for
 
 ANN, BOB = "a" * 16, "b" * 16
 
 
-@pytest.fixture
-def space(tmp_path, monkeypatch):
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("SPACE_ID", "owner/name")
-    return tmp_path / "runs"
-
-
 def begun(secret=ANN):
     return begin_for(find_visitor(secret=secret), Plan("demo", budget=64))
 
 
-def test_the_time_that_a_run_waited_or_worked_before_is_not_counted(space):
+def test_the_time_that_a_run_waited_or_worked_before_is_not_counted(on_space):
     run = begun()
     with run.take_lock():
         for event, at in (("queued", 0), ("started", 10), ("stopped", 50), ("queued", 100), ("started", 160)):
@@ -42,7 +36,7 @@ def test_the_time_that_a_run_waited_or_worked_before_is_not_counted(space):
         assert run.has_request("stop")
 
 
-def test_a_space_removes_what_nobody_has_looked_after(space):
+def test_a_space_removes_what_nobody_has_looked_after(on_space):
     run = begun()
     run.log("stopped")
     limits.enforce_limits(time.time())
@@ -70,19 +64,19 @@ OTHERS = {"features": {"budget": None}} | dict.fromkeys(("window", "sinks"), {"b
         ({"budget": 512}, "length 8192 is more than this Space serves"),  # 16 times the budget
     ],
 )
-def test_a_space_says_what_is_too_much(space, given, sentence):
+def test_a_space_says_what_is_too_much(on_space, given, sentence):
     with pytest.raises(RequestError, match=sentence):
         limits.check_plan(*examined(**given))
 
 
-def test_a_plan_that_would_take_the_memory_of_all_is_refused(space):
+def test_a_plan_that_would_take_the_memory_of_all_is_refused(on_space):
     few, many = examined(recipe="features", steps=60), examined(recipe="features", steps=60, batch=8, length=2048)
     limits.check_plan(*few, Limits(memory=2))
     with pytest.raises(RequestError, match="would take some .* GB of memory, and this Space gives a run 2 GB"):
         limits.check_plan(*many, Limits(memory=2))
 
 
-def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):
+def test_a_model_that_is_too_large_is_refused_before_it_is_read(on_space):
     plan, inspection = examined()
     limits.check_plan(plan, inspection, Limits(gigabytes=inspection.weight_bytes / 1e9))
     with pytest.raises(RequestError, match=r"GB of weights, and this Space serves up to 0.001 GB: choose a smaller"):
@@ -94,7 +88,7 @@ def take_turn(secret, few):
         pass
 
 
-def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody_else(space):
+def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody_else(on_space):
     run = begun()
     (run.folder / "state" / "large").write_bytes(b"x" * 2000)
     take_turn(ANN, Limits(disk=1e-5))
@@ -103,7 +97,7 @@ def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody
     take_turn(BOB, Limits(disk=1e-6))
 
 
-def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
+def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(on_space):
     first, second = begun(), begun(BOB)
     few = Limits(runs=1, queue=2)
     take_turn(ANN, few)
@@ -118,7 +112,7 @@ def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
                 take_turn("c" * 16, few)
 
 
-def test_a_run_that_is_being_started_counts_before_it_is_at_work(space):
+def test_a_run_that_is_being_started_counts_before_it_is_at_work(on_space):
     few = Limits(runs=1, queue=2)
     with limits.turn(find_visitor(secret=ANN), few):
         with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
@@ -129,12 +123,42 @@ def test_a_run_that_is_being_started_counts_before_it_is_at_work(space):
     take_turn(ANN, few)
 
 
-def test_others_runs_are_counted_without_reading_their_logs(space):
+def test_others_runs_are_counted_without_reading_their_logs(on_space):
     other = begun(BOB)
     with other.take_lock():
         other.log_file.mkdir()
         with pytest.raises(RequestError, match="1 runs wait here already"):
             take_turn(ANN, Limits(queue=1))
+
+
+@pytest.mark.parametrize("name", limits.MAX_OF_REQUEST)
+def test_a_space_says_what_is_too_much_of_an_evaluation(on_space, name):
+    most = limits.MAX_OF_REQUEST[name]
+    options = {"tasks": ["piqa"] * (most + 1), "limit": 1} if name == "tasks" else {name: most + 1}
+    options = {"lengths": [64] * (most + 1)} if name == "lengths" else options
+    with pytest.raises(RequestError, match=f"{name} .* is more than this Space serves"):
+        limits.check_request(Request.of(options))
+    with pytest.raises(RequestError, match="give a limit up to"):
+        limits.check_request(Request(("tasks",), tasks=("piqa",)))
+
+
+def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(on_space):
+    run = begun()
+    run.checkpoint.mkdir()
+    for event in ("started", "evaluated", "done"):
+        run.log(event)
+    evaluation = run.evaluating
+    with evaluation.take_lock():
+        evaluation.log("queued", request={})
+        evaluation.log("started")
+        result = control.status(run)
+        assert result.state == "done" and result.live and result.evaluation.state == "running"
+        at = run.events()[-1]["time"]
+        limits.enforce_limits(at + 1)
+        assert not run.has_request("stop")
+        limits.enforce_limits(at + 30 * 24 * 3600)
+        assert run.has_request("stop") and control.state_of(evaluation) == "stopping" and run.has_file("plan.json")
+        assert control.status(run).live
 
 
 TOO_LONG = "a prompt of {} characters and {} tokens cannot be compared here"
@@ -145,7 +169,7 @@ EMPTY = "the prompt is empty: write what is to be continued"
     ("prompt", "tokens", "sentence"),
     [("x" * 200_001, 8, TOO_LONG), ("x", 300, TOO_LONG), ("x", 0, TOO_LONG), ("", 8, EMPTY), ("\n ", 8, EMPTY)],
 )
-def test_a_comparison_that_is_too_long_or_of_nothing_is_refused(space, prompt, tokens, sentence):
+def test_a_comparison_that_is_too_long_or_of_nothing_is_refused(on_space, prompt, tokens, sentence):
     run = begun()
     run.checkpoint.mkdir()
     with pytest.raises(RequestError, match=sentence.format(len(prompt), tokens)):
@@ -161,8 +185,7 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
 
 
-def test_nothing_is_limited_at_ones_own_machine(tmp_path, monkeypatch):
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
+def test_nothing_is_limited_at_ones_own_machine(root):
     limits.check_model("/some/folder", "file:text")
     limits.check_plan(Plan("demo", budget=64, steps=10**6), None)
     with limits.turn(find_visitor(), Limits(runs=0)):
@@ -189,7 +212,7 @@ def damage(run, name, content):
         ("lock", None),
     ],
 )
-def test_a_damaged_run_is_listed_and_the_guard_still_stops_the_others(space, name, content):
+def test_a_damaged_run_is_listed_and_the_guard_still_stops_the_others(on_space, name, content):
     damaged, long = begun(), begun(BOB)
     damage(damaged, name, content)
     for secret, run in ((ANN, damaged), (BOB, long)):

@@ -66,8 +66,7 @@ def test_a_number_that_was_asked_for_is_written_also_where_the_effort_has_it(tmp
     assert plan_of(plan_form.write_plan(run.plan, ["texts"])).sizes == run.plan.sizes
 
 
-def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_effort(tmp_path, monkeypatch):
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_effort(root, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("the state of the student takes as many bytes as its teacher's cache " * 60)
     for effort, (sizes, _) in planning.EFFORTS.items():
@@ -77,7 +76,7 @@ def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_ef
         plan = planning.make_plan("demo", 64, effort, {"text": f"file:{text}"})
         run = pipeline.begin(find_visitor().fresh_folder(plan), plan, yielding=YIELDING)
         assert run.plan.texts == 2 and run.plan.length <= plan.kept_length(None)
-    assert len(list((tmp_path / "runs").iterdir())) == len(planning.EFFORTS)
+    assert len(list(root.iterdir())) == len(planning.EFFORTS)
 
 
 def test_a_slider_that_moves_forecasts_nothing_and_then_each_plan_is_forecast_once(monkeypatch):

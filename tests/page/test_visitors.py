@@ -19,19 +19,7 @@ from tests.support.runs import begin_for
 ANN, BOB = "a" * 16, "b" * 16
 
 
-@pytest.fixture
-def root(tmp_path, monkeypatch):
-    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def space(root, monkeypatch):
-    monkeypatch.setenv("SPACE_ID", "owner/name")
-    return root
-
-
-def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
+def test_visitors_of_a_space_have_folders_that_nobody_can_guess(on_space):
     run = begin_for(find_visitor(secret=ANN), Plan("demo", budget=64))
     assert find_visitor(secret=ANN).find_run(run.folder.name) == run
     for other in (find_visitor(secret=BOB), find_visitor("ann"), find_visitor(ANN)):  # an account of these letters
@@ -42,12 +30,12 @@ def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
 
 
 @pytest.mark.parametrize("secret", ["", "short", None, 5, {"a": 1}, ["a" * 16]])
-def test_who_cannot_be_known_again_has_no_runs(space, secret):
+def test_who_cannot_be_known_again_has_no_runs(on_space, secret):
     with pytest.raises(RequestError, match="this Space does not know you"):
         find_visitor(secret=secret).home  # noqa: B018
 
 
-def test_a_token_is_not_in_what_a_visitor_looks_like(space):
+def test_a_token_is_not_in_what_a_visitor_looks_like(on_space):
     assert "hf_secret" not in repr(find_visitor("ann", "hf_secret"))
 
 
@@ -121,7 +109,7 @@ def test_what_comes_from_outside_is_escaped(root):
         assert "<b>" not in shown
 
 
-def test_a_list_without_a_visitor_says_so(space):
+def test_a_list_without_a_visitor_says_so(on_space):
     listed, *choices = handlers.list_runs({}, None, None, False)
     assert "this Space does not know you" in listed and len(choices) == 3
     assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
@@ -154,6 +142,6 @@ def test_without_a_network_a_search_finds_local_folders_and_the_demo_at_once(roo
     assert time.monotonic() - begun < 10  # a client that repeats its requests waits 20 seconds for each
 
 
-def test_a_sentence_does_not_tell_where_runs_are_kept(space):
+def test_a_sentence_does_not_tell_where_runs_are_kept(on_space):
     home = find_visitor(secret=ANN).home
     assert markup.without_folders(f"'{home}/r123' is done") == "'r123' is done"
