@@ -13,7 +13,7 @@ from linearizer.pipeline import begin
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.workers import control
-from tests.support.runs import log_of, process_of, start_command, wait_for, wait_for_event, wait_until
+from tests.support.runs import end_runs, log_of, process_of, start_command, wait_for, wait_for_event, wait_until
 
 QUICK = "--recipe features --budget 64 --texts 2 --length 64 --dtype float32".split()
 LONG = [*QUICK, "--steps", "100000"]
@@ -24,10 +24,7 @@ def root(tmp_path, monkeypatch):
     """A folder of runs, none of which is at work when the test is over."""
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     yield tmp_path
-    for status in control.runs_in(tmp_path):
-        if status.state in control.LIVE:
-            control.stop(status.run)
-            wait_for(status.run, "stopped", "done")
+    end_runs(tmp_path)
 
 
 def test_a_run_in_the_background_is_followed_to_its_end_and_deleted(root, said):

@@ -19,7 +19,8 @@ from linearizer.page.visitors import hash_identity
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.workers import control, device_queue
-from tests.support.page_server import SMALL, SPACE_MINUTES, client_of, end_runs, ended, looking, session_of, shown
+from tests.support.page_server import SMALL, SPACE_MINUTES, client_of, ended, looking, session_of, shown
+from tests.support.runs import end_runs
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
 QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}

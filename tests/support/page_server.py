@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from linearizer.errors import LinearizerError
-from linearizer.workers import control
+from tests.support.runs import end_runs
 
 ARGUMENTS = [
     *"--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split(),
@@ -126,19 +125,6 @@ def process_of(url):
     """Find the process of the server at an address."""
     port = f"--port\0{url.strip('/').rpartition(':')[2]}\0".encode()
     return next(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if port in path.read_bytes())
-
-
-def end_runs(root):
-    """Stop what is still at work under a folder, and wait until it has stopped."""
-    end = time.monotonic() + 180
-    for folder in {log.parent.parent for log in root.rglob("events.jsonl")}:
-        for status in control.runs_in(folder):
-            try:
-                control.stop(status.run)
-            except LinearizerError:
-                pass  # it has ended
-            while control.status(status.run).live and time.monotonic() < end:
-                time.sleep(0.1)
 
 
 def chromium():

@@ -9,6 +9,7 @@ from pathlib import Path
 from linearizer import pipeline
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
+from linearizer.run.folder import Run
 from linearizer.workers import control
 
 FP32 = {"dtype": "float32"}  # the demo model's own is bf16, which most CPUs compute slowly
@@ -20,17 +21,16 @@ ENDED = ("stopped", "failed", "done", "lost")
 
 def beginning(root):
     """Yield a way to begin runs; when it is closed, none of them works any more."""
-    begun = []
+    yield lambda name="run", plan=PLAN, token=None: pipeline.begin(root / name, plan, token)
+    end_runs(root)
 
-    def run(name="run", plan=PLAN, token=None):
-        begun.append(pipeline.begin(root / name, plan, token))
-        return begun[-1]
 
-    yield run
-    for run in begun:
-        if run.folder.is_dir() and run.is_locked:
+def end_runs(root):
+    """Stop what is still at work under a folder, and wait until it has stopped."""
+    for run in [Run(log.parent) for log in root.rglob("events.jsonl")]:
+        if run.is_locked:
             run.make_request("stop")
-            wait_for(run, *ENDED)
+            wait_until(lambda run=run: not run.is_locked)
 
 
 def begin_for(visitor, plan):

@@ -17,7 +17,7 @@ from linearizer.run.folder import Run
 from linearizer.run.results import Request
 from linearizer.workers import control
 from linearizer.workers.worker import work_in_foreground
-from tests.support.runs import QUICK, process_of, wait_for
+from tests.support.runs import QUICK, end_runs, process_of, wait_for
 
 PLAN = Plan("demo", steps=2, **QUICK)
 LONG = {"parts": ["language", "speed"], "texts": 2, "lengths": [64, 96], "seconds": 0.5}
@@ -28,12 +28,8 @@ SHORT = {"parts": ["language", "recall"], "texts": 2}
 def run(quick_run, tmp_path, monkeypatch):
     """A copy of a finished run, at which nothing works when the test is over."""
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    shutil.copytree(quick_run, tmp_path / "run")
-    result = Run(tmp_path / "run")
-    yield result
-    if result.has_file("plan.json") and control.state_of(result.evaluating) in control.LIVE:
-        control.stop(result)
-        wait_for(result.evaluating, "stopped", "done")
+    yield Run(shutil.copytree(quick_run, tmp_path / "run"))
+    end_runs(tmp_path)
 
 
 def said(capsys, *arguments):
