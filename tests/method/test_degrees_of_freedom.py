@@ -1,4 +1,4 @@
-"""Degrees of freedom against arithmetic of many digits, and their properties; profiles as text and back."""
+"""Degrees of freedom against arithmetic of many digits, and their properties."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.plan.profile import Curve, HeadProfile, LayerProfile, Profile, ProfileSettings
+from linearizer.plan.profile import Curve
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 4))
 
@@ -72,19 +72,6 @@ def test_nearly_equal_points_count_as_equal_ones():
     near = torch.cat([points, points + 1e-12])
     result = degrees_of_freedom(near, RIDGES)
     assert result.tolist() == pytest.approx(degrees_of_freedom(torch.cat([points] * 2), RIDGES).tolist(), abs=1e-5)
-
-
-def a_profile():
-    head = HeadProfile((1.0, 2.5))
-    layers = (LayerProfile((head, head), ((1.0, 2.0),) * 4), LayerProfile(()))
-    return Profile(ProfileSettings(text="builtin", ridges=(1.0, 0.5)), 100, layers)
-
-
-def test_profile_comes_back_from_its_json():
-    text = a_profile().to_json()
-    older = text.replace("[1.0, 2.5]", '[1.0, 2.5], "entropy": 1.5, "values_error": null')
-    older = older.replace('"tokens"', '"windows": [16, 32], "tokens"')
-    assert older != text and Profile.from_json(text) == Profile.from_json(older) == a_profile()
 
 
 def test_curve_meets_its_points_and_never_falls():

@@ -105,7 +105,7 @@ def test_paper_mode_has_a_curve_for_every_query_head():
     settings = ProfileSettings(samples=64, sinks=0, gauge="raw", per="query")
     shared, apart = (measured(teacher_of(family), texts(), settings) for family in ("llama", "gpt2"))
     samples, profile = shared.samples.layers[0], shared.profile.layers[0]
-    assert len(profile.query_freedoms) == 4
+    assert len(profile.query_freedoms) == 4 and Profile.from_json(shared.profile.to_json()) == shared.profile
     points = torch.cat([samples.queries[3], samples.keys[1]])
     close(profile.query_freedoms[3], degrees_of_freedom(points, settings.ridges), 1e-5)
     for layer in apart.profile.layers:
