@@ -235,11 +235,9 @@ def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
     return (yield from evaluate(run, request, anew, token, held=True))
 
 
-def compare_run(
-    run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, token: str | None = None
-) -> Steps[Comparison]:
+def compare_run(run: Run, prompt: str, new_tokens: int, seed: int, sample: bool) -> Steps[Comparison]:
     """Continue a prompt with the teacher, the student and a plain window of a run."""
-    with assembled(run, token) as setup, quiet():
+    with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
         readers, tokens = (

@@ -103,7 +103,6 @@ def describe_priced(row):
     held = ["a window"] + [f"a window with {strategy.far_field}"] * bool(strategy.far_field)
     held += ["its whole cache"] * changes.get("may_grow", False)
     parts = [f"ours: every KV head {', or '.join(held)}, {bits} a number, by its price"]
-    parts += ["every price measured"] * ("prices" in changes)
     parts += [f"priced for texts of {changes.get('target_length')} tokens"] * ("target_length" in changes)
     steps = changes.get("steps")
     if not steps:

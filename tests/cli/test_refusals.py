@@ -6,23 +6,19 @@ import socket
 import pytest
 from safetensors.torch import load_file, save_file
 
+from linearizer.hub.models import find_model
+
 QUICK = ["--recipe", "features", "--texts", "2", "--length", "64", "--steps", "2"]
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["--budget", "0"], "budget 0 is not allowed: it should be greater than or equal to 1"),
         (["--budget", "many"], "budget 'many' is not allowed: it should be a valid integer"),
-        (["--budget", "9" * 30], "less than or equal to 1099511627776"),
         (["--budget", "3"], "is too small"),
         (["--budget", "64", "--features", "64"], "not allowed with"),
-        (["--window", "99999"], "is too small"),
         (["--feature-map", "magic"], "'magic' is not allowed: it should be 'clusters', 'mlp'"),
-        (["--text", "magic"], "not a source of text"),
-        (["--text", "file:absent.txt"], "does not exist"),
         (["--texts", "9999999"], "are needed"),
-        (["--device", "magic"], "device 'magic' is not available here"),
         (["--resume"], "--resume needs --out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -51,21 +47,13 @@ def test_the_page_is_refused_a_port_that_is_taken_before_gradio_is_asked(said):
     assert code == 2 and f"127.0.0.1:{port} cannot be bound (Address already in use" in err
 
 
-def spoil(folder, of, value):
-    """Copy the demo model with one weight changed, whose name ends in `of`; give that name."""
-    from linearizer.hub.models import find_model
-
-    shutil.copytree(find_model("demo").folder, folder)
-    for shard in folder.glob("*.safetensors"):
-        weights = load_file(shard)
-        for name in [name for name in weights if name.endswith(of)][:1]:
-            weights[name][0] = value
-            save_file(weights, shard, {"format": "pt"})
-            return name
-
-
 def test_a_teacher_whose_logits_are_no_numbers_is_refused_before_it_is_measured(tmp_path, said):
-    spoil(tmp_path / "model", "model.norm.weight", 3e38)
+    shutil.copytree(find_model("demo").folder, tmp_path / "model")
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        weights = load_file(shard)
+        if "model.norm.weight" in weights:
+            weights["model.norm.weight"][0] = 3e38
+            save_file(weights, shard, {"format": "pt"})
     code, _, err = said("run", tmp_path / "model", "--budget", 64, "--out", tmp_path / "run")
     assert code == 1 and "the teacher's logits are not finite" in err
     assert not (tmp_path / "run" / "profile.json").exists()

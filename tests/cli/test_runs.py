@@ -114,7 +114,6 @@ def test_every_command_takes_a_run_by_its_name_and_suggests_those_that_are_near(
     "arguments, sentence",
     [
         (["stop"], "name the run"),
-        (["stop", "nothing"], "there is no run 'nothing'"),
         (["list", "demo-64"], "list shows all runs, not 'demo-64'"),
         (["magic"], "invalid choice: 'magic'"),
         (["delete", "../.."], "there is no run '../..'"),
