@@ -240,10 +240,8 @@ def compare_run(run: Run, prompt: str, new_tokens: int, seed: int, sample: bool)
     with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-        readers, tokens = (
-            [Reader.of(each) for each in setup.compared(run.positions)],
-            setup.tokenizer(prompt)["input_ids"],
-        )
+        readers = [Reader.of(each) for each in setup.compared(run.positions)]
+        tokens = setup.tokenizer(prompt)["input_ids"]
         for now in write_in_turns(readers, setup.tokenizer, prompt, tokens, new_tokens, seed, sample):
             if isinstance(now, Comparison):
                 yield Progress("compare", now.student.tokens, new_tokens, "tokens")

@@ -35,11 +35,8 @@ def test_what_waits_says_what_for_since_when_and_how_long_still(waiting, tmp_pat
             run.log(EventName.STARTED)
             run.log(EventName.PROFILE, done=1, total=4, unit="layers", seconds_left=600.0)
             card = cards.run_card(waiting, "run", time.time())
-            assert (
-                "waiting for its turn" in card
-                and words in card
-                and "begun just now, measures the teacher, 10 min left" in card
-            )
+            told = "waiting for its turn", words, "begun just now, measures the teacher, 10 min left"
+            assert all(each in card for each in told)
         for ticket in first:
             ticket.remove()
     assert "The machine works on" not in cards.run_card(waiting, "run", 0.0)  # it is its own turn

@@ -60,11 +60,7 @@ def test_a_signed_in_visitor_publishes_with_their_own_token(space, hub, trained_
     done = client.predict(run, "ann/small", True, api_name="/publish_run")
     assert hub.repos["models", "ann/small"].private
     published = client.predict(run, api_name="/run_status")["published"]
-    assert (
-        {name: published[name] for name in done} == done
-        and published["private"]
-        and "from_pretrained" in done["snippet"]
-    )
+    assert published.items() >= done.items() and published["private"] and "from_pretrained" in done["snippet"]
     assert "hf_fake_ann" not in everything_written(log.parent)
     with pytest.raises(AppError, match="none of your runs"):
         client_of(url, headers=signed_in("bob")).predict(run, api_name="/run_status")

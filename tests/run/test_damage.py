@@ -123,8 +123,5 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
     finish(allocate_run.price_heads(run, teacher, texts))
     assert run.read("prices.json") == result
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
-    assert (
-        dropped["file"] == f"{allocate_run.LAYERS}/0.json"
-        and "not JSON" in dropped["why"]
-        and not run.has_file(allocate_run.LAYERS)
-    )
+    assert dropped["file"] == f"{allocate_run.LAYERS}/0.json" and "not JSON" in dropped["why"]
+    assert not run.has_file(allocate_run.LAYERS)

@@ -100,7 +100,6 @@ def test_prometheus_reads_what_the_endpoint_does(served):
     found = dict(line.rsplit(" ", 1) for line in samples)
     assert found['linearizer_requests_total{path="/v1/completions",status="200"}'] == "1"
     assert found['linearizer_requests_total{path="/v1/completions",status="400"}'] == "1"
-    assert (
-        found['linearizer_requests_total{path="other",status="404"}'] == "2"
-    )  # names that others choose are no labels
+    # names that others choose are no labels
+    assert found['linearizer_requests_total{path="other",status="404"}'] == "2"
     assert found["linearizer_written_tokens_total"] == "7" and int(found["linearizer_prompt_tokens_total"]) > 0
