@@ -4,32 +4,14 @@ from transformers import AutoConfig, PreTrainedConfig
 
 WINDOW = 8  # of native sliding layers
 
-SIZES = dict(
-    vocab_size=128,
-    hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    intermediate_size=96,
-    max_position_embeddings=256,
-    initializer_range=0.2,  # attention far from uniform, so that a wrong one is seen
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+ALL = dict(vocab_size=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+ALL["initializer_range"] = 0.2  # attention far from uniform, so that a wrong one is seen
+BLOCKS = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
+SIZES = {**ALL, **BLOCKS, "max_position_embeddings": 256}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 PARTIAL = {**PLAIN, "partial_rotary_factor": 0.5}
-GPT = dict(
-    vocab_size=128,
-    n_embd=64,
-    n_layer=3,
-    n_head=4,
-    n_positions=256,
-    initializer_range=0.2,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+GPT = dict(ALL, n_embd=64, n_layer=3, n_head=4, n_positions=256)
 FEW = {**SIZES, "num_key_value_heads": 2}
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
