@@ -175,15 +175,12 @@ def step_of_page(status: Status) -> int:
 
 def possible_actions(status: Status) -> dict[str, bool]:
     """Return the actions that a run allows now."""
-    training = status.step is not None and status.step["event"] == EventName.DISTILL
+    training = status.state == "running" and status.step is not None and status.step["event"] == EventName.DISTILL
     return {
         "stop": status.state in ("queued", "running"),
         "resume": status.state in ("stopped", "failed", "lost"),
         "pay": False,  # until resuming has asked
-        "use": status.state == "running"
-        and training
-        and cards.trains(status.run)
-        and not status.run.has_request("use"),
+        "use": training and cards.trains(status.run) and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
         "compare": chat.has_student(status.run) and not status.run.of_encoder,
     }
