@@ -20,7 +20,7 @@ from linearizer.run.folder import Run
 from linearizer.teacher.text import read_texts
 from linearizer.workers import control as jobs
 
-QUICK = ["--texts", "2", "--length", "64", "--dtype", "float32", "--steps", "2"]
+QUICK = ["--budget", "32", "--texts", "2", "--length", "64", "--dtype", "float32"]
 RIVALS = ["cache, 2 bits", "cache, 3 bits", "cache, 4 bits"]
 
 
@@ -39,21 +39,22 @@ def save_gpt2(folder, positions):
     return folder
 
 
+def make_run(model, folder, *how):
+    assert main(["run", str(model), *QUICK, *how, "--out", str(folder)]) == 0
+    return folder
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, model):
     """A finished run of it, which no test may change."""
-    folder = tmp_path_factory.mktemp("run") / "run"
-    how = ["--recipe", "features", "--feature-map", "mlp"]
-    assert main(["run", str(model), "--budget", "32", *how, "--out", str(folder), *QUICK]) == 0
-    return folder
+    trained = "--recipe", "features", "--feature-map", "mlp", "--steps", "2"
+    return make_run(model, tmp_path_factory.mktemp("run") / "run", *trained)
 
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory, model):
     """A finished run that needed no training, which no test may change."""
-    folder = tmp_path_factory.mktemp("untrained") / "run"
-    assert main(["run", str(model), "--budget", "32", "--out", str(folder), *QUICK[:-2]]) == 0
-    return folder
+    return make_run(model, tmp_path_factory.mktemp("untrained") / "run")
 
 
 @pytest.fixture
@@ -204,9 +205,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
 
 
 def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, said, capsys):
-    model = save_gpt2(tmp_path / "model", 96)
-    how = ["--recipe", "swa", "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]
-    assert main(["run", str(model), *how]) == 0
+    make_run(save_gpt2(tmp_path / "model", 96), tmp_path / "run", "--recipe", "swa")
     judged = Run.open(tmp_path / "run").results["language"].result.lengths
     assert [result.length for result in judged] == [16, 64]  # 128 tokens are more than its positions
     assert "longer than 64 tokens: not judged" in capsys.readouterr().out
