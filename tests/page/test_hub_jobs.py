@@ -9,7 +9,7 @@ from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.workers import control, hub_start
 from tests.support.page_server import looking, shown
-from tests.support.page_steps import change_how
+from tests.support.page_steps import change_how, choose_demo
 from tests.support.runs import QUICK, wait_for, wait_until
 
 STOPPED = 'print(\'{"time": 1.0, "event": "stopped"}\', flush=True)'
@@ -57,9 +57,7 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
 def test_a_visitor_chooses_what_a_job_runs_on_hears_what_it_costs_agrees_and_watches_it(local, browser, hub):
     hub.program = STOPPED
     with looking(browser, local.url) as page:
-        page.click("#demo")
-        page.wait_for_selector("#model-card .lz-good")
-        page.click("#to-budget")
+        choose_demo(page)
         change_how(page)
         page.get_by_role("button", name="Work in a job on your account instead").click()
         page.click("#job-offer")

@@ -20,6 +20,7 @@ from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.workers import control, device_queue
 from tests.support.page_server import SMALL, SPACE_MINUTES, client_of, ended, looking, session_of, shown
+from tests.support.page_steps import choose_demo
 from tests.support.runs import end_runs
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
@@ -106,9 +107,7 @@ def test_two_visitors_of_a_space_do_not_see_each_other_and_preview_without_signi
 ):
     url, runs, _ = space
     with looking(browser, url) as ann, looking(browser, url) as bob:
-        ann.click("#demo")
-        ann.wait_for_selector("#model-card .lz-good")
-        ann.click("#to-budget")
+        choose_demo(ann)
         ann.click("#start")
         ann.wait_for_url("**/?run=*")
         name = ann.url.rpartition("=")[2]

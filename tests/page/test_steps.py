@@ -17,7 +17,6 @@ from tests.support.page_steps import change_how, choose_demo, choose_way, field,
 def test_the_slider_says_at_once_what_a_budget_means(local, browser):
     with looking(browser, local.url) as page:
         choose_demo(page)
-        page.click("#to-budget")
         shown(page, "#budget-card", "from 256 tokens on")
         shown(page, "#budget", "a whole number from 32 to 512")
         typed = page.get_by_role("spinbutton", name=re.compile("Tokens of cache"))
@@ -47,7 +46,6 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
 def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
     with looking(browser, local.url) as page:
         choose_demo(page)
-        page.click("#to-budget")
         for folded in ("Change how", "Advanced", "Do this elsewhere"):
             page.get_by_role("button", name=folded).click()
         choose_way(page, "features")
@@ -75,7 +73,6 @@ def name_model(field, text):
 def test_a_refused_start_says_why_until_something_else_is_chosen(local, browser):
     with looking(browser, local.url, viewport={"width": 390, "height": 844}) as page:
         choose_demo(page)
-        page.click("#to-budget")
         change_how(page)
         page.get_by_role("button", name="Advanced").click()
         field(page, "text").fill("file:nowhere.txt")
@@ -225,7 +222,6 @@ def test_a_lost_connection_comes_back_by_itself_and_nothing_that_was_chosen_is_l
     requests = "**/run/predict**"
     with looking(browser, local.url) as page:
         choose_demo(page)
-        page.click("#to-budget")
         shown(page, "#budget-card", "from 256 tokens on")
         page.route(requests, lambda route: route.abort("connectionreset"))
         with page.expect_event("requestfailed"):

@@ -6,8 +6,10 @@ from tests.support.page_server import LONG
 
 
 def choose_demo(page):
+    """Choose the demo model, and go on to its budget."""
     page.click("#demo")
     page.wait_for_selector("#model-card .lz-good", timeout=LONG)  # the first time, libraries are loaded
+    page.click("#to-budget")
 
 
 def change_how(page):
@@ -36,7 +38,6 @@ def upload(page, button, content, name="plan.json", kind="application/json"):
 
 def start(page, steps, *way):
     choose_demo(page)
-    page.click("#to-budget")
     change_how(page)
     page.get_by_label("Try it").check()
     choose_way(page, *way or ["features"])
