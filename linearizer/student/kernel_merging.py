@@ -29,8 +29,8 @@ AT_ONCE = tl.constexpr(4)  # tiles of costs that are on their way at once
 def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
     """Compute what merging needs of each slot that is listed as changed; no pair of it is measured yet."""
     x_ptr, v_ptr, k_ptr, _, _, list_ptr, _ = work
-    _, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, key_scale_ptr, value_scale_ptr, _ = numbers_of(work)
-    AT_ONCE: tl.constexpr = C.DP if C.DP <= 64 else 8192 // C.DP
+    _, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
+    SOME: tl.constexpr = C.DP if C.DP <= 64 else 2**20 // (C.DP * C.DP)  # more would not fit into registers
     od, query_ptr = tl.arange(0, C.DP), metric_ptr + C.D * (C.D + 1)
     for begin in range(0, changed, C.BT):
         at = begin + tl.arange(0, C.BT)
@@ -38,8 +38,8 @@ def measure_rows(work, metric_ptr, changed, C: tl.constexpr):
         rows = tl.load(list_ptr + at, mask=live, other=0)
         scale = tl.load(key_scale_ptr + rows)
         x, asked = tl.zeros([C.BT, C.DP], C.ACC), tl.zeros([C.BT], C.ACC)
-        for d in tl.static_range(0, C.DP, AT_ONCE):
-            inner = d + tl.arange(0, AT_ONCE)
+        for d in tl.static_range(0, C.DP, SOME):
+            inner = d + tl.arange(0, SOME)
             k = tl.load(k_ptr + rows[:, None] * C.DP + inner[None, :]).to(C.ACC) * scale[:, None]
             inside = (inner < C.D)[:, None] & (od < C.D)[None, :]
             metric = tl.load(metric_ptr + od[None, :] * (C.D + 1) + inner[:, None], mask=inside, other=0.0)
@@ -80,7 +80,9 @@ def measure_pairs(work, used, changed, ALL: tl.constexpr, C: tl.constexpr):
     those before a tile of rows need not be paired with it again.
     """
     x_ptr, v_ptr, _, _, cost_ptr, list_ptr, room = work
-    weight_ptr, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, _, v_scale_ptr, x_scale_ptr = numbers_of(work)
+    weight_ptr, _, square_ptr, value_ptr, importance_ptr, _, listed_ptr, _, v_scale_ptr, x_scale_ptr = (
+        numbers_of(work, C)
+    )  # fmt: skip
     PARTS: tl.constexpr = 1 if C.CODES == C.ACC else 2
     for begin in range(0, changed, C.BT):
         at, first = begin + tl.arange(0, C.BT), begin if ALL else 0
@@ -94,20 +96,19 @@ def measure_pairs(work, used, changed, ALL: tl.constexpr, C: tl.constexpr):
             inside, across = columns < used, columns >= begin + C.BT
             if not ALL:
                 across = tl.load(listed_ptr + columns, mask=inside, other=1.0) == 0
-            other = tl.minimum(columns, used - 1)
-            apart = multiply_rows(x_ptr, room * C.DP, rows, other, C.DP, PARTS, C)
-            apart *= tl.load(x_scale_ptr + other)[:, None] * x_scale[None, :]
-            apart = tl.load(square_ptr + other)[:, None] + square[None, :] - apart
-            values = multiply_rows(v_ptr, 0, rows, other, C.VP, 1, C)
-            values *= tl.load(v_scale_ptr + other)[:, None] * v_scale[None, :]
-            values = tl.load(value_ptr + other)[:, None] + value[None, :] - values
-            cost = apart * apart / ((1 / tl.load(weight_ptr + other))[:, None] + inverse[None, :])
+            apart = multiply_rows(x_ptr, room * C.DP, rows, columns, C.DP, PARTS, C)
+            apart *= tl.load(x_scale_ptr + columns)[:, None] * x_scale[None, :]
+            apart = tl.load(square_ptr + columns)[:, None] + square[None, :] - apart
+            values = multiply_rows(v_ptr, 0, rows, columns, C.VP, 1, C)
+            values *= tl.load(v_scale_ptr + columns)[:, None] * v_scale[None, :]
+            values = tl.load(value_ptr + columns)[:, None] + value[None, :] - values
+            cost = apart * apart / ((1 / tl.load(weight_ptr + columns))[:, None] + inverse[None, :])
             cost = cost * cost * tl.maximum(values, LEAST_DISTANCE)
-            cost *= tl.maximum(tl.load(importance_ptr + other)[:, None], important[None, :])
+            cost *= tl.maximum(tl.load(importance_ptr + columns)[:, None], important[None, :])
             across = (across & inside)[:, None] & live[None, :]
-            tl.store(cost_ptr + columns[:, None] * room + rows[None, :], cost, mask=across)
+            tl.store(cost_ptr + columns[:, None] * C.RM + rows[None, :], cost, mask=across)
             inside = live[:, None] & (inside & (columns >= first))[None, :]
-            tl.store(cost_ptr + rows[:, None] * room + columns[None, :], tl.trans(cost), mask=inside)
+            tl.store(cost_ptr + rows[:, None] * C.RM + columns[None, :], tl.trans(cost), mask=inside)
     tl.debug_barrier()
 
 
@@ -122,15 +123,15 @@ def ordered(cost, place, rows, C: tl.constexpr):
 def choose_pairs(work, used, most, C: tl.constexpr):
     """Choose the `most` slots that cost least to merge with one before them, and for each the slot that stays with
     which merging costs least; free the rows of those that go, and number those that stay. Return the rows of both."""
-    cost_ptr, room, place_ptr, listed_ptr = work[4], work[6], numbers_of(work)[5], numbers_of(work)[6]
+    cost_ptr, place_ptr, listed_ptr = work[4], numbers_of(work, C)[5], numbers_of(work, C)[6]
     columns, om = tl.arange(0, C.RM), tl.arange(0, C.MP)
-    place = tl.load(place_ptr + columns, mask=columns < room, other=INFINITE)
+    place = tl.load(place_ptr + columns)
     best = tl.full([C.RS, C.RM], INFINITE, C.ACC)
     for start in range(0, used, AT_ONCE * C.RS):
         for part in tl.static_range(AT_ONCE):
             rows = start + part * C.RS + tl.arange(0, C.RS)
             before = tl.load(place_ptr + rows)[:, None] < place[None, :]
-            cost = tl.load(cost_ptr + rows[:, None] * room + columns[None, :], mask=(columns < used)[None, :])
+            cost = tl.load(cost_ptr + rows[:, None] * C.RM + columns[None, :], mask=(columns < used)[None, :])
             best = tl.minimum(best, tl.where(before, cost, INFINITE))
     number = tl.where(place < INFINITE, place, 0.0)
     keys = tl.where(place < INFINITE, ordered(tl.min(best, 0) * (number + 1), number, columns, C), LAST)
@@ -140,13 +141,13 @@ def choose_pairs(work, used, most, C: tl.constexpr):
         chosen, keys = tl.where(om == index, key, chosen), tl.where(keys == key, LAST, keys)
     stays, gone = keys < LAST, (chosen % C.RM).to(tl.int32)
     left = ((chosen & 0x7FFFFFFF) // C.RM).to(C.ACC)
-    cost = tl.load(cost_ptr + gone[:, None] * room + columns[None, :], mask=stays[None, :], other=INFINITE)
+    cost = tl.load(cost_ptr + gone[:, None] * C.RM + columns[None, :], mask=stays[None, :], other=INFINITE)
     pairs = ordered(cost * (tl.maximum(left[:, None], number[None, :]) + 1), number[None, :], columns[None, :], C)
     into = (tl.min(tl.where(stays[None, :], pairs, LAST), 1) % C.RM).to(tl.int32)
     before = tl.sum(((left[None, :] < place[:, None]) & (om < most)[None, :]).to(C.ACC), 1)
     tl.debug_barrier()
-    tl.store(place_ptr + columns, tl.where(stays, place - before, INFINITE), mask=columns < room)
-    tl.store(listed_ptr + columns, tl.zeros([C.RM], C.ACC), mask=columns < room)
+    tl.store(place_ptr + columns, tl.where(stays, place - before, INFINITE))
+    tl.store(listed_ptr + columns, tl.zeros([C.RM], C.ACC))
     return gone, into
 
 
@@ -158,7 +159,7 @@ def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, ALL: 
     """
     if count > most:
         _, v_ptr, k_ptr, _, _, list_ptr, room = work
-        weight_ptr, spread_ptr, square_ptr, _, _, _, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work)
+        weight_ptr, spread_ptr, square_ptr, _, _, _, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
         used = tl.minimum((most + C.MP + 63) // 64 * 64, room)
         measure_rows(work, metric_ptr, changed, C)
         measure_pairs(work, used, changed, ALL, C)
@@ -189,7 +190,7 @@ def merge_rows(work, metric_ptr, bits, levels, count, most, changed, kept, ALL: 
         keys, values = round_rows(k, bits, levels, C.D, C.DP), round_rows(v, bits, levels, C.DV, C.VP)
         put_rows(work, into, live, keys, values, total, spread, C)
         tl.store(list_ptr + om, into, mask=live)
-        tl.store(lists_of(work)[0] + count + om, gone, mask=live)
+        tl.store(lists_of(work, C)[0] + count + om, gone, mask=live)
         tl.debug_barrier()
     return count, changed
 

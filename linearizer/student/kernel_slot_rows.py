@@ -35,37 +35,36 @@ LISTS = tl.constexpr(4)  # of rows: changed, and those of lists_of
 
 
 @triton.jit
-def numbers_of(work):
+def numbers_of(work, C: tl.constexpr):
     """Where the weight, spread, |metric·k|², |v|², importance and place of rows lie, whether they are listed,
     and the scales of their keys, values and metric·k."""
-    number_ptr, room = work[3], work[6]
+    number_ptr = work[3]
     return (
-        number_ptr, number_ptr + room, number_ptr + 2 * room, number_ptr + 3 * room, number_ptr + 4 * room,
-        number_ptr + 5 * room, number_ptr + 6 * room, number_ptr + 7 * room, number_ptr + 8 * room,
-        number_ptr + 9 * room,
+        number_ptr, number_ptr + C.RM, number_ptr + 2 * C.RM, number_ptr + 3 * C.RM, number_ptr + 4 * C.RM,
+        number_ptr + 5 * C.RM, number_ptr + 6 * C.RM, number_ptr + 7 * C.RM, number_ptr + 8 * C.RM,
+        number_ptr + 9 * C.RM,
     )  # fmt: skip
 
 
 @triton.jit
-def lists_of(work):
+def lists_of(work, C: tl.constexpr):
     """Where the lists lie of rows that are free (behind as many others as there are slots), of rows in order, and of
     the last version of a row (kernel_text_slots.py)."""
-    list_ptr, room = work[5], work[6]
-    return list_ptr + room, list_ptr + 2 * room, list_ptr + 3 * room
+    return work[5] + C.RM, work[5] + 2 * C.RM, work[5] + 3 * C.RM
 
 
 @triton.jit
 def workspace_of(own, float_ptr, list_ptr, ROOM, C: tl.constexpr):
     """The part of a program: metric·k, and codes of v and k of rows, their numbers, costs of pairs, lists, and how many
-    rows."""
-    float_ptr += own * ROOM * (2 * C.DP + C.VP + NUMBERS + ROOM)
+    rows. Numbers, costs and lists lie as far apart for any number of rows: one register finds them all."""
+    float_ptr += own * (ROOM * (2 * C.DP + C.VP + C.RM) + NUMBERS * C.RM)
     v_ptr = float_ptr + ROOM * C.DP
     k_ptr = v_ptr + ROOM * C.VP
     number_ptr = k_ptr + ROOM * C.DP
     CODES: tl.constexpr = tl.pointer_type(C.CODES)
     SEEN: tl.constexpr = tl.pointer_type(C.ACC if C.CODES == C.ACC else tl.float16)
-    v_ptr, k_ptr, cost_ptr = v_ptr.to(CODES), k_ptr.to(CODES), number_ptr + NUMBERS * ROOM
-    return float_ptr.to(SEEN), v_ptr, k_ptr, number_ptr, cost_ptr, list_ptr + own * ROOM * LISTS, ROOM
+    v_ptr, k_ptr, cost_ptr = v_ptr.to(CODES), k_ptr.to(CODES), number_ptr + NUMBERS * C.RM
+    return float_ptr.to(SEEN), v_ptr, k_ptr, number_ptr, cost_ptr, list_ptr + own * C.RM * LISTS, ROOM
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def put_seen(work, rows, live, x, C: tl.constexpr):
         high = x.to(tl.float16)
         tl.store(work[0] + at, high, mask=live[:, None])
         tl.store(work[0] + work[6] * C.DP + at, (x - high.to(C.ACC)).to(tl.float16), mask=live[:, None])
-    tl.store(numbers_of(work)[9] + rows, scale, mask=live)
+    tl.store(numbers_of(work, C)[9] + rows, scale, mask=live)
 
 
 @triton.jit
@@ -103,13 +102,13 @@ def load_seen(work, rows, C: tl.constexpr):
     x = load_row_tile(work[0], rows, C.DP).to(C.ACC)
     if C.CODES != C.ACC:
         x += load_row_tile(work[0] + work[6] * C.DP, rows, C.DP).to(C.ACC)
-    return x * tl.load(numbers_of(work)[9] + rows)[:, None]
+    return x * tl.load(numbers_of(work, C)[9] + rows)[:, None]
 
 
 @triton.jit
 def put_rows(work, rows, live, keys, values, weight, spread, C: tl.constexpr):
     """Write slots into rows of a workspace; keys and values are codes and scales."""
-    weight_ptr, spread_ptr, _, _, _, _, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work)
+    weight_ptr, spread_ptr, _, _, _, _, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
     codes, scales = keys
     tl.store(work[2] + rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], codes.to(C.CODES), mask=live[:, None])
     tl.store(key_scale_ptr + rows, scales.to(C.ACC), mask=live)
@@ -124,7 +123,9 @@ def put_rows(work, rows, live, keys, values, weight, spread, C: tl.constexpr):
 def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Copy the slots of a state into rows; return how many there are, all of them listed as changed."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
-    place_ptr, room, count = numbers_of(work)[5], work[6], 0
+    place_ptr, room, count = numbers_of(work, C)[5], work[6], 0
+    tl.store(place_ptr + tl.arange(0, C.RM), tl.full([C.RM], INFINITE, C.ACC))
+    tl.debug_barrier()
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         weight = tl.load(weight_ptr + rows, mask=rows < slots, other=0).to(C.ACC)
@@ -135,9 +136,9 @@ def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
         keys = load_codes(keys_ptr, rows, live, bits, C.D, C.DP, KIND, C)
         values = load_codes(values_ptr, rows, live, bits, C.DV, C.VP, KIND, C)
         put_rows(work, rows, live, keys, values, weight, spread.to(C.ACC), C)
-        tl.store(place_ptr + rows, tl.where(live, rows.to(C.ACC), INFINITE))
+        tl.store(place_ptr + rows, rows.to(C.ACC), mask=live)
         tl.store(work[5] + rows, rows)
-        tl.store(lists_of(work)[0] + rows, rows)
+        tl.store(lists_of(work, C)[0] + rows, rows)
         count += tl.sum(live.to(tl.int32), 0)
     tl.debug_barrier()
     return count, count
@@ -152,9 +153,9 @@ def add_block(work, keys, values, missing, block, count, changed, C: tl.constexp
     """
     om = tl.arange(0, C.MP)
     live, index, none = (om >= missing) & (om < block), om - missing, tl.zeros([C.MP], C.ACC)
-    rows = tl.load(lists_of(work)[0] + count + index, mask=live, other=0)
+    rows = tl.load(lists_of(work, C)[0] + count + index, mask=live, other=0)
     put_rows(work, rows, live, keys, values, none + 1, none, C)
-    tl.store(numbers_of(work)[5] + rows, (count + index).to(C.ACC), mask=live)
+    tl.store(numbers_of(work, C)[5] + rows, (count + index).to(C.ACC), mask=live)
     tl.store(work[5] + changed + index, rows, mask=live)
     tl.debug_barrier()
     new = tl.maximum(block - missing, 0)
@@ -164,7 +165,7 @@ def add_block(work, keys, values, missing, block, count, changed, C: tl.constexp
 @triton.jit
 def levels_of(work, rows, live, gain, C: tl.constexpr):
     """What is added to the logits of slots."""
-    weight_ptr, spread_ptr = numbers_of(work)[0], numbers_of(work)[1]
+    weight_ptr, spread_ptr = numbers_of(work, C)[0], numbers_of(work, C)[1]
     weight, spread = tl.load(weight_ptr + rows, mask=live, other=1.0), tl.load(spread_ptr + rows, mask=live, other=0.0)
     return tl.where(live, tl.log(weight) + gain * spread, EMPTY)
 
@@ -173,8 +174,8 @@ def levels_of(work, rows, live, gain, C: tl.constexpr):
 def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr):
     """Copy the rows into a state, in the order of their tokens, and zeros behind them; write their levels, too."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
-    weights_ptr, spreads_ptr, _, _, _, place_ptr, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work)
-    order_ptr, room = lists_of(work)[1], work[6]
+    weights_ptr, spreads_ptr, _, _, _, place_ptr, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
+    order_ptr, room = lists_of(work, C)[1], work[6]
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
         place = tl.load(place_ptr + rows)
@@ -209,7 +210,7 @@ def merging_constants(
 ) -> PackedConstants:  # fmt: skip
     """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many, and
     so many rows."""
-    some, rows, short = padded(max(dims)), max(LEAST_ROOM, padded(room)), kept.itemsize == 2
+    some, rows, short = padded(max(dims)), most_rows(room), kept.itemsize == 2
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
         BT=ROWS_AT_ONCE, BN=64 if torch.version.hip else 128, TURNED=turned,
@@ -219,12 +220,15 @@ def merging_constants(
     )  # fmt: skip
 
 
+def most_rows(room: int) -> int:
+    """Return the number of rows for which kernels are compiled that have room for so many."""
+    return max(LEAST_ROOM, padded(room))
+
+
 def make_workspace(programs: int, rows: int, dims: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
     """Return memory for programs that merge so many rows each, and the number of rows, filled up."""
     room = count_parts(rows, 2 * ROWS_AT_ONCE) * 2 * ROWS_AT_ONCE
-    numbers = 2 * padded(dims[0]) + padded(dims[1]) + NUMBERS.value + room
-    return (
-        like.new_empty(programs * room * numbers),
-        like.new_empty(programs * room * LISTS.value, dtype=torch.int32),
-        room,
-    )
+    most = most_rows(room)
+    floats = room * (2 * padded(dims[0]) + padded(dims[1]) + most) + NUMBERS.value * most
+    lists = like.new_empty(programs * most * LISTS.value, dtype=torch.int32)
+    return like.new_empty(programs * floats), lists, room

@@ -82,7 +82,7 @@ def period_of(first, window, block):
 def write_versions(work, rows, live, versions, begin, gain, C: tl.constexpr):
     """Write what rows hold now as versions, and keep their numbers."""
     code_k_ptr, code_v_ptr, scale_k_ptr, scale_v_ptr, level_ptr = versions
-    key_scale_ptr, value_scale_ptr = numbers_of(work)[7], numbers_of(work)[8]
+    key_scale_ptr, value_scale_ptr = numbers_of(work, C)[7], numbers_of(work, C)[8]
     od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
     at = begin + tl.arange(0, rows.shape[0])
     to_ptr = code_k_ptr + at[:, None] * C.D + od[None, :]
@@ -94,7 +94,7 @@ def write_versions(work, rows, live, versions, begin, gain, C: tl.constexpr):
     tl.store(to_ptr, codes, mask=live[:, None] & (ov < C.DV)[None, :])
     tl.store(scale_v_ptr + at, tl.load(value_scale_ptr + rows), mask=live)
     tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=live)
-    tl.store(lists_of(work)[2] + rows, at, mask=live)
+    tl.store(lists_of(work, C)[2] + rows, at, mask=live)
 
 
 @triton.jit(noinline=True)  # as merge_rows is
@@ -137,8 +137,8 @@ def merge_blocks(
         versions = (
             code_k_ptr + at * C.D, code_v_ptr + at * C.DV, scale_k_ptr + at, scale_v_ptr + at, level_ptr + at
         )  # fmt: skip
-        place_ptr, om = numbers_of(work)[5], tl.arange(0, C.MP)
-        version_ptr, rows = lists_of(work)[2], tl.arange(0, C.RM)
+        place_ptr, om = numbers_of(work, C)[5], tl.arange(0, C.MP)
+        version_ptr, rows = lists_of(work, C)[2], tl.arange(0, C.RM)
         kept_ptr, levels = start_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
         count, changed = block * 0, block * 0
         if bits == 16:
