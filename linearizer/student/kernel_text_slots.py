@@ -8,10 +8,8 @@ All heads of a layer, in all numbers of bits, take the same three launches; thei
                   down what the slots are in each period; others write the rings
   attend_periods  one program for each period: its rows attend to sinks, window and the slots of their period
 
-Few slots change from one period to the next. Each row that changed is written once, as a version, and a period is a
-list of versions. Heads without slots have periods, too, in which nothing merges.
-
-Numbers that change from text to text are not specialised: a kernel would be compiled anew for many of them.
+Few slots change from one period to the next: each row that changed is written once, as a version, and a period is a
+list of versions. Numbers that change from text to text are not specialised: kernels would be compiled anew.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .kernel_common import EMPTY, count_parts, load_tile, on_device_of_first, padded, precision
+from .kernel_common import EMPTY, count_parts, for_chip, load_tile, on_device_of_first, padded, precision
 from .kernel_leaving import load_tile_at, slots_of, write_merged
 from .kernel_merging import merge_rows
 from .kernel_packed_rows import (
@@ -68,6 +66,7 @@ from .state import working_dtype
 
 Tensor = torch.Tensor
 PERIOD_BYTES = 2**28  # of the versions of all periods that attend at once
+ROWS = {(9, 0): 64, (10, 0): 64, (8, 0): 32, None: 16}  # that attend at once, by the chip: registers hold no more
 LEAST_PERIOD = 16  # tokens of a period of a head without slots
 
 
@@ -338,11 +337,11 @@ def turn_back(acc, row_ptr, live, turns, head, WIDTH, C: tl.constexpr):
 @functools.cache  # or the host would take longer to launch a kernel than it runs
 def text_constants(
     dims: tuple[int, int], group: int, sinks: int, length: int, kept: torch.dtype, least: int, turned: bool,
-    ordered: bool,
+    ordered: bool, rows: int,
 ) -> PackedConstants:  # fmt: skip
     """Return what kernels are compiled for that lay columns, and attend to periods of such a length."""
     exact, wide, work = kept.itemsize > 2, max(map(padded, dims)) > 128, torch.promote_types(kept, torch.float32)
-    at_once = 16 if exact or wide else 64  # more would not fit into registers
+    at_once = 16 if exact or wide else rows
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), G=group, SP=sinks,
         BT=min(at_once, padded(length * group)), BN=32 if exact or wide else 64, MP=length, TURNED=turned,
@@ -366,7 +365,8 @@ def launch_text(
     length, width, like = most or LEAST_PERIOD, window + tokens, q.new_empty(0, dtype=work)
     kept, ends = (pool, table, heads, bytes, sinks), (count, *(order or (count, count)))  # others are not read
     turning = *(turns or [like] * 6), scale, scale**0.5
-    constants = text_constants(dims, group, padded(sinks), length, k.dtype, least, bool(turns), order is not None)
+    form = padded(sinks), length, k.dtype, least, bool(turns), order is not None
+    constants = text_constants(dims, group, *form, for_chip(ROWS, q))
     columns = rows_for(k, programs * width, dims)
     given = k, v, *k.stride()[:3], *v.stride()[:3]
     lay_columns[(programs, count_parts(width, constants.BN.value // 2))](

@@ -15,7 +15,8 @@ from tests.support.compiling import CASES  # noqa: E402
 
 SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99, "gfx942": 64}  # KiB that one block of threads may have
 
-WITHOUT_PRODUCTS = ("scan_segments", "stabilise", "join_parts", "round_kernel", "pack_kernel", "unpack_kernel")
+MERGING = ("merge_text", "prepare_token")
+WITHOUT_PRODUCTS = ("scan_segments", "stabilise", "join_parts", "lay_columns")  # the last of 16 bits alone
 
 
 def say_what_compiles(option, folder):
@@ -39,20 +40,24 @@ def reports(tmp_path_factory):
 
 
 def test_triton_prepares_every_launch(tmp_path):
-    assert len({*say_what_compiles("--prepare", tmp_path)}) == 20
+    assert len({*say_what_compiles("--prepare", tmp_path)}) == 18
 
 
 def test_texts_of_all_sizes_share_their_kernels(tmp_path):
     counted = Counter(say_what_compiles("--texts", tmp_path))
-    assert counted == {"merge_text": 2, "attend_periods": 2, "text_features_kernel": 2}  # of two types, or alignments
+    of_models = 3  # whose heads or sinks are one, or neither
+    assert counted.pop("text_features_kernel") == 2  # of two alignments
+    assert counted == dict.fromkeys(("lay_columns", "merge_text", "attend_periods"), of_models)
 
 
 @pytest.mark.parametrize("chip, size", CASES)
 def test_kernels_fit(chip, size, reports):
     rows = [row for row in reports if (row["chip"], row["size"]) == (chip, size)]
-    assert len({row["kernel"] for row in rows}) == 20
+    assert len({row["kernel"] for row in rows}) == 18
     # bytes, of all copies of a loop, and on AMD what functions that are called keep for their callers
     spilled = 768 if size.startswith("256") else 960 if chip == "gfx942" else 64
+    merging = spilled + 512  # what is kept from block to block: on an H200 a form that spilled less took longer
     for row in rows:
-        assert row["spilled"] <= spilled and row["shared"] <= SHARED[chip] * 1024, row
+        assert row["spilled"] <= (merging if row["kernel"] in MERGING else spilled), row
+        assert row["shared"] <= SHARED[chip] * 1024, row
     assert all(row["tensor_cores"] for row in rows if row["kernel"] not in WITHOUT_PRODUCTS)

@@ -135,7 +135,8 @@ def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, he
 def read_many_texts(dim=64, group=2):
     """Read texts of several lengths, windows, slots, sinks and numbers of heads, with windows alone and with slots."""
     for tokens, window, slots, sinks, heads in ((2048, 64, 64, 4, 8), (500, 7, 33, 0, 1), (130, 128, 400, 1, 3)):
-        read_in_pool(dim, torch.bfloat16, group, sinks, 4, tokens, window, slots, heads)
+        for length in (tokens, tokens // 3):
+            read_in_pool(dim, torch.bfloat16, group, sinks, 4, length, window, slots, heads)
         inputs = attention_inputs(1, heads, group, tokens, dim, 0, torch.bfloat16, window, sinks)
         kernel_text_features.run_text_features(*inputs[:7], None, None, *inputs[-2:], window)
 
