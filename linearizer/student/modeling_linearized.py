@@ -17,9 +17,9 @@ The words of these files:
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
 Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention exists
-in PyTorch for features and slots, and in Triton for texts with either; all windows and slots of a layer attend with a
-token at once, in PyTorch (token_buffer) or in Triton (state_pool). On a CPU kernel_layer_in_c reads texts and tokens
-with all of them, in place of many small operations of PyTorch.
+in PyTorch for features and slots, and in Triton for texts with either; all windows and slots of a layer attend at once
+with a token, in PyTorch (token_buffer), and with a token or a text in Triton (state_pool). On a CPU kernel_layer_in_c
+reads texts and tokens with all of them, in place of many small operations of PyTorch.
 """
 
 import torch

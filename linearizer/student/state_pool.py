@@ -29,13 +29,10 @@ NAMES = ("k", "v", "sink_k", "sink_v", "level", *COUNTS)  # of each head's tenso
 class StatePool:
     pool: Tensor  # (batch, bytes)
     count: Tensor  # (batch,) tokens read, as all states have it
-    table: Tensor  # (heads, fields of kernel_token.py)
+    table: Tensor  # (heads, fields of kernel_packed_rows.py)
     merging: list[Tensor]  # Merging.rows and gain of all heads with slots, if there are any
     turns: list[Tensor]  # how heads turn what they take, if they do
-    sizes: list[
-        int
-    ]  # sinks; the most slots, tokens that merge at once, and rows; the fewest bits; then the most rows of
-    # a window, and the fewest tokens that merge at once
+    sizes: list[int]  # in the order of sizes_of
     kept: torch.dtype  # of heads of 16 bits
     dims: tuple[int, int]  # of keys and values
     groups: dict[int, Any]  # by their indices in the layer

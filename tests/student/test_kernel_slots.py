@@ -75,6 +75,11 @@ def test_texts_of_several_lengths_are_read_a_few_periods_at_a_time(monkeypatch):
     assert_alike("16 bits, other values", monkeypatch, texts=2, ends=(3, 16, 17))
 
 
+def test_tokens_are_read_before_all_sinks_are_there(monkeypatch):
+    monkeypatch.setattr(layers, "SINKS", 3)
+    assert_alike("6 bits", monkeypatch, ends=(1, 2, 3, 4, 9))
+
+
 def test_heads_may_have_no_sinks(monkeypatch):
     monkeypatch.setattr(layers, "SINKS", 0)
     assert_alike("5 bits", monkeypatch)
