@@ -1,7 +1,7 @@
 """What is done before a token is attended with, as one Triton kernel: a block that leaves a window merges into the
 slots of its head, and other programs turn the token, for heads that keep what is turned.
 
-kernel_merging.py merges; here is where a head's rows and slots lie in the pool (token_pool.py), by the pool's table.
+kernel_merging.py merges; here is where a head's rows and slots lie in the pool (state_pool.py), by the pool's table.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .kernel_packed_rows import (
     VALUES,
     WEIGHT,
     WINDOW,
+    for_kind,
     load_codes,
 )
 from .kernel_slot_rows import add_block, read_slots, workspace_of, write_slots
@@ -75,7 +76,7 @@ def read_leaving(
 
 @triton.jit(noinline=True)
 def write_merged(
-    work, field_ptr, start_ptr, slots, have, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr
+    work, field_ptr, start_ptr, slots, have, level_ptr, gain, codes_ptr, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
     """Copy the rows into the slots of a state."""
     _, _, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
@@ -177,13 +178,6 @@ def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.co
         kept_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
         have, _ = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, True, C)
         codes_ptr += own * C.BT * (C.DP + C.VP)
-        slot_level_ptr = level_ptr + window
-        if bits == 16:
-            write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, bits, codes_ptr, 16, C)
-        if C.LEAST <= 8:
-            if bits == 8:
-                write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, bits, codes_ptr, 8, C)
-        if C.LEAST < 8:
-            if bits < 8:
-                write_merged(work, at_ptr, start_ptr, slots, have, slot_level_ptr, gain, bits, codes_ptr, FEW, C)
+        into = work, at_ptr, start_ptr, slots, have, level_ptr + window, gain, codes_ptr
+        for_kind(write_merged, into, bits, C)
         tl.store(level_ptr + (first + om) % window, EMPTY, mask=om < block)

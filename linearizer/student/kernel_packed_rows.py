@@ -65,6 +65,19 @@ def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:
 
 
 @triton.jit
+def for_kind(function: tl.constexpr, arguments, bits, C: tl.constexpr):
+    """Call a function with arguments, the bits of a head, and the kind of its rows."""
+    if bits == 16:
+        function(*arguments, bits, 16, C)
+    if C.LEAST <= 8:
+        if bits == 8:
+            function(*arguments, bits, 8, C)
+    if C.LEAST < 8:
+        if bits < 8:
+            function(*arguments, bits, FEW, C)
+
+
+@triton.jit
 def load_codes(rows_ptr, rows, live, bits, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
     """The codes of rows, and their scales: (rows, WP), (rows,)."""
     od = tl.arange(0, WP)

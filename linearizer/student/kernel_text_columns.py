@@ -21,7 +21,6 @@ from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
     BLOCK,
-    FEW,
     FIELDS,
     HEAD,
     KEYS,
@@ -32,6 +31,7 @@ from .kernel_packed_rows import (
     VALUES,
     WINDOW,
     as_bf16,
+    for_kind,
     load_codes,
     round_rows,
     store_codes,
@@ -109,10 +109,10 @@ def lay_vectors(
 
 
 @triton.jit
-def lay_tile(new, head, turns, columns, at, places, SINKS, KIND: tl.constexpr, C: tl.constexpr):
+def lay_tile(new, head, turns, columns, at, places, SINKS, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Lay some columns of a head whose rows are of such a kind."""
     k_ptr, v_ptr, k_token, v_token = new
-    start_ptr, at_ptr, bits = head
+    start_ptr, at_ptr = head
     step_ptr, middle_ptr, value_middle_ptr, ones_ptr, matrix_ptr, value_matrix_ptr, _, root = turns
     code_k_ptr, code_v_ptr, scale_k_ptr, scale_v_ptr = columns
     column, place, token = at
@@ -158,15 +158,8 @@ def lay_columns(given, kept, turns, columns, ends, TOKENS, COLUMNS, C: tl.conste
     if (tl.program_id(1) + 1) * some + end - COLUMNS > tl.maximum(first - window, 0):
         at = column, place, tokens_at(ends, text, place, (place >= first) & (place < end), end, TOKENS, C)
         new = k_ptr + text * k_text + number * k_head, v_ptr + text * v_text + number * v_head, k_token, v_token
-        head, mine, places = (start_ptr, at_ptr, bits), columns_of(columns, own, COLUMNS, C), (first, end, window)
-        if bits == 16:
-            lay_tile(new, head, turns, mine, at, places, kept[4], 16, C)
-        if C.LEAST <= 8:
-            if bits == 8:
-                lay_tile(new, head, turns, mine, at, places, kept[4], 8, C)
-        if C.LEAST < 8:
-            if bits < 8:
-                lay_tile(new, head, turns, mine, at, places, kept[4], FEW, C)
+        head, mine, places = (start_ptr, at_ptr), columns_of(columns, own, COLUMNS, C), (first, end, window)
+        for_kind(lay_tile, (new, head, turns, mine, at, places, kept[4]), bits, C)
 
 
 @triton.jit
@@ -180,9 +173,9 @@ def load_columns(pointers, column, live, WIDTH: tl.constexpr, WP: tl.constexpr, 
 
 
 @triton.jit
-def remember_kind(head, columns, rows, codes_ptr, KIND: tl.constexpr, C: tl.constexpr):
+def remember_kind(head, columns, rows, codes_ptr, bits, KIND: tl.constexpr, C: tl.constexpr):
     """Write columns into rows of a ring of such a kind, and zeros where there are none before the first token."""
-    start_ptr, at_ptr, bits = head
+    start_ptr, at_ptr = head
     code_k_ptr, code_v_ptr, scale_k_ptr, scale_v_ptr = columns
     row, column, held, changes = rows
     least: tl.constexpr = LEAST if KIND == 8 else 0.0  # the scale of zeros
@@ -204,17 +197,10 @@ def remember_rows(kept, columns, ends, codes_ptr, TOKENS, COLUMNS, part, C: tl.c
     row = part * C.BT + tl.arange(0, C.BT)
     place = end - 1 - (end - 1 + window - row) % window
     inside, new = row < window, place >= first
-    head, mine = (start_ptr, at_ptr, bits), columns_of(columns, own, COLUMNS, C)
+    head, mine = (start_ptr, at_ptr), columns_of(columns, own, COLUMNS, C)
     rows = row, place - end + COLUMNS, inside & new, inside & (new | (place < 0))
     codes_ptr += (own * tl.num_programs(1) + part) * C.BT * (C.DP + C.VP)
-    if bits == 16:
-        remember_kind(head, mine, rows, codes_ptr, 16, C)
-    if C.LEAST <= 8:
-        if bits == 8:
-            remember_kind(head, mine, rows, codes_ptr, 8, C)
-    if C.LEAST < 8:
-        if bits < 8:
-            remember_kind(head, mine, rows, codes_ptr, FEW, C)
+    for_kind(remember_kind, (head, mine, rows, codes_ptr), bits, C)
     merged = tl.where((block > 0) & (end > window), ((end - 1 - window) // tl.maximum(block, 1) + 1) * block, 0)
     level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS))
     seen = (place >= 0) & (place >= tl.maximum(merged, kept[4]))

@@ -38,6 +38,7 @@ from .kernel_packed_rows import (
     SLOTS,
     WINDOW,
     PackedConstants,
+    for_kind,
     kinds_of_rows,
 )
 from .kernel_slot_rows import (
@@ -175,14 +176,8 @@ def merge_blocks(
                 tl.store(period_ptr + (own * PERIODS + index) * ROOM + rows, version, mask=rows < ROOM)
         codes_ptr += own * tl.num_programs(1) * C.BT * (C.DP + C.VP)
         slot_level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + SINKS + window
-        if bits == 16:
-            write_merged(work, at_ptr, start_ptr, slots, count, slot_level_ptr, gain, bits, codes_ptr, 16, C)
-        if C.LEAST <= 8:
-            if bits == 8:
-                write_merged(work, at_ptr, start_ptr, slots, count, slot_level_ptr, gain, bits, codes_ptr, 8, C)
-        if C.LEAST < 8:
-            if bits < 8:
-                write_merged(work, at_ptr, start_ptr, slots, count, slot_level_ptr, gain, bits, codes_ptr, FEW, C)
+        into = work, at_ptr, start_ptr, slots, count, slot_level_ptr, gain, codes_ptr
+        for_kind(write_merged, into, bits, C)
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from .kernel_leaving import load_tile_at, prepare_token, turned_of
 from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
-    FEW,
     FIELDS,
     HEAD,
     KEYS,
@@ -39,6 +38,7 @@ from .kernel_packed_rows import (
     VALUES,
     WINDOW,
     PackedConstants,
+    for_kind,
     kinds_of_rows,
     load_codes,
     store_rows,
@@ -125,14 +125,7 @@ def attend_part(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, s
     """Attend to the sinks and rows of one part; grid (text and head, part)."""
     pool_ptr, count_ptr, table_ptr = kept
     bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT).to(tl.int32)
-    if bits == 16:
-        attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, 16, C)
-    if C.LEAST <= 8:
-        if bits == 8:
-            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, 8, C)
-    if C.LEAST < 8:
-        if bits < 8:
-            attend_rows(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, FEW, C)
+    for_kind(attend_rows, (given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale), bits, C)
 
 
 @triton.jit
