@@ -11,8 +11,7 @@ SOURCE = (
 enum { NEXT, GROUPS, TEXTS, TOKENS, EACH, SINKS, KEY_DIM, VALUE_DIM, KEEPS, OF_Q, OF_K = OF_Q + 4, OF_V = OF_K + 4,
        OF_OUT = OF_V + 4, LAYER_SIZES = OF_OUT + 4 };
 enum { HEADS, WINDOW, SLOTS, BLOCK, KEY_BITS, VALUE_BITS, SLOT_BITS, KEPT_BF16, GROUP_SIZES };
-enum { FACTORS, Q, K, V, OUT, COUNT, PRESENT, CALL, ENTER_K, BACK_K, MIDDLE_K, ENTER_V, BACK_V, MIDDLE_V,
-       LAYER_TENSORS };
+enum { FACTORS, Q, K, V, OUT, COUNT, PRESENT, CALL, STEPS_K, MIDDLE_K, MIDDLE_V, LAYER_TENSORS };
 enum { SCALE, ROOT };
 /* Of threads that read together: counts, what begins them (GOMP_parallel), and what each shares. */
 enum { THREADS, PARALLEL, BEGUN, FINISHED, OF_CALL = 8 };
@@ -27,12 +26,18 @@ static Side side_of(const int64_t *sizes, const int64_t *group, void **tensors, 
     Side s = {.bits = group[KEY_BITS + v], .dim = sizes[KEY_DIM + v]};
     s.size = padded(s.dim, LANES), s.width = s.bits == 16 ? s.dim * (long)sizeof(REAL) : s.dim + 1;
     if (s.bits < 8) s.width = s.dim * s.bits / 8 + 2;
-    void **turns = tensors + (v ? ENTER_V : ENTER_K);
-    if (s.bits < 16 && turns[0]) {
-        s.enter = (REAL *)turns[0] + head * s.dim, s.back = (REAL *)turns[1] + head * s.dim;
-        s.middle = (REAL *)turns[2] + head * s.dim, s.rotated = s.dim & -s.dim;
+    if (s.bits < 16 && tensors[MIDDLE_K]) {
+        s.middle = (REAL *)tensors[v ? MIDDLE_V : MIDDLE_K] + head * s.dim, s.rotated = s.dim & -s.dim;
+        if (!v) s.steps = (REAL *)tensors[STEPS_K] + head * s.dim;
     }
     return s;
+}
+
+/* Compute the factors by which vectors are divided by their steps and rotated; the rotation is of 1 and -1. */
+static void prepare_turns(Side *s) {
+    const REAL by = s->middle ? sqrt(1.0 / s->rotated) : 1;
+    for (long d = 0; d < s->dim; d++) s->enter[d] = s->back[d] = by;
+    for (long d = 0; d < s->dim && s->steps; d++) s->enter[d] *= 1 / s->steps[d], s->back[d] *= s->steps[d];
 }
 
 /* Ask for numbers that are read soon, so that they come from memory meanwhile. */
@@ -53,11 +58,11 @@ static void take_side(const Reader *r, const Side *s, const REAL *x, long apart,
     for (long m = 0; m < some; m++) {
         REAL *restrict row = rows + m * s->size;
         const REAL *given = x + r->tokens[first + m] * apart, *enter = s->enter, *middle = s->middle;
-        if (!enter) memcpy(row, given, dim * sizeof(REAL));
+        if (!middle) memcpy(row, given, dim * sizeof(REAL));
         else
             for (long d = 0; d < dim; d++) row[d] = (given[d] * factor - middle[d]) * enter[d];
     }
-    if (s->enter) rotate(rows, some * s->size, 1, s->rotated);
+    if (s->middle) rotate(rows, some * s->size, 1, s->rotated);
     for (long p = r->place + first; p < r->place + first + some; p++, rows += s->size) {
         if (p >= r->sinks) {
             round_vector(rows, dim, s->bits, 0);
@@ -102,7 +107,7 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
     }
     for (long row = used; row < 2 * used && row / each < r->found - first; row++)
         fetch(query_of(r, of_tokens, row), r->key.dim);
-    if (r->key.back) {
+    if (r->key.middle) {
         for (long d = 0; d < r->key.dim; d++)
             for (long row = 0; row < rows; row++) asks[d * rows + row] *= r->key.back[d];
         rotate(asks, r->key.dim * rows, rows, r->key.rotated);
@@ -141,14 +146,14 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
         }
         for (int m = 0; m < ROWS; m++)
             for (long d = 0; d < size; d++) read[m * size + d] /= sum[row + m];
-        if (r->value.back) rotate(read, ROWS * size, 1, r->value.rotated);
+        if (r->value.middle) rotate(read, ROWS * size, 1, r->value.rotated);
         for (long m = 0; m < ROWS && row + m < used; m++) {
             long token = of_tokens[(row + m) / each], query = (row + m) % each;
             REAL *restrict own = r->out + token * sizes[OF_OUT + 3] + query * sizes[OF_OUT + 2];
             const REAL *restrict given = read + m * size, *restrict back = r->value.back;
             const REAL *restrict middle = r->value.middle;
-            if (!back) memcpy(own, given, r->value.dim * sizeof(REAL));
-            for (long d = 0; back && d < r->value.dim; d++) own[d] = given[d] * back[d] + middle[d];
+            if (!middle) memcpy(own, given, r->value.dim * sizeof(REAL));
+            for (long d = 0; middle && d < r->value.dim; d++) own[d] = given[d] * back[d] + middle[d];
         }
     }
 }
@@ -228,7 +233,7 @@ static void read_part(Reader *r, const Scratch *scratch, long h, int *prepared) 
             long gone = place - r->window, ahead = gone < 0 ? -gone : r->block - gone % r->block;
             limit = ahead < limit ? ahead : limit;
             if (gone >= 0 && ahead == r->block) {
-                REAL factor = r->key.back ? 1 : r->root, *metric = r->of[METRIC], *query = r->of[MEAN_QUERY];
+                REAL factor = r->key.middle ? 1 : r->root, *metric = r->of[METRIC], *query = r->of[MEAN_QUERY];
                 if (!*prepared) prepare_merging(slots, metric + h * dim * dim, query + h * (dim + 1), factor);
                 *prepared = 1;
                 merge_block(r, gone, ((REAL *)r->of[GAIN])[h]);
@@ -259,6 +264,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
     char *memory = take_memory(lay_out(&r, 0, &zeros) + lay_scratch(&r, &scratch, 0));
     if (!memory) return 0;
     lay_scratch(&r, &scratch, memory + lay_out(&r, memory, &zeros)), memset(memory, 0, zeros);
+    prepare_turns(&r.key), prepare_turns(&r.value);
     for (long i = 0; i < slots->room; i++) slots->place[i] = INFINITY;
     slots->seen = r.seen;
 
@@ -267,7 +273,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
     r.v = (REAL *)tensors[V] + b * sizes[OF_V] + head * sizes[OF_V + 1];
     r.out = (REAL *)tensors[OUT] + b * sizes[OF_OUT] + head * sizes[OF_OUT + 1];
     const uint8_t *present = tensors[PRESENT] ? (uint8_t *)tensors[PRESENT] + b * tokens : 0;
-    r.root = factors[ROOT], r.by = r.key.back ? factors[SCALE] / factors[ROOT] : factors[SCALE];
+    r.root = factors[ROOT], r.by = r.key.middle ? factors[SCALE] / factors[ROOT] : factors[SCALE];
     long before = sizes[KEEPS] ? ((int64_t *)tensors[COUNT])[b] : 0, place = before;
     r.begin = before > r.window ? before - r.window : 0;
     if (sizes[KEEPS]) read_state(&r, before);

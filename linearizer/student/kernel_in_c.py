@@ -219,9 +219,14 @@ def whole_numbers(*numbers: int) -> Any:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
+def copy_numbers(numbers: Any) -> Any:
+    """Copy numbers that are laid out so."""
+    return type(numbers).from_buffer_copy(numbers)
+
+
 def addresses_of(*tensors: Tensor | None) -> Any:
     """Lay the addresses of tensors out as a kernel reads them; the tensors have to live on."""
-    return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
+    return (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .kernel_heads_in_c import SOURCE
-from .kernel_in_c import Kernel, addresses_of, load_kernel, whole_numbers
+from .kernel_in_c import Kernel, addresses_of, copy_numbers, load_kernel, whole_numbers
 from .packed_state import SINK_TYPE
 from .rounding import FEWER, packed_bytes
 from .slots_merging import Merging
@@ -31,7 +31,7 @@ HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel
 TOKENS_AT_ONCE = 16  # of a head, by each of these threads at least
 WIDEST = 64  # bytes of a vector, which turned keys and values fill
 TOKENS, STRIDES, OF_CALL = 3, slice(9, 25), slice(1, 8)  # where a call's own sizes and tensors lie
-OF_LAYER, OF_GROUP = 14, 1 + len(MERGING) + len(HELD)  # how many tensors a layer has before those of its groups
+OF_LAYER, OF_GROUP = 11, 1 + len(MERGING) + len(HELD)  # how many tensors a layer has before those of its groups
 PROCESS = os.getpid()
 
 Tensor = torch.Tensor
@@ -46,7 +46,8 @@ class ServedHeads:
 
     texts: tuple  # the kind
     kernel: Kernel
-    numbers: list[int]  # sizes, as the kernel reads them
+    numbers: list[int]  # sizes
+    sizes: Any  # the same as the kernel reads them
     work: torch.dtype
     wide: bool
     layouts: dict[int, dict[str, tuple]]  # of the state of each group
@@ -83,7 +84,8 @@ class ServedHeads:
         sizes = [0, len(layouts), len(k), 0, q.shape[2], sinks, *dims, int(keeps), *[0] * 16]
         heads = [torch.tensor(groups[index].heads, device="cpu") for index in layouts]
         factors = torch.tensor([scale, scale**0.5], dtype=torch.float64, device="cpu")
-        return ServedHeads(texts, kernel, [*sizes, *numbers], work, wide, layouts, heads, factors)
+        numbers = [*sizes, *numbers]
+        return ServedHeads(texts, kernel, numbers, whole_numbers(*numbers), work, wide, layouts, heads, factors)
 
 
 @dataclass
@@ -103,7 +105,6 @@ class LayerInC:
 
     @staticmethod
     @torch.inference_mode(False)  # so that later calls may write what this one makes
-    @torch.no_grad()
     def of(student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float) -> LayerInC | None:
         """Prepare for the groups that are served, with states of their own; None: PyTorch serves all."""
         groups = tuple(group.kind() for group in student.groups)
@@ -121,7 +122,8 @@ class LayerInC:
                     return None  # PyTorch refuses it
                 count = state.count.clone()
         turns = student.turns
-        kept = [served.factors, *[None] * 7, *([None] * 6 if turns is None else turns(turns.factors, served.work))]
+        turning = [None] * 3 if turns is None else turns(turns.steps_and_middles, served.work)
+        kept = [served.factors, *[None] * 7, *turning]
         windows: dict[int, Tensor | None] = {}
         if memory is not None:
             memory += [None] * (len(student.groups) - len(memory))
@@ -134,7 +136,7 @@ class LayerInC:
                 own |= vars(state)
             windows[index] = own.get("window_k")
             kept += [heads, *(own.get(name) for name in (*MERGING, *HELD))]
-        return LayerInC(served, whole_numbers(*served.numbers), addresses_of(*kept), count, windows, kept)
+        return LayerInC(served, copy_numbers(served.sizes), addresses_of(*kept), count, windows, kept)
 
     def holds(self, memory: list, k: Tensor) -> bool:
         """Whether the states still lie at the addresses: all that changes one replaces its count, too."""
@@ -249,7 +251,7 @@ def own_state(state: ExactState | None, layout: dict[str, tuple], count: Tensor)
         return (SlotState if "weight" in layout else FeatureState)(count=count, **kept)
     kinds, how = {name: kind for name, (_, kind) in layout.items()}, {"memory_format": torch.contiguous_format}
     return replace(
-        state, count=count, **{name: getattr(state, name).to(kinds[name], copy=True, **how) for name in kinds}
+        state, count=count, **{name: getattr(state, name).detach().to(kinds[name], copy=True, **how) for name in kinds}
     )
 
 

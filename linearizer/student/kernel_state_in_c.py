@@ -17,7 +17,8 @@ enum {  /* tensors of a group of heads */
 /* How the keys or the values of one head are taken, and kept in rows of a state; and what is exact of them. */
 typedef struct {
     long bits, dim, size, width;            /* of a row: padded numbers, bytes */
-    const REAL *enter, *back, *middle;      /* of heads that turn what they take: factors, and what is taken away */
+    const REAL *steps, *middle;             /* of heads that turn what they take; values have no steps */
+    REAL *enter, *back;                     /* factors of vectors that are turned, before and after */
     long rotated;                           /* numbers that are rotated together */
     REAL *sinks, *near, *zeros;             /* near: the window, and the tokens of a part after it; zeros: one row */
 } Side;
@@ -133,6 +134,8 @@ static long lay_scratch(const Reader *r, Scratch *scratch, char *memory) {
 static long lay_out(Reader *r, char *memory, long *zeros) {
     long used = 0, most = r->slots.most, room = r->slots.room, key = r->key.size, value = r->value.size;
     Slots *slots = &r->slots;
+    TAKE(r->key.enter, r->key.dim), TAKE(r->key.back, r->key.dim);
+    TAKE(r->value.enter, r->value.dim), TAKE(r->value.back, r->value.dim);
     TAKE(r->key.zeros, key), TAKE(r->value.zeros, value);
     TAKE(r->key.sinks, r->sinks * key), TAKE(r->value.sinks, r->sinks * value);
     *zeros = used;

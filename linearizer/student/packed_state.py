@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .rounding import FEWER, pack_vectors, rotate, rotated_at_once, round_vectors, unpack_vectors
+from .rounding import FEWER, pack_vectors, rotate, round_vectors, unpack_vectors
 from .state import as_slice, is_exact, least_count, tensors, working_dtype
 
 MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
@@ -72,14 +72,9 @@ class Turns(nn.Module):
         """Turn outputs of some heads, (batch, heads, group, tokens, dim), back to the values as they came."""
         return rotate(out) + self.value_middle[heads].to(out.dtype)[:, None, None]
 
-    def factors(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return what keys, and what queries, are multiplied by before Hadamard's matrix of 1 and -1 rotates them, and
-        the middle of keys, each (heads, dim); then the same of values, which it rotates before and after."""
-        steps = self.key_steps.to(dtype)
-        key_middle, value_middle = (x.to(dtype).contiguous() for x in (self.key_middle, self.value_middle))
-        of_keys, of_values = (rotated_at_once(x.shape[-1]) ** -0.5 for x in (key_middle, value_middle))
-        alike = torch.full_like(value_middle, of_values)
-        return [of_keys / steps, of_keys * steps, key_middle, alike, alike, value_middle]
+    def steps_and_middles(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the steps and the middle of keys, and the middle of values, each (heads, dim)."""
+        return [x.to(dtype).contiguous() for x in (self.key_steps, self.key_middle, self.value_middle)]
 
     def turn_metric(self, metric: Tensor, head: int) -> Tensor:
         """Turn a metric of keys that are multiplied by `root` into that of keys as a head keeps them."""
