@@ -60,13 +60,18 @@ def real_tokens(cache: Cache, read: Tensor, new: int) -> Tensor | None:  # (rows
     return (torch.arange(int(longest) + new, device=read.device) >= (longest - read)[:, None]).long()
 
 
-def read_on(model: PreTrainedModel, cache: Cache, ids: Tensor, read: Tensor) -> Tensor:  # (rows, vocabulary)
-    """Read the next tokens (rows, tokens) of rows that have read the given numbers (rows,); return the last logits."""
+def read_on(
+    model: PreTrainedModel, cache: Cache, ids: Tensor, read: Tensor, real: Tensor | None = None
+) -> Tensor:  # (rows, vocabulary)
+    """Read the next tokens (rows, tokens) of rows that have read the given numbers (rows,); return the last logits.
+
+    Where states have a fixed size, tokens at the left may be padding: `real` (rows, tokens) is 0 there.
+    """
     count = ids.shape[1]
     out = model(
         input_ids=ids,
-        position_ids=read[:, None] + torch.arange(count, device=ids.device),
-        attention_mask=real_tokens(cache, read, count),
+        position_ids=(read[:, None] + torch.arange(count, device=ids.device)).clamp_min(0),
+        attention_mask=real_tokens(cache, read, count) if real is None else real,
         use_cache=True,
         logits_to_keep=1,
         **{CACHE: cache},

@@ -1,7 +1,7 @@
 """Prompts that are read before they join the running batch, and states that are kept between requests.
 
 A prompt is read in chunks, after the longest kept state that it begins with: the next turn of a conversation reads only
-what is new.
+what is new. On a GPU, which is idle for most of the time of one text, students of a fixed size read several at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.serve.cache_rows import copy_cache, pack, read_on, tensors_of, unpack
+from linearizer.serve.cache_rows import copy_cache, join_caches, pack, read_on, take_row, tensors_of, unpack
 from linearizer.serve.row import Row, fail_rows
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import trim_heaps
 
@@ -90,12 +91,14 @@ def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
 
 
 class Prompts:
-    """Reads prompts, one after the other, but for their last tokens, which are read in the batch."""
+    """Reads prompts in the order in which they came, but for their last tokens, which are read in the batch."""
 
     def __init__(self, model: PreTrainedModel, kept: KeptStates) -> None:
         self.model, self.kept = model, kept
-        self.times = TIMES_ON_GPU if model.device.type == "cuda" else 1
+        on_gpu = model.device.type == "cuda"
+        self.times = TIMES_ON_GPU if on_gpu else 1
         self.chunk = CHUNK * self.times
+        self.several = on_gpu and has_fixed_states(model)  # whether several prompts are read at once
         self.rows: list[Row] = []  # in the order in which they came
 
     def read(self, most: int) -> list[Row]:
@@ -103,22 +106,50 @@ class Prompts:
         read: list[Row] = []
         while self.rows:
             row = self.rows[0]
-            if row.done or row.abandoned:
+            if not self.prepare(row):
                 self.rows.pop(0)
-                continue
+            elif not row.left:
+                read.append(self.rows.pop(0))
+            elif most > 0:
+                count = min(self.next_part(row), max(FEWEST, most))
+                rows = self.rows_beside(row, count, most) if self.several else [row]
+                most -= max(FEWEST, count) * len(rows)
+                try:
+                    self.read_part(rows, count)
+                except Exception as error:  # a device may fail in many ways, and other requests are served after it
+                    fail_rows(rows, error)
+            else:
+                break
+        return read
+
+    def prepare(self, row: Row) -> bool:
+        """Let a row go on from the longest kept state; return whether the row still waits."""
+        if not (row.done or row.abandoned):
             try:
                 self.look_up(row)
-                if not row.left:
-                    read.append(self.rows.pop(0))
-                elif most > 0:
-                    count = min(self.chunk - row.read % self.chunk, row.left, max(FEWEST, most))
-                    most -= max(FEWEST, count)
-                    self.read_part(row, count)
-                else:
-                    break
-            except Exception as error:  # a device may fail in many ways, and other requests are served after it
+            except Exception as error:  # as in `read`
                 fail_rows([row], error)
-        return read
+        return not (row.done or row.abandoned)
+
+    def next_part(self, row: Row) -> int:
+        """Count the tokens to the end of a row's chunk, or of its prompt."""
+        return min(self.chunk - row.read % self.chunk, row.left)
+
+    def rows_beside(self, first: Row, count: int, most: int) -> list[Row]:
+        """List the rows that read a part of so many tokens at once with the first, which is one of them.
+
+        A row that begins as another of them does goes on later, from the state that the other leaves.
+        """
+        rows = [first]
+        for row in self.rows[1:]:
+            if (len(rows) + 1) * max(FEWEST, count) > most:
+                break
+            alike = [
+                other for other in rows if begins_alike(row, other, other.read + min(count, self.next_part(other)))
+            ]
+            if not alike and self.prepare(row) and row.left and (row.cache is None) == (first.cache is None):
+                rows.append(row)
+        return rows
 
     def look_up(self, row: Row) -> None:
         """Let a row go on from the kept state that has read the most of its prompt."""
@@ -128,12 +159,31 @@ class Prompts:
             row.read, row.cache = kept.tokens, self.kept.restore(kept)
 
     @torch.inference_mode()
-    def read_part(self, row: Row, count: int) -> None:
-        """Read the next tokens of a row."""
-        if row.cache is None:
-            row.cache = fresh_cache(self.model)
-        ids, read = torch.tensor([row.prompt[row.read : row.read + count]]), torch.tensor([row.read])
-        read_on(self.model, row.cache, ids.to(self.model.device), read.to(self.model.device))
-        row.read += count
-        if self.kept.max_bytes and (row.read % self.chunk == 0 or not row.left):
-            self.kept.keep(row.prompt[: row.read], row.cache)
+    def read_part(self, rows: Sequence[Row], count: int) -> None:
+        """Read the next tokens of some rows, at most the given number of each."""
+        caches, device = [row.cache for row in rows if row.cache is not None], self.model.device
+        cache = fresh_cache(self.model) if not caches else caches[0] if len(rows) == 1 else join_caches(caches)
+        parts = [row.prompt[row.read : row.read + min(count, self.next_part(row))] for row in rows]
+        longest = max(map(len, parts))
+        ids = torch.tensor([[0] * (longest - len(part)) + part for part in parts])
+        read = torch.tensor([row.read - longest + len(part) for row, part in zip(rows, parts, strict=True)])
+        real = torch.tensor([[0] * (longest - len(part)) + [1] * len(part) for part in parts])
+        read_on(self.model, cache, ids.to(device), read.to(device), real.to(device) if len(rows) > 1 else None)
+        for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
+            row.read += len(part)
+            row.cache = cache if len(rows) == 1 else take_row(cache, index, row.read)
+            if self.kept.max_bytes and (row.read % self.chunk == 0 or not row.left):
+                self.kept.keep(row.prompt[: row.read], row.cache)
+
+
+def begins_alike(row: Row, other: Row, tokens: int) -> bool:
+    """Whether the first tokens of two prompts, which both have, are the same."""
+    return row.prompt[:tokens] == other.prompt[:tokens] and len(row.prompt) > tokens
+
+
+def has_fixed_states(model: PreTrainedModel) -> bool:
+    """Whether no layer of a model keeps anything that grows with the text."""
+    if not isinstance(model, LinearizedForCausalLM):
+        return False
+    layers = [None if layer is None else layer["heads"] for layer in model.config.layers]
+    return all(heads is not None and not any(isinstance(head, str) for head in heads) for heads in layers)

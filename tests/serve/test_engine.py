@@ -61,6 +61,25 @@ def test_a_next_turn_reads_only_what_is_new(model):
     assert again.tokens == first.tokens
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prompts_of_any_length_are_read_at_once_as_alone(family, monkeypatch):
+    monkeypatch.setattr(prompts, "CHUNK", 16)
+    monkeypatch.setattr(prompts, "FEWEST", 4)
+    model, read = student_of(family, SLOTS), []
+    engine, read_part = Engine(model, ROOM), prompts.Prompts.read_part
+    engine.prompts.several = True
+    monkeypatch.setattr(
+        prompts.Prompts, "read_part", lambda own, rows, count: (read.append(len(rows)), read_part(own, rows, count))
+    )
+    texts = [tokens(1, size, size)[0].tolist() for size in (30, 3, 45, 2, 17, 70)]
+    rows = [row_of(text, 6) for text in texts]
+    same, longer = row_of(texts[0], 6), row_of([*texts[0], *texts[1]], 6)
+    work(engine, {0: [*rows[:4], same, longer], 2: rows[4:]})
+    for row in (*rows, same, longer):
+        assert row.tokens == alone(model, row.prompt, 6)
+    assert max(read) >= 4 and (same.reused, longer.reused) == (29, 29)
+
+
 @pytest.mark.parametrize("later", [0, 20], ids=["together", "later"])
 def test_rows_that_begin_alike_read_their_beginning_once(model, monkeypatch, later):
     monkeypatch.setattr(prompts, "CHUNK", 16)
