@@ -111,8 +111,8 @@ class Prompts:
             elif not row.left:
                 read.append(self.rows.pop(0))
             elif most > 0:
-                count = min(self.next_part(row), max(FEWEST, most))
-                rows = self.rows_beside(row, count, most) if self.several else [row]
+                rows = self.rows_beside(row, most) if self.several else [row]
+                count = min(max(map(self.next_part, rows)), max(FEWEST, most))
                 most -= max(FEWEST, count) * len(rows)
                 try:
                     self.read_part(rows, count)
@@ -135,20 +135,19 @@ class Prompts:
         """Count the tokens to the end of a row's chunk, or of its prompt."""
         return min(self.chunk - row.read % self.chunk, row.left)
 
-    def rows_beside(self, first: Row, count: int, most: int) -> list[Row]:
-        """List the rows that read a part of so many tokens at once with the first, which is one of them.
+    def rows_beside(self, first: Row, most: int) -> list[Row]:
+        """List the rows that read their next parts at once with the first, which is one of them.
 
-        A row that begins as another of them does goes on later, from the state that the other leaves.
+        A row that begins as another of them does waits for the state that the other leaves.
         """
-        rows = [first]
+        rows, longest = [first], max(FEWEST, self.next_part(first))
         for row in self.rows[1:]:
-            if (len(rows) + 1) * max(FEWEST, count) > most:
-                break
-            alike = [
-                other for other in rows if begins_alike(row, other, other.read + min(count, self.next_part(other)))
-            ]
-            if not alike and self.prepare(row) and row.left and (row.cache is None) == (first.cache is None):
-                rows.append(row)
+            if any(begins_alike(row, other, other.read + self.next_part(other)) for other in rows):
+                continue
+            if not self.prepare(row) or not row.left or (row.cache is None) != (first.cache is None):
+                continue
+            if (len(rows) + 1) * max(longest, self.next_part(row)) <= most:
+                rows, longest = [*rows, row], max(longest, self.next_part(row))
         return rows
 
     def look_up(self, row: Row) -> None:

@@ -45,7 +45,7 @@ def said(monkeypatch):
 
 def engine_of(model, capture=None if ON_GPU else call_again):
     engine = Engine(model, ROOM)
-    engine.graphs = TokenGraphs(model, capture)
+    engine.graphs, engine.prompts.several = TokenGraphs(model, capture), True  # as on a GPU
     return engine
 
 
