@@ -111,7 +111,7 @@ def add_serve(add: AddCommand) -> None:
         description="Serve a run's student behind an endpoint like OpenAI's. Requests are computed together, and the "
         "states of conversations are kept, so that a next turn reads only what is new. Beside OpenAI's fields it "
         "serves top_k, min_p, repetition_penalty and chat_template_kwargs; it ignores fields that say nothing of the "
-        "text (user, metadata, …) and refuses all others. Prometheus reads /metrics. "
+        "text (user, metadata, …) and refuses all others. "
         "`transformers serve` and vLLM serve no student: they load no code of a checkpoint.",
     )
     command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free port (default: %(default)s)")

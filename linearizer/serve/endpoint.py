@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +23,6 @@ from linearizer.errors import RequestError
 from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body
 from linearizer.serve.engine import Engine
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
-from linearizer.serve.metrics import CONTENT_TYPE, Counted, Metrics
 from linearizer.serve.row import Row, TextDelta
 from linearizer.teacher.logits import vocabulary
 
@@ -43,7 +42,6 @@ class Served:
     positions: int  # tokens of the longest text
     engine: Engine
     max_seconds: float  # of a request
-    metrics: Metrics = field(default_factory=Metrics)
     since: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -56,17 +54,6 @@ class Served:
     def card(self) -> dict[str, Any]:
         about = {"object": "model", "created": self.since, "owned_by": "linearizer"}
         return {"id": self.name, **about, "max_model_len": self.positions}
-
-    @property
-    def gauges(self) -> dict[str, tuple[str, float]]:
-        """The current values, for Prometheus."""
-        engine = self.engine
-        return {
-            "rows": ("Texts that are being written.", len(engine.rows)),
-            "waiting_rows": ("Texts whose prompts are not read.", engine.unread),
-            "kept_states": ("States that are kept between requests.", len(engine.kept.states)),
-            "kept_state_bytes": ("Bytes of memory of these states.", engine.kept.bytes),
-        }
 
 
 @dataclass
@@ -115,7 +102,6 @@ def make_endpoint(served: Served, local: bool = True, key: str | None = None) ->
         app.add_middleware(Guard, allows=has_key(key), refuse=refusal)
     if local:
         app.add_middleware(Guard, allows=is_local, refuse=response_of(Refusal(403, REFUSAL.strip())))
-    app.add_middleware(Counted, metrics=served.metrics)
 
     @app.exception_handler(Refusal)
     async def answer_refusal(request: Request, error: Refusal) -> JSONResponse:
@@ -131,11 +117,8 @@ def make_endpoint(served: Served, local: bool = True, key: str | None = None) ->
         engine = served.engine
         if engine.closed:
             raise Refusal(503, STOPPED)
-        return {"rows": len(engine.rows), "waiting": engine.unread, "kept_state_bytes": engine.kept.bytes}
-
-    @app.get("/metrics")
-    async def metrics() -> PlainTextResponse:
-        return PlainTextResponse("\n".join([*served.metrics.lines(served.gauges), ""]), media_type=CONTENT_TYPE)
+        kept = {"kept_states": len(engine.kept.states), "kept_state_bytes": engine.kept.bytes}
+        return {"rows": len(engine.rows), "waiting": engine.unread, **kept}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -253,7 +236,6 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
 
 def end(served: Served, work: Work) -> None:
     """End a request: its texts that still wait or are written are abandoned."""
-    served.metrics.add_usage(work.usage)
     if work.alarm is not None:
         work.alarm.cancel()
     for row in work.rows:

@@ -1,8 +1,7 @@
-"""An endpoint asks for its key, gives up what lasts too long, turns away what has no room, and counts it all."""
+"""An endpoint asks for its key, gives up what lasts too long, and turns away what has no room."""
 
 import asyncio
 import json
-import re
 from dataclasses import replace
 
 import httpx
@@ -11,11 +10,8 @@ import pytest
 from linearizer.serve import endpoint
 from linearizer.serve import engine as engines
 from linearizer.serve.bodies import CompletionBody
-from linearizer.serve.metrics import Metrics
 from tests.support.runs import wait_until
 from tests.support.serving import complete, listening
-
-SAMPLE = re.compile(r'linearizer_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? \d+(\.\d+)?')
 
 
 def limited(served, **changes):
@@ -29,7 +25,6 @@ def test_without_its_key_nothing_is_served_but_its_health(served):
             headers = {} if header is None else {"Authorization": header.encode()}
             for answer in (
                 client.get("models", headers=headers),
-                client.get("../metrics", headers=headers),
                 client.post("completions", json={"model": "tiny", "prompt": "a"}, headers=headers),
             ):
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key", header
@@ -78,28 +73,3 @@ def test_what_has_no_room_may_come_again(served, monkeypatch):
     assert answer.status_code == 429 and not served.served.engine.unread
     monkeypatch.undo()
     assert complete(served, max_tokens=1).status_code == 200
-
-
-def test_prometheus_reads_what_the_endpoint_does(served):
-    with listening(limited(served, metrics=Metrics())) as url, httpx.Client(base_url=url, timeout=60) as client:
-        complete(client, max_tokens=7)
-        complete(client, temperature=9)
-        for name in ("a", "b"):
-            client.get(f"../{name}")
-        kept, answers = served.served.engine.kept, []
-
-        def counts_what_is_kept():  # soon: a state is kept after its answer
-            answers.append(client.get("../metrics"))
-            return kept.bytes and f"\nlinearizer_kept_state_bytes {kept.bytes}\n" in answers[-1].text
-
-        wait_until(counts_what_is_kept)
-    answer = answers[-1]
-    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    samples = [line for line in answer.text.splitlines() if not line.startswith("#")]
-    assert all(SAMPLE.fullmatch(line) for line in samples)
-    found = dict(line.rsplit(" ", 1) for line in samples)
-    assert found['linearizer_requests_total{path="/v1/completions",status="200"}'] == "1"
-    assert found['linearizer_requests_total{path="/v1/completions",status="400"}'] == "1"
-    # names that others choose are no labels
-    assert found['linearizer_requests_total{path="other",status="404"}'] == "2"
-    assert found["linearizer_written_tokens_total"] == "7" and int(found["linearizer_prompt_tokens_total"]) > 0
