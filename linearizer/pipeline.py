@@ -240,7 +240,7 @@ def compare_run(run: Run, prompt: str, new_tokens: int, seed: int, sample: bool)
     with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-        readers = [Reader.of(each) for each in setup.compared(run.positions)]
+        readers = [Reader.of(each) for each in setup.subjects(run.positions)]
         tokens = setup.tokenizer(prompt)["input_ids"]
         for now in write_in_turns(readers, setup.tokenizer, prompt, tokens, new_tokens, seed, sample):
             if isinstance(now, Comparison):

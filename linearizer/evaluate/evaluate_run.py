@@ -43,7 +43,7 @@ def measure_parts(
         if name == "needle" and not request.parts and setup.run.positions < MIN_NEEDLE_TOKENS:
             continue  # nobody named the part, and the teacher reads no text that is long enough
         measure, uses = PART_MEASURES[name]
-        fields = {**{field: getattr(request, field) for field in uses}, "subjects": setup.names}
+        fields = {field: getattr(request, field) for field in uses}
         fields = json.loads(json.dumps(fields))  # as it is stored: a tuple becomes a list
         made_with, stored = setup.made_with(), run.results.get(name)
         if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in anew:
@@ -148,7 +148,7 @@ def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Measure every head before and after its training."""
+    """Measure every head of the student and of the window."""
     windows = request_texts(setup, request)[:MAX_APPROXIMATION_TEXTS]
     students = [subject for subject in setup.subjects(windows.shape[1]) if subject.allocation is not None]
     return (yield from measure_approximation(setup.teacher or setup.student.base, students, windows)), windows
@@ -160,10 +160,8 @@ def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
     if setup.run.inspection.positions == "learned" and not request.lengths:  # named lengths were checked
         most = setup.run.positions
         lengths = tuple(sorted({*(length for length in lengths if length <= most), most}))
-    # an untrained student is as fast as the trained one
-    subjects = [subject for subject in setup.subjects(setup.usual_length) if subject.name != "untrained"]
     limits = lengths, setup.run.positions, request.seconds, request.seed
-    return (yield from measure_speed(subjects, setup.layers, *limits)), None
+    return (yield from measure_speed(setup.subjects(setup.usual_length), setup.layers, *limits)), None
 
 
 def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:

@@ -32,7 +32,6 @@ from linearizer.quiet import quiet
 from linearizer.run.folder import Run
 from linearizer.run.names import absolute_source
 from linearizer.run.results import MadeWith, Recall
-from linearizer.student.layer_student import LayerStudent
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, describe_device
 from linearizer.teacher.load import load_teacher_of, read_kept_texts
@@ -63,32 +62,7 @@ class Setup:
     def allocation(self) -> Allocation:
         return self.run.require_allocation()
 
-    @cached_property
-    def untrained(self) -> tuple[LayerStudent, ...] | None:
-        """Return the student's heads before training; None where there was none, or what they began from is gone."""
-        return self.begun(self.allocation) if "untrained" in self.names else None
-
-    def begun(self, allocation: Allocation) -> tuple[LayerStudent, ...]:
-        """Make the heads of an allocation, initialised and not trained."""
-        heads = checkpoint.make_layer_students(self.control, self.layers, allocation, self.run.plan.seed)
-        with exchange_students(self.control, heads):
-            initialise(self.control, self.samples or samples_of(self.run), self.run.plan.seed)
-        return heads
-
-    @property
-    def names(self) -> list[str]:
-        """Name the subjects; the untrained student is left out where the student has just been made."""
-        beginning = self.kept is None and self.run.plan.trains and self.run.has_file(SAMPLES)
-        return ["teacher"] * (self.teacher is not None) + ["student", "window"] + ["untrained"] * beginning
-
     def subjects(self, length: int) -> list[Subject]:
-        """List teacher, student, a plain window of the student's bytes at a length, and the untrained student."""
-        subjects = self.compared(length)
-        if self.untrained is not None:
-            subjects.append(Subject("untrained", self.control, self.allocation, self.untrained))
-        return subjects
-
-    def compared(self, length: int) -> list[Subject]:
         """List teacher, student, and a plain window of the student's bytes at a length."""
         softmax = self.teacher is self.control.base
         subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
@@ -96,10 +70,12 @@ class Setup:
 
     def window(self, length: int) -> Subject:
         """Make a plain window that takes the student's bytes at a length."""
-        control = window_control(self.allocation, self.layers, length)
+        control, seed = window_control(self.allocation, self.layers, length), self.run.plan.seed
+        heads = checkpoint.make_layer_students(self.control, self.layers, control, seed)
         sampled = self.samples is not None or self.run.has_file(SAMPLES)
-        begun = control.bits < 16 and sampled  # or it would be a worse control than it is
-        heads = self.begun(control) if begun else checkpoint.make_layer_students(self.control, self.layers, control)
+        if control.bits < 16 and sampled:  # or it would be a worse control than it is
+            with exchange_students(self.control, heads):
+                initialise(self.control, self.samples or samples_of(self.run), seed)
         return Subject(control.strategy, self.control, control, heads)
 
     @property

@@ -243,7 +243,7 @@ def load(run: Run, visitor: Visitor) -> Models:
         with assembled(run, visitor.token) as setup:
             if setup.teacher is None:
                 raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-    return Models(run.key, tuple(setup.compared(run.positions)), setup.tokenizer)
+    return Models(run.key, tuple(setup.subjects(run.positions)), setup.tokenizer)
 
 
 def forget_states(key: Key) -> None:

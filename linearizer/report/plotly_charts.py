@@ -54,7 +54,6 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
     "window": ("plain window", ORANGE, "square", "dash"),
-    "untrained": ("untrained student", GREEN, "cross", "dashdot"),
     "cache, 2 bits": ("cache, 2 bits", PURPLE, "triangle-down", "longdash"),
     "cache, 3 bits": ("cache, 3 bits", PURPLE, "star", "longdashdot"),
     "cache, 4 bits": ("cache, 4 bits", PURPLE, "triangle-up", "2px,5px"),

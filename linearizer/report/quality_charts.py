@@ -20,8 +20,8 @@ from linearizer.run.folder import Run
 from linearizer.run.results import Language, Part
 
 KL = "KL, nats per token"
-KINDS = {"student": "lz-student", "window": "lz-window", "untrained": "lz-untrained", "teacher": "lz-teacher"}
-SAME_BYTES = ("student", "window", "untrained")  # subjects of an evaluation
+KINDS = {"student": "lz-student", "window": "lz-window", "teacher": "lz-teacher"}
+SAME_BYTES = ("student", "window")  # subjects of an evaluation
 MAX_PREDICTED = 60  # points of the line of budgets
 BY_LENGTH = "KL to the teacher over texts of each length, lower is better; the bars are 95% intervals."
 BY_BYTES = (

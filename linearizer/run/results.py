@@ -322,7 +322,7 @@ R = TypeVar("R", bound=Result)
 class Part(Generic[R]):
     """One part of an evaluation: its result, and what it was measured on and with."""
 
-    asked: dict[str, Any]  # the fields of the request that the part uses, and its subjects
+    asked: dict[str, Any]  # the fields of the request that the part uses
     made_with: MadeWith
     result: R  # of the class that RESULTS names for the part
     read: TextRead | None = None  # None: the part reads no text of a source

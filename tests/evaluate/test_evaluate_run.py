@@ -87,7 +87,7 @@ def test_all_are_measured_and_named_with_what_they_were_measured_with(run, said)
     assert json.loads(out) == run.evaluation_parts
     language = run.evaluation_parts["language"]
     names = [subject["name"] for subject in language["subjects"]]
-    assert names == ["teacher", "student", "window", "untrained", *RIVALS]
+    assert names == ["teacher", "student", "window", *RIVALS]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
     made = language["asked"]["made_with"]
     assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
@@ -187,7 +187,7 @@ def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path,
     assert code == 0, err
     assert "the student was measured alone: " in out
     language = run.evaluation_parts["language"]
-    assert [subject["name"] for subject in language["subjects"]] == ["student", "window", "untrained", *RIVALS]
+    assert [subject["name"] for subject in language["subjects"]] == ["student", "window", *RIVALS]
     assert language["subjects"][0]["kl"] is None and "–" in out
 
 

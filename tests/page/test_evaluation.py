@@ -39,7 +39,7 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(local, 
         page.reload()
         page.get_by_role("button", name="All measurements").click()
         page.wait_for_selector("#part-language .lz-table", state="attached", timeout=LONG)  # folded
-        page.wait_for_selector("#verdict svg text:has-text('untrained')")
+        page.wait_for_selector("#verdict svg text:has-text('cache, 2 bits')")
         shown(page, "#evaluating", "Evaluated", LONG)
         wait_until_true(page, "document.querySelector('#heard').textContent.startsWith('Evaluated')")
         shown(page, "#part-needle", "the teacher itself recalls less than half")  # so there is no chart

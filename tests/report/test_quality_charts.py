@@ -48,7 +48,7 @@ def test_each_point_has_its_interval_and_a_note_and_none_is_below_the_axis():
     _, lines = saved(figure)
     assert min(kl for rows in lines.values() for _, kl, *_ in rows) == MIN_DRAWN_KL  # an axis of factors has no zero
     points = sum(map(len, lines.values()))
-    assert figure.count('class="lz-bar') == figure.count("<circle") == figure.count("</title></circle>") == points == 6
+    assert figure.count('class="lz-bar') == figure.count("<circle") == figure.count("</title></circle>") == points == 4
     assert length_chart(replace(LANGUAGE, lengths=LANGUAGE.lengths[:1])) == ""  # a point is no line
 
 
