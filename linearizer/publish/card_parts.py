@@ -1,6 +1,7 @@
-"""What the cards of all students have: metadata, how to load them, the plan, the licence, and Markdown.
+"""What the cards of all students have: metadata, how to load them, the plan, and their text, a template.
 
-Names and texts from others are escaped: nothing in them becomes markup or metadata.
+Whatever a template shows is escaped, so that names and texts from others become no markup and no metadata, unless it
+is Markdown already.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from string import Template
 from typing import Any, ClassVar
 
 from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import linearizer
+from linearizer.amounts import count_in_words
 from linearizer.encoders.encoder_report import judge_any_run
-from linearizer.hub.models import DEMO
 from linearizer.plan.inspection import ModelFacts
-from linearizer.report.tables import Table
+from linearizer.report.prediction import candidates_table
+from linearizer.report.tables import Table, describe_environment
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.names import HubName
@@ -30,6 +33,10 @@ from linearizer.run.names import HubName
 TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
 LINK = r"https?://[\w./~%#?=&:+@-]+"
 LOCAL = ("/", ".", "~")  # beginnings of the folders of a machine
+
+
+class Markdown(str):
+    """A text that is shown as it is."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,29 @@ class CitedTeacher:
     repo_id: str | None  # None: a local folder, which nobody else can find
     revision: str | None
     gated: bool
-    terms: dict[str, Any]
+    terms: dict[str, Any]  # its licence and language
     file: str | None = None  # of its weights, where it is one of several in a repository
 
     @staticmethod
     def of(teacher: ModelFacts) -> CitedTeacher:
         asked = HubName.of(teacher.name) if teacher.revision else None
         repo_id, file = (asked.repo_id, asked.file) if asked else (None, None)
-        name = repo_id or Path(teacher.name).name
-        return CitedTeacher(name, repo_id, teacher.revision, teacher.gated, teacher.terms, file)
+        terms = public_terms(teacher.terms, f"{repo_id}/blob/{teacher.revision}" if repo_id else None)
+        return CitedTeacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, terms, file)
+
+
+def public_terms(terms: dict[str, Any], place: str | None) -> dict[str, Any]:
+    """Copy a teacher's licence and language; a link to its licence that is relative to a place becomes absolute."""
+    copied: dict[str, Any] = {
+        name: one_line(value) if isinstance(value, str) else [one_line(each) for each in value]
+        for name, value in terms.items()
+    }
+    link = copied.pop("license_link", None)
+    if isinstance(link, str) and re.fullmatch(LINK, link):
+        copied["license_link"] = link
+    elif place and isinstance(link, str) and re.fullmatch(r"[\w./-]+", link):
+        copied["license_link"] = f"https://huggingface.co/{place}/{link}"
+    return copied
 
 
 class Card(ABC):
@@ -68,8 +89,8 @@ class Card(ABC):
         """List the results of the student: the text, what is said of it, the name of the measure, and its value."""
 
     @abstractmethod
-    def describe(self) -> dict[str, str]:
-        """Write the fields of the template that differ."""
+    def facts(self) -> dict[str, Any]:
+        """Collect what the template of this kind of student shows."""
 
     def write_snippet(self, name: str, revision: str | None = None) -> str:
         """Write the Python code that loads the student by its name and uses it."""
@@ -86,16 +107,15 @@ class Card(ABC):
 
     def write(self, repo_id: str | None = None) -> str:
         title = repo_id.partition("/")[2] if repo_id else f"{self.teacher.name}, linearized"
-        verdict, plan = judge_any_run(self.run), json.dumps(self.public_plan(), indent=1).replace("`", "\\u0060")
-        body = Template((Path(__file__).parent / self.template).read_text(encoding="utf-8")).substitute(
-            title=escape_markdown(title),
-            verdict="" if verdict is None else f"> {verdict.sentence}\n\n",
+        body = ENVIRONMENT.get_template(self.template).render(
+            title=title,
+            verdict=judge_any_run(self.run),
+            teacher=self.teacher,
             library=self.library,
             snippet=self.write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
             version=linearizer.__version__,
-            plan=folded("The whole plan", f"```json\n{plan}\n```"),
-            licence=describe_licence(self.teacher),
-            **self.describe(),
+            plan_json=json.dumps(self.public_plan(), indent=1).replace("`", "\\u0060"),
+            **self.facts(),
         )
         head = self.build_metadata(title).to_yaml(line_break="\n")
         return f"---\n{head.strip()}\n---\n{body}"
@@ -134,45 +154,8 @@ class Card(ABC):
             datasets=[learnt.split(":")[1]] if is_on_hub(learnt) else None,
             model_name=one_line(title),
             eval_results=results or None,
-            **public_terms(self.teacher),
+            **self.teacher.terms,
         )
-
-
-def describe_origin(teacher: CitedTeacher) -> str:
-    """Name a teacher, and where it is found."""
-    if teacher.repo_id:
-        page, revision = f"https://huggingface.co/{teacher.repo_id}", teacher.revision or ""
-        return f"[{escape_markdown(teacher.repo_id)}]({page}) at revision [`{revision[:12]}`]({page}/tree/{revision})"
-    if teacher.name == DEMO:
-        return "the demo model that comes with Linearizer"
-    return f"{escape_markdown(teacher.name)}, a model in a local folder that is not on the Hub"
-
-
-def describe_licence(teacher: CitedTeacher) -> str:
-    """Describe the licence of the student, which is its teacher's."""
-    terms = public_terms(teacher)
-    name = terms.get("license_name") or terms.get("license")
-    name = ", ".join(name) if isinstance(name, list) else name
-    if not name:
-        return "The card of the teacher states no licence: ask its author before you use or share the student."
-    link = terms.get("license_link")
-    at = f" (<{link}>)" if isinstance(link, str) and re.fullmatch(LINK, link) else ""
-    gated = " The teacher is gated: users of the student must accept the terms on the teacher's page." * teacher.gated
-    return f"The weights are the teacher's, and so is the licence: {escape_markdown(name)}{at}.{gated}"
-
-
-def public_terms(teacher: CitedTeacher) -> dict[str, Any]:
-    """Copy the teacher's licence and language; a relative link to its licence becomes absolute."""
-    terms = {
-        name: one_line(value) if isinstance(value, str) else [one_line(each) for each in value]
-        for name, value in teacher.terms.items()
-    }
-    link = terms.pop("license_link", None)
-    if isinstance(link, str) and re.fullmatch(LINK, link):
-        terms["license_link"] = link
-    elif teacher.repo_id and isinstance(link, str) and re.fullmatch(r"[\w./-]+", link):
-        terms["license_link"] = f"https://huggingface.co/{teacher.repo_id}/blob/{teacher.revision}/{link}"
-    return terms
 
 
 def public_text(source: str) -> str:
@@ -191,17 +174,12 @@ def is_on_hub(text: str) -> bool:
     return text.startswith("dataset:") and "/" in text.split(":")[1]
 
 
-def table_markdown(table: Table) -> str:
+def table_markdown(table: Table) -> Markdown:
     """Write a table as Markdown."""
     head, *rows = [[escape_markdown(str(cell)) for cell in row] for row in table.rows]
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join([text, *map(escape_markdown, table.notes)])
-
-
-def folded(title: str, content: str) -> str:
-    """Fold Markdown under a title."""
-    return f"<details><summary>{html.escape(title)}</summary>\n\n{content}\n\n</details>"
+    return Markdown("\n\n".join([text, *map(escape_markdown, table.notes)]))
 
 
 def escape_markdown(text: str) -> str:
@@ -212,3 +190,23 @@ def escape_markdown(text: str) -> str:
 def one_line(text: str) -> str:
     """Keep the printable characters of a text, on one line."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def show(value: object) -> str:
+    """Write a value that a template shows."""
+    return value if isinstance(value, Markdown) else escape_markdown(str(value))
+
+
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    finalize=show,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+ENVIRONMENT.filters |= {
+    "raw": Markdown,
+    "table": table_markdown,
+    **{each.__name__: each for each in (candidates_table, count_in_words, describe_environment)},
+}

@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_report import describe_choice, describe_inputs, quality_table
 from linearizer.encoders.encoder_run import STUDENT
 from linearizer.encoders.kinds import kind_of
 from linearizer.plan.encoder_inspection import LATENTS
-from linearizer.publish.card_parts import Card, CitedTeacher, describe_origin, public_text, table_markdown
+from linearizer.publish.card_parts import Card, public_text
 from linearizer.run.folder import Run
 
 TASKS = {  # pipelines of the Hub, by the class of transformers that loads a teacher
@@ -67,14 +68,17 @@ class EncoderCard(Card):
             ways["Load it for sentences"] = f"from sentence_transformers import SentenceTransformer\n\nmodel = {load}"
         return ways
 
-    def describe(self) -> dict[str, str]:
-        encoder, steps = self.encoder, self.encoder.plan.steps
+    def facts(self) -> dict[str, Any]:
+        encoder = self.encoder
         judged = (replace(each, text=public_text(each.text)) for each in encoder.judgements.values())
-        tables = [table_markdown(quality_table(encoder, each)) for each in judged]
         return {
-            "summary": describe_student(encoder, self.teacher),
-            "evaluation": "\n\n".join(tables) or "The student was not evaluated.",
-            "trained": f"trained its layers for {steps:,} steps" if steps else "trained nothing",
+            "encoder": encoder,
+            "blocks": sorted((block for block, _ in encoder.ways.ways), key=math.prod),
+            "slots": sorted(slots for _, slots in encoder.ways.ways),
+            "globals": encoder.both_ways.first + encoder.both_ways.last,
+            "choice": describe_choice(encoder),
+            "tables": [quality_table(encoder, each) for each in judged],
+            "steps": encoder.plan.steps,
         }
 
     def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
@@ -83,30 +87,3 @@ class EncoderCard(Card):
             about = f", {describe_inputs(self.encoder, judgement.tokens)}"
             yield text, about, "KL to the teacher", student.kl.mean
             yield text, about, "agreement with the teacher", student.agreement.mean
-
-
-def describe_student(encoder: EncoderRun, teacher: CitedTeacher) -> str:
-    """Describe in one paragraph what the student is."""
-    ways, how = encoder.ways, encoder.both_ways
-    blocks, slots = sorted((block for block, _ in ways.ways), key=math.prod), sorted(slots for _, slots in ways.ways)
-    sizes = from_to(*(" × ".join(map(str, block)) for block in (blocks[0], blocks[-1])))
-    shared = f"all others share {from_to(str(slots[0]), str(slots[-1]))} slots"
-    text = (
-        f"This is {describe_origin(teacher)}, with its attention replaced: every token sees exactly the tokens of its "
-        f"own block of {sizes} and of the blocks around it, and {how.first + how.last} global tokens; "
-        f"{shared if slots[-1] else 'no others'}. A token sees {encoder.keys:.4g} keys, a mean over all heads, however "
-        "many tokens there are, so time is linear in the tokens."
-    )
-    if chosen := describe_choice(encoder):
-        text += f" How each head attends was chosen by measurement ({chosen})."
-    if encoder.stretched:
-        text += (
-            f" The teacher has {encoder.inspection.tokens:,} positions. They were stretched to {encoder.tokens:,} by "
-            "interpolation, and the student is compared with the teacher on these positions: a teacher that was "
-            "trained on longer texts may serve better."
-        )
-    return text
-
-
-def from_to(least: str, most: str) -> str:
-    return least if least == most else f"{least} to {most}"
