@@ -195,7 +195,7 @@ def numbers_card(judged: LengthResult, state: StateSize, length: int) -> str:
 
 def use_card(run: Run) -> str:
     """Show how a student is served and loaded at one's own machine."""
-    from linearizer.publish.encoder_card import EncoderCard
+    from linearizer.publish.card import EncoderCard
 
     if not run.checkpoint.is_dir():
         return ""

@@ -1,31 +1,34 @@
-"""The card of a student: its metadata, what it is, how to load it, its evaluation, its limits, and how it was made."""
+"""The card of a student, of a causal language model or of an encoder: what its template shows, and its results."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_report import describe_choice, describe_inputs, quality_table
+from linearizer.encoders.encoder_run import STUDENT
+from linearizer.encoders.kinds import kind_of
 from linearizer.plan.allocation import ROW_TITLES, StateSize
 from linearizer.plan.plan import Plan
 from linearizer.publish.card_parts import Card, public_text, table_markdown
-from linearizer.publish.encoder_card import EncoderCard
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import find_correction
 from linearizer.report.tables import Table, describe_heads
 from linearizer.run.folder import Run, read_training
 from linearizer.run.results import Part
 
+TASKS = {  # pipelines of the Hub, by the class of transformers that loads a teacher
+    "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForImageClassification": "image-classification",
+    "DiffusionPipeline": "text-to-image",
+}
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
-SNIPPET = """\
-from transformers import $auto_class, AutoTokenizer
-
-name = $name$revision
-model = $auto_class.from_pretrained(name$pinned, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(name$pinned, trust_remote_code=True)
-text = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=40)
-print(tokenizer.decode(text[0]))"""
 
 
 def card_of(run: Run) -> Card:
@@ -36,7 +39,7 @@ def card_of(run: Run) -> Card:
 class CausalCard(Card):
     """The card of the student of a causal language model."""
 
-    template, task, snippet, auto_class = "causal_card.md", "text-generation", SNIPPET, "AutoModelForCausalLM"
+    template, task, auto_class = "causal_card.md", "text-generation", "AutoModelForCausalLM"
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.inspection)
@@ -83,6 +86,50 @@ class CausalCard(Card):
             text = part.read.text
             for gap, loss in zip(part.result.gaps, find_student(part.result).second, strict=True):
                 yield text, ", kept from training" * (text == own), f"recall after {gap}", loss
+
+
+class EncoderCard(Card):
+    """The card of the student of an encoder or a denoiser."""
+
+    template = "encoder_card.md"
+
+    def __init__(self, run: Run) -> None:
+        self.encoder = EncoderRun(run)
+        inspection = self.encoder.inspection
+        super().__init__(run, inspection)
+        self.reads, self.auto_class = inspection.reads, inspection.auto_class
+        self.library = kind_of(inspection).library
+        features = "image-feature-extraction" if self.reads == "pictures" else "feature-extraction"
+        self.task = TASKS.get(self.auto_class, features)
+
+    def write_ways_to_load(self) -> dict[str, str]:
+        """Write the code that loads the student from its folder, each way under its title."""
+        place = self.run.checkpoint.absolute()
+        ways = {"Load it": self.write_snippet(str(place))}
+        if (place / "modules.json").is_file():
+            load = f"SentenceTransformer({json.dumps(str(place))}, trust_remote_code=True)"
+            ways["Load it for sentences"] = f"from sentence_transformers import SentenceTransformer\n\nmodel = {load}"
+        return ways
+
+    def facts(self) -> dict[str, Any]:
+        encoder = self.encoder
+        judged = (replace(each, text=public_text(each.text)) for each in encoder.judgements.values())
+        return {
+            "encoder": encoder,
+            "blocks": sorted((block for block, _ in encoder.ways.ways), key=math.prod),
+            "slots": sorted(slots for _, slots in encoder.ways.ways),
+            "globals": encoder.both_ways.first + encoder.both_ways.last,
+            "choice": describe_choice(encoder),
+            "tables": [quality_table(encoder, each) for each in judged],
+            "steps": encoder.plan.steps,
+        }
+
+    def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
+        for judgement in self.encoder.judgements.values():
+            text, student = public_text(judgement.text), judgement.rows[STUDENT]
+            about = f", {describe_inputs(self.encoder, judgement.tokens)}"
+            yield text, about, "KL to the teacher", student.kl.mean
+            yield text, about, "agreement with the teacher", student.agreement.mean
 
 
 def find_student(result: Any) -> Any:

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from string import Template
 from typing import Any, ClassVar
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -76,10 +75,10 @@ class Card(ABC):
     """The card of a run's student: the methods that are not here say what differs between kinds of students."""
 
     template: ClassVar[str]  # a file of this room
-    task: str  # of the Hub
-    snippet: str  # the code that loads the student and uses it
-    auto_class: str  # that loads it
+    task: str  # of the Hub: what the student does
+    auto_class: str  # that loads the student
     library: str = "transformers"  # that this class is of
+    reads: str = "texts"  # or pictures, or latents
 
     def __init__(self, run: Run, inspection: ModelFacts) -> None:
         self.run, self.teacher = run, CitedTeacher.of(inspection)
@@ -94,12 +93,9 @@ class Card(ABC):
 
     def write_snippet(self, name: str, revision: str | None = None) -> str:
         """Write the Python code that loads the student by its name and uses it."""
-        return Template(self.snippet).substitute(
-            auto_class=self.auto_class,
-            name=json.dumps(name),
-            revision=f"\nrevision = {json.dumps(revision)}" if revision else "",
-            pinned=", revision=revision" if revision else "",
-        )
+        pinned = json.dumps(revision) if revision else ""
+        shown = ENVIRONMENT.get_template("snippet.md").render(card=self, name=json.dumps(name), revision=pinned)
+        return shown.rstrip()
 
     def add(self) -> None:
         """Put the card into the checkpoint of the run."""
