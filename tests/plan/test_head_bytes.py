@@ -8,9 +8,8 @@ from linearizer.page.plan_cards import allocation_card
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.publish import card
-from linearizer.publish.card import CitedTeacher
 from linearizer.student.slots_torch import block_leaves
+from tests.support.cards import describe_student
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
 BOUNDED = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16, native_window=32)
@@ -77,7 +76,7 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     result = allocation.summary(LAYERS, 100)
     assert (result["state_bytes"], result["state_tokens"]) == (after, 100)
     assert result["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
-    on_card = card.describe_student(allocation, LAYERS, CitedTeacher("demo", None, None, False, {}))
+    on_card = describe_student(allocation, LAYERS)
     text, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS, 2**17)
     assert f"; state {state}" in text and state in page and f"The state takes {state}" in on_card
     assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from linearizer.plan.allocation import Allocation
+from linearizer.plan.allocation import Allocation, StateSize
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.plan import Plan
+from linearizer.publish.card_parts import ENVIRONMENT
+from linearizer.report.tables import describe_heads
 from linearizer.run.folder import Run
 from tests.support.evaluation_results import LANGUAGE, RECALL, at_length, estimate, predictions
 from tests.support.runs import inspection_of
@@ -40,3 +42,19 @@ def made(folder, plan=None, losses=LOSSES, **inspection):
     if losses:
         run.write_evaluation(parts=judged(run.plan.text, **losses))
     return run
+
+
+def described(name, **facts):
+    """Render a part of the card alone, on one line, without the signs that escape others."""
+    return " ".join(ENVIRONMENT.get_template(name).render(facts).replace("\\", "").split())
+
+
+def describe_teacher(inspection):
+    """What the card says of a teacher that is a mixture, a text tower or quantised; "" of any other."""
+    return described("teacher.md", inspection=inspection)
+
+
+def describe_student(allocation, layers):
+    """What the card says of a student."""
+    state = StateSize.of(allocation, layers)
+    return described("student.md", allocation=allocation, held=describe_heads(allocation), state=state)

@@ -9,9 +9,9 @@ from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
 from linearizer.hub.weight_files import Weights
 from linearizer.plan.head_bytes import Layer
-from linearizer.publish.card import describe_teacher
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.support import TESTED
+from tests.support.cards import describe_teacher
 from tests.support.families import FAMILIES, WINDOW, tiny_config
 
 MIXTURES = ("mixtral", "qwen3_moe")

@@ -19,13 +19,13 @@ from linearizer.method.head_prices import estimate_prices
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.publish.card import describe_teacher
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.layers import matrix
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.quantised import keep_as_stored
+from tests.support.cards import describe_teacher
 from tests.support.models import MIXED, allocation_of, layers_of, teacher_of, tokens
 
 INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)

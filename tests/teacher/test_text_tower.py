@@ -13,13 +13,13 @@ from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import find_model
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.publish.card import describe_teacher
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.streaming import measure_weights
 from linearizer.teacher.support import TOWERS
+from tests.support.cards import describe_teacher
 from tests.support.families import FAMILIES, GROUPED
 from tests.support.models import tokens
 from tests.support.runs import weights_of
