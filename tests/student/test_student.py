@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from linearizer.plan.head_bytes import Head
+from linearizer.student.attention_interface import attending
 from linearizer.student.cache import CACHE, LinearizedLayer
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
@@ -29,6 +30,19 @@ def test_a_student_whose_window_covers_the_text_is_its_teacher(family):
     expected = teacher_of(family)(ids).logits
     student = student_of(family, [Head(window=40), Head(window=64, features=16)])
     torch.testing.assert_close(student(ids).logits, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "cache", [lambda config: None, lambda config: DynamicCache(config=config), lambda config: DynamicCache()]
+)
+@torch.no_grad()
+def test_a_base_that_attends_as_its_teacher_takes_the_caches_of_transformers(cache):
+    student, ids = student_of("llama"), tokens(2, 20)
+    with attending(student.base, "sdpa"):
+        first = student.base(ids[:, :9], use_cache=True, **{CACHE: cache(student.base.config)})
+        rest = student.base(ids[:, 9:], **{CACHE: getattr(first, CACHE)})
+    logits = torch.cat([first.logits, rest.logits], 1)
+    torch.testing.assert_close(logits, teacher_of("llama")(ids).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
