@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -64,9 +64,15 @@ class Setup:
 
     def subjects(self, length: int) -> list[Subject]:
         """List teacher, student, and a plain window of the student's bytes at a length."""
-        softmax = self.teacher is self.control.base
-        subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
-        return [*subjects, Subject("student", self.student, self.allocation), self.window(length)]
+        student = Subject("student", self.student, self.allocation)
+        return [*filter(None, [self.teacher_subject]), student, self.window(length)]
+
+    @property
+    def teacher_subject(self) -> Subject | None:
+        """The teacher, if there is one."""
+        if self.teacher is None:
+            return None
+        return Subject("teacher", self.teacher, softmax=self.teacher is self.control.base)
 
     def window(self, length: int) -> Subject:
         """Make a plain window that takes the student's bytes at a length."""
@@ -100,10 +106,12 @@ class Setup:
             return self.kept[:count]
         source = absolute_source(source or plan.text)  # so is the plan's own
         if source != plan.text or source == "self":
-            if source == "self" and self.teacher is None:
+            teacher = self.teacher_subject
+            if source == "self" and teacher is None:
                 raise TextError("'self' is text that the teacher writes, which is not available: name another source")
             new = seed + plan.seed + 1  # other texts than the texts of the training
-            return read_texts(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
+            with nullcontext() if teacher is None else teacher.at_work() as model:
+                return read_texts(source, self.tokenizer, length, count, least=1, model=model, seed=new)
         first = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))

@@ -111,6 +111,12 @@ def test_the_text_is_not_what_the_student_was_trained_on(finished):
         assert sampled.shape == (2, 32) and not torch.equal(sampled, setup.windows("self", 32, 2, 1))
 
 
+def test_the_teacher_writes_text_where_its_weights_are_in_its_student_too(untrained):
+    with assembled(Run.open(untrained)) as setup:
+        shared = replace(setup, teacher=setup.control.base)
+        assert torch.equal(shared.windows("self", 32, 2, 0), setup.windows("self", 32, 2, 0))
+
+
 def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_it_was_asked(untrained, tmp_path):
     run = Run(shutil.copytree(untrained, tmp_path / "run"))
     with assembled(run) as setup:
