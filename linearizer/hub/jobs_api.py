@@ -144,35 +144,26 @@ class Account:
                     f"at {constants.ENDPOINT}/buckets/{self.bucket}; {NOTHING_BEGUN}"
                 )
 
-    def list_files(self, prefix: str) -> dict[str, Any]:
+    def list_files(self, prefix: str) -> list[str]:
         """List the files below a prefix by their paths in the bucket."""
         tree = self.api.list_bucket_tree(self.bucket, prefix=prefix, recursive=True)
-        return {each.path: each for each in tree if each.type == "file" and each.path.startswith(prefix + "/")}
+        return [each.path for each in tree if each.type == "file" and each.path.startswith(prefix + "/")]
 
-    def find_files(self, paths: Iterable[str]) -> dict[str, Any]:
-        """Find the given files that are in the bucket."""
-        return {each.path: each for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
-
-    def send(self, files: Mapping[str, Path | bytes], removed: Iterable[str] = ()) -> None:
+    def send(self, files: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
         """Write files by their paths in the bucket, and remove others, in one request."""
-        add: list[tuple[str | Path | bytes, str]] = [(content, path) for path, content in files.items()]
         with without_bars():
+            add: list[tuple[str | Path | bytes, str]] = [(content, path) for path, content in files.items()]
             self.api.batch_bucket_files(self.bucket, add=add, delete=list(removed))
 
-    def fetch(self, files: Mapping[Path, Any]) -> None:
-        """Download files to their places here, by their paths in the bucket or as they were listed."""
-        for place in files:
-            place.parent.mkdir(parents=True, exist_ok=True)
-        with without_bars():
-            self.api.download_bucket_files(self.bucket, [(file, place) for place, file in files.items()])
+    def send_folder(self, folder: Path, prefix: str, exclude: Sequence[str], include: Sequence[str] = ()) -> None:
+        """Make what is below a prefix of the bucket as a folder is; or only write what patterns name of it."""
+        place, out, only = f"hf://buckets/{self.bucket}/{prefix}", [*exclude], [*include]
+        self.api.sync_bucket(str(folder), place, delete=not only, exclude=out, include=only, quiet=True)
 
-    def send_folder(self, folder: Path, prefix: str, **which: Any) -> None:
-        """Write what has changed in a folder below a prefix of the bucket."""
-        self.api.sync_bucket(str(folder), f"hf://buckets/{self.bucket}/{prefix}", quiet=True, **which)
-
-    def fetch_folder(self, prefix: str, folder: Path, include: Sequence[str] = ()) -> None:
-        """Download what is below a prefix of the bucket, or what patterns name of it."""
-        self.api.sync_bucket(f"hf://buckets/{self.bucket}/{prefix}", str(folder), include=[*include], quiet=True)
+    def fetch_folder(self, prefix: str, folder: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()) -> None:
+        """Download what has changed below a prefix of the bucket, or what patterns name of it."""
+        place = f"hf://buckets/{self.bucket}/{prefix}"
+        self.api.sync_bucket(place, str(folder), exclude=[*exclude], include=[*include], quiet=True)
 
     def begin_job(self, image: str, command: list[str], flavor: str, minutes: int, run_id: str) -> Job:
         """Begin a job, which the account pays; the token is a secret of the job."""

@@ -358,7 +358,7 @@ class Run:
     def request_reason(self, name: str) -> str | None:
         """Return the reason of a request, if one was given."""
         with suppress(FolderError):  # not requested, or already served
-            return self.read(name) or None
+            return self.read(name).strip() or None
         return None
 
     has_request = has_file

@@ -1,33 +1,26 @@
 """Follow the job of a run: its log becomes the run's log, and its products the run's; begin a job where there is none.
 
-The job keeps its log in the bucket. Its lines are appended unchanged, so everything that reads a run needs nothing new.
-The lines that end a run wait until its products are here. Whoever follows after a crash skips the lines that are there
-already.
+A bucket holds the folder of the run while the job works. The lines of its log are appended unchanged to the log here,
+so everything that reads a run needs nothing new. The lines that end a run wait until its products are here. Whoever
+follows after a crash skips the lines that are there already.
 """
 
 from __future__ import annotations
 
-import io
 import time
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
-from fnmatch import fnmatch
-from hashlib import sha256
-from pathlib import Path
 from typing import TypeVar
 
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import TROUBLE, Account, Job, explain_job_errors, status_of
-from linearizer.hub.repository import bytes_of
-from linearizer.publish.space import job_requirements, package_files
-from linearizer.run.events import EventName, append_line, newest_events, parse_line, parse_lines
-from linearizer.run.files import UNFINISHED, remove
+from linearizer.publish.space import CARRIED_FOLDERS, job_requirements
+from linearizer.run.events import EventName, append_line, parse_line, parse_lines, read_lines
+from linearizer.run.files import PACKAGE, UNFINISHED, find_carried, remove
 from linearizer.run.folder import Run
-from linearizer.run.hub_job import HubJob, agreed_cap, open_job, read_hub_job
+from linearizer.run.hub_job import FILE, HubJob, agreed_cap, open_job, read_hub_job
 from linearizer.run.stopping import log_end
-from linearizer.run.weight_digests import DIGESTS
 from linearizer.workers.control import quote_last
 
 Product = TypeVar("Product")
@@ -39,18 +32,15 @@ uv venv --quiet env
 uv pip install --quiet --python env {packages}
 exec env/bin/python "$@"
 """  # without a GPU the build of PyTorch that has no CUDA, which is ten times as small
-BEGIN = """import os, sys, tempfile, zipfile
+BEGIN = """import os, sys
 from huggingface_hub import HfApi
-os.chdir(tempfile.mkdtemp())
-HfApi().download_bucket_files(sys.argv[1], [(sys.argv[2], "code.zip")])
-zipfile.ZipFile("code.zip").extractall("code")
+HfApi().sync_bucket(f"hf://buckets/{sys.argv[1]}/runs/{sys.argv[2]}/code", "code", quiet=True)
 os.environ["PYTHONPATH"] = os.path.abspath("code")
-os.execv(sys.executable, [sys.executable, "-m", "linearizer.workers.hub_work", sys.argv[1], *sys.argv[3:]])
+os.execv(sys.executable, [sys.executable, "-m", "linearizer.workers.hub_work", *sys.argv[1:]])
 """
-NOT_SENT = (  # of a run's folder; with the last of the first line, a job would begin jobs
-    "lock", "stop", "use", "worker.log", "hub_job.json",
-    "checkpoint/teacher-*", f"*{UNFINISHED}*",
-)  # fmt: skip
+NO_CODE = ("*__pycache__*", ".*", "*/.*", "*.egg-info*", *(f"{name}/*" for name in CARRIED_FOLDERS))
+REQUESTS = ("stop", "use")
+NOT_SENT = ("lock", "worker.log", FILE, "checkpoint/teacher-*", f"*{UNFINISHED}*")  # with FILE a job would begin jobs
 ENDINGS = (EventName.DONE, EventName.STOPPED, EventName.FAILED)
 LOOK_SECONDS = 0.2  # between two looks for requests
 POLL_SECONDS = 5.0  # between two questions for the log and the stage of a job
@@ -61,11 +51,6 @@ PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # between tries to read from the Hub
 def bucket_folder(run_id: str) -> str:
     """Name the folder of a run in a bucket."""
     return f"runs/{run_id}/run"
-
-
-def request_path(run_id: str, name: str) -> str:
-    """Name the file by which a job is requested to `stop`, or to `use` its training as it is."""
-    return f"runs/{run_id}/requests/{name}"
 
 
 def retried(call: Callable[[], Product]) -> Product:
@@ -91,7 +76,6 @@ def follow_job(run: Run, token: str | None) -> None:
                 if run.done or not had_ended or not agreed_cap(run):
                     return
             Follower(run, account, hub_job, find_or_begin(run, account, hub_job)).follow()
-        run.clear_request("stop")
 
 
 def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
@@ -110,44 +94,14 @@ def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
 
 def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     """Send the code and the folder of a run, and return the command of its job."""
-    code = pack_code(demo=run.plan.model == "demo")
-    name = f"code/{sha256(code).hexdigest()[:20]}.zip"
-    place = bucket_folder(run.id)
-    there = set(account.list_files(f"runs/{run.id}"))
-    newer = any(path.startswith(f"{place}/state/") for path in there)  # than the state here
-    skipped = (*NOT_SENT, "checkpoint/*", *["state/*"] * newer)
-    names = {path.relative_to(run.folder).as_posix(): path for path in run.folder.rglob("*") if path.is_file()}
-    files: dict[str, Path | bytes] = {
-        f"{place}/{sent}": path for sent, path in names.items() if not any(fnmatch(sent, each) for each in skipped)
-    }
-    unused = ["*/requests/*"]
-    if allocated_again(run):  # another student needs another training
-        unused += [f"{place}/state/training/*"]
-    obsolete = {path for path in there if any(fnmatch(path, each) for each in unused)}
-    if not account.find_files([name]):
-        files[name] = code
-    account.send(files, obsolete - set(files))
+    code = f"runs/{run.id}/code"
+    account.send_folder(run.folder, bucket_folder(run.id), NOT_SENT)
+    account.send_folder(PACKAGE, f"{code}/linearizer", NO_CODE)
+    if run.plan.model == "demo":
+        account.send_folder(find_carried("assets/demo-model"), f"{code}/assets/demo-model", NO_CODE)
     extra = ["peft"] * (run.plan.kept_lora > 0) + ["gguf"] * (run.inspection.gguf is not None)
     install = INSTALL.format(packages=" ".join(job_requirements(*extra)))
-    return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
-
-
-def allocated_again(run: Run) -> bool:
-    """Whether another budget was allocated since the newest job began."""
-    for event in newest_events(run.log_file):
-        if event["event"] == EventName.HUB_JOB or (event["event"] == EventName.ALLOCATED and event.get("changed")):
-            return event["event"] == EventName.ALLOCATED
-    return False
-
-
-def pack_code(demo: bool) -> bytes:
-    """Pack this package, with the demo model where that is linearized; the same files give the same bytes."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:  # stored: the Hub compresses, and knows parts that it has
-        for name, content in package_files().items():
-            if name.startswith("linearizer/") or (demo and name.startswith("assets/demo-model/")):
-                archive.writestr(zipfile.ZipInfo(name), bytes_of(content))
-    return packed.getvalue()
+    return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, run.id, hub_job.push or ""]
 
 
 class Follower:
@@ -155,8 +109,7 @@ class Follower:
 
     def __init__(self, run: Run, account: Account, hub_job: HubJob, job_id: str) -> None:
         self.run, self.account, self.hub_job, self.id = run, account, hub_job, job_id
-        self.seen = ""  # the hash of the job's log as it was read last
-        self.held: list[str] = []  # lines from the end of the run on
+        self.arrived = run.folder / f"state{UNFINISHED}"  # what is fetched comes here first
         self.asked: set[str] = set()  # requests that were passed on
         self.cancel_at = float("inf")
 
@@ -187,37 +140,29 @@ class Follower:
                 raise
             return Job(self.id, "", "DELETED", "")
 
-    def take_events(self) -> None:
-        """Append the lines that are new in the job's log; hold those that end the run until the end."""
-        path, arrived = f"{bucket_folder(self.run.id)}/events.jsonl", self.run.folder / f"events.jsonl{UNFINISHED}"
-        file = self.account.find_files([path]).get(path)
-        if file is None or file.xet_hash == self.seen:
-            return
-        self.account.fetch({arrived: file})
-        lines = arrived.read_text(encoding="utf-8").splitlines()
-        arrived.unlink()
-        known = {*self.run.log_file.read_text(encoding="utf-8").splitlines(), *self.held}  # each line has its time
-        for line in lines:
-            event = parse_line(line.encode())
-            if event is None or line in known or event["event"] == EventName.QUEUED:
-                continue
-            if self.held or event["event"] in ENDINGS:
-                self.held.append(line)
-            else:
-                append_line(self.run.log_file, line.encode())
-        self.seen = file.xet_hash
+    def take_events(self) -> list[bytes]:
+        """Append the lines that are new in the job's log, up to those that end the run; return these."""
+        self.account.fetch_folder(bucket_folder(self.run.id), self.arrived, include=["events.jsonl"])
+        known = {*read_lines(self.run.log_file).split(b"\n")}  # each line has its time
+        lines = read_lines(self.arrived / "events.jsonl").split(b"\n")
+        new = [(line, event) for line in lines if line not in known and (event := parse_line(line)) is not None]
+        new = [(line, event) for line, event in new if event["event"] != EventName.QUEUED]
+        end = next((place for place, (_, event) in enumerate(new) if event["event"] in ENDINGS), len(new))
+        for line, _ in new[:end]:
+            append_line(self.run.log_file, line)
+        return [line for line, _ in new[end:]]
 
     def pass_requests_on(self, job: Job) -> None:
         """Pass on what the run is requested to do; cancel a job that has not begun, or that does not stop."""
         if not self.run.has_file("plan.json"):  # a run that was deleted by hand costs no more
             self.account.cancel_job(self.id)
             raise FaultError(f"{str(self.run.folder)!r} was deleted while its job was running: the job is cancelled")
-        for name in [name for name in ("stop", "use") if name not in self.asked and self.run.has_request(name)]:
+        for name in [name for name in REQUESTS if name not in self.asked and self.run.has_request(name)]:
             with suppress(*TROUBLE):
                 wait = 0.0
                 if name == "use" or job.stage != "SCHEDULING":
                     reason = self.run.request_reason(name) or "\n"
-                    self.account.send({request_path(self.run.id, name): reason.encode()})
+                    self.account.send({f"{bucket_folder(self.run.id)}/{name}": reason.encode()})
                     wait = STOP_SECONDS
                 if name == "stop":
                     self.cancel_at = time.monotonic() + wait
@@ -231,7 +176,7 @@ class Follower:
         """Fetch the products of an ended job, then log how it ended."""
         try:
             retried(self.bring_products)
-            retried(self.take_events)
+            end = retried(self.take_events)
         except TROUBLE as error:
             raise FaultError(
                 f"the job has ended, and its results cannot be fetched ({redact(error)}): resume the run, which tries "
@@ -240,16 +185,17 @@ class Follower:
         self.run.log(EventName.HUB_JOB, id=self.id, stage=job.stage)
         if "use" in self.asked:
             self.run.clear_request("use")
-        made = any(event["event"] == EventName.DONE for event in parse_lines(map(str.encode, self.held)))
-        if self.held and (not made or self.run.checkpoint.is_dir()):
-            for line in self.held:
-                append_line(self.run.log_file, line.encode())
+        made = any(event["event"] == EventName.DONE for event in parse_lines(end))
+        if end and (not made or self.run.checkpoint.is_dir()):
+            for line in end:
+                append_line(self.run.log_file, line)
         elif "stop" in self.asked or job.stage == "CANCELED":
             why = self.run.request_reason("stop") if "stop" in self.asked else "its job was cancelled on the Hub"
             self.run.log(EventName.STOPPED, **({"error": why} if why else {}))
         else:
             self.run.log(EventName.FAILED, error=self.describe_end(job))
         self.run.clear_request("stop")
+        remove(self.arrived)
 
     def describe_end(self, job: Job) -> str:
         """Describe how a job ended whose log has no end; quote its last line that is not an event."""
@@ -265,13 +211,12 @@ class Follower:
         return f"the job {how}: resume the run, and another job goes on from what was saved{last}"
 
     def bring_products(self) -> None:
-        """Fetch what the job left in the bucket, but for what only resuming needs; each whole or not at all."""
-        arrived = self.run.folder / "state" / f"job{UNFINISHED}"
-        remove(arrived)
-        wanted = ["*.json", *["checkpoint/*"] * (not self.run.checkpoint.is_dir())]
-        self.account.fetch_folder(bucket_folder(self.run.id), arrived, wanted)
-        for path in (*arrived.glob("*.json"), *arrived.glob(DIGESTS)):
-            path.replace(self.run.folder / path.relative_to(arrived))
-        if (arrived / "checkpoint").is_dir() and not self.run.checkpoint.is_dir():
-            (arrived / "checkpoint").rename(self.run.checkpoint)
-        remove(arrived)
+        """Fetch what the job left in the bucket; each file or folder takes the place of ours whole, or not at all."""
+        remove(self.arrived)
+        self.arrived.mkdir()
+        own = ["checkpoint/*"] * self.run.checkpoint.is_dir()
+        self.account.fetch_folder(bucket_folder(self.run.id), self.arrived, exclude=["events.jsonl", *REQUESTS, *own])
+        for path in self.arrived.iterdir():
+            if path.is_dir():
+                remove(self.run.folder / path.name)
+            path.replace(self.run.folder / path.name)

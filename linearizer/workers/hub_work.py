@@ -1,74 +1,53 @@
 """Work on a run inside a job of the Hub: its folder comes from the bucket, and goes back there while it grows.
 
-python -m linearizer.workers.hub_work BUCKET RUN PUSH is what a job does. Every event is a line of standard output, and
-soon in the bucket, where `hub_follow` reads it. The work itself is done by a process of its own, as anywhere: if that
-dies, what it left is saved.
+python -m linearizer.workers.hub_work BUCKET RUN PUSH is what a job does. Its log is soon in the bucket, where
+`hub_follow` reads it, and all of its folder from time to time.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from linearizer.errors import LinearizerError
+from linearizer.errors import LinearizerError, Stopped
 from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import TROUBLE, Account
 from linearizer.progress import finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.workers import control
-from linearizer.workers.hub_follow import NOT_SENT, bucket_folder, request_path, retried
+from linearizer.workers.control import end_process, lock_and_queue
+from linearizer.workers.hub_follow import NOT_SENT, REQUESTS, bucket_folder, retried
+from linearizer.workers.worker import keep_faults, stop_on_sigterm, work_in_turn, work_on
 
-PACE = float(os.environ.get("LINEARIZER_JOB_PACE") or 1.0)  # shortens both pauses
-SAVE_SECONDS = 60.0 * PACE  # between two savings of the run's folder
-ASK_SECONDS = 5.0 * PACE  # between two looks for requests
-FORWARDED = ("stop", "use")
+SAVE_SECONDS = 60.0  # between two savings of the run's folder
+ASK_SECONDS = 3.0  # between two looks for requests
 
 
 def main(arguments: Sequence[str]) -> int:
     """Work on a run from where it stands in the bucket; return an exit code."""
     bucket, run_id, push = arguments
-    account = Account(os.environ.get("HF_TOKEN"))
-    account.bucket = bucket
-    run, over = fetch_run(account, run_id), threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
-    keeper = threading.Thread(target=keep, args=(run, account, run_id, over), daemon=True)
-    keeper.start()
-    if not run.done:
-        control.start(run, account.token)
-        for events in control.follow(run):
-            print(*map(json.dumps, events), sep="\n", flush=True)  # noqa: T201
-    note_loss(run)
-    if run.done and push:
-        publish_student(run, push, account.token)
-    over.set()
-    keeper.join(SAVE_SECONDS)  # a thread at work while Python ends can turn its exit code into a failure
-    retried(lambda: save(run, account, run_id))
-    return 0 if control.state_of(run) in ("done", "stopped") else 1
-
-
-def fetch_run(account: Account, run_id: str) -> Run:
-    """Bring the folder of a run from the bucket."""
-    folder = Path(tempfile.mkdtemp(prefix="linearizer-")) / "run"
-    (folder / "state").mkdir(parents=True)
-    account.fetch_folder(bucket_folder(run_id), folder)
-    return Run(folder)
-
-
-def note_loss(run: Run) -> None:
-    """Log how a process ended that could not do so itself, and show what it wrote to standard error."""
-    status = control.status(run)
-    if status.state == "lost":
-        run.log(EventName.FAILED, error=status.error)
-    if status.state in ("lost", "failed") and run.has_file("worker.log"):
-        sys.stderr.write(run.read("worker.log"))
+    account, run = Account(os.environ.get("HF_TOKEN")), Run(Path(tempfile.mkdtemp(prefix="linearizer-"), "run"))
+    account.bucket, place = bucket, bucket_folder(run_id)
+    (run.folder / "state").mkdir(parents=True)
+    account.fetch_folder(place, run.folder, exclude=REQUESTS)
+    try:
+        with exchanging(run, account, place):
+            if not run.done:
+                with lock_and_queue(run), stop_on_sigterm(run), keep_faults(run, account.token):
+                    finish(work_in_turn(run, lambda: work_on(run, account.token)))
+            if push:
+                publish_student(run, push, account.token)
+    except Stopped:
+        return 0
+    except LinearizerError as error:
+        return error.exit_code
+    return 0
 
 
 def publish_student(run: Run, repo_id: str, token: str) -> None:
@@ -83,35 +62,38 @@ def publish_student(run: Run, repo_id: str, token: str) -> None:
         run.log(EventName.UNPUBLISHED, error=str(error))
 
 
-def keep(run: Run, account: Account, run_id: str, over: threading.Event) -> None:
-    """Save, and pass requests on, until all is over; what the Hub did not serve is done the next time."""
+@contextmanager
+def exchanging(run: Run, account: Account, place: str) -> Iterator[None]:
+    """While this lasts, send the log and take requests, and save; save at the end, too."""
+    over = threading.Event()
+    thread = threading.Thread(target=exchange, args=(run, account, place, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(SAVE_SECONDS)
+        retried(lambda: save(run, account, place))
+
+
+def exchange(run: Run, account: Account, place: str, over: threading.Event) -> None:
+    """Exchange until all is over; what the Hub did not serve is done the next time."""
     saved = time.monotonic()
     while not over.wait(ASK_SECONDS):
         try:
-            pass_requests_on(run, account, run_id)
-            account.send_folder(run.folder, bucket_folder(run_id), include=["events.jsonl"])
+            account.fetch_folder(place, run.folder, include=REQUESTS)
+            account.send_folder(run.folder, place, (), ["events.jsonl"])
             if time.monotonic() > saved + SAVE_SECONDS:
-                save(run, account, run_id)
+                save(run, account, place)
                 saved = time.monotonic()
         except TROUBLE as error:
             sys.stderr.write(f"the bucket cannot be reached now: {redact(error)}\n")
 
 
-def save(run: Run, account: Account, run_id: str) -> None:
+def save(run: Run, account: Account, place: str) -> None:
     """Make the bucket's folder as the run's is."""
-    account.send_folder(run.folder, bucket_folder(run_id), delete=True, exclude=[*NOT_SENT])
-
-
-def pass_requests_on(run: Run, account: Account, run_id: str) -> None:
-    """Make the requests of the run that are in the bucket."""
-    paths = {request_path(run_id, name): name for name in FORWARDED}
-    for path in account.find_files(paths):
-        if run.is_locked and not run.has_request(paths[path]):
-            reason = run.folder.parent / "reason"
-            account.fetch({reason: path})
-            run.make_request(paths[path], reason.read_text(encoding="utf-8").strip())
-            account.send({}, [path])
+    account.send_folder(run.folder, place, (*NOT_SENT, *REQUESTS))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(lambda: main(sys.argv[1:]))

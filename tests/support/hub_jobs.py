@@ -48,7 +48,7 @@ HARDWARE = [
     ("tiny", "Tiny", "1 vCPU", "1 GB", "1 GB", None, 100),
 ]
 
-BUCKET = r"/(?:api/)?buckets/([^/]+)/([^/]+)(?:/(tree|batch|paths-info|resolve|xet-\w+-token))?(?:/(.*))?"
+BUCKET = r"/(?:api/)?buckets/([^/]+)/([^/]+)(?:/(tree|batch|resolve|xet-\w+-token))?(?:/(.*))?"
 WHEN = "2026-01-01T00:00:00.000Z"
 ENDED = ("COMPLETED", "ERROR", "CANCELED")
 
@@ -77,7 +77,6 @@ class Job:
         (binaries / "uv").chmod(0o755)
         environment = {
             "PATH": f"{binaries}:/usr/bin:/bin", "HOME": self.home, "JOB_ID": self.id, "OMP_NUM_THREADS": "1",
-            "LINEARIZER_JOB_PACE": "0.01",
             "HF_HUB_DISABLE_XET": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1",
             **self.spec["environment"], **self.spec.get("secrets", {}),
         }  # fmt: skip
@@ -230,10 +229,6 @@ class Jobs:
     def bucket_tree(self, name, prefix):
         files = self.bucket(name)["files"] if name in self.hub.buckets else {}
         self.reply([file for path, file in files.items() if path.startswith(prefix)])
-
-    def bucket_paths_info(self, name, path):
-        files = self.bucket(name)["files"]
-        self.reply([files[path] for path in json.loads(self.posted)["paths"] if path in files])
 
     def bucket_batch(self, name, path):
         files = self.bucket(name)["files"]
