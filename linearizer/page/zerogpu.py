@@ -12,7 +12,6 @@ how many seconds a step has.
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -67,31 +66,25 @@ class DeviceTaken(FaultError):
 
 
 def with_device(seconds: int) -> Callable[[Function], Function]:
-    """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
+    """Let ZeroGPU lend its device to a generator while it yields; anywhere else it stays as it is."""
     return partial(lend, seconds) if on_zerogpu() else lambda function: function
 
 
-def lend(seconds: int, function: Callable) -> Any:
-    """Lend the device to a function, or to a generator for as long as it yields."""
-    yields = inspect.isgeneratorfunction(function)
-
+def lend(seconds: int, function: Callable[..., Iterator[Any]]) -> Any:
     @wraps(function)
-    def work(*args: Any) -> Any:
+    def work(*args: Any) -> Iterator[Any]:
         import torch
 
         torch.set_num_threads(1)  # on the CPU: a forked process lacks the threads of the server
         try:
-            if yields:
-                yield from function(*args)
-            else:
-                yield function(*args)
+            yield from function(*args)
         except LinearizerError as error:
             yield error
 
     borrowed = import_spaces().GPU(duration=seconds)(work)
 
     @wraps(function)
-    def values(*args: Any) -> Any:
+    def values(*args: Any) -> Iterator[Any]:
         error = None
         with explained_refusals(), closing(borrowed(*args)) as steps:
             for result in steps:
@@ -102,7 +95,7 @@ def lend(seconds: int, function: Callable) -> Any:
         if error is not None:
             raise error
 
-    return values if yields else wraps(function)(lambda *args: list(values(*args))[-1])
+    return values
 
 
 @contextmanager
@@ -140,12 +133,12 @@ def work_in_steps(run: Run, token: str | None, lock: Lock) -> None:
 
 def run_steps(run: Run, token: str | None) -> Steps[None]:
     """Work on a run, asking for the device for each of its steps."""
-    over = False
-    while not over:
+    goes_on = True
+    while goes_on:
         with log_end(run):
             check_stop(run)
         try:
-            over = work_one_step(str(run.folder), run.job, token)
+            (goes_on,) = work_one_step(str(run.folder), run.job, token)
         except DeviceTaken as error:
             step = control.status(run).step or {"event": "load"}
             with log_end(run):
@@ -161,17 +154,19 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
 
 
 @with_device(SECONDS)
-def work_one_step(folder: str, job: str | None, token: str | None) -> bool:
-    """Work on a run until a step is finished, while the device is lent; return whether the run has ended."""
+def work_one_step(folder: str, job: str | None, token: str | None) -> Iterator[bool]:
+    """Work on a run until a step is finished, while the device is lent; yield whether the run goes on."""
     run = Run(Path(folder), job)
     with keep_faults(run, token, run.folder / "worker.log"):
         before, steps = finished_steps(run), work_on(run, token)
-        with suppress(SliceOver):
+        try:
             for _ in steps:
                 if finished_steps(run) != before:
                     steps.throw(SliceOver())
-            return True
-    return False
+        except SliceOver:
+            yield True
+            return
+    yield False
 
 
 def finished_steps(run: Run) -> Collection[str]:
