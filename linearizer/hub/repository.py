@@ -227,73 +227,56 @@ def upload(
     repo: Repository, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
 ) -> Steps[str]:
     """Make a repository hold these files as of one commit, check them by their hashes, and return the revision."""
-    sending = Upload(HfApi(token=access_token(token)), repo, message, obsolete)
+    hub = HfApi(token=access_token(token))
     with explain_publish_errors(repr(repo.repo_id)):
         check_card(repo, files["README.md"])
         if repo.head is None:
             sdk = "gradio" if repo.kind == "space" else None
-            sending.hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
+            hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
     with explain_publish_errors(repr(repo.repo_id), KEPT), without_bars():
         additions = yield from watch(
             lambda: [CommitOperationAdd(name, content) for name, content in sorted(files.items())],  # computes hashes
             Progress("publish", 0, len(files), "files"),
         )
-        return (yield from sending.send(additions))
-
-
-@dataclass(frozen=True)
-class Upload:
-    """One commit of a repository."""
-
-    hub: HfApi
-    repo: Repository
-    message: str
-    obsolete: Collection[str]
-
-    def send(self, additions: list[CommitOperationAdd]) -> Steps[str]:
-        """Send files, commit them, and check what the Hub then holds."""
-        total = yield from self.upload_large(additions)
+        total = yield from upload_large(hub, repo, additions)
         at = Progress("publish", total, total, "bytes", {"file": "the commit"})
         yield at
-        revision = yield from retry(lambda: self.commit(additions), at)
+        revision = yield from retry(lambda: commit(hub, repo, additions, obsolete, message), at)
         at = Progress("publish", 0, len(additions), "files checked")
-        info = yield from retry(lambda: self.look(revision), at)
+        info = yield from retry(lambda: look(hub, repo, revision), at)
         for path in list_differing(info, additions):
-            raise FaultError(
-                f"{self.repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}"
-            )
+            raise FaultError(f"{repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
         return revision
 
-    def upload_large(self, additions: list[CommitOperationAdd]) -> Steps[int]:
-        """Upload what is too large for a commit, one file after the other; the client retries by itself."""
-        total, done = sum(file.upload_info.size for file in additions), 0
-        small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
-        for group in [small, *([file] for file in additions if file.upload_info.size >= LARGE_BYTES)]:
-            at = Progress("publish", done, total, "bytes", {"file": group[-1].path_in_repo} if group else {})
-            yield at
-            repo_id, kind = self.repo.repo_id, self.repo.kind
-            send = partial(self.hub.preupload_lfs_files, repo_id, group, repo_type=kind, free_memory=False)
-            yield from watch(send, at)
-            done += sum(file.upload_info.size for file in group)
-        return total
 
-    def look(self, revision: str | None = None) -> Info:
-        """Ask the Hub what the repository holds."""
-        return self.hub.repo_info(self.repo.repo_id, repo_type=self.repo.kind, revision=revision, files_metadata=True)
+def upload_large(hub: HfApi, repo: Repository, additions: list[CommitOperationAdd]) -> Steps[int]:
+    """Upload what is too large for a commit, one file after the other; the client retries by itself."""
+    total, done = sum(file.upload_info.size for file in additions), 0
+    small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
+    for group in [small, *([file] for file in additions if file.upload_info.size >= LARGE_BYTES)]:
+        at = Progress("publish", done, total, "bytes", {"file": group[-1].path_in_repo} if group else {})
+        yield at
+        send = partial(hub.preupload_lfs_files, repo.repo_id, group, repo_type=repo.kind, free_memory=False)
+        yield from watch(send, at)
+        done += sum(file.upload_info.size for file in group)
+    return total
 
-    def commit(self, additions: list[CommitOperationAdd]) -> str:
-        """Make a commit, unless the repository holds all files already: the answer to an earlier try may be lost."""
-        info = self.look()
-        deletions = [CommitOperationDelete(path) for path in self.obsolete if path in list_files(info)]
-        if info.sha and not deletions and not list_differing(info, additions):
-            return str(info.sha)
-        return self.hub.create_commit(
-            self.repo.repo_id,
-            [*additions, *deletions],
-            commit_message=self.message,
-            repo_type=self.repo.kind,
-            parent_commit=info.sha,
-        ).oid
+
+def look(hub: HfApi, repo: Repository, revision: str | None = None) -> Info:
+    """Ask the Hub what a repository holds."""
+    return hub.repo_info(repo.repo_id, repo_type=repo.kind, revision=revision, files_metadata=True)
+
+
+def commit(
+    hub: HfApi, repo: Repository, additions: list[CommitOperationAdd], obsolete: Collection[str], message: str
+) -> str:
+    """Make a commit, unless the repository holds all files already: the answer to an earlier try may be lost."""
+    info = look(hub, repo)
+    deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
+    if info.sha and not deletions and not list_differing(info, additions):
+        return str(info.sha)
+    how = {"repo_type": repo.kind, "parent_commit": info.sha}
+    return hub.create_commit(repo.repo_id, [*additions, *deletions], commit_message=message, **how).oid
 
 
 def bytes_of(content: Content) -> bytes:
