@@ -95,6 +95,8 @@ def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
 def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     """Send the code and the folder of a run, and return the command of its job."""
     code = f"runs/{run.id}/code"
+    if stale := account.list_files(code):  # times of files do not tell one version of the code from another
+        account.send({}, stale)
     account.send_folder(run.folder, bucket_folder(run.id), NOT_SENT)
     account.send_folder(PACKAGE, f"{code}/linearizer", NO_CODE)
     if run.plan.model == "demo":
@@ -198,7 +200,7 @@ class Follower:
         remove(self.arrived)
 
     def describe_end(self, job: Job) -> str:
-        """Describe how a job ended whose log has no end; quote its last line that is not an event."""
+        """Describe how a job ended whose log has no end; quote the last line that it wrote."""
         if job.stage == "DELETED":
             how = "was deleted"
         elif "time" in job.message.lower():
@@ -207,7 +209,7 @@ class Follower:
             how = f"ended before its work ({job.stage}{': ' + job.message if job.message else ''})"
         last = ""
         with suppress(*TROUBLE):
-            last = quote_last([line for line in self.account.read_log(self.id) if parse_line(line.encode()) is None])
+            last = quote_last([*self.account.read_log(self.id)])
         return f"the job {how}: resume the run, and another job goes on from what was saved{last}"
 
     def bring_products(self) -> None:
