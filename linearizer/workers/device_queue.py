@@ -19,7 +19,6 @@ from linearizer.run.files import writing
 from linearizer.run.locks import Lock, is_held, take_lock
 
 SHORT, OVERTAKEN = "-short", 20  # so one run waits for no more than that many short pieces of work that came later
-WAIT_SECONDS = 30.0  # the longest wait for other processes; each holds the lock for a moment
 
 
 @dataclass
@@ -76,20 +75,16 @@ def take_ticket(run: Path, devices: Sequence[str], short: bool = False) -> Ticke
             f"{str(folder)!r}, where runs wait for their turn, cannot be made ({error.strerror}): set LINEARIZER_QUEUE "
             "to a folder that is yours to write"
         ) from error
+    lock = None
     with writing(folder):
-        queue_lock = take_lock(folder / "lock", WAIT_SECONDS)
-    if queue_lock is None:
-        raise FolderError(
-            f"{str(folder)!r} has been locked for {WAIT_SECONDS:.0f} seconds: stop the process that holds it"
-        )
-    with queue_lock, writing(folder):
-        last = max((number_of(path) for path in tickets()), default=0)
-        for path in (path for path in tickets() if not is_held(path)):
-            path.unlink(missing_ok=True)
-        path = folder / f"{last + 1:08d}{SHORT * short}@{'+'.join(dict.fromkeys(devices))}"
+        for path in tickets():
+            if not is_held(path):
+                path.unlink(missing_ok=True)
+        while lock is None:  # another process took the same number, or for a moment looked whether it is held
+            last = max((number_of(path) for path in tickets()), default=0)
+            path = folder / f"{last + 1:08d}{SHORT * short}@{'+'.join(dict.fromkeys(devices))}"
+            lock = take_lock(path, 0.0)
         path.write_text(str(run.resolve()), encoding="utf-8")
-        lock = take_lock(path, WAIT_SECONDS)
-    assert lock is not None  # a check whether it is held takes a moment only
     return Ticket(path, lock)
 
 

@@ -96,7 +96,7 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     wait_for(second, "stopped")
     device_queue.take_ticket(first.folder, ["cpu"]).remove()  # taking a ticket removes those of dead processes
     names = {path.name for path in device_queue.queue_folder().iterdir()}
-    assert names - {"working@zerogpu"} == {"lock"}  # tests of another device, in the same process, leave that one
+    assert not names - {"working@zerogpu"}  # tests of another device, in the same process, leave that one
 
 
 def test_one_of_many_starts_wins(begin):
