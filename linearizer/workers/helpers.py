@@ -1,8 +1,8 @@
 """Other processes that price some of the heads of a run, one for each further device.
 
-python -m linearizer.workers.helpers FOLDER is such a process. Its request comes through standard input; the prices are
-in files of the run, and an error is on standard output. It ends when standard input does, so that it dies with the
-process that started it.
+python -m linearizer.workers.helpers FOLDER is such a process. Its request comes through standard input, and the prices
+are in files of the run, which itself measures what a helper that ended early has not. It ends when standard input does,
+so that it dies with the process that started it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from linearizer.errors import FaultError, LinearizerError
+from linearizer.errors import LinearizerError
 from linearizer.progress import Steps
 from linearizer.run.folder import Run
 from linearizer.run.stopping import check_stop, memory_explained
@@ -81,22 +80,15 @@ class HelperProcesses:
 
     def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
         """Let the helpers price their shares while the steps of this process's share are taken."""
-        helpers = {number: self.start(number, sinks) for number in range(1, self.count)}
+        helpers = [self.start(number, sinks) for number in range(1, self.count)]
         try:
-            while True:
-                try:
-                    progress = next(steps)
-                except StopIteration as end:
-                    product: Product = end.value
-                    break
-                self.find_ended(helpers)
-                yield progress
-            while not self.find_ended(helpers):
+            product = yield from steps
+            while any(process.poll() is None for process in helpers):
                 check_stop(self.run)
                 time.sleep(POLL_SECONDS)
             return product
         finally:  # each price that they have measured is saved
-            for process in helpers.values():
+            for process in helpers:
                 process.kill()
                 with suppress(BrokenPipeError), process:
                     pass
@@ -104,25 +96,11 @@ class HelperProcesses:
     def start(self, number: int, sinks: int) -> subprocess.Popen[str]:
         request = dict(folder=str(self.run.folder), number=number, count=self.count, sinks=sinks, token=self.token)
         seen = seen_by(number, self.devices[number])
-        return start_process("linearizer.workers.helpers", request, seen, stdout=subprocess.PIPE)
-
-    def find_ended(self, helpers: Mapping[int, subprocess.Popen[str]]) -> bool:
-        """Whether all helpers have done their shares; raise the error of a helper that could not."""
-        for number, process in helpers.items():
-            if code := process.poll():
-                assert process.stdout is not None
-                how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-                if why := process.stdout.read():
-                    how = f"cannot go on: {why}"
-                raise FaultError(
-                    f"the process that helps on {self.devices[number]} {how}: resume the run, and it goes on from "
-                    "what was saved"
-                )
-        return all(process.returncode == 0 for process in helpers.values())
+        return start_process("linearizer.workers.helpers", request, seen, stdout=subprocess.DEVNULL)
 
 
 def main() -> int:
-    """Price a share of a run's heads."""
+    """Price a share of a run's heads; where that cannot be, standard error says why."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_run, daemon=True).start()
     from linearizer.method.head_prices import Share
@@ -131,11 +109,10 @@ def main() -> int:
 
     run, share = Run(Path(request["folder"])), Share(request["number"], request["count"])
     try:
-        with redirect_stdout(sys.stderr), quiet(), memory_explained():
+        with quiet(), memory_explained():
             help_with(run, request["sinks"], share, request["token"])
     except LinearizerError as error:
-        sys.stdout.write(str(error))
-        sys.stdout.flush()
+        sys.stderr.write(f"linearizer: helper {share.number} prices nothing more: {error}\n")
         return error.exit_code
     return 0
 
