@@ -137,11 +137,10 @@ def serve_run(arguments: argparse.Namespace) -> None:
         control.start(run)
         say_queued(arguments, run)
         return
-    from linearizer import pipeline
-    from linearizer.workers.helpers import HelperProcesses
+    from linearizer.workers.worker import work_on
 
     if not run.done:
-        work_here(run, pipeline.linearize(run, held=True, helpers=HelperProcesses(run)))
+        work_here(run, work_on(run))
     print_run(arguments, run)
 
 

@@ -34,7 +34,7 @@ from linearizer.plan.plan import Plan
 from linearizer.plan.profile import Profile
 from linearizer.run import locks
 from linearizer.run.events import Event, EventName, append_event, events_of_student, newest_events, read_events
-from linearizer.run.files import UNFINISHED, link_error, open_in_place, seal, unseal, write_whole, writing
+from linearizer.run.files import UNFINISHED, link_error, open_in_place, remove, seal, unseal, write_whole, writing
 from linearizer.run.locks import Lock
 from linearizer.run.prices import CANDIDATES, Candidates, Prices
 from linearizer.run.results import RESULTS, Part, Request, read_part
@@ -300,13 +300,14 @@ class Run:
         """Write a JSON object with its digest: what decides the student must be read as it was written."""
         self.write(name, seal(text))
 
-    def remove_unstarted(self) -> None:
-        """Remove a run without products, and its folder if that leaves it empty."""
-        for name in (PLAN, PLAN + UNFINISHED, *sorted(FILES_OF_RUN - {"state", "checkpoint"})):
-            (self.folder / name).unlink(missing_ok=True)
-        for folder in (self.folder / "state", self.folder):
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
+    def remove(self) -> None:
+        """Remove the files of the run, and its folder if nothing else is in it."""
+        last = [self.plan_file, "lock"]  # while these are present, removing can be repeated
+        for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
+            for path in (self.folder / name, self.folder / (name + UNFINISHED)):
+                remove(path)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""

@@ -26,7 +26,7 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import Plan
 from linearizer.run.events import STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
-from linearizer.run.folder import ENCODER_PLAN, FILES_OF_RUN, PLAN, Run, newest_request
+from linearizer.run.folder import ENCODER_PLAN, PLAN, Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.names import refuse_encoder
 from linearizer.run.results import PARTS
@@ -181,13 +181,8 @@ def use_now(run: Run) -> None:
 def delete(run: Run) -> None:
     """Remove the files of a run, and its folder if nothing else is in it."""
     Run.open(run.folder)
-    last = [run.plan_file, "lock"]  # while these are present, deleting can be repeated
     with run.take_lock(), writing(run.folder):
-        for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
-            for path in (run.folder / name, run.folder / (name + UNFINISHED)):
-                remove(path)
-        if not any(run.folder.iterdir()):
-            run.folder.rmdir()
+        run.remove()
 
 
 def rename(run: Run, name: str) -> Run:

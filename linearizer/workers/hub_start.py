@@ -62,7 +62,7 @@ def run_in_job(
         control.start(run, token, cap=job.cap)
     except BaseException:
         if fresh:
-            run.remove_unstarted()
+            run.remove()
         raise
     return run
 

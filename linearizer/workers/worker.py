@@ -26,7 +26,7 @@ from linearizer.run.hub_job import read_hub_job
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers.control import end_process, lock_and_queue
-from linearizer.workers.device_queue import Ticket, take_ticket
+from linearizer.workers.device_queue import Ticket, take_ticket, tickets
 from linearizer.workers.helpers import HelperProcesses, devices_to_hold
 
 Product = TypeVar("Product")
@@ -53,7 +53,7 @@ def work(lock: int, folder: str, job: str | None, token: str | None) -> int:
     return 0
 
 
-def work_on(run: Run, token: str | None) -> Steps[Any]:
+def work_on(run: Run, token: str | None = None) -> Steps[Any]:
     """Begin to work."""
     from linearizer import pipeline
 
@@ -69,7 +69,7 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
             return (yield from work_in_turn(run, lambda: steps))
         except RequestError:
             if run.job is None and not run.has_file("profile.json") and not run.checkpoint.is_dir():
-                run.remove_unstarted()
+                run.remove()
             raise
 
 
@@ -77,13 +77,10 @@ def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | No
     """Work on a run when its devices, or the one named, are free; the caller holds the run."""
     with ExitStack() as undo:
         with log_end(run):
-            devices = [device] if device else devices_to_hold(run)
-            ticket = take_ticket(run.folder, devices)
+            # Nothing needs to go before others where there are none, and a forecast takes a second.
+            short = device is None and run.job is not None and bool(tickets()) and is_short(run)
+            ticket = take_ticket(run.folder, [device] if device else devices_to_hold(run), short)
             undo.callback(ticket.remove)
-            if device is None and run.job is not None and ticket.count_before() and is_short(run):
-                ticket.remove()
-                ticket = take_ticket(run.folder, devices, short=True)
-                undo.callback(ticket.remove)
             yield from wait_for_turn(run, ticket)
         return (yield from give_way(run, ticket, steps()))
 
