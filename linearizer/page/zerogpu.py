@@ -27,7 +27,7 @@ from linearizer.run.events import EventName
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.prices import CANDIDATES
-from linearizer.run.stopping import SliceOver, check_stop, log_end
+from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers import control
 from linearizer.workers.worker import keep_faults, work_in_turn, work_on
 
@@ -59,6 +59,10 @@ def import_spaces() -> Any:
 
 class DeviceRefused(FaultError):
     """The device was not lent."""
+
+
+class StepOver(Exception):
+    """Ends the work for now, when a step is finished: the next goes on from what was saved."""
 
 
 class DeviceTaken(FaultError):
@@ -150,7 +154,7 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
         except DeviceRefused as refusal:
             run.log(EventName.STOPPED, error=f"{refusal}; what was finished is kept: resume it later")
             raise
-        yield Progress(EventName.SLICE, 1, 1, "steps")
+        yield Progress("device", 1, 1, "steps")
 
 
 @with_device(SECONDS)
@@ -162,8 +166,8 @@ def work_one_step(folder: str, job: str | None, token: str | None) -> Iterator[b
         try:
             for _ in steps:
                 if finished_steps(run) != before:
-                    steps.throw(SliceOver())
-        except SliceOver:
+                    steps.throw(StepOver())
+        except StepOver:
             yield True
             return
     yield False

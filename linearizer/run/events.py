@@ -23,7 +23,6 @@ class EventName(str, Enum):
     # the state of a run
     QUEUED = "queued"
     STARTED = "started"
-    SLICE = "slice"  # a lent device was given back; the work goes on in the next slice
     STOPPED = "stopped"
     FAILED = "failed"
     DONE = "done"

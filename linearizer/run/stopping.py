@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from types import FrameType
 from typing import TypeVar
@@ -28,12 +28,7 @@ MIN_GUESS_SECONDS = 2.0  # seconds of a step after which the rest of it can be g
 STOP_POLL_SECONDS = 0.2  # seconds between two looks for a request where nothing is yielded
 INTERRUPT_SECONDS = 1.0  # seconds until work that did not stop is interrupted again
 YIELD_SECONDS = 3.0  # seconds that a step has to yield, and to save its state, before it is interrupted
-QUIET_SECONDS = 4.0  # seconds after which a step that has yielded nothing is logged again
 INTERRUPT = signal.SIGUSR1  # not SIGINT, which a shell lets its background jobs ignore
-
-
-class SliceOver(Exception):
-    """Ends the work for now, where a device was lent for a while: the next slice goes on from what was saved."""
 
 
 @contextmanager
@@ -42,9 +37,6 @@ def log_end(run: Run) -> Iterator[None]:
     try:
         with memory_explained():
             yield
-    except SliceOver:
-        run.log(EventName.SLICE)
-        raise
     except (Stopped, KeyboardInterrupt, GeneratorExit):
         why = run.request_reason("stop")
         run.log(EventName.STOPPED, **({"error": why} if why else {}))
@@ -81,25 +73,21 @@ def log_progress(
 
     The step has some seconds of patience to end by itself. Its progress gets other details, and another name.
     """
-    pace, progress = LogPace(), None
+    pace = LogPace()
     with closing(steps):  # a step that is stopped saves its state
         while True:
             try:
-                with interruptible(run, patience, progress):
+                with interruptible(run, patience):
                     progress = next(steps)
             except StopIteration as end:
                 return end.value
             progress = replace(progress, step=step or progress.step, details={**progress.details, **details})
             stop = run.has_request("stop")
             if pace.due(progress) or stop:
-                run.log(progress.step, **counts_of(progress), **pace.left(progress), **progress.details)
+                counts = {"done": progress.done, "total": progress.total, "unit": progress.unit}
+                run.log(progress.step, **counts, **pace.left(progress), **progress.details)
             yield progress
             check_stop(run)
-
-
-def counts_of(progress: Progress) -> dict[str, object]:
-    """Return how far a step is, for an event."""
-    return {"done": progress.done, "total": progress.total, "unit": progress.unit}
 
 
 def check_stop(run: Run) -> None:
@@ -137,21 +125,21 @@ class LogPace:
         return {"seconds_left": taken * (progress.total - progress.done) / made}
 
 
-def interruptible(run: Run, patience: float = 0.0, progress: Progress | None = None) -> AbstractContextManager[None]:
+def interruptible(run: Run, patience: float = 0.0) -> AbstractContextManager[None]:
     """While this lasts, let a request to stop act as ctrl-C does: for work that is long and yields nothing.
 
-    The work has some seconds of patience to end by itself. Where its last progress is given, that is logged again.
+    The work has some seconds of patience to end by itself.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals are handled
-    return Interruption(run, patience, progress) if in_main_thread else nullcontext()
+    return Interruption(run, patience) if in_main_thread else nullcontext()
 
 
 class Interruption(AbstractContextManager[None]):
     """Watches for a request to stop, and interrupts the work between `__enter__` and `__exit__`, never these two."""
 
-    def __init__(self, run: Run, patience: float, progress: Progress | None) -> None:
-        self.run, self.patience, self.progress = run, patience, progress
-        self.over, self.main, self.begin = threading.Event(), threading.get_ident(), time.monotonic()
+    def __init__(self, run: Run, patience: float) -> None:
+        self.run, self.patience = run, patience
+        self.over, self.main = threading.Event(), threading.get_ident()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
 
     def __enter__(self) -> None:
@@ -167,19 +155,10 @@ class Interruption(AbstractContextManager[None]):
 
     def watch(self) -> None:
         """Send the signal again and again: a download waits for its threads after the first."""
-        logged = self.begin
         while not self.over.wait(STOP_POLL_SECONDS):
-            if self.progress is not None and time.monotonic() - logged >= QUIET_SECONDS:
-                logged = time.monotonic()
-                self.log_again(self.progress, logged - self.begin)
             if self.run.has_request("stop") and not self.over.wait(self.patience):
                 signal.pthread_kill(self.main, INTERRUPT)
                 self.over.wait(INTERRUPT_SECONDS)
-
-    def log_again(self, progress: Progress, seconds: float) -> None:
-        """Log that a step is where it was, and goes on; a full disk is for the step itself to say."""
-        with suppress(LinearizerError, OSError):
-            self.run.log(progress.step, **counts_of(progress), **progress.details, working=round(seconds, 1))
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Interrupt the work; what is just beginning or ending it must do so whole, or the signals would never end."""

@@ -51,24 +51,19 @@ def test_a_signal_that_comes_as_the_work_ends_strikes_nothing_after_it(tmp_path)
         signal.signal(signal.SIGUSR1, usual)
 
 
-def test_a_step_that_yields_nothing_is_logged_again_and_stopped(tmp_path, monkeypatch):
-    monkeypatch.setattr(stopping, "QUIET_SECONDS", 0.3)
+def test_a_step_that_yields_nothing_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(stopping, "YIELD_SECONDS", 0.3)
     run = Run.create(tmp_path / "run", Plan("demo", budget=64))
 
     def steps():
         yield Progress("price", 1, 3, "layers", {"part": "first"})
-        while len(run.events()) < 3:
-            time.sleep(0.05)
         run.make_request("stop")
         time.sleep(60)
         yield Progress("price", 2, 3, "layers")
 
     with pytest.raises(Stopped):
         finish(stopping.log_progress(run, steps()))
-    events = run.events()
-    assert [(event["event"], event["done"], event["part"]) for event in events] == [("price", 1, "first")] * len(events)
-    assert "working" not in events[0] and 0.3 <= events[1]["working"] < events[2]["working"] < 60
+    assert [(event["event"], event["done"], event["part"]) for event in run.events()] == [("price", 1, "first")]
 
 
 def test_a_step_that_yields_in_time_ends_by_itself_when_it_is_to_stop(tmp_path):
