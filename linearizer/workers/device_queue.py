@@ -78,8 +78,9 @@ def take_ticket(run: Path, devices: Sequence[str], short: bool = False) -> Ticke
     lock = None
     with writing(folder):
         for path in tickets():
-            if not is_held(path):
-                path.unlink(missing_ok=True)
+            if (dead := take_lock(path, 0.0)) is not None:
+                with dead:  # so that no other process takes it meanwhile
+                    path.unlink(missing_ok=True)
         while lock is None:  # another process took the same number, or for a moment looked whether it is held
             last = max((number_of(path) for path in tickets()), default=0)
             path = folder / f"{last + 1:08d}{SHORT * short}@{'+'.join(dict.fromkeys(devices))}"

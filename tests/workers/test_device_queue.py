@@ -1,6 +1,9 @@
 """Short work goes before long work, which pauses for it, and no run waits for it for ever."""
 
+import os
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -76,3 +79,18 @@ def test_short_is_what_reads_little_and_tasks_are_never():
     assert seconds[0] < SHORT_SECONDS < seconds[1] < seconds[2]
     large = replace(inspection, parameters=10**10, weight_bytes=2 * 10**10)
     assert evaluation_seconds(few, plan, large, speeds) > SHORT_SECONDS
+
+
+def test_tickets_that_are_taken_at_once_stay_until_they_are_removed(queue):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def take(number):
+        for _ in range(30):
+            ticket = take_ticket(queue / str(number), ["cpu"])
+            assert os.path.samestat(ticket.path.stat(), os.fstat(ticket.lock.fd)), "others may not see it"
+            ticket.remove()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(take, range(8)))
+    sys.setswitchinterval(before)
