@@ -103,7 +103,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
         raise FaultError(f"{run.folder} {'failed' if status.state == 'failed' else 'is lost'}: {status.error}")
     if not as_lines:
         whole = run.job is None or run.of_encoder
-        print(describe_run(run) if whole else describe_newest_evaluation(run))  # noqa: T201
+        print(describe_run(run) if whole else describe_newest_evaluation(run), *filter(None, [status.error]), sep="\n")  # noqa: T201
 
 
 def describe_newest_evaluation(run: Run) -> str:

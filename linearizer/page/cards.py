@@ -72,7 +72,7 @@ def run_card(status: Status, name: str, now: float) -> str:
     if moving:
         lines.append(step_bar(moving, now))
     lines.append(before)
-    if status.error and status.state in ("failed", "stopped"):
+    if status.error and status.state in ("failed", "stopped", "done"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     facts = [plan.model, plan.dial, name, f"begun {ago(status.begun, now)}"]
     if status.saved is not None and status.state != "done":

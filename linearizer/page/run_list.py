@@ -47,7 +47,8 @@ def list_run(status: Status, now: float) -> str:
     title = "A damaged run" if plan is None else f'<a href="../?run={name}">{escape(plan.model)}</a>'
     what = name if plan is None else f"{name} · {escape(plan.in_brief)}"
     bar = step_bar(step, now) if step and status.state in ("running", "stopping") else ""
-    said = sentence_html(status.error) if status.error else quality_line(status.run)
+    said = sentence_html(status.error) if status.error else ""
+    said += quality_line(status.run) if not said or status.state == "done" else ""
     return (
         f'<article class="lz-card" data-run="{name}"><header><h2>{title}</h2><small>{what}</small></header>'
         f"{state_line(status.state, state_words(status))}{bar}"

@@ -323,6 +323,14 @@ class Run:
         return next(newest_events(self.log_file, EventName.PUBLISHED), None)
 
     @property
+    def unpublished(self) -> str | None:
+        """Why a job could not publish the student that it made; None where that was not tried, or done since."""
+        newest, published = next(newest_events(self.log_file, EventName.UNPUBLISHED), None), self.published
+        if newest is None or (published and published["time"] > newest["time"]):
+            return None
+        return f"the student was not published: {newest['error']}; publish it with linearizer push"
+
+    @property
     def log_file(self) -> Path:
         return self.folder / "events.jsonl"
 

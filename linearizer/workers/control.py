@@ -53,7 +53,7 @@ class Status:
     plan: Plan | EncoderPlan | None  # None where the run is damaged
     state: str
     step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
-    error: str | None  # why it failed, or was stopped by others than its owner, in a sentence
+    error: str | None  # why it failed, was stopped by others than its owner, or is not published, in a sentence
     begun: float  # seconds since 1970
     changed: float
     disk_bytes: int
@@ -211,7 +211,7 @@ def status(run: Run) -> Status:
         plan=run.any_plan,
         state=found.state,
         step=found.step,
-        error=found.error,
+        error=run.unpublished if found.state == "done" and run.job is None else found.error,
         begun=begun,
         changed=found.newest["time"] if found.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's

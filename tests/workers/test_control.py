@@ -1,15 +1,21 @@
 """Runs in processes of their own are seen, stopped, killed, resumed and deleted, and end in the same bits."""
 
 import os
+import shutil
 import signal
 import threading
 
 import pytest
 
 from linearizer import pipeline
+from linearizer.cli.runs import describe_runs
 from linearizer.errors import FolderError, RequestError
+from linearizer.page.cards import run_card
+from linearizer.page.run_list import run_cards
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
+from linearizer.run.events import EventName
+from linearizer.run.folder import Run
 from linearizer.workers import control, device_queue
 from linearizer.workers.worker import work_in_foreground
 from tests.support.runs import (
@@ -30,6 +36,16 @@ def done(tmp_path_factory):
     run = pipeline.begin(tmp_path_factory.mktemp("done") / "run", PLAN)
     finish(work_in_foreground(run, linearize(run, held=True)))
     return run
+
+
+def test_a_student_that_a_job_could_not_publish_is_said_until_it_is_published(done, tmp_path):
+    run, why = Run(shutil.copytree(done.folder, tmp_path / "run")), "the Hub has no room"
+    run.log(EventName.UNPUBLISHED, error=why)
+    status = control.status(run)
+    assert status.state == "done" and why in status.error and why in describe_runs([status])
+    assert why in run_cards([status]) and why in run_card(status, "run", 0.0)
+    run.log(EventName.PUBLISHED, repo_id="me/student")
+    assert control.status(run).error is None
 
 
 def kill(run):
