@@ -96,7 +96,7 @@ class Body(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str
+    model: str | None = None  # the one that is served
     max_tokens: Integer | None = Field(None, ge=1)
     temperature: Number = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: Number = Field(1.0, gt=0, le=1, allow_inf_nan=False)

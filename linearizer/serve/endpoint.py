@@ -150,7 +150,8 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     if not served.engine.has_room(1):  # before a body is received and read for nothing
         raise turned_away(served)
     body = await read_body(request, kind, served.positions)
-    refuse_other_model(served, body.model)
+    if body.model is not None:
+        refuse_other_model(served, body.model)
     work = await begin(served, body, deadline)
     if body.stream:
         return Stream(served, work)

@@ -1,14 +1,18 @@
 """The endpoint answers like OpenAI's: at once, streamed, with its errors; a client that goes away frees its place."""
 
 import json
+import shlex
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
+from linearizer.page.cards import ways_of_causal
+from linearizer.run.folder import Run
 from tests.support.runs import wait_until
 from tests.support.serving import chat, complete
 
@@ -40,6 +44,12 @@ def test_it_writes_what_generate_writes(served):
     texts = [choice["text"] for choice in complete(served, prompt=["Once upon", "A"], max_tokens=6).json()["choices"]]
     assert texts == [expected(served, prompt, 6) for prompt in ("Once upon", "A")]
     assert len(complete(served).json()["choices"][0]["text"]) > 0
+
+
+def test_what_the_page_says_to_ask_is_answered(served):
+    body = shlex.split(ways_of_causal(Run(Path("run")))["Ask the server"])[-1]
+    answer = served.post("completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == json.loads(body)["max_tokens"]
 
 
 def test_a_stream_adds_up_to_the_answer(served):
