@@ -93,7 +93,7 @@ def begin(
         if here:
             checks.check_disks(folder, plan, source, inspection)
     except LinearizerError:
-        run.remove()
+        run.remove(started=False)
         raise
     return run
 

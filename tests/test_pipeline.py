@@ -197,6 +197,22 @@ def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begi
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_is_refused_leaves_what_was_in_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline.checks, "check_disks", refuse)
+    (own := tmp_path / "checkpoint").mkdir()
+    (own / "model.bin").write_bytes(b"of others")
+    with pytest.raises(RequestError, match="no room"):
+        pipeline.begin(tmp_path, LONG)
+    assert [*tmp_path.rglob("*")] == [own, own / "model.bin"]
+    with pytest.raises(RequestError, match="no room"):
+        pipeline.begin(tmp_path / "new", LONG)
+    assert not (tmp_path / "new").exists()
+
+
+def refuse(*_):
+    raise RequestError("there is no room")
+
+
 def test_a_recipe_that_adapts_is_refused_at_once_where_peft_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RequestError, match="needs peft: `pip install peft`"):

@@ -300,12 +300,18 @@ class Run:
         """Write a JSON object with its digest: what decides the student must be read as it was written."""
         self.write(name, seal(text))
 
-    def remove(self) -> None:
-        """Remove the files of the run, and its folder if nothing else is in it."""
+    def remove(self, started: bool = True) -> None:
+        """Remove the files of the run, and its folder if nothing else is in it.
+
+        Where it has not started, a `state` or `checkpoint` that holds anything was there before it, and stays.
+        """
         last = [self.plan_file, "lock"]  # while these are present, removing can be repeated
         for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
             for path in (self.folder / name, self.folder / (name + UNFINISHED)):
-                remove(path)
+                if started or not path.is_dir():
+                    remove(path)
+                elif not path.is_symlink() and not any(path.iterdir()):
+                    path.rmdir()
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
@@ -325,8 +331,8 @@ class Run:
     @property
     def unpublished(self) -> str | None:
         """Why a job could not publish the student that it made; None where that was not tried, or done since."""
-        newest, published = next(newest_events(self.log_file, EventName.UNPUBLISHED), None), self.published
-        if newest is None or (published and published["time"] > newest["time"]):
+        newest = next(newest_events(self.log_file, EventName.UNPUBLISHED), None)
+        if newest is None or ((published := self.published) and published["time"] > newest["time"]):
             return None
         return f"the student was not published: {newest['error']}; publish it with linearizer push"
 

@@ -62,7 +62,7 @@ def run_in_job(
         control.start(run, token, cap=job.cap)
     except BaseException:
         if fresh:
-            run.remove()
+            run.remove(started=False)
         raise
     return run
 

@@ -69,7 +69,7 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
             return (yield from work_in_turn(run, lambda: steps))
         except RequestError:
             if run.job is None and not run.has_file("profile.json") and not run.checkpoint.is_dir():
-                run.remove()
+                run.remove(started=False)
             raise
 
 
