@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -166,8 +165,8 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     """Pass its own state to an attention module (a forward pre-hook); each kind has its name for the cache."""
     for given in [*args, *kwargs.values()]:
         if isinstance(given, Cache):  # perhaps of another copy of this code, or of a base that attends as its teacher
-            layer = next(islice(given.layers, int(module.layer_idx), None), None)  # type: ignore[arg-type]
-            kwargs["linear_state"] = getattr(layer, "memory", None)
+            layers = given.layers[int(module.layer_idx) :]  # type: ignore[arg-type]
+            kwargs["linear_state"] = getattr(layers[0], "memory", None) if layers else None
     return args, kwargs
 
 

@@ -82,15 +82,16 @@ def test_short_is_what_reads_little_and_tasks_are_never():
 
 
 def test_tickets_that_are_taken_at_once_stay_until_they_are_removed(queue):
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-
     def take(number):
         for _ in range(30):
             ticket = take_ticket(queue / str(number), ["cpu"])
             assert os.path.samestat(ticket.path.stat(), os.fstat(ticket.lock.fd)), "others may not see it"
             ticket.remove()
 
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(take, range(8)))
-    sys.setswitchinterval(before)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(take, range(8)))
+    finally:
+        sys.setswitchinterval(before)
