@@ -1,6 +1,6 @@
 """Allocates for a run, after measuring the prices of KV heads or learning gates.
 
-A gate says how much a KV head needs its whole cache instead of a window, as DuoAttention has it: the head attends with
+A gate says how much a KV head needs its whole cache instead of a window, as in DuoAttention: the head attends with
 α softmax + (1 - α) window. The α are trained so that the model's last hidden states stay the same and the mean α is
 small, on texts in which passages are repeated.
 """
@@ -36,8 +36,8 @@ from linearizer.teacher.load import Teacher, texts_of_run
 
 GATE_STEPS = 60
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
-MOST_REPEATED = 64  # tokens of a passage that comes again: short ones come again at many distances
-LAYERS = "state/prices"  # a file for each layer that is priced, and for each group of texts, until all are
+MOST_REPEATED = 64  # tokens of a repeated passage: short ones repeat at many distances
+LAYERS = "state/prices"  # a file for each priced layer and group of texts, until all are priced
 GATE_RATE = 0.02
 GATE_SPARSITY = 0.05  # weight of the mean α in the loss
 GATE_BATCH = 2  # texts
@@ -50,14 +50,14 @@ class Helpers(Protocol):
 
     @property
     def count(self) -> int:
-        """How many processes there are, with that of the run itself."""
+        """The number of processes, including the run's own."""
 
     def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
-        """Let the others price their shares while the steps of this process's share are taken."""
+        """Let the helpers price their shares while this process takes the steps of its own share."""
 
 
 def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers | None = None) -> Steps[Allocation]:
-    """Decide what every head holds, after measuring what the plan's strategy decides by."""
+    """Decide what every head holds, after taking the measurements that the plan's strategy needs."""
     if run.plan.rules.decided_by == "prices" and run.prices is None:
         yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
     if run.plan.rules.decided_by == "gates" and run.gates is None:
@@ -83,9 +83,9 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helper
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
     begin = begin_of(run)
     count = 1 if helpers is None else helpers.count
-    own = price_share(run, teacher, texts, sinks, begin, Share(0, count))
-    prices = yield from log_progress(run, own if helpers is None else helpers.beside(sinks, own))
-    if count > 1:  # the prices that they kept are there now
+    steps = price_share(run, teacher, texts, sinks, begin, Share(0, count))
+    prices = yield from log_progress(run, steps if helpers is None else helpers.beside(sinks, steps))
+    if count > 1:  # the helpers have stored their prices
         prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)
@@ -101,22 +101,22 @@ def help_pricing(run: Run, teacher: Teacher, token: str | None, sinks: int, shar
 def price_share(
     run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, begin: Begin, share: Share = ALL
 ) -> Steps[Prices]:
-    """Estimate the prices of a share of the layers, and keep each layer's in a file of its own."""
+    """Estimate the prices of a share of the layers, and store those of each layer in a file of its own."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     with writing(run.folder / LAYERS):
-        (run.folder / LAYERS).mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
+        (run.folder / LAYERS).mkdir(exist_ok=True)  # without its parents: a deleted run stays deleted
 
     def keep(part: Part, kl: KlOfLayer) -> None:
         run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", Prices(sinks, options, (kl,)).to_json())
 
-    given = (teacher.model, texts, teacher.inspection.layers, options, sinks, begin)
-    before = {part: each.kl[0] for part, each in stored.items()}
-    return (yield from estimate_prices(*given, run.plan.seed, before, keep, share))
+    arguments = (teacher.model, texts, teacher.inspection.layers, options, sinks, begin)
+    stored_kl = {part: prices.kl[0] for part, prices in stored.items()}
+    return (yield from estimate_prices(*arguments, run.plan.seed, stored_kl, keep, share))
 
 
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
-    """List what the heads of a run are priced with."""
+    """List the options that the heads of a run are priced with."""
     plan = run.plan
     bits = plan.kept_bits, fewer_bits(plan, teacher.inspection.layers)
     return options_to_price(texts.shape[1], plan.rules.far_field, *bits)
@@ -144,17 +144,17 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
     counts = sinks_to_try(run.plan)
     if len(counts) == 1:
         return counts[0]
-    layers, enough = teacher.inspection.layers, max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))
-    students, texts = [allocate_alike(layers, run.plan, count) for count in counts], texts[:, :enough]
+    layers, length = teacher.inspection.layers, max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))
+    students, texts = [allocate_alike(layers, run.plan, count) for count in counts], texts[:, :length]
     steps = kl_by_token(teacher.model, texts, layers, students, begin_of(run), EventName.TRY)
-    kl = [each.mean().item() for each in (yield from log_progress(run, steps))]
+    kl = [kl_of_tokens.mean().item() for kl_of_tokens in (yield from log_progress(run, steps))]
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best
 
 
 class Gated(nn.Module):
-    """Takes the place of a layer's student: mixes softmax and window attention by one gate for each KV head."""
+    """Replaces a layer's student: mixes softmax and window attention by one gate for each KV head."""
 
     def __init__(self, layer: Layer, window: int, sinks: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
 """Sweeps over the blocks of a model with all texts: each block's weights are read once, not once for every text.
 
-A model whose blocks are a chain runs block by block. The model's own code says what a block is given in addition to
-hidden states: it is run once with blocks that answer with what they are given, which needs no weights of theirs.
+A model whose blocks are a chain runs block by block. The model's own code decides which arguments a block receives in
+addition to hidden states: it is run once with blocks that return their input, which needs none of their weights.
 
 Gradients of the model's output at the attention of its layers take a sweep forward, which keeps the hidden states that
-every block is given, and a sweep back, which computes each block again, from the last to the first. So one block alone
-has a graph, and its weights, in memory at a time. The bits are those of one graph of the whole model.
+every block receives, and a sweep back, which computes each block again, from the last to the first. So only one block
+at a time has its graph and its weights in memory. The result is bit-identical to one graph of the whole model.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Call = tuple[tuple, dict]  # the arguments of a block
-CHAINS: WeakKeyDictionary[nn.Module, Chain | None] = WeakKeyDictionary()  # of streamed models, as long as these live
+CHAINS: WeakKeyDictionary[nn.Module, Chain | None] = WeakKeyDictionary()  # of streamed models, while these live
 Likelihoods = Callable[[int, Tensor], Sequence[Tensor]]  # of a batch and its logits: a number to differentiate a draw
 Gradients = Iterator[tuple[int, Tensor]]  # a layer, and its gradients: (draws, texts, query heads, tokens, value_dim)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks that are given what the block before them answered, and no other result of a block."""
+    """Blocks that receive the hidden states of the block before them, and no other result of a block."""
 
     blocks: Sequence[nn.Module]
-    others: tuple | None  # what a block answers in addition to hidden states; None: these alone
+    extra: tuple | None  # what a block answers in addition to hidden states; None: hidden states alone
 
     def answer(self, hidden: Tensor) -> Any:
         """Bring hidden states into the form of a block's answer."""
-        return hidden if self.others is None else (hidden, *self.others)
+        return hidden if self.extra is None else (hidden, *self.extra)
 
 
 class Calls:
@@ -55,13 +55,13 @@ class Calls:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
-        self.given: list[Call] = []
+        self.recorded: list[Call] = []
         self.answer: Any = None  # of the block that answered last
         self.chained = True
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the calls while this lasts."""
+    def recording(self) -> Iterator[None]:
+        """Record the calls while this lasts."""
         with ExitStack() as stack:
             for block in self.blocks:
                 stack.callback(block.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
@@ -69,14 +69,14 @@ class Calls:
             yield
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> Call | None:
-        expected = self.blocks[len(self.given)] if len(self.given) < len(self.blocks) else None
+        expected = self.blocks[len(self.recorded)] if len(self.recorded) < len(self.blocks) else None
         self.chained &= block is expected and bool(args) and isinstance(args[0], Tensor)
-        if self.chained and not self.given and torch.is_grad_enabled():
-            args = (args[0].detach().requires_grad_(), *args[1:])  # what comes of it tells by its gradient
-        elif self.chained and self.given:
-            others = (*args[1:], *kwargs.values())
-            self.chained = args[0] is hidden_of(self.answer) and not any(map(requires_gradient, others))
-        self.given.append((args, kwargs))
+        if self.chained and not self.recorded and torch.is_grad_enabled():
+            args = (args[0].detach().requires_grad_(), *args[1:])  # all that is computed from it requires a gradient
+        elif self.chained and self.recorded:
+            extra = (*args[1:], *kwargs.values())
+            self.chained = args[0] is hidden_of(self.answer) and not any(map(requires_gradient, extra))
+        self.recorded.append((args, kwargs))
         return args, kwargs
 
     def leave(self, block: nn.Module, args: tuple, answer: Any) -> None:
@@ -89,25 +89,25 @@ def hidden_of(answer: Any) -> Any:
 
 
 def requires_gradient(value: Any) -> bool:
-    """Whether a gradient reaches an argument of a block, or something in it."""
+    """Whether a gradient reaches an argument of a block, or a part of it."""
     if isinstance(value, (tuple, list)):
         return any(map(requires_gradient, value))
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def chain_of(model: nn.Module, texts: Tensor) -> Chain | None:
-    """Find the blocks of a model by a run on a few tokens, once for streamed weights; None: they are not a chain."""
+    """Find the chain of a model's blocks by a run on a few tokens, once for streamed weights; None: there is none."""
     if model in CHAINS:
         return CHAINS[model]
     calls = Calls(blocks_of(model))
     nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x.shape, torch.empty)
-    with torch.inference_mode(False), torch.enable_grad(), nothing_saved, calls.kept():
+    with torch.inference_mode(False), torch.enable_grad(), nothing_saved, calls.recording():
         run_blocks(model, texts[:1, :PROBE_TOKENS])
     chain = None
-    if calls.blocks and calls.chained and len(calls.given) == len(calls.blocks):
-        others = calls.answer[1:] if isinstance(calls.answer, tuple) else None
-        if not any(isinstance(other, Tensor) for other in others or ()):
-            chain = Chain(calls.blocks, others)
+    if calls.blocks and calls.chained and len(calls.recorded) == len(calls.blocks):
+        extra = calls.answer[1:] if isinstance(calls.answer, tuple) else None
+        if not any(isinstance(value, Tensor) for value in extra or ()):
+            chain = Chain(calls.blocks, extra)
     if is_streamed(model):
         CHAINS[model] = chain
     return chain
@@ -127,7 +127,7 @@ def run_blocks(model: nn.Module, ids: Tensor) -> None:
 
 @torch.no_grad()
 def calls_of(model: nn.Module, chain: Chain, ids: Tensor) -> list[Call]:
-    """List what the blocks are given with some texts; the first alone is given true hidden states."""
+    """List the arguments of the blocks for a batch of texts; only the first receives true hidden states."""
     calls = Calls(chain.blocks)
 
     def echo(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -136,9 +136,9 @@ def calls_of(model: nn.Module, chain: Chain, ids: Tensor) -> list[Call]:
     with ExitStack() as stack:
         for block in chain.blocks:
             stack.enter_context(replace_part(block, "forward", echo))
-        with calls.kept():
+        with calls.recording():
             run_blocks(model, ids)
-    return calls.given
+    return calls.recorded
 
 
 @contextmanager
@@ -164,13 +164,13 @@ def sweep_forward(
 ) -> Iterator[list[Tensor]]:
     """Run batches of texts through one block after the other; yield their hidden states after each.
 
-    `enter` receives the numbers of a batch and of a block, and the hidden states that the block is given.
+    `enter` receives the numbers of a batch and of a block, and the hidden states that the block receives.
     """
-    hidden = [given[0][0][0] for given in calls]
+    hidden = [arguments[0][0][0] for arguments in calls]
     for place, block in enumerate(chain.blocks):
         with hold_weights(block):
-            for batch, given in enumerate(calls):
-                (_, *args), kwargs = given[place]
+            for batch, arguments in enumerate(calls):
+                (_, *args), kwargs = arguments[place]
                 enter(batch, place, hidden[batch])
                 hidden[batch] = hidden_of(block(hidden[batch], *args, **kwargs))
         yield hidden
@@ -204,7 +204,7 @@ def gradients_by_layer(
     likelihoods: Likelihoods,
     chain: Chain | None,
 ) -> Gradients:
-    """Run batches of texts; yield for each and for each recording, which then holds inputs and output, the gradients.
+    """Run batches of texts; yield the gradients of each recording and batch, while it holds its inputs and output.
 
     The batches of a layer come in their order. `chain` is the teacher's; None: it has none.
     """
@@ -228,32 +228,32 @@ def by_blocks(
     likelihoods: Likelihoods,
     chain: Chain,
 ) -> Gradients:
-    """Compute the gradients from the last block to the first, each of which is run again by itself."""
+    """Compute the gradients from the last block to the first, and run each again by itself."""
     calls = [calls_of(teacher, chain, ids) for ids in batches]
-    given: list[list[Tensor]] = [[] for _ in batches]  # [batch][block]
-    last: list[Tensor] = []
-    for hidden in sweep_forward(chain, calls, lambda batch, place, hidden: given[batch].append(hidden)):
-        last = hidden
+    inputs: list[list[Tensor]] = [[] for _ in batches]  # [batch][block]
+    final: list[Tensor] = []
+    for hidden in sweep_forward(chain, calls, lambda batch, place, hidden: inputs[batch].append(hidden)):
+        final = hidden
     modules = attention_modules(teacher)
     slopes: list[list[Tensor]] = []  # [batch][draw]
     with torch.enable_grad():
         for batch, ids in enumerate(batches):
-            slopes.append(slopes_of(teacher, chain, ids, last[batch], lambda logits, b=batch: likelihoods(b, logits)))
+            slopes.append(slopes_of(teacher, chain, ids, final[batch], lambda logits, b=batch: likelihoods(b, logits)))
         for place, block in reversed(list(enumerate(chain.blocks))):
             inside = set(block.modules())
             index = next(index for index, module in enumerate(modules) if module in inside)
-            own = recordings.get(index)
+            recording = recordings.get(index)
             with hold_weights(block):
-                for batch, before in enumerate(given):
-                    start, ((_, *args), kwargs) = before.pop().detach().requires_grad_(), calls[batch][place]
+                for batch, block_inputs in enumerate(inputs):
+                    start, ((_, *args), kwargs) = block_inputs.pop().detach().requires_grad_(), calls[batch][place]
                     answer = hidden_of(block(start, *args, **kwargs))
-                    wanted = [start] if own is None else [start, own.output]
-                    rows = [torch.autograd.grad(answer, wanted, slope, retain_graph=True) for slope in slopes[batch]]
+                    sources = [start] if recording is None else [start, recording.output]
+                    rows = [torch.autograd.grad(answer, sources, slope, retain_graph=True) for slope in slopes[batch]]
                     slopes[batch] = [row[0] for row in rows]
                     del answer
-                    if own is not None:
+                    if recording is not None:
                         yield index, torch.stack([row[1].float() for row in rows])
-                        own.forget()
+                        recording.forget()
 
 
 def slopes_of(
@@ -275,7 +275,7 @@ def at_once(
     for batch, ids in enumerate(batches):
         with torch.enable_grad():
             numbers = likelihoods(batch, teacher(input_ids=ids, use_cache=False).logits)
-            outputs = [each.output for each in recordings.values()]
+            outputs = [recording.output for recording in recordings.values()]
             rows = [[x.float() for x in torch.autograd.grad(n, outputs, retain_graph=True)] for n in numbers]
         for index, *parts in zip(recordings, *rows, strict=True):
             yield index, torch.stack(parts)

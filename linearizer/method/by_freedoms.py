@@ -1,7 +1,7 @@
 """Profile + budget -> Allocation: degrees of freedom decide how many features every KV head holds.
 
-A strategy turns the curves N(λ) of each layer into units that ask for features, the more the higher the level (-log λ).
-The budget decides the level, and the units receive what they ask for at that level, in tiles.
+A strategy turns the curves N(λ) of each layer into units, which need more features at a higher level (-log λ).
+The budget decides the level, and each unit receives the features that it needs at that level, in tiles.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import TILE, Head, Layer, cache_bytes, feature_bytes
 from linearizer.plan.profile import Curve, Profile
 
-LEVELS = (-100.0, 100.0)  # logarithms: the first asks for less than a tile of anything, the last exceeds any budget
+LEVELS = (-100.0, 100.0)  # logarithms: no unit needs a tile at the first, and the last exceeds any budget
 
 
 def allocate_by_freedoms(
@@ -41,7 +41,7 @@ def allocate_by_freedoms(
 
 
 def check_room(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> None:
-    """Refuse layers and amounts that leave nothing to allocate, whatever will be measured."""
+    """Refuse layers and amounts that leave nothing to allocate, whatever is measured later."""
     if not any(map(heads_replaced, layers)):
         raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
     bytes_for_features(layers, budget, features, exact_tokens)
@@ -58,7 +58,7 @@ class Unit:
 
 
 def layer_units(profile: Profile, index: int, layer: Layer, strategy: str) -> list[Unit]:
-    """Make the units of one layer as the strategy has it.
+    """Make the units of one layer under a strategy.
 
     fix            the same for every head; the remaining tiles go to the heads with the most degrees of freedom
     common-lambda  N(λ*) for every KV head, one λ* for the whole model, the smallest that the budget allows
@@ -81,15 +81,15 @@ def bytes_for_features(layers: Sequence[Layer], budget: int | None, features: in
     one_each = sum(heads_replaced(layer) * feature_bytes(layer) for layer in layers)
     if budget is None:
         return (features or 0) * one_each
-    exact, least = exact_tokens * cache_bytes(layers, 1), TILE * one_each
-    left = cache_bytes(layers, budget) - exact
-    if left < least:
-        enough = -(-(exact + least) // cache_bytes(layers, 1))
+    exact, least_bytes = exact_tokens * cache_bytes(layers, 1), TILE * one_each
+    remaining = cache_bytes(layers, budget) - exact
+    if remaining < least_bytes:
+        least_tokens = -(-(exact + least_bytes) // cache_bytes(layers, 1))
         raise BudgetError(
             f"a budget of {budget} tokens is too small: {exact_tokens} exact tokens and {TILE} features for every KV "
-            f"head take {enough}; ask for at least that, or keep fewer exact tokens"
+            f"head take {least_tokens}; ask for at least that, or keep fewer exact tokens"
         )
-    return left
+    return remaining
 
 
 def buy_tiles(units: Sequence[Unit], budget_bytes: int) -> list[int]:
@@ -106,10 +106,10 @@ def buy_tiles(units: Sequence[Unit], budget_bytes: int) -> list[int]:
         low, high = (middle, high) if bytes_of(tiles_at(middle)) <= budget_bytes else (low, middle)
     tiles, next_tiles = tiles_at(low), tiles_at(high)
     waiting = [index for index in range(len(units)) if next_tiles[index] > tiles[index]]
-    left = budget_bytes - bytes_of(tiles)
+    remaining = budget_bytes - bytes_of(tiles)
     for index in sorted(waiting, key=lambda index: (-units[index].need, units[index].bytes, index)):
-        more = (next_tiles[index] - tiles[index]) * units[index].bytes
-        if more > left:
+        extra = (next_tiles[index] - tiles[index]) * units[index].bytes
+        if extra > remaining:
             break  # a smaller unit further on must wait too, or a larger budget could take its tile away again
-        tiles[index], left = next_tiles[index], left - more
+        tiles[index], remaining = next_tiles[index], remaining - extra
     return [count * TILE for count in tiles]

@@ -14,19 +14,19 @@ from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.prices import SMALLEST, Prices
 
 MIN_KL = 1e-9  # nats: a smaller kl is rounding
-NEAR = 3 / 4  # of a size: beyond, the larger head may hold a whole text
-STEEPEST = 3  # power of the size by which kl may fall, beside what is left of a text
-PARTS = 4  # in which a size between two options is looked for
+NEAR = 3 / 4  # of a size: above it, the larger head may hold a whole text
+STEEPEST = 3  # power of the size by which kl may fall, apart from the remaining tokens of a text
+PARTS = 4  # into which sizes divide the way between two options
 
 
-Held = TypeVar("Held")
+Option = TypeVar("Option")
 
 
 @dataclass(frozen=True)
-class Offer(Generic[Held]):
+class Offer(Generic[Option]):
     """An option of one head, with what it takes of the budget and its kl."""
 
-    head: Held
+    head: Option
     cost: float
     kl: float
 
@@ -48,11 +48,11 @@ class OffersOfHeads:
             for layer, kl_of_layer in zip(layers, prices.kl, strict=True)
         ]
         offers = tuple(offers_of_head for row in rows for offers_of_head in row)
-        budget_bytes, least = cache_bytes(layers, budget), sum(levels[0].cost for levels in offers)
-        if budget_bytes < least:
-            enough = -(-least // cache_bytes(layers, 1))
+        budget_bytes, least_bytes = cache_bytes(layers, budget), sum(levels[0].cost for levels in offers)
+        if budget_bytes < least_bytes:
+            least_tokens = -(-least_bytes // cache_bytes(layers, 1))
             raise BudgetError(
-                f"a budget of {budget} tokens is too small: the least options of all KV heads take {enough}"
+                f"a budget of {budget} tokens is too small: the least options of all KV heads take {least_tokens}"
             )
         return OffersOfHeads(prices.sinks, offers, tuple(map(len, rows)), budget_bytes)
 
@@ -94,8 +94,8 @@ def upgrades_by_worth(offers: Sequence[Sequence[Offer]]) -> list[tuple[float, in
 
 def kl_by_bytes(offers: OffersOfHeads) -> list[tuple[float, float]]:
     """List the bytes of all heads and their predicted kl, from the least budget to the largest that buys anything."""
-    first = [offers_of_head[0] for offers_of_head in offers.offers]
-    bytes, kl = sum(offer.cost for offer in first), math.fsum(offer.kl for offer in first)
+    smallest = [offers_of_head[0] for offers_of_head in offers.offers]
+    bytes, kl = sum(offer.cost for offer in smallest), math.fsum(offer.kl for offer in smallest)
     points = [(bytes, kl)]
     for _, head, level in upgrades_by_worth(offers.offers):
         before, after = offers.offers[head][level - 1 : level + 1]
@@ -112,11 +112,11 @@ def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
 def choose_levels(offers: Sequence[Sequence[Offer]], budget: float) -> list[int]:
     """Take the upgrade that saves most kl per cost, again and again, while the budget has room for any."""
     levels = [0] * len(offers)
-    left = budget - sum(of_head[0].cost for of_head in offers)
+    remaining = budget - sum(of_head[0].cost for of_head in offers)
     for _, head, level in upgrades_by_worth(offers):
-        more = offers[head][level].cost - offers[head][levels[head]].cost
-        if more <= left:
-            levels[head], left = level, left - more
+        extra = offers[head][level].cost - offers[head][levels[head]].cost
+        if extra <= remaining:
+            levels[head], remaining = level, remaining - extra
     return levels
 
 
@@ -125,7 +125,7 @@ def offers_for_head(
 ) -> Iterator[Offer[Head]]:
     """List all that one head may hold: the options, sizes between them, and softmax if it `may_grow`.
 
-    All in the bits that they were priced with, and in fewer, whose rounding costs the same whatever a head holds.
+    Each is offered in the bits that it was priced with, and in fewer: rounding costs the same whatever a head holds.
     """
     rounding = {prices.options[0].bits: 0.0}
     series: dict[str, list[tuple[Head, float]]] = {}
@@ -134,15 +134,15 @@ def offers_for_head(
             rounding[head.bits] = max(kl, 0.0)
         else:
             series.setdefault(series_of(head), []).append((head, kl))
-    most = max(map(tokens_of, prices.options))
-    held = [pair for priced in series.values() for pair in with_sizes_between(priced, most)]
+    text_tokens = max(map(tokens_of, prices.options))
+    sizes = [pair for priced in series.values() for pair in with_sizes_between(priced, text_tokens)]
     if may_grow:
-        held.append((Head(softmax=True), 0.0))
-    for head, kl in held:
-        for bits, more in rounding.items():
+        sizes.append((Head(softmax=True), 0.0))
+    for head, kl in sizes:
+        for bits, rounding_kl in rounding.items():
             if bits == prices.options[0].bits or not head.features:
                 option = replace(head, bits=bits)
-                yield Offer(option, head_bytes(option, layer, prices.sinks, length), max(kl, 0.0) + more)
+                yield Offer(option, head_bytes(option, layer, prices.sinks, length), max(kl, 0.0) + rounding_kl)
 
 
 def series_of(head: Head) -> str:
@@ -153,20 +153,20 @@ def series_of(head: Head) -> str:
     return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
 
 
-def with_sizes_between(priced: Sequence[tuple[Head, float]], most: int) -> Iterator[tuple[Head, float]]:
+def with_sizes_between(priced: Sequence[tuple[Head, float]], text_tokens: int) -> Iterator[tuple[Head, float]]:
     """List options that differ only in size, and heads between them; no kl falls steeper than believed.
 
-    It falls with what is left of a text, `most` tokens, times a power of the size: what falls steeper on the few texts
-    that are priced on does not on others. Nothing lies between options that are near each other, the larger of which
-    may hold a whole text.
+    The kl falls with the tokens of a text that a head does not hold, times a power of the size: a steeper fall on the
+    few priced texts does not hold on others. No size is listed between options that are near each other, since the
+    larger may hold a whole text.
     """
     smaller: tuple[Head, float] | None = None
     for head, kl in sorted(priced, key=lambda pair: tokens_of(pair[0])):
         if smaller is not None:
-            before, now = tokens_of(smaller[0]), tokens_of(head)
-            left = (most - now) / max(most - before, 1)
-            kl = max(kl, smaller[1] * left * (before / now) ** STEEPEST)
-            if before < NEAR * now:
+            smaller_size, size = tokens_of(smaller[0]), tokens_of(head)
+            remaining = (text_tokens - size) / max(text_tokens - smaller_size, 1)
+            kl = max(kl, smaller[1] * remaining * (smaller_size / size) ** STEEPEST)
+            if smaller_size < NEAR * size:
                 yield from interpolate(smaller, (head, kl))
         smaller = head, kl
         yield smaller
@@ -188,16 +188,16 @@ def interpolate(low: tuple[Head, float], high: tuple[Head, float]) -> Iterator[t
         yield replace(low[0], **size), math.exp(logs[0] + share * (logs[1] - logs[0]))
 
 
-def efficient_offers(offers: Iterable[Offer[Held]]) -> list[Offer[Held]]:
+def efficient_offers(offers: Iterable[Offer[Option]]) -> list[Offer[Option]]:
     """Keep the lower convex hull of kl over cost: more cost, a smaller kl, and ever less of it saved per cost."""
-    kept: list[Offer[Held]] = []
+    hull: list[Offer[Option]] = []
     for offer in sorted(offers, key=lambda offer: (offer.cost, offer.kl)):
-        if kept and offer.kl >= kept[-1].kl:
+        if hull and offer.kl >= hull[-1].kl:
             continue
-        while len(kept) > 1 and kl_saved_per_cost(kept[-1], offer) >= kl_saved_per_cost(kept[-2], kept[-1]):
-            kept.pop()
-        kept.append(offer)
-    return kept
+        while len(hull) > 1 and kl_saved_per_cost(hull[-1], offer) >= kl_saved_per_cost(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(offer)
+    return hull
 
 
 def kl_saved_per_cost(smaller: Offer, larger: Offer) -> float:

@@ -52,7 +52,7 @@ def put_student_into(
     seed: int = 0,
     origin: dict[str, str | None] | None = None,
 ) -> LinearizedForCausalLM:
-    """Put an untrained student into every layer of a teacher, which changes in place and keeps all its weights."""
+    """Put an untrained student into every layer of a teacher, which is changed in place and keeps all its weights."""
     config = LinearizedConfig(
         base=teacher.config,
         layers=layer_configs(allocation, layers),
@@ -75,7 +75,7 @@ def make_layer_students(
 
 
 def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:
-    """Make the config of each layer; None for a native layer, which stays as it is."""
+    """Make the config of each layer; None for a native layer, which does not change."""
     check_allocation(allocation, layers)
     return [
         {"heads": [head.held for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
@@ -98,7 +98,7 @@ def round_to_type(student: LinearizedForCausalLM, stored: torch.dtype | None) ->
 
 
 def list_larger(student: LinearizedForCausalLM, stored: torch.dtype | None) -> list[torch.nn.Parameter]:
-    """List a base's weights in a larger type; what is read from files in every pass is not held in any."""
+    """List a base's weights in a larger type, without those that are read from files in every pass."""
     return [
         weight
         for name, weight in student.base.named_parameters()
@@ -115,8 +115,8 @@ def save(
 ) -> None:
     """Write weights, config, the student's code and tokenizer; an older checkpoint stays until the new one is complete.
 
-    `files` hold the teacher's weights, if these are the student's, too: they become part of the checkpoint as they are.
-    Others are written in the type that the model holds, and what is read in every pass in the `stored` type.
+    `files` hold the teacher's weights, if the student has the same: they become part of the checkpoint unchanged.
+    Other weights are written in the model's type, and those that are read in every pass in the `stored` type.
     """
     with replacing(folder) as unfinished:
         if not files or not save_around(student, unfinished, files):
@@ -133,14 +133,14 @@ def save(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer, without what transformers notes of where it was read from."""
+    """Write a tokenizer, without transformers' notes of the place that it was read from."""
     for name in OF_THIS_MACHINE:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
 
 
 def link_missing_weights(run: Run, token: str | None = None, in_job: bool = False) -> None:
-    """Complete a checkpoint that a job of the Hub made, here or in another job: its teacher's weights are not kept."""
+    """Complete a checkpoint that a job of the Hub made: the job does not store its teacher's weights."""
     originals = {
         name: file for name, file in teacher_files(run.checkpoint).items() if not (run.checkpoint / name).is_file()
     }
@@ -170,7 +170,7 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
     check_weights(run)
     try:
         student = load(run.checkpoint, **options)
-        return student if is_packed(student.config) else student.to(device)  # packed weights are loaded to theirs
+        return student if is_packed(student.config) else student.to(device)  # packed weights are on their device
     except Exception as error:  # each library checks a config in its own way, with errors of many types
         if is_out_of_memory(error) or isinstance(error, RequestError):
             raise
@@ -186,7 +186,7 @@ def damaged_checkpoint(run: Run, fault: str, error: Exception) -> FolderError:
 
 
 def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
-    """Load the student of a run to where its teacher lies; around its weights, where these lie at several places."""
+    """Load the student of a run to its teacher's device; around its weights, where these lie on several devices."""
     several = len(set(getattr(teacher, "hf_device_map", {}).values())) > 1
     if several and not run.plan.changes_weights:
         return load_around(run, teacher)
@@ -194,37 +194,37 @@ def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
 
 
 def load_around(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
-    """Load the student of a run around its teacher's weights, as they lie: the teacher is the student's base."""
+    """Load the student of a run around its teacher's weights, wherever they lie: the teacher becomes its base."""
     link_missing_weights(run)
     check_weights(run)
     config = LinearizedConfig.from_pretrained(run.checkpoint)
     student = LinearizedForCausalLM.from_teacher(teacher, config, run.plan.seed)
-    own = {name for name in student.state_dict() if is_own(name)}
+    names = {name for name in student.state_dict() if is_own(name)}
     weights: dict[str, torch.Tensor] = {}
     for path in weight_files(run.checkpoint):
         with safe_open(path, "pt") as file:
-            weights |= {name: file.get_tensor(name) for name in own & set(file.keys())}
-    if missing := sorted(own - weights.keys()):
+            weights |= {name: file.get_tensor(name) for name in names & set(file.keys())}
+    if missing := sorted(names - weights.keys()):
         raise RequestError(f"{run.checkpoint} lacks {len(missing)} weights, such as {missing[0]}: write it again")
     student.load_state_dict(weights, strict=False)
     return student.eval()
 
 
 def loaded_bytes(folder: Path, dtype: object) -> float:
-    """Estimate what the weights of a checkpoint take in memory, in a type that may be another than the stored type."""
+    """Estimate the memory that the weights of a checkpoint take in a type that may differ from the stored type."""
     stored_bytes = sum(path.stat().st_size for path in weight_files(folder))
     try:
         stored = getattr(torch, parse_json((folder / "config.json").read_bytes())["dtype"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return stored_bytes  # loading says what is wrong with the config
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    return stored_bytes * wanted.itemsize / stored.itemsize if isinstance(wanted, torch.dtype) else stored_bytes
+        return stored_bytes  # loading explains the fault of the config
+    target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return stored_bytes * target.itemsize / stored.itemsize if isinstance(target, torch.dtype) else stored_bytes
 
 
 def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBase]:
     """Load the student of a run with its tokenizer, to the devices and in the dtype of its plan.
 
-    A model that one device cannot hold lies where its teacher lay, whose weights are read for it.
+    A model that one device cannot hold lies where its teacher lay: the teacher's weights are loaded for it.
     """
     plan, weights = run.plan, (run.inspection, run.plan.dtype, run.plan.device)
     with quiet():

@@ -1,7 +1,7 @@
 """Chooses between an allocation by prices and plain allocations of the same bytes, by their measured kl.
 
-A price is of one head alone and of a few texts, so prices can mislead. The student as a whole is measured before it is
-made, on texts that no head was priced on, over a quarter of a text, a text and two texts.
+A price is measured for one head alone and on a few texts, so prices can mislead. The whole student is measured before
+it is made, on texts that no head was priced on, over a quarter of a text, a text and two texts.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from linearizer.teacher.streaming import bytes_for_weights, is_streamed
 from linearizer.teacher.text import start_tokens
 
 PRICED, WINDOWS, SLOTS, WINDOW = "by prices", "windows by prices", "equal slots", "plain window"
-PLAIN_BITS = 8  # of a number in what a plain candidate keeps
+PLAIN_BITS = 8  # of a number in the state of a plain candidate
 SINGLE = 4  # bytes of a number in float32
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: str | None) -> Steps[Allocation]:
-    """Return the allocation, or a plain one whose student has a smaller kl; a run that has chosen keeps to it."""
+    """Return the allocation, or a plain one whose student has a smaller kl; a run keeps its first choice."""
     if run.plan.rules.decided_by != "prices" or run.plan.may_hold_features:  # features are to be trained first
         return allocation
     offered = candidates_of(run, allocation)
-    if (before := run.candidates) is not None:  # a kill may have come before allocation.json was written
-        return offered.get(before.kept.name, allocation)
+    if (stored := run.candidates) is not None:  # the run may have been killed before it wrote allocation.json
+        return offered.get(stored.kept.name, allocation)
     with interruptible(run):
         texts = unpriced_texts(run, teacher, token)
     layers, begin = teacher.inspection.layers, begin_of(run)
@@ -51,17 +51,17 @@ def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: st
     length, tokens = run.plan.kept_length(run.positions), texts.shape[1]
     lengths = tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
     measured = tuple(
-        Candidate(name, tuple(own[:, :length].mean().item() for length in lengths))
-        for name, own in zip(offered, kl, strict=True)
+        Candidate(name, tuple(kl_of_tokens[:, :length].mean().item() for length in lengths))
+        for name, kl_of_tokens in zip(offered, kl, strict=True)
     )
     result = Candidates(lengths, measured)
     run.write_product(CANDIDATES, result.to_json())
-    run.log(EventName.CHECKED, kept=result.kept.name, lengths=lengths, kl={own.name: own.kl for own in measured})
+    run.log(EventName.CHECKED, kept=result.kept.name, lengths=lengths, kl={each.name: each.kl for each in measured})
     return offered[result.kept.name]
 
 
 def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
-    """Name the allocation, and plain allocations that take no more bytes; of equal ones the first."""
+    """Name the allocation, and plain allocations that take no more bytes; of equal ones only the first."""
     plan, layers, prices = run.plan, run.layers, run.prices
     candidates = {PRICED: allocation}
     if plan.rules.far_field and prices is not None:
@@ -71,29 +71,29 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
         candidates[SLOTS] = replace(allocate_alike(layers, plan, prices.sinks), strategy=SLOTS)
     window = replace(plan, strategy="window", bits=PLAIN_BITS, window=None)
     candidates[WINDOW] = allocate_alike(layers, window, plan.kept_sinks)
-    seen: dict[tuple, str] = {}
-    for name, own in candidates.items():
-        seen.setdefault((own.sinks, own.heads), name)
-    return {name: candidates[name] for name in seen.values()}
+    names: dict[tuple, str] = {}
+    for name, candidate in candidates.items():
+        names.setdefault((candidate.sinks, candidate.heads), name)
+    return {name: candidates[name] for name in names.values()}
 
 
 def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:  # (texts, tokens)
     """Take texts that no head was priced on, joined in pairs where the model's positions have room for two."""
     priced = run.plan.texts_priced
     texts = texts_of_run(run, teacher, run.plan.texts_measured, token)[priced : priced + 2]
-    first = len(start_tokens(teacher.tokenizer))
-    joined = torch.cat([texts[0], *(text[first:] for text in texts[1:])])
-    most = teacher.inspection.max_positions
-    return joined[None] if most is None or len(joined) <= most else texts
+    start = len(start_tokens(teacher.tokenizer))
+    joined = torch.cat([texts[0], *(text[start:] for text in texts[1:])])
+    max_tokens = teacher.inspection.max_positions
+    return joined[None] if max_tokens is None or len(joined) <= max_tokens else texts
 
 
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model compute in float32 where its device has the memory: in half precision small kl are rounding."""
-    halves = {name: own.dtype for name, own in model.named_parameters() if own.dtype in HALVES}
-    needed = SINGLE * sum(own.numel() for own in model.parameters())
+    """Let a model compute in float32 where its device has the memory: in half precision a small kl is noise."""
+    halves = {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype in HALVES}
+    needed = SINGLE * sum(weight.numel() for weight in model.parameters())
     parameters = dict(model.named_parameters())
-    is_whole = not is_streamed(model) and len({own.device for own in parameters.values()}) == 1
+    is_whole = not is_streamed(model) and len({weight.device for weight in parameters.values()}) == 1
     if not halves or not is_whole or needed > bytes_for_weights(str(model.device)):
         yield
         return

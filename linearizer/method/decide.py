@@ -28,10 +28,10 @@ Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 
 
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
-    """Refuse a budget that the plan's strategy cannot spend, whatever will be measured."""
+    """Refuse a budget that the plan's strategy cannot spend, whatever is measured later."""
     if plan.rules.spends_tokens:
-        least = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
-        check_least_budget(layers, plan.budget or 0, least, min(plan.kept_bits, *fewer_bits(plan, layers), 16))
+        fewest_sinks = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
+        check_least_budget(layers, plan.budget or 0, fewest_sinks, min(plan.kept_bits, *fewer_bits(plan, layers), 16))
     else:
         check_room(layers, plan.budget, plan.features, plan.kept_window + plan.kept_sinks)
 
@@ -61,7 +61,7 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
 
 
 def decidable(run: Run) -> bool:
-    """Whether a run has its profile and all else that it decides by."""
+    """Whether a run has its profile and the other measurements that it decides by."""
     return run.has_file("profile.json") and run.has_file(f"{run.plan.rules.product}.json")
 
 
@@ -76,7 +76,7 @@ def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocatio
         room = ((plan.budget or 0) - sinks) * token_bytes(layer)
         unit = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[far_field]
         count = room // (token + unit) if unit else 0
-        slots, features = (count if far_field == far else 0 for far in ("slots", "features"))
+        slots, features = (count if far_field == kind else 0 for kind in ("slots", "features"))
         head = Head((room - count * unit) // token, features, slots=slots, bits=plan.kept_bits)
         return (head,) * heads_replaced(layer)
 
@@ -84,26 +84,26 @@ def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocatio
 
 
 def fewer_bits(plan: Plan, layers: Sequence[Layer]) -> tuple[int, ...]:
-    """List bits that heads may have beside those that options are priced with: none where vectors fill no bytes."""
+    """List the fewer bits that heads may also have: none where vectors do not fill bytes."""
     sizes = {size for layer in layers if layer.native_window is None for size in (layer.key_dim, layer.value_dim)}
     return tuple(bits for bits in plan.fewer_bits if all(size % 8 == 0 for size in sizes))
 
 
 def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
-    """Let every head of a layer hold a window, the plan's or half of the budget, and the rows of a memory for the rest.
+    """Let every head of a layer hold a window, the plan's or half of the budget, and spend the rest on memory rows.
 
-    A window that is not asked for takes what rows cannot use.
+    If the plan sets no window, the window also takes the bytes that rows cannot use.
     """
     room = (plan.budget or 0) * token_bytes(layer)
     token = token_bytes(layer, plan.kept_bits)
     head = Head(plan.kept_window, bits=plan.kept_bits, memory=plan.memory)
-    most = UPDATE_RULES[plan.memory].most_rows(layer.key_dim)
-    fits = [r for r in range(1, most + 1) if head_bytes(replace(head, features=r), layer, sinks, 0) <= room]
+    most_rows = UPDATE_RULES[plan.memory].most_rows(layer.key_dim)
+    fits = [r for r in range(1, most_rows + 1) if head_bytes(replace(head, features=r), layer, sinks, 0) <= room]
     if not fits:
-        least = head_bytes(replace(head, features=1), layer, sinks, 0)
+        least_bytes = head_bytes(replace(head, features=1), layer, sinks, 0)
         raise BudgetError(
             f"a budget of {plan.budget} tokens has no room for a row of {plan.memory} beside a window of {head.window} "
-            f"and {sinks} sinks: ask for at least {-(-least // token_bytes(layer))}, or for a smaller window"
+            f"and {sinks} sinks: ask for at least {-(-least_bytes // token_bytes(layer))}, or for a smaller window"
         )
     head = replace(head, features=fits[-1])
     if plan.window is None:
@@ -149,12 +149,12 @@ def check_prices(prices: Prices, plan: Plan) -> None:
         )
 
 
-def missing_measurement(run: Run, plan: Plan, what: str) -> RequestError:
+def missing_measurement(run: Run, plan: Plan, product: str) -> RequestError:
     """Explain which measurement of a plan is missing, and whether resuming the run or only a new run measures it."""
-    if what in ("profile", run.plan.rules.product) and not run.checkpoint.exists():
-        return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
+    if product in ("profile", run.plan.rules.product) and not run.checkpoint.exists():
+        return RequestError(f"{str(run.folder)!r} has no {product} yet: `linearizer run --resume` measures them")
     return RequestError(
-        f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and resuming it "
+        f"{str(run.folder)!r} has no {product}, by which the strategy {plan.strategy} decides, and resuming it "
         f"measures none: start a new run with --strategy {plan.strategy}"
     )
 
@@ -166,12 +166,12 @@ def allocate_by_gates(gates: Gates, layers: Sequence[Layer], budget: int, sinks:
 
     def tokens_of_others(count: int) -> int:
         """Compute the tokens that each other head can hold beside the first softmax heads."""
-        taken, others = (sum(map(tokens.__getitem__, places)) for places in (order[:count], order[count:]))
-        return (cache_bytes(layers, budget) - length * taken) // others if others else 0
+        full, windows = (sum(map(tokens.__getitem__, places)) for places in (order[:count], order[count:]))
+        return (cache_bytes(layers, budget) - length * full) // windows if windows else 0
 
-    least = sinks + max(SMALLEST, budget // 4)  # a window is worth more than another softmax head
-    count = next((n for n in range(len(order)) if tokens_of_others(n + 1) < least), len(order))
+    least_tokens = sinks + max(SMALLEST, budget // 4)  # a window is worth more than another softmax head
+    count = next((n for n in range(len(order)) if tokens_of_others(n + 1) < least_tokens), len(order))
     window = Head(window=tokens_of_others(count) - sinks)
-    held = {place: Head(softmax=True) if rank < count else window for rank, place in enumerate(order)}
-    rows = (tuple(held[index, head] for head in range(len(row))) for index, row in enumerate(gates))
+    heads = {place: Head(softmax=True) if rank < count else window for rank, place in enumerate(order)}
+    rows = (tuple(heads[index, head] for head in range(len(row))) for index, row in enumerate(gates))
     return Allocation("duo", sinks, tuple(rows))

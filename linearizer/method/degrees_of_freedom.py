@@ -34,8 +34,8 @@ def degrees_of_freedom(
     log_ridge = math.log(reference) + logs.logsumexp(0) - logs
     shrunk = shrinkage(distinct, log_ridge)
     multiples = torch.tensor([ridge / reference for ridge in ridges], dtype=shrunk.dtype, device=shrunk.device)
-    kept = 1 - shrunk
-    return (kept / (kept + multiples[:, None] * shrunk)).sum(-1)
+    retained = 1 - shrunk
+    return (retained / (retained + multiples[:, None] * shrunk)).sum(-1)
 
 
 def shrinkage(points: torch.Tensor, log_ridge: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
 """Estimates prices of heads: the kl at the model's output when one KV head alone holds an option.
 
-It is a mean over the places of a text, in which each doubling of the text counts alike.
+The kl is a mean over the places of a text, in which each doubling of the text counts equally.
 
 An option is what a head may hold: a window, alone or with slots or features (not trained here), or its whole cache.
-All other heads stay as in the teacher, so prices add up as far as heads do not make up for each other.
+All other heads stay as in the teacher, so prices add up as far as heads do not compensate for each other.
 choose.py measures whether they do.
 
-One pass forward and a few back take the place of a pass for every price. If an option changes the output of a head's
-attention by δ, the kl at the model's output is ½ δᵀ F δ to second order, F being the Fisher information: the mean of
-g gᵀ over next tokens drawn from the teacher, g the gradient of their log-likelihood. Each token's change counts alone
-(what one change does to another is left out), so that few draws do. A large kl lies beyond the second order and is
+One pass forward and a few back replace a pass for every price. If an option changes the output of a head's attention
+by δ, the kl at the model's output is ½ δᵀ F δ to second order, F being the Fisher information: the mean of g gᵀ over
+next tokens drawn from the teacher, g the gradient of their log-likelihood. Each token's change counts alone (effects
+of one change on another are left out), so that a few draws suffice. A large kl lies beyond the second order and is
 overestimated; the estimate serves to order heads and options.
 """
 
@@ -34,7 +34,7 @@ from linearizer.teacher.logits import vocabulary
 from linearizer.teacher.streaming import is_streamed
 
 MANY = 4  # blocks of slots
-BEGINNING = 64  # of a text's parts: the tokens in it count alike
+BEGINNING = 64  # parts of a text: the tokens in the first part count equally
 DRAWS = 4  # of next tokens, for every text
 MAX_GRADIENTS = 2**27  # of several texts together, with their logits
 
@@ -44,7 +44,7 @@ Part = tuple[int, int]  # a layer, and the first of a group of texts
 
 @dataclass(frozen=True)
 class Share:
-    """The layers that one of several processes, each with a device, prices: no price hangs on another.
+    """The layers that one of several processes prices, each on its device: no price depends on another.
 
     A run's own process has the share with number 0, and is the only one that writes its log.
     """
@@ -60,28 +60,28 @@ def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Seq
     """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
 
     The largest are three quarters of a text: the few heads that recall need that much. With slots a head may also hold
-    a whole text, token by token: in few bits that takes no more than what merges its last quarter in many.
+    a whole text, token by token: in few bits that takes no more than slots that merge the last quarter in many bits.
     `far` names what holds older tokens: "slots", "features", or "" for nothing.
-    Beside many slots the window is two blocks: a smaller one would merge its tokens more often.
-    What `fewer` bits cost is measured once for a head, with its whole cache, and added to the price of what it holds.
+    With many slots the window is two blocks: a smaller one would merge its tokens more often.
+    The kl of `fewer` bits is measured once for a head, with its whole cache, and added to the price of each option.
     """
-    most = 3 * length // 4
-    windows = [Head(window=window, bits=bits) for window in [*list_doublings(SMALLEST, most), most]]
-    rounded = [Head(softmax=True, bits=count) for count in fewer]
-    least = min(BLOCK, max(SMALLEST, length // 8))
-    slim = [(least, count) for count in [*list_doublings(least, most), most]]
-    even = [(count, count) for count in list_doublings(2 * least, length // 2)]
-    held: list[Head] = []
-    if far == "slots" and least > SMALLEST:
-        wide = 2 * least
-        narrow, many = ([pair for pair in slim if (pair[1] > MANY * least) == is_many] for is_many in (False, True))
-        slim = [*narrow, *((wide, count) for _, count in [narrow[-1], *many])]
-        slim += [(least // 2, count) for count in list_doublings(least // 4, 2 * least)]
+    largest = 3 * length // 4
+    windows = [Head(window=window, bits=bits) for window in [*list_doublings(SMALLEST, largest), largest]]
+    whole_caches = [Head(softmax=True, bits=count) for count in fewer]
+    block = min(BLOCK, max(SMALLEST, length // 8))
+    slim = [(block, count) for count in [*list_doublings(block, largest), largest]]
+    even = [(count, count) for count in list_doublings(2 * block, length // 2)]
+    far_heads: list[Head] = []
+    if far == "slots" and block > SMALLEST:
+        wide = 2 * block
+        few, many = ([pair for pair in slim if (pair[1] > MANY * block) == is_many] for is_many in (False, True))
+        slim = [*few, *((wide, count) for _, count in [few[-1], *many])]
+        slim += [(block // 2, count) for count in list_doublings(block // 4, 2 * block)]
         slim.append((wide, length - wide))
     if far:
         pairs = dict.fromkeys(slim + even)
-        held = [Head(window=window, bits=bits, **{far: count}) for window, count in pairs]  # type: ignore[arg-type]
-    return tuple(windows + held + rounded)
+        far_heads = [Head(window=window, bits=bits, **{far: count}) for window, count in pairs]  # type: ignore[arg-type]
+    return tuple(windows + far_heads + whole_caches)
 
 
 def list_doublings(first: int, end: int) -> list[int]:
@@ -90,7 +90,7 @@ def list_doublings(first: int, end: int) -> list[int]:
 
 
 def place_weights(tokens: int, device: torch.device | str = "cpu") -> torch.Tensor:  # (tokens,)
-    """Weigh the places of a text, 1 in the mean: each doubling of a text counts alike, whatever its length.
+    """Weigh the places of a text, 1 in the mean: each doubling of a text counts equally, whatever its length.
 
     The kl grows with the place. In a plain mean the end of the texts would decide, and short texts would pay for it.
     """
@@ -113,29 +113,29 @@ def estimate_prices(
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
     `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
-    holds those of an earlier call, or of other shares. Every text draws its next tokens for itself.
+    holds those of an earlier call, or of other shares. The draws of a text do not depend on the other texts.
     """
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
     kl = dict(before or {})
     size = texts_together(teacher, layers, texts)
     groups = range(0, len(texts), size)
-    own = parts_of(share, groups, priced)
-    left = [first for first in groups if any(part[1] == first and part not in kl for part in own)]
+    parts = parts_of(share, groups, priced)
+    pending = [first for first in groups if any(part[1] == first and part not in kl for part in parts)]
     devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
     recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
-    chain = chain_of(teacher, texts) if left else None
-    sweeps = [left] if is_streamed(teacher) else [[first] for first in left]  # a sweep reads all weights
-    total, done = len(own), sum(part in kl for part in own)
+    chain = chain_of(teacher, texts) if pending else None
+    sweeps = [pending] if is_streamed(teacher) else [[first] for first in pending]  # a sweep reads all weights
+    total, done = len(parts), sum(part in kl for part in parts)
     yield Progress(EventName.PRICE, done, total, "layers")
     for sweep in sweeps:
 
         def likelihoods(batch: int, logits: Tensor, sweep: Sequence[int] = sweep) -> list[Tensor]:
             return draw_likelihoods(logits, [generator_at(seed, sweep[batch] + text) for text in range(len(logits))])
 
-        batches, given = [texts[first : first + size] for first in sweep], Counter[int]()
+        batches, counts = [texts[first : first + size] for first in sweep], Counter[int]()
         for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
-            part, given[index] = (index, sweep[given[index]]), given[index] + 1
-            if part in own and part not in kl:
+            part, counts[index] = (index, sweep[counts[index]]), counts[index] + 1
+            if part in parts and part not in kl:
                 kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
                 keep(part, kl[part])
                 done += 1
@@ -149,17 +149,17 @@ def estimate_prices(
 
 
 def parts_of(share: Share, groups: Sequence[int], layers: Sequence[int]) -> set[Part]:
-    """List the layers and groups of texts that fall to a process: a half of the texts where processes are even.
+    """List the layers and groups of texts of a process: half of the texts where the number of processes is even.
 
-    Those that have the same texts share the layers, for each of which all run the whole model.
+    Processes with the same texts share the layers; each process runs the whole model.
     """
     halves = 2 if share.count % 2 == 0 and len(groups) > 1 else 1
-    own, half = layers[share.number // halves :: share.count // halves], groups[share.number % halves :: halves]
-    return {(index, first) for index in own for first in half}
+    indices, half = layers[share.number // halves :: share.count // halves], groups[share.number % halves :: halves]
+    return {(index, first) for index in indices for first in half}
 
 
 def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Tensor) -> int:
-    """Compute how many texts are run together: at most a half, by the gradients and logits that are held of each."""
+    """Compute how many texts are run together: at most half, as far as memory has room for gradients and logits."""
     outputs = sum(layer.query_heads * layer.value_dim for layer in layers if layer.native_window is None)
     most = MAX_GRADIENTS // (texts.shape[1] * (DRAWS * outputs + 3 * vocabulary(teacher)))
     return max(1, min(most, -(-len(texts) // 2)))
@@ -169,7 +169,7 @@ def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Ten
 def kl_of_options(
     layer: Layer, recording: Recording, gradient: Tensor, options: Sequence[Head], sinks: int, begin: Begin, index: int
 ) -> KlOfLayer:
-    """Estimate the kl of a layer's heads by the change of their outputs, summed over some texts."""
+    """Estimate the kl of a layer's heads by the change of their outputs, summed over the recorded texts."""
     device, heads = recording.inputs[0].device, layer.kv_heads
     kl, weights = torch.zeros(heads, len(options)).double(), place_weights(recording.output.shape[2], device)
     for place, option in enumerate(options):
@@ -187,7 +187,7 @@ def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: tor
 
 
 def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Draw next tokens, a few times and for every text by itself; give the log-likelihood of each draw."""
+    """Draw next tokens, a few times and for every text by itself; return the log-likelihood of each draw."""
     logs = logits.float().log_softmax(-1)
     pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
     drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
@@ -195,9 +195,9 @@ def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> l
 
 
 def with_repeats(texts: torch.Tensor, passage: int, seed: int) -> torch.Tensor:
-    """Repeat earlier passages at random places in the second half of the texts: what recall is priced on.
+    """Repeat earlier passages at random places in the second half of the texts, so that recall has a price.
 
-    One passage of four comes again.
+    One passage in four is a repetition.
     """
     generator, places = torch.Generator().manual_seed(seed), texts.shape[1] // passage
     texts = texts.clone()

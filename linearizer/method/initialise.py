@@ -4,8 +4,8 @@
   slots  the metric of the queries: |metric·x|² is the mean of (q·x)²; and their mean
   codebook, clusters  centres of the keys, by k-means in that metric
   memories  keys in the directions that queries tell apart best; routes to centres of the keys; the masses and the scale
-            of values by a text: a memory that brings a head no nearer to its teacher begins with next to none
-All other feature maps keep the values that they were drawn with.
+            of values by a text: a memory that does not bring a head nearer to its teacher begins with almost no mass
+All other feature maps keep their random values.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that
 Tensor = torch.Tensor
 SHIFTS = [step / 2 for step in range(-20, 9)]  # nats that masses are moved by
 MOST_SCALE = 4.0
-NEGLIGIBLE = -6.0  # nats: what weighs next to nothing compared with what a row sees exactly
-LEAST_GAIN = 0.002  # of a head's error: less is noise
+NEGLIGIBLE = -6.0  # nats: mass that weighs almost nothing compared with what a row sees exactly
+LEAST_GAIN = 0.002  # of a head's error: a smaller gain is noise
 
 
 @torch.no_grad()
@@ -49,9 +49,9 @@ def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0) 
 
 @torch.no_grad()
 def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, index: int) -> None:
-    """Initialise the turns, slots and feature maps of a layer, which has this number.
+    """Initialise the turns, slots and feature maps of the layer with this number.
 
-    Every head draws for itself, so that a head with an option gets the same values whatever other heads hold.
+    Each head draws its own numbers, so that a head with an option gets the same values whatever other heads hold.
     """
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
     if student.turns is not None:
@@ -65,17 +65,17 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
                 student.set_merger(group, place, query_metric(queries[head]), torch.cat([mean_query, around]))
     for group in featured(student):
         for place, head in enumerate(group.heads):
-            given = place, queries[head], samples.keys[head].float(), generator_at(seed, index, head)
+            arguments = place, queries[head], samples.keys[head].float(), generator_at(seed, index, head)
             if isinstance(group.feature_map, Codebook):
-                initialise_codebook(group.feature_map, *given)
+                initialise_codebook(group.feature_map, *arguments)
             elif isinstance(group.feature_map, MatrixRule):
-                initialise_rule(group.feature_map, *given)
+                initialise_rule(group.feature_map, *arguments)
         if isinstance(group.feature_map, MatrixRule):
             fit_memory(group, samples.text)
 
 
 def initialise_turns(turns: Turns, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Initialise how all heads turn what they take, from queries, keys and values (heads, samples, dim).
+    """Initialise how all heads turn their keys and values, from queries, keys and values (heads, samples, dim).
 
     Keys that are divided, and queries that are multiplied, by the root of how far keys spread ÷ how large queries are
     become equally large in each direction: then rounding keys costs every direction alike.
@@ -105,7 +105,7 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
 
     Keys are taken in the metric of the queries, in the directions in which that is largest, and queries in its inverse.
     """
-    if rule.rule.has_moments:  # what the mass of Gaussian keys is off by
+    if rule.rule.has_moments:  # the error of the mass of Gaussian keys
         mass = (q @ k.mT).logsumexp(-1) - math.log(len(k))
         rule.mass[head] = (mass - q @ k.mean(0) - q.square() @ k.var(0, correction=0) / 2).median()
     root, vectors = (x.flip(-1) for x in directions_of(q))
@@ -136,9 +136,9 @@ def cluster(points: Tensor, count: int, generator: torch.Generator) -> Tensor:  
     chosen = torch.randint(len(points), (1,), generator=generator)
     distance = (points - points[chosen]).square().sum(-1)
     for _ in range(count - 1):
-        new = torch.multinomial(distance + 1e-12, 1, generator=generator)  # there may be fewer points than centres
-        chosen = torch.cat([chosen, new])
-        distance = torch.minimum(distance, (points - points[new]).square().sum(-1))
+        centre = torch.multinomial(distance + 1e-12, 1, generator=generator)  # there may be fewer points than centres
+        chosen = torch.cat([chosen, centre])
+        distance = torch.minimum(distance, (points - points[centre]).square().sum(-1))
     centres = points[chosen]
     for _ in range(KMEANS_ROUNDS):
         nearest = torch.cdist(points, centres).argmin(-1)
@@ -161,7 +161,7 @@ def begin_of(run: Run) -> Begin:
 
 @torch.no_grad()
 def fit_memory(group: FeatureGroup, text: LayerSamples | None) -> None:
-    """Set the masses of a group's memory, and the scales of its values; without a text it weighs next to nothing."""
+    """Set the masses of a group's memory, and the scales of its values; without a text it weighs almost nothing."""
     rule = group.feature_map
     assert isinstance(rule, MatrixRule)
     if text is None or text.keys.shape[-2] <= group.window + group.sinks + 1:
@@ -171,26 +171,26 @@ def fit_memory(group: FeatureGroup, text: LayerSamples | None) -> None:
     q = text.queries.unflatten(0, (len(text.keys), -1))[group.heads].float().to(device)  # (heads, group, tokens, dim)
     k, v = (x[group.heads].float().to(device) for x in (text.keys, text.values))
     far = slice(group.window + group.sinks, None)  # rows for which some tokens are far
-    whole, near = (attend(q, k, v, window, group.sinks) for window in (k.shape[-2], group.window))
+    softmax, windowed = (attend(q, k, v, window, group.sinks) for window in (k.shape[-2], group.window))
     rule.value_scale.fill_(0.0)
     plain = read_with_memory(group, q, k, v)
     rule.value_scale.fill_(1.0)
     full = read_with_memory(group, q, k, v)
-    near_mass, exact = near[1][:, :, far], whole[0][:, :, far] - near[0][:, :, far]
-    mass = full.bound[0][:, :, far] + (near_mass if full.is_share else 0.0)
-    away, more = plain.sum[0][:, :, far] - near[0][:, :, far], (full.sum - plain.sum)[0][:, :, far]
+    window_mass, exact = windowed[1][:, :, far], softmax[0][:, :, far] - windowed[0][:, :, far]
+    mass = full.bound[0][:, :, far] + (window_mass if full.is_share else 0.0)
+    offset, values = plain.sum[0][:, :, far] - windowed[0][:, :, far], (full.sum - plain.sum)[0][:, :, far]
 
     def fit_scale(shift: float) -> tuple[Tensor, Tensor]:
-        """Return each head's error with its masses moved, and the scale of values that makes it the least."""
-        share = (mass + shift - near_mass).sigmoid()
-        left, added = exact - share * away, share * more
-        scale = ((left * added).sum((1, 2, 3)) / added.square().sum((1, 2, 3)).clamp_min(1e-30)).clamp(0, MOST_SCALE)
-        return (left - scale[:, None, None, None] * added).square().sum((1, 2, 3)), scale
+        """Return each head's error with its masses moved, and the scale of values that makes it smallest."""
+        share = (mass + shift - window_mass).sigmoid()
+        missing, added = exact - share * offset, share * values
+        scale = ((missing * added).sum((1, 2, 3)) / added.square().sum((1, 2, 3)).clamp_min(1e-30)).clamp(0, MOST_SCALE)
+        return (missing - scale[:, None, None, None] * added).square().sum((1, 2, 3)), scale
 
     errors, scales = (torch.stack(parts) for parts in zip(*map(fit_scale, SHIFTS), strict=True))
     best = errors.argmin(0)
     helps = errors.amin(0) < (1 - LEAST_GAIN) * exact.square().sum((1, 2, 3))
-    nothing = NEGLIGIBLE - (mass - near_mass).amax((1, 2, 3))
+    nothing = NEGLIGIBLE - (mass - window_mass).amax((1, 2, 3))
     rule.mass += torch.where(helps, torch.tensor(SHIFTS, device=device)[best], nothing)
     rule.value_scale.copy_(torch.where(helps, scales.gather(0, best[None])[0], 1.0))
 
@@ -198,19 +198,19 @@ def fit_memory(group: FeatureGroup, text: LayerSamples | None) -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Tensor, Tensor]:
     """Attend to windows and sinks, head by head: outputs and the logarithms of their masses."""
     place = torch.arange(k.shape[-2], device=k.device)
-    seen = (place <= place[:, None]) & ((place[:, None] - place < window) | (place < sinks))
+    visible = (place <= place[:, None]) & ((place[:, None] - place < window) | (place < sinks))
     outputs, masses = [], []
-    for own_q, own_k, own_v in zip(q, k, v, strict=True):
-        logits = (own_q @ own_k.mT).masked_fill(~seen, EMPTY)
-        outputs.append(logits.softmax(-1) @ own_v)
+    for head_q, head_k, head_v in zip(q, k, v, strict=True):
+        logits = (head_q @ head_k.mT).masked_fill(~visible, EMPTY)
+        outputs.append(logits.softmax(-1) @ head_v)
         masses.append(logits.logsumexp(-1, keepdim=True))
     return torch.stack(outputs), torch.stack(masses)
 
 
 def read_with_memory(group: FeatureGroup, q: Tensor, k: Tensor, v: Tensor) -> Reading:
-    """Let a memory read a text whose tokens leave the window one after the other: what each row sees of it."""
+    """Let a memory read a text whose tokens leave the window one after the other; return what each row reads."""
     memory, window, place = group.memory(1.0), group.window, torch.arange(k.shape[-2], device=k.device)[None]
     assert isinstance(memory, ScaledRule)
-    left_k, left_v = (x.roll(window, -2)[None] for x in (k, v))
-    state = memory.empty(left_k, left_v, window, group.sinks)
-    return memory.chunk(state, q[None], left_k, left_v, place >= window + group.sinks, place)
+    leaving_k, leaving_v = (x.roll(window, -2)[None] for x in (k, v))
+    state = memory.empty(leaving_k, leaving_v, window, group.sinks)
+    return memory.chunk(state, q[None], leaving_k, leaving_v, place >= window + group.sinks, place)

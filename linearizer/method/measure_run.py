@@ -1,4 +1,4 @@
-"""Measures a teacher: runs it over text and reduces queries and keys, as they come, to a Profile and to Samples."""
+"""Measures a teacher: runs it over text and reduces its queries and keys at once to a Profile and Samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.logits import check_logits
 from linearizer.teacher.streaming import is_streamed
 
-FEW_TEXTS, MIN_LENGTH = 2, 32  # that defaults shrink to where a text is short
+FEW_TEXTS, MIN_LENGTH = 2, 32  # to which defaults shrink where a text is short
 MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
 DEFAULTS = ProfileSettings()
 Freedoms = tuple[float, ...]  # N(λ) of one sample, for every ridge
@@ -49,7 +49,7 @@ def measure_profile(
     batch_tokens: int = 2048,
     keep_text: bool = False,
 ) -> Steps[Measurement]:
-    """Measure the attention of a model on texts; the samples may keep the whole first text besides."""
+    """Measure the attention of a model on texts; the samples may also keep the whole first text."""
     draw = draw_sample(texts, settings.samples, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, keep_text)
     size = max(1, batch_tokens // texts.shape[1])
@@ -85,7 +85,7 @@ def record_by_blocks(
 def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[int, LayerProfile]]:
     """Turn what was recorded of the layers into profiles, head by head."""
     heads = [
-        (index, sample) for index, own in sorted(recorder.samples.items()) for sample in list_samples(own, settings)
+        (index, sample) for index, layer in sorted(recorder.samples.items()) for sample in list_samples(layer, settings)
     ]
     curves: dict[int, list[Freedoms]] = {index: [] for index in recorder.samples}
     with one_core_per_head(set(recorder.devices.values())) as pool:
@@ -93,7 +93,7 @@ def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[
         for done, ((index, _), curve) in enumerate(zip(heads, results, strict=True)):
             curves[index].append(curve)
             yield Progress(EventName.PROFILE, done + 1, len(heads), "heads")
-    return {index: layer_profile(own, curves[index], settings) for index, own in recorder.samples.items()}
+    return {index: layer_profile(layer, curves[index], settings) for index, layer in recorder.samples.items()}
 
 
 @contextmanager
@@ -183,12 +183,12 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
 def join_texts(texts: torch.Tensor, plan: Plan, positions: int | None) -> torch.Tensor:
     """Join texts in pairs, so that queries are drawn from places up to twice the length that heads are priced on.
 
-    Positions turn the mean query, which says what slots keep apart: beyond the places it is known from, it misleads.
+    Slots are merged by the mean query, which positions turn: beyond the places that it was measured at, it misleads.
     """
     length = 2 * texts.shape[1]
     count = texts.numel() // length
-    enough = count * (length - plan.kept_sinks) >= plan.samples // 2
-    if not count or not enough or length > (positions or length):
+    is_enough = count * (length - plan.kept_sinks) >= plan.samples // 2
+    if not count or not is_enough or length > (positions or length):
         return texts
     return texts.flatten()[: count * length].view(count, length)
 

@@ -19,12 +19,12 @@ from linearizer.teacher.layers import layer_number
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
 TENSORS = ("queries", "keys", "values")
-TEXT = "text."  # how the names of the parts of a whole text begin
+TEXT = "text."  # prefix of the tensors of a whole text
 
 
 @dataclass(frozen=True)
 class LayerSamples:
-    """Of one layer: queries and keys where the kernel is exp(x·y), in the model's own gauge, and values."""
+    """Queries and keys of one layer, where the kernel is exp(x·y), in the model's own gauge, and values."""
 
     queries: torch.Tensor  # (query heads, samples / 2, key_dim)
     keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
@@ -39,12 +39,12 @@ class Samples:
     layers: tuple[LayerSamples | None, ...]  # None where the teacher bounds the layer itself
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name every tensor, as safetensors wants them."""
+        """Name every tensor for safetensors."""
         named: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
-            for prefix, part_of in (("", layer), (TEXT, layer and layer.text)):
-                if part_of is not None:
-                    named |= {f"{index}.{prefix}{part}": getattr(part_of, part) for part in TENSORS}
+            for prefix, record in (("", layer), (TEXT, layer and layer.text)):
+                if record is not None:
+                    named |= {f"{index}.{prefix}{name}": getattr(record, name) for name in TENSORS}
         return named
 
     @staticmethod
@@ -54,7 +54,7 @@ class Samples:
         def read(index: int, prefix: str = "", text: LayerSamples | None = None) -> LayerSamples | None:
             if f"{index}.{prefix}keys" not in tensors:
                 return None
-            queries, keys, values = (tensors[f"{index}.{prefix}{part}"] for part in TENSORS)
+            queries, keys, values = (tensors[f"{index}.{prefix}{name}"] for name in TENSORS)
             return LayerSamples(queries, keys, values, text)
 
         return Samples(tuple(read(index, "", read(index, TEXT)) for index in range(layers)))
@@ -111,7 +111,7 @@ class Recorder:
         key: torch.Tensor,  # (batch, kv heads, tokens, key_dim)
         value: torch.Tensor,  # (batch, kv heads, tokens, value_dim)
         scaling: float,
-        others: dict,
+        kwargs: dict,
     ) -> None:
         """Record one layer of a batch."""
         index = layer_number(module)
@@ -124,27 +124,27 @@ class Recorder:
                     "load the model in float32"
                 )
         if index not in self.samples:
-            given, drawn = (query, key, value), len(self.draw.keys)
-            queries, keys, values = (torch.zeros(x.shape[1], drawn, x.shape[3]) for x in given)
+            inputs, drawn = (query, key, value), len(self.draw.keys)
+            queries, keys, values = (torch.zeros(x.shape[1], drawn, x.shape[3]) for x in inputs)
             self.samples[index], self.devices[index] = LayerSamples(queries, keys, values), query.device
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
         self.add(index, query.float() * root, key.float() * root, value.float())
 
     def add(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Add what was drawn of a batch to the sample of a layer; query and key contain the scaling."""
+        """Add the drawn tokens of a batch to the sample of a layer; query and key contain the scaling."""
         if self.keeps_text and self.first == 0:
             queries, keys, values = (vectors[0].clone().cpu() for vectors in (query, key, value))
             self.samples[index] = replace(self.samples[index], text=LayerSamples(queries, keys, values))
-        own, texts, length = self.samples[index], len(query), query.shape[2]
+        record, texts, length = self.samples[index], len(query), query.shape[2]
         border = torch.tensor([self.first, self.first + texts]) * length
-        drawn = (own.queries, query, self.draw.queries), (own.keys, key, self.draw.keys)
-        for sample, vectors, positions in (*drawn, (own.values, value, self.draw.keys)):
+        drawn = (record.queries, query, self.draw.queries), (record.keys, key, self.draw.keys)
+        for sample, vectors, positions in (*drawn, (record.values, value, self.draw.keys)):
             low, high = torch.searchsorted(positions, border).tolist()
             places = (positions[low:high] - border[0]).to(vectors.device)
             sample[:, low:high] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
 
     def check(self) -> None:
-        """Check that every layer was seen."""
+        """Check that every layer was recorded."""
         expected = {index for index, layer in enumerate(self.layers) if layer.native_window is None}
         if missing := sorted(expected - self.samples.keys()):
             raise FaultError(f"the attention of layers {missing} was not seen: this model cannot be measured")

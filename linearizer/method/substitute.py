@@ -1,4 +1,4 @@
-"""Swaps what attends in a model's layers, for as long as a context lasts."""
+"""Lets students attend in a model's layers while a context lasts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Begin = Callable[[LayerStudent, int], None]  # initialises the student of a laye
 
 
 @contextmanager
-def replace_part(module: nn.Module, name: str, other: Any) -> Iterator[None]:
-    """Put something else in the place of a module's own part or method, for as long as the context lasts."""
-    own = vars(module).get(name, module._modules.get(name))
-    setattr(module, name, other)
+def replace_part(module: nn.Module, name: str, replacement: Any) -> Iterator[None]:
+    """Replace a part or method of a module while the context lasts."""
+    original = vars(module).get(name, module._modules.get(name))
+    setattr(module, name, replacement)
     try:
         yield
     finally:
-        delattr(module, name) if own is None else setattr(module, name, own)
+        delattr(module, name) if original is None else setattr(module, name, original)
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def exchange_students(model: PreTrainedModel, students: Sequence[nn.Module]) -> 
     """Let other students attend in a model's layers."""
     modules = [module for module in attention_modules(model) if hasattr(module, "student")]
     with ExitStack() as stack:
-        for module, other in zip(modules, students, strict=True):
-            stack.enter_context(replace_part(module, "student", other))
+        for module, student in zip(modules, students, strict=True):
+            stack.enter_context(replace_part(module, "student", student))
         yield
 
 
@@ -51,7 +51,7 @@ def attending_with(teacher: PreTrainedModel, students: Mapping[int, nn.Module]) 
 
 
 def fixed_answer(block: nn.Module, answer: Any) -> AbstractContextManager[None]:
-    """Let a module return a fixed answer without computing."""
+    """Let a module return a fixed answer and compute nothing."""
     return replace_part(block, "forward", lambda *args, **kwargs: answer)
 
 
@@ -64,7 +64,7 @@ def make_layer_student(
     device: torch.device,
     feature_map: str = UNTRAINED,
 ) -> LayerStudent:
-    """Make the student of a layer, which has this number, whose KV heads hold these options."""
+    """Make the student of the layer with this number, in which each KV head holds its option."""
     student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, feature_map, layer.value_dim)
     begin(student, index)
     return student.to(device).eval()
@@ -73,7 +73,7 @@ def make_layer_student(
 def make_students(
     model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, begin: Begin, feature_map: str = UNTRAINED
 ) -> dict[int, LayerStudent]:
-    """Make the students of a model's layers, by their numbers, whose KV heads hold what an allocation says."""
+    """Make the students of a model's layers by their numbers, as an allocation says what each KV head holds."""
     check_allocation(allocation, layers)
     devices = [device_of(module, model.device) for module in attention_modules(model)]
     rows = enumerate(zip(layers, allocation.heads, devices, strict=True))

@@ -1,4 +1,4 @@
-"""Gradients that are computed block by block are those of one graph."""
+"""Gradients that are computed block by block equal those of one graph."""
 
 import pytest
 import torch
@@ -26,27 +26,27 @@ def likelihoods(batch, logits):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_neox"])
 def test_blocks_one_by_one_give_the_bits_of_one_graph(family):
     teacher, batches = teacher_of(family), tokens(3, 20).split(2)
-    recordings, chain, whole = recordings_of(teacher), chain_of(teacher, batches[0]), {}
+    recordings, chain, expected = recordings_of(teacher), chain_of(teacher, batches[0]), {}
     with attending_with(teacher, recordings):
         for index, gradient in at_once(teacher, recordings, batches, likelihoods):
-            each = recordings[index]
-            whole.setdefault(index, []).append((gradient, each.output.detach(), *each.inputs[:3]))
+            recording = recordings[index]
+            expected.setdefault(index, []).append((gradient, recording.output.detach(), *recording.inputs[:3]))
         for index, gradient in by_blocks(teacher, recordings, batches, likelihoods, chain):
-            each = recordings[index]
-            assert all(map(torch.equal, (gradient, each.output, *each.inputs[:3]), whole[index].pop(0)))
+            recording = recordings[index]
+            assert all(map(torch.equal, (gradient, recording.output, *recording.inputs[:3]), expected[index].pop(0)))
             assert gradient.any()
-    assert whole and not any(whole.values())
+    assert expected and not any(expected.values())
 
 
 @pytest.mark.parametrize("handed", ["aside", "changed"])
 def test_blocks_that_hand_on_more_than_hidden_states_are_no_chain(handed):
-    teacher, seen = teacher_of("llama"), []
+    teacher, answers = teacher_of("llama"), []
     first, _, last = blocks_of(teacher)
-    first.register_forward_hook(lambda block, args, answer: seen.append(answer))
+    first.register_forward_hook(lambda block, args, answer: answers.append(answer))
 
     def hand_on(block, args, kwargs):
         if handed == "aside":
-            return args, {**kwargs, "aside": (seen[-1],)}
+            return args, {**kwargs, "aside": (answers[-1],)}
         return (args[0] + 0, *args[1:]), kwargs
 
     assert chain_of(teacher, tokens(1, 20)) is not None

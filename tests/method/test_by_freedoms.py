@@ -18,7 +18,7 @@ NATIVE = Layer(4, 2, 16, 16, native_window=64)
 
 
 def head_of(need, steepness):
-    """A curve like a measured one: it starts below 1 and grows, a head's own way."""
+    """A curve like a measured one: it starts below 1 and grows, each head at its own rate."""
     freedoms = tuple(need * ridge**-steepness for ridge in RIDGES)
     return HeadProfile(freedoms)
 
@@ -49,11 +49,11 @@ def features_of(allocation):
 
 
 names = pytest.mark.parametrize("strategy", [name for name, x in STRATEGIES.items() if x.decided_by == "freedoms"])
-few = settings(max_examples=40)
+few_examples = settings(max_examples=40)
 
 
 @names
-@few
+@few_examples
 @given(model=models(), budget=st.integers(200, 10**6), window=st.integers(0, 64), sinks=st.integers(0, 8))
 def test_budget_is_kept_and_every_head_is_served(strategy, model, budget, window, sinks):
     profile, layers = model
@@ -65,21 +65,21 @@ def test_budget_is_kept_and_every_head_is_served(strategy, model, budget, window
     assert all(head.window == window for row in allocation.heads for head in row)
 
 
-@few
+@few_examples
 @given(model=models(), budget=st.integers(200, 10**5))
 def test_budget_is_spent_but_for_less_than_a_tile_of_the_dearest_head(model, budget):
     profile, layers = model
-    left = cache_bytes(layers, budget) - allocate_by_freedoms(profile, layers, budget=budget).state_bytes(layers, 0)
-    assert 0 <= left < 16 * max(feature_bytes(layer) for layer in layers)
+    unspent = cache_bytes(layers, budget) - allocate_by_freedoms(profile, layers, budget=budget).state_bytes(layers, 0)
+    assert 0 <= unspent < 16 * max(feature_bytes(layer) for layer in layers)
 
 
 @names
-@few
-@given(model=models(), budget=st.integers(200, 5000), more=st.integers(1, 500))
-def test_a_larger_budget_takes_nothing_from_any_head(strategy, model, budget, more):
+@few_examples
+@given(model=models(), budget=st.integers(200, 5000), extra=st.integers(1, 500))
+def test_a_larger_budget_takes_nothing_from_any_head(strategy, model, budget, extra):
     profile, layers = model
     small = features_of(allocate_by_freedoms(profile, layers, budget=budget, strategy=strategy))
-    large = features_of(allocate_by_freedoms(profile, layers, budget=budget + more, strategy=strategy))
+    large = features_of(allocate_by_freedoms(profile, layers, budget=budget + extra, strategy=strategy))
     assert all(before <= after for before, after in zip(small, large, strict=True))
 
 

@@ -25,8 +25,8 @@ def prices_of(rows):
 
 def believed(kl):
     """Sort the kl of the windows, and let none fall steeper than is believed: the largest may fall to nothing."""
-    small, large, whole = sorted(kl[:3], reverse=True)
-    return [small, max(large, small * (64 - 16) / (64 - 4) * (4 / 16) ** STEEPEST), whole, kl[3]]
+    small, large, largest = sorted(kl[:3], reverse=True)
+    return [small, max(large, small * (64 - 16) / (64 - 4) * (4 / 16) ** STEEPEST), largest, kl[3]]
 
 
 falling = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4).map(believed)
@@ -49,9 +49,9 @@ def test_the_frontier_has_every_allocation_on_or_above_it(prices, budget):
     points = kl_by_bytes(offers)
     assert all(low[0] < high[0] and low[1] >= high[1] - 1e-12 for low, high in itertools.pairwise(points))
     allocation, kl = allocate(prices, budget, 4096, may_grow=False)
-    assert min(left for bytes, left in points if bytes <= spent(allocation, 0)) >= kl - 1e-12
-    whole, least = allocate(prices, 10**6, 4096, may_grow=False)
-    assert points[-1] == (spent(whole, 0), pytest.approx(least))
+    assert min(lost for bytes, lost in points if bytes <= spent(allocation, 0)) >= kl - 1e-12
+    largest, smallest_kl = allocate(prices, 10**6, 4096, may_grow=False)
+    assert points[-1] == (spent(largest, 0), pytest.approx(smallest_kl))
 
 
 @given(prices=four_heads, budget=st.integers(6, 300), may_grow=st.booleans(), length=st.integers(64, 4096))
@@ -90,10 +90,10 @@ def test_students_whose_heads_hold_the_same_spend_the_budget_whatever_sinks_they
     plan = Plan("demo", budget=budget, bits=bits, strategy=strategy)
     for sinks in sinks_to_try(plan):
         result = allocate_alike(LAYERS, plan, sinks)
-        (held,) = {head for row in result.heads for head in row}
-        assert result.sinks == sinks and held.window and held.bits == bits
+        (head,) = {each for row in result.heads for each in row}
+        assert result.sinks == sinks and head.window and head.bits == bits
         assert spent(result, 999) <= cache_bytes(LAYERS, budget)
-        longer = replace(held, window=held.window + 1)
+        longer = replace(head, window=head.window + 1)
         dearer = replace(result, heads=tuple((longer,) * len(row) for row in result.heads))
         assert spent(dearer, 999) > cache_bytes(LAYERS, budget)
 
@@ -122,24 +122,24 @@ def test_it_is_the_best_choice_but_for_one_step(prices, budget):
     assert kl <= best + 1e-9
 
 
-@given(prices=four_heads, budget=st.integers(6, 200), more=st.integers(0, 200))
-def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
-    small, large = (allocate(prices, spend, 4096, may_grow=False)[1] for spend in (budget, budget + more))
+@given(prices=four_heads, budget=st.integers(6, 200), extra=st.integers(0, 200))
+def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, extra):
+    small, large = (allocate(prices, spend, 4096, may_grow=False)[1] for spend in (budget, budget + extra))
     assert large <= small + 1e-12
 
 
-@pytest.mark.parametrize("far", [{}, {"slots": 4}, {"features": 32}])
-def test_fewer_bits_are_bought_where_their_rounding_costs_less_than_the_tokens_they_spare(far):
-    sizes = [Head(window=window, bits=8, **far) for window in (4, 16, 64)]
+@pytest.mark.parametrize("far_field", [{}, {"slots": 4}, {"features": 32}])
+def test_fewer_bits_are_bought_where_their_rounding_costs_less_than_the_tokens_they_spare(far_field):
+    sizes = [Head(window=window, bits=8, **far_field) for window in (4, 16, 64)]
     rough, fine = [1.0, 0.3, 0.1, 0.5, 1e-3], [1.0, 0.3, 0.1, 0.01, 1e-3]  # what 4 and 6 bits cost stands last
     options = (*sizes, Head(softmax=True, bits=4), Head(softmax=True, bits=6))
     prices = Prices(2, options, ((tuple(rough), tuple(fine)), (), (tuple(rough), tuple(fine))))
-    budget = 40 if "features" in far else 14
+    budget = 40 if "features" in far_field else 14
     offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
     allocation = allocate_by_prices(offers)
     assert spent(allocation, 0) <= cache_bytes(LAYERS, budget)
     bits = [head.bits for row in allocation.heads for head in row]
-    if "features" in far:  # which see no rotated keys
+    if "features" in far_field:  # which see no rotated keys
         assert bits == [8] * 4
     else:
         assert set(bits[::2]) <= {6, 8} and 4 in bits[1::2]

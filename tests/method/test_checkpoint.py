@@ -56,8 +56,8 @@ def answers(bare, tmp_path_factory):
         assert torch.equal(first(ids).logits, second(ids).logits)
         first(ids, cache=(cache := first.empty_cache()))
         cache.save("state")
-        more = [(first, cache), (second, second.load_cache("state")), (first, cache.fork())]
-        logits = [model(ids[:, :4], cache=state).logits for model, state in reversed(more)]
+        pairs = [(first, cache), (second, second.load_cache("state")), (first, cache.fork())]
+        logits = [model(ids[:, :4], cache=state).logits for model, state in reversed(pairs)]
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
         """,
         *LOADED_BARE,
@@ -140,7 +140,7 @@ def test_a_failed_save_keeps_the_checkpoint_that_was_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def full_disk(folder, **how):
+def full_disk(folder, **options):
     raise OSError(28, "No space left on device")
 
 

@@ -19,7 +19,7 @@ PLAN = Plan("demo", budget=24, texts=4, length=128, bits=8, sinks=2, dtype="floa
 
 
 def priced(folder, kl):
-    """Begin a run whose prices of every head are what `kl` says of an option."""
+    """Begin a run in which every head has the price that `kl` returns for an option."""
     run = pipeline.begin(folder, PLAN)
     options = options_to_price(128, "slots", 8)
     rows = tuple((tuple(map(kl, options)),) * heads_replaced(layer) for layer in run.layers)
@@ -43,12 +43,12 @@ def test_where_prices_lie_a_plain_allocation_is_kept_and_the_log_says_which_and_
     measured = {each.name: each.kl for each in candidates.measured}
     assert candidates.lengths == (32, 128, 256) and list(measured) == [PRICED, SLOTS, WINDOW]
     assert candidates.kept.name in (SLOTS, WINDOW)
-    assert all(kept < priced for kept, priced in zip(candidates.kept.kl, measured[PRICED], strict=True))
+    assert all(plain < priced for plain, priced in zip(candidates.kept.kl, measured[PRICED], strict=True))
     (checked,) = (event for event in deceived.events() if event["event"] == "checked")
     assert checked["kept"] == candidates.kept.name
     assert {name: tuple(kl) for name, kl in checked["kl"].items()} == measured
-    held = {head for row in deceived.allocation.heads for head in row}
-    assert len(held) == 1 and held.pop().window > 4  # what prices would have bought is a window of four
+    heads = {head for row in deceived.allocation.heads for head in row}
+    assert len(heads) == 1 and heads.pop().window > 4  # what prices would have bought is a window of four
     (allocated,) = (event for event in deceived.events() if event["event"] == "allocated")
     assert allocated["strategy"] == deceived.allocation.strategy != "gain"
 
@@ -56,17 +56,17 @@ def test_where_prices_lie_a_plain_allocation_is_kept_and_the_log_says_which_and_
 def test_the_student_that_is_made_is_the_kept_one_and_every_account_says_why(deceived):
     finish(linearize(deceived))
     assert [event["event"] for event in deceived.events()].count("checked") == 1  # it was not chosen anew
-    kept = f"Kept: {deceived.candidates.kept.name}, the smallest KL of 3 allocations of the same bytes."
-    assert kept in describe_run(deceived) and kept in card_of(deceived).write()
+    sentence = f"Kept: {deceived.candidates.kept.name}, the smallest KL of 3 allocations of the same bytes."
+    assert sentence in describe_run(deceived) and sentence in card_of(deceived).write()
     assert f"| {PRICED} |" in card_of(deceived).write()
 
 
 def test_a_kill_before_the_kept_allocation_was_written_changes_nothing(deceived):
-    kept, priced = deceived.allocation, Allocation("gain", 2, tuple((Head(window=4, bits=8),) * 4 for _ in range(8)))
+    plain, priced = deceived.allocation, Allocation("gain", 2, tuple((Head(window=4, bits=8),) * 4 for _ in range(8)))
     steps = choose_student(deceived, None, priced, None)
     with pytest.raises(StopIteration) as end:
         next(steps)
-    assert end.value.value == kept != priced
+    assert end.value.value == plain != priced
 
 
 def test_another_budget_is_compared_anew(tmp_path):
@@ -78,8 +78,8 @@ def test_another_budget_is_compared_anew(tmp_path):
 
 def test_the_longest_texts_do_not_decide_alone_and_rounding_decides_nothing():
     lengths = (128, 512, 1024)
-    near = Candidate("by prices", (0.0003, 0.0010, 0.34))
+    priced = Candidate("by prices", (0.0003, 0.0010, 0.34))
     steady, window = Candidate("equal slots", (0.0005, 0.0749, 0.20)), Candidate("plain window", (0.0001, 0.0012, 0.34))
-    assert Candidates(lengths, (near, steady)).kept == near
-    assert Candidates(lengths, (near, window)).kept == near
-    assert Candidates(lengths, (near,)).why == "Kept: by prices, the only allocation of these bytes."
+    assert Candidates(lengths, (priced, steady)).kept == priced
+    assert Candidates(lengths, (priced, window)).kept == priced
+    assert Candidates(lengths, (priced,)).why == "Kept: by prices, the only allocation of these bytes."

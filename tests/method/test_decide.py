@@ -37,7 +37,7 @@ def priced(tmp_path, inspection):
 
 
 def refusal(capsys, run, *options):
-    """What is said of a request that is refused; the run stays as it was."""
+    """The message of a request that is refused; the run does not change."""
     before = run.plan
     assert main(["allocate", str(run.folder), *options]) == 2
     assert run.plan == before and not run.has_file("allocation.json")
@@ -53,24 +53,24 @@ def test_prices_are_shared_out_as_they_were_measured(priced):
 
 def test_bits_that_are_asked_for_leave_out_fewer(priced):
     run = priced(fewer=(6, 4))
-    kept = []
-    for asked in ([], ["--bits", "8"]):
-        assert main(["allocate", str(run.folder), *asked]) == 0
-        kept.append({head.bits for row in run.allocation.heads for head in row})
-    assert min(kept[0]) < 8 and kept[1] == {8}
+    bits = []
+    for options in ([], ["--bits", "8"]):
+        assert main(["allocate", str(run.folder), *options]) == 0
+        bits.append({head.bits for row in run.allocation.heads for head in row})
+    assert min(bits[0]) < 8 and bits[1] == {8}
 
 
 def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     run = priced()
     assert "measured with sinks 1, not 0: start a new run" in refusal(capsys, run, "--sinks", "0")
     assert "measured with 8 bits a number, not 16: start a new run" in refusal(capsys, run, "--bits", "16")
-    said = "measured without features, which the strategy gain-features needs: start a new run with --strategy gain-"
-    assert said in refusal(capsys, run, "--strategy", "gain-features")
+    message = "measured without features, which the strategy gain-features needs: start a new run with --strategy gain-"
+    assert message in refusal(capsys, run, "--strategy", "gain-features")
     assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         ["--strategy", "window", "--budget", "2", "--sinks", "4"],
         ["--strategy", "duo", "--budget", "1", "--may-grow"],
@@ -80,18 +80,18 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     ],
     ids=" ".join,
 )
-def test_a_budget_that_a_run_would_refuse_is_refused(asked, priced, tmp_path, capsys):
-    said = refusal(capsys, priced(), *asked)
-    assert "is too small" in said
-    assert main(["run", "demo", "--out", str(tmp_path / "new"), *asked]) == 2
-    assert capsys.readouterr().err == said
+def test_a_budget_that_a_run_would_refuse_is_refused(options, priced, tmp_path, capsys):
+    message = refusal(capsys, priced(), *options)
+    assert "is too small" in message
+    assert main(["run", "demo", "--out", str(tmp_path / "new"), *options]) == 2
+    assert capsys.readouterr().err == message
 
 
 def test_what_only_a_new_run_measures_is_said(priced, capsys):
     run, alike = priced(), priced(recipe="swa")
     for folder, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
-        said = refusal(capsys, folder, "--strategy", strategy, "--may-grow")
-        assert f"resuming it measures none: start a new run with --strategy {strategy}" in said
+        message = refusal(capsys, folder, "--strategy", strategy, "--may-grow")
+        assert f"resuming it measures none: start a new run with --strategy {strategy}" in message
     (run.folder / "prices.json").unlink()
     assert "has no prices yet: `linearizer run --resume` measures them" in refusal(capsys, run)
     assert "has no profile yet" in refusal(capsys, run, "--strategy", "fix")

@@ -38,6 +38,6 @@ def test_no_memory_is_further_from_its_teacher_than_its_window_and_most_are_near
     text = samples.text
     inputs = text.queries[None], text.keys[None], text.values[None], 1.0
     plain = LayerStudent([[WINDOW, 0]] * len(UPDATE_RULES), SINKS, DIM, "prf")
-    own, window = (head_errors(student, *inputs)[1] for student in (begun(samples), plain))
-    assert (own < 1.01 * window).all(), dict(zip(UPDATE_RULES, (own / window).tolist(), strict=True))
-    assert (own < 0.99 * window).sum() > len(UPDATE_RULES) / 2
+    memory, window = (head_errors(student, *inputs)[1] for student in (begun(samples), plain))
+    assert (memory < 1.01 * window).all(), dict(zip(UPDATE_RULES, (memory / window).tolist(), strict=True))
+    assert (memory < 0.99 * window).sum() > len(UPDATE_RULES) / 2

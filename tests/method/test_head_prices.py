@@ -68,32 +68,32 @@ def measured_prices(teacher, windows, layers, options, sinks, begin):
             for option in options:
                 rows = [[WHOLE] * each.kv_heads for each in layers]
                 rows[index][head] = option
-                one = Allocation("by hand", sinks, tuple(map(tuple, rows)))
-                logits = logits_of_student(teacher, windows, layers, one, begin)
+                allocation = Allocation("by hand", sinks, tuple(map(tuple, rows)))
+                logits = logits_of_student(teacher, windows, layers, allocation, begin)
                 kl.append((weights * kl_of(expected, logits)).mean())
     return torch.stack(kl)
 
 
 @pytest.fixture(scope="module")
-def both():
+def measured_and_estimated():
     """Prices of the demo model's heads, measured and estimated on the same text."""
     teacher = teacher_module.load_teacher_of(Plan("demo", budget=64, dtype="float32"))
     windows = teacher_module.texts_of(Plan("demo", budget=64, length=128), teacher, 3, None)
-    given = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
-    return measured_prices(*given), flat(finish(estimate_prices(*given)))
+    arguments = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
+    return measured_prices(*arguments), flat(finish(estimate_prices(*arguments)))
 
 
 def flat(prices):
     return torch.tensor([cost for layer in prices.kl for head in layer for cost in head])
 
 
-def test_estimated_prices_rank_as_the_measured_ones_do(both):
-    ranks = [prices.argsort().argsort().double() for prices in both]
+def test_estimated_prices_rank_as_the_measured_ones_do(measured_and_estimated):
+    ranks = [prices.argsort().argsort().double() for prices in measured_and_estimated]
     assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.85
 
 
-def test_estimated_prices_are_of_the_size_of_the_measured_ones(both):
-    measured, estimated = both
+def test_estimated_prices_are_of_the_size_of_the_measured_ones(measured_and_estimated):
+    measured, estimated = measured_and_estimated
     dear = measured > measured.median()
     assert (estimated / measured)[dear].log().mean().exp() == pytest.approx(1, abs=0.4)
 
@@ -113,17 +113,17 @@ def test_every_architecture_is_estimated_and_left_as_it_was(family):
 def test_an_estimate_that_goes_on_from_what_was_kept_is_one_that_was_never_stopped(monkeypatch):
     monkeypatch.setattr(head_prices, "MAX_GRADIENTS", 1)  # a text at a time
     teacher, windows = teacher_of("llama"), tokens(3, 24)
-    given, kept = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin, 1), []
-    whole = finish(estimate_prices(*given, keep=lambda *done: kept.append(done)))
-    assert sorted(first for (_, first), _ in kept) == sorted([0, 1, 2] * len(whole.kl))
-    for behind in range(1, len(kept) + 1):  # one layer may be a text further than another
-        assert finish(estimate_prices(*given, dict(kept[:behind]))) == whole
-    assert finish(estimate_prices(*given[:-1], 2)) != whole
+    arguments, stored = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin, 1), []
+    complete = finish(estimate_prices(*arguments, keep=lambda *part: stored.append(part)))
+    assert sorted(first for (_, first), _ in stored) == sorted([0, 1, 2] * len(complete.kl))
+    for behind in range(1, len(stored) + 1):  # one layer may be a text further than another
+        assert finish(estimate_prices(*arguments, dict(stored[:behind]))) == complete
+    assert finish(estimate_prices(*arguments[:-1], 2)) != complete
 
 
 def test_texts_that_are_run_together_are_estimated_as_each_by_itself(monkeypatch):
     teacher, windows = teacher_of("llama"), tokens(3, 24)
-    given = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin)
-    together = finish(estimate_prices(*given))
+    arguments = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin)
+    together = finish(estimate_prices(*arguments))
     monkeypatch.setattr(head_prices, "MAX_GRADIENTS", 1)
-    assert flat(finish(estimate_prices(*given))) == pytest.approx(flat(together), rel=1e-3)
+    assert flat(finish(estimate_prices(*arguments))) == pytest.approx(flat(together), rel=1e-3)

@@ -27,8 +27,8 @@ def kl_of_rows(student):
     result = []
 
     def observe(module, query, key, value, scale, _):
-        seen = AttentionInputs(query, key, value, scale)
-        result.append(layer_loss("softmax", module.student, seen, None).excess)
+        inputs = AttentionInputs(query, key, value, scale)
+        result.append(layer_loss("softmax", module.student, inputs, None).excess)
 
     with observing(student.base, observe):
         student.base.base_model(tokens(4, 64, seed=1), use_cache=False)
@@ -50,12 +50,12 @@ def test_a_map_begun_from_samples_is_nearer_to_its_teacher(feature_map, gain):
 
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_the_same_seed_initialises_the_same_and_only_codebooks_change(feature_map):
-    held = [head for head in MIXED if not head.slots]
-    samples, students = samples_of(), [student_of("llama", held, feature_map=feature_map) for _ in range(3)]
+    heads = [head for head in MIXED if not head.slots]
+    samples, students = samples_of(), [student_of("llama", heads, feature_map=feature_map) for _ in range(3)]
     for student, seed in zip(students, (0, 0, 1), strict=True):
         initialise(student, samples, seed)
     states = [list(student.state_dict().values()) for student in students]
-    untouched = list(student_of("llama", held, feature_map=feature_map).state_dict().values())
+    untouched = list(student_of("llama", heads, feature_map=feature_map).state_dict().values())
 
     def equal(a, b):
         return all(map(torch.equal, a, b))
@@ -72,9 +72,9 @@ def test_what_a_head_begins_with_depends_on_no_other_head_and_on_no_order():
     initialise(mixed, samples)
     for index, layer in reversed(list(enumerate(alike.students()))):
         initialise_layer(layer, samples.layers[index], 0, index)
-    for one, other in zip(mixed.students(), alike.students(), strict=True):
-        (group,), (whole,) = featured(one), featured(other)
-        assert torch.equal(group.feature_map.centres[0], whole.feature_map.centres[group.heads[0]])
+    for mixed_layer, layer in zip(mixed.students(), alike.students(), strict=True):
+        (group,), (all_heads,) = featured(mixed_layer), featured(layer)
+        assert torch.equal(group.feature_map.centres[0], all_heads.feature_map.centres[group.heads[0]])
 
 
 def test_slots_begin_with_the_metric_of_the_queries():

@@ -1,4 +1,4 @@
-"""What is read off a running model, against the same thing computed plainly from its whole attention."""
+"""Measurements of a running model, against the same computed plainly from its whole attention."""
 
 import pytest
 import torch
@@ -20,20 +20,20 @@ def texts(count=4, tokens=40, seed=0):
     return torch.randint(3, 128, (count, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def measured(model, windows, settings=SMALL, **how):
-    return finish(measure_profile(model, windows, layers_of(model), settings, **how))
+def measured(model, windows, settings=SMALL, **options):
+    return finish(measure_profile(model, windows, layers_of(model), settings, **options))
 
 
-def attended(model, **given):
+def attended(model, **inputs):
     """Each layer's queries, keys (scaled) and values, from one pass over all texts."""
-    seen = {}
+    vectors = {}
 
-    def see(module, query, key, value, scaling, others):
-        seen[module.layer_idx] = (query * scaling**0.5, key * scaling**0.5, value)
+    def observe(module, query, key, value, scaling, kwargs):
+        vectors[module.layer_idx] = (query * scaling**0.5, key * scaling**0.5, value)
 
-    with torch.no_grad(), observing(model, see):
-        model(**given)
-    return seen
+    with torch.no_grad(), observing(model, observe):
+        model(**inputs)
+    return vectors
 
 
 def close(result, expected, tolerance=1e-4):
@@ -62,8 +62,8 @@ def test_sample_that_holds_everything_is_everything():
     result = measured(teacher, windows, ProfileSettings(samples=128, sinks=2), batch_tokens=36)
     for index, (query, key, _) in attended(teacher, input_ids=windows).items():
         samples, profile = result.samples.layers[index], result.profile.layers[index]
-        for kept, vectors in ((samples.queries, query), (samples.keys, key)):
-            torch.testing.assert_close(kept, vectors[:, :, 2:].transpose(0, 1).flatten(1, 2))
+        for sample, vectors in ((samples.queries, query), (samples.keys, key)):
+            torch.testing.assert_close(sample, vectors[:, :, 2:].transpose(0, 1).flatten(1, 2))
         points = head_points(samples.queries, samples.keys, 1, "centred")
         close(profile.heads[1].freedoms, degrees_of_freedom(points, result.profile.settings.ridges), 1e-5)
 
@@ -75,8 +75,8 @@ def test_samples_may_keep_the_whole_first_text_in_its_order():
     for index, expected in attended(teacher, input_ids=windows).items():
         text = result.samples.layers[index].text
         assert plain.samples.layers[index].text is None
-        for kept, vectors in zip((text.queries, text.keys, text.values), expected, strict=True):
-            torch.testing.assert_close(kept, vectors[0])
+        for recorded, vectors in zip((text.queries, text.keys, text.values), expected, strict=True):
+            torch.testing.assert_close(recorded, vectors[0])
 
 
 def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
@@ -92,23 +92,23 @@ def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
 def test_batches_and_a_second_run_change_nothing():
     teacher, windows = teacher_of("qwen3"), texts(6)
     settings = ProfileSettings(samples=64, seed=3)
-    measurement, other = (measured(teacher, windows, settings, batch_tokens=tokens) for tokens in (40, 240))
-    for a, b in zip(measurement.profile.layers, other.profile.layers, strict=True):
-        for head, same in zip(a.heads, b.heads, strict=True):
-            close(head.freedoms, same.freedoms)
+    measurement, in_large_batches = (measured(teacher, windows, settings, batch_tokens=tokens) for tokens in (40, 240))
+    for a, b in zip(measurement.profile.layers, in_large_batches.profile.layers, strict=True):
+        for head_a, head_b in zip(a.heads, b.heads, strict=True):
+            close(head_a.freedoms, head_b.freedoms)
     again = measured(teacher, windows, settings, batch_tokens=40)
     assert again.profile == measurement.profile
-    assert all(torch.equal(again.samples.tensors()[name], kept) for name, kept in measurement.samples.tensors().items())
+    assert all(torch.equal(again.samples.tensors()[name], x) for name, x in measurement.samples.tensors().items())
 
 
 def test_paper_mode_has_a_curve_for_every_query_head():
     settings = ProfileSettings(samples=64, sinks=0, gauge="raw", per="query")
-    shared, apart = (measured(teacher_of(family), texts(), settings) for family in ("llama", "gpt2"))
+    shared, multi_head = (measured(teacher_of(family), texts(), settings) for family in ("llama", "gpt2"))
     samples, profile = shared.samples.layers[0], shared.profile.layers[0]
     assert len(profile.query_freedoms) == 4 and Profile.from_json(shared.profile.to_json()) == shared.profile
     points = torch.cat([samples.queries[3], samples.keys[1]])
     close(profile.query_freedoms[3], degrees_of_freedom(points, settings.ridges), 1e-5)
-    for layer in apart.profile.layers:
+    for layer in multi_head.profile.layers:
         assert layer.query_freedoms == tuple(head.freedoms for head in layer.heads)
 
 
@@ -128,9 +128,9 @@ def test_damaged_weights_name_the_layer(part):
         measured(teacher, texts())
 
 
-@pytest.mark.parametrize("texts, tokens, left", [(200, 2, 0), (200, 4, 0), (2, 11, 14)])
-def test_texts_that_leave_too_little_besides_their_sinks_are_refused(texts, tokens, left, tmp_path):
-    with pytest.raises(RequestError, match=f"texts of {tokens} tokens leave {left} tokens to draw from, and .* on 16"):
+@pytest.mark.parametrize("texts, tokens, drawn", [(200, 2, 0), (200, 4, 0), (2, 11, 14)])
+def test_texts_that_leave_too_little_besides_their_sinks_are_refused(texts, tokens, drawn, tmp_path):
+    with pytest.raises(RequestError, match=f"texts of {tokens} tokens leave {drawn} tokens to draw from, and .* on 16"):
         pipeline.begin(tmp_path / "run", Plan("demo", budget=64, texts=texts, length=tokens, sinks=4))
 
 
