@@ -3,7 +3,7 @@
 The teacher's row i is p_ij = softmax over j ≤ i of S_ij = q_i·k_j. The student's row p̂ has the same logits where a key
 is near (one of the first `sinks` tokens, or i - j < window) and log A_ij elsewhere, A_ij = Σ_m exp(u_im + w_jm).
 The loss is the cross-entropy of p against p̂, mean over rows; its least value is the teacher's entropy. Gradients are
-computed with the loss, block by block, so that no more than a block of rows × columns is held.
+computed with the loss, block by block, so that only one block of rows × columns is in memory.
 
 Shapes are those of student/features_torch.py: u, q (batch, heads, group, tokens, …); w, k (batch, heads, tokens, …).
 Within a block they are those of one text: (heads, group, rows, …) and (heads, keys, …).
@@ -56,7 +56,7 @@ def attention_loss(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sink
 
 
 def kernels_serve(u: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether kernels can be trusted with such tensors."""
+    """Whether kernels serve tensors of this kind correctly."""
     if loss_kernels is None or not kernels_accept(q, k):
         return False
 
@@ -98,36 +98,36 @@ class RowLoss(torch.autograd.Function):
 def fused(
     u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, differentiate: bool, scale: float = 1.0,
 ) -> tuple[Tensor, Pair | None]:  # fmt: skip
-    """Compute loss and least, summed, and gradients: by kernels; in PyTorch the heads that lost pairs to underflow."""
+    """Compute loss and least, summed, and gradients by kernels; in PyTorch for heads that lost pairs to underflow."""
     loss, least, lost, *gradients = loss_kernels.losses(u.float(), w.float(), q, k, window, sinks, scale)
     total = torch.stack([loss.sum((2, 3)), least.sum((2, 3))])
     for b, h in (lost.amax((2, 3)) > MAX_LOST_MASS).nonzero().tolist():
-        here = slice(b, b + 1), slice(h, h + 1)
-        total[:, b, h], exact = blocked(u[here], w[here], q[here], k[here], window, sinks, differentiate, scale)
+        place = slice(b, b + 1), slice(h, h + 1)
+        total[:, b, h], exact = blocked(u[place], w[place], q[place], k[place], window, sinks, differentiate, scale)
         if exact is not None:
-            gradients[0][here], gradients[1][here] = exact
+            gradients[0][place], gradients[1][place] = exact
     return total.sum((1, 2)), (gradients[0], gradients[1]) if differentiate else None
 
 
 def blocked(
     u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, differentiate: bool, scale: float = 1.0,
 ) -> tuple[Tensor, Pair | None]:  # fmt: skip
-    """Compute the same in PyTorch, in blocks of some heads of one text and some of its rows."""
+    """Compute the same in PyTorch, in blocks of a few heads and rows of one text."""
     work, group, tokens = working_dtype(u), *u.shape[2:4]
     u, w, q, k = u.to(work), w.to(work), q.to(work) * scale, k.to(work)
     by_row, by_key, total = torch.zeros_like(u), torch.zeros_like(w), u.new_zeros(2)
     size = max(16, min(ROWS, BLOCK // (group * tokens), tokens))
     heads = max(1, BLOCK // (group * size * tokens))
     for b, h, start in product(range(u.shape[0]), range(0, u.shape[1], heads), range(0, tokens, size)):
-        some, rows, stop = slice(h, h + heads), slice(start, start + size), min(start + size, tokens)
-        here, far = (b, some, slice(None), rows), (b, some, slice(sinks, max(sinks, stop - window)))
+        head_slice, rows, stop = slice(h, h + heads), slice(start, start + size), min(start + size, tokens)
+        queries, keys = (b, head_slice, slice(None), rows), (b, head_slice, slice(sinks, max(sinks, stop - window)))
         with torch.set_grad_enabled(differentiate):
-            leaves = tuple(x.detach().requires_grad_(differentiate) for x in (u[here], w[far]))
-            sums = block_loss(leaves[0], leaves[1], q[here], k[b, some, :stop], window, sinks)
+            leaves = tuple(x.detach().requires_grad_(differentiate) for x in (u[queries], w[keys]))
+            sums = block_loss(leaves[0], leaves[1], q[queries], k[b, head_slice, :stop], window, sinks)
             if differentiate:
                 of_rows, of_keys = torch.autograd.grad(sums[0], leaves)
-                by_row[here] = of_rows
-                by_key[far] += of_keys
+                by_row[queries] = of_rows
+                by_key[keys] += of_keys
         total += sums.detach()
     return total, (by_row, by_key) if differentiate else None
 
@@ -150,7 +150,7 @@ def block_loss(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: i
 
 
 def products_of_features(u: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply stabilised features; return log A less the logarithm of the products, too.
+    """Multiply stabilised features; also return log A minus the logarithm of the products.
 
     Stabilisers of queries and keys cancel, so they count as constants.
     """

@@ -219,12 +219,12 @@ def losses(
     batch, heads, group, tokens, features = u.shape
     u, w, q, k = (x.contiguous() for x in (u, w, q, k))
     sizes, launch = block_sizes(q, features, padded(q.shape[-1]))
-    pairs, kept = batch * heads, u.dtype
+    pairs, dtype = batch * heads, u.dtype
     far = w[:, :, sinks : max(sinks, tokens - window)]
     ceiling = far.amax(2).contiguous() if far.shape[2] else w.new_zeros(batch, heads, features)
     query, key = torch.empty_like(u, dtype=q.dtype), torch.empty_like(w, dtype=q.dtype)
     bound, lse, entropy, student, loss, lost = (
-        torch.empty(u.shape[:-1], dtype=kept, device=u.device) for _ in range(6)
+        torch.empty(u.shape[:-1], dtype=dtype, device=u.device) for _ in range(6)
     )
     letters = {
         "D": q.shape[-1],
@@ -239,7 +239,7 @@ def losses(
     of_queries, of_keys = (Constants(**letters, ROWS=rows) for rows in (True, False))
     stabilise[blocks, pairs * group](u, ceiling, query, bound, tokens, group, 0, of_queries, **launch)
     stabilise[blocks, pairs](w, ceiling, key, bound, tokens, 1, sinks, of_keys, **launch)
-    sums = sums_before(key, sizes["BN"], kept)
+    sums = sums_before(key, sizes["BN"], dtype)
     statistics[blocks, pairs * group](
         (q, k),
         (query, key, sums, bound),
@@ -256,7 +256,7 @@ def losses(
         (q, k), (query, key), (lse, factor, bound), (loss, lost, du), lengths, scale, constants, **launch
     )
     by_column[blocks, slabs, pairs]((q, k), (query, key), (lse, factor), dw, lengths, scale, constants, **launch)
-    lost = lost + ((student < bound + LOST.value) & (bound > EMPTY.value)).to(kept)
+    lost = lost + ((student < bound + LOST.value) & (bound > EMPTY.value)).to(dtype)
     return entropy + student - lse + loss, entropy, lost, du, dw
 
 

@@ -1,4 +1,4 @@
-"""Trains the student of a run as its plan says: its feature maps on its own teacher, or the maps by which layers write.
+"""Trains the student of a run by its plan: its feature maps, or the linear maps that write a layer's outputs.
 
 A training of feature maps can be stopped and resumed at any step.
 """
@@ -125,18 +125,18 @@ def step_details(losses: Losses, settings: TrainingSettings) -> dict[str, object
 
 def check_identity(identity: Mapping[str, Any], facts: Mapping[str, Any], folder: Path) -> None:
     """Refuse the state of another training."""
-    others = differences(identity["settings"], facts["settings"])
-    others += [f"another {name}" for name in ("text", "student") if identity[name] != facts[name]]
-    if others:
+    mismatches = differences(identity["settings"], facts["settings"])
+    mismatches += [f"another {name}" for name in ("text", "student") if identity[name] != facts[name]]
+    if mismatches:
         raise RequestError(
-            f"the training in {str(folder)!r} began with other choices ({'; '.join(others)}): ask for the same, or "
+            f"the training in {str(folder)!r} began with other choices ({'; '.join(mismatches)}): ask for the same, or "
             "begin again in another folder"
         )
 
 
 @contextmanager
 def trainable_features(student: LinearizedForCausalLM, settings: TrainingSettings) -> Iterator[None]:
-    """Make only the feature maps trainable, for as long as the context lasts; merge adapters if no error occurred."""
+    """Make only the feature maps trainable while the context lasts; merge adapters if no error occurred."""
     maps = [group.feature_map for layer in student.students() for group in featured(layer)]
     learnable = [p for feature_map in maps for p in feature_map.parameters() if p.requires_grad]  # type: ignore[union-attr]
     modes = [(module, module.training) for module in student.modules()]
@@ -165,7 +165,7 @@ def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, text
     initialise(student, samples_of(run), run.plan.seed)
     for number, settings in phases(run.plan, allocation):
         yield from train_phase(run, student, settings, texts, number)
-    run.clear_request("use")  # not before: it is meant for the losses that are still to come, too
+    run.clear_request("use")  # only now: the request also ends the phases of later losses
 
 
 def phases(plan: Plan, allocation: Allocation) -> list[tuple[int, TrainingSettings]]:
@@ -180,7 +180,7 @@ def phases(plan: Plan, allocation: Allocation) -> list[tuple[int, TrainingSettin
 def train_phase(
     run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int
 ) -> Steps[None]:
-    """Train with one loss, from where it stands to the steps at which it ended, perhaps early."""
+    """Train with one loss, from its last saved step to its end, which may have been early."""
     folder = run.folder / "state" / "training" / str(number)
     begun = folder.exists()
     with writing(folder):

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on the matrices of a student's attention: added, switched off, merged, removed."""
+"""Adds, switches off, merges and removes low-rank adapters (LoRA) on the matrices of a student's attention."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def add_adapters(base: PreTrainedModel, rank: int, seed: int) -> None:
 
 def adapted_modules(base: PreTrainedModel) -> dict[str, nn.Module]:
     """Name the modules that have an adapter."""
-    return {name: part for name, part in base.named_modules() if hasattr(part, "lora_A")}
+    return {name: module for name, module in base.named_modules() if hasattr(module, "lora_A")}
 
 
 @contextmanager
 def without_adapters(base: PreTrainedModel) -> Iterator[None]:
-    """Switch the adapters off, for as long as the context lasts."""
-    parts = adapted_modules(base).values()
-    for part in parts:
-        part.enable_adapters(False)  # type: ignore[operator]
+    """Switch the adapters off while the context lasts."""
+    modules = adapted_modules(base).values()
+    for module in modules:
+        module.enable_adapters(False)  # type: ignore[operator]
     try:
         yield
     finally:
-        for part in parts:
-            part.enable_adapters(True)  # type: ignore[operator]
+        for module in modules:
+            module.enable_adapters(True)  # type: ignore[operator]
 
 
 def remove_adapters(base: PreTrainedModel, merge: bool) -> None:
     """Remove the adapters; `merge` adds their effect to the weights first."""
-    for name, part in adapted_modules(base).items():
+    for name, module in adapted_modules(base).items():
         if merge:
-            part.merge()  # type: ignore[operator]
-        parent, _, own = name.rpartition(".")
-        setattr(base.get_submodule(parent), own, part.get_base_layer())  # type: ignore[operator]
+            module.merge()  # type: ignore[operator]
+        parent, _, child = name.rpartition(".")
+        setattr(base.get_submodule(parent), child, module.get_base_layer())  # type: ignore[operator]

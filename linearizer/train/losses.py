@@ -27,14 +27,14 @@ from linearizer.teacher.layers import featured, matrix
 from linearizer.train.attention_loss import attention_loss
 
 EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
-TRAINED_LOGITS = 2**23  # held at once, in fp32, with what their gradients need
+TRAINED_LOGITS = 2**23  # in memory at once, in fp32, with their gradients
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The queries, keys and values that a layer of the teacher attends with."""
+    """The queries, keys and values of a layer of the teacher."""
 
     query: Tensor  # (batch, query heads, tokens, key_dim)
     key: Tensor  # (batch, kv heads, tokens, key_dim)
@@ -42,7 +42,7 @@ class AttentionInputs:
     scale: float
 
     def of_heads(self, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Take q, k, v of some KV heads, q multiplied by the scale: (batch, heads, [group,] tokens, dim)."""
+        """Take q, k, v of the KV heads, q multiplied by the scale: (batch, heads, [group,] tokens, dim)."""
         query = self.query.unflatten(1, (self.key.shape[1], -1))[:, heads].float()
         return query * self.scale, self.key[:, heads].float(), self.value[:, heads].float()
 
@@ -52,7 +52,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class LayerLoss:
-    """A loss, and its excess over the least loss that is possible."""
+    """A loss, and its excess over the smallest possible loss."""
 
     loss: Tensor
     excess: Tensor  # detached
@@ -72,7 +72,7 @@ def layer_loss(kind: str, student: LayerStudent, inputs: AttentionInputs, projec
 
 
 def rows_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Compare the attention rows of some heads; return the loss and its excess."""
+    """Compare the attention rows of a group of heads; return the loss and its excess."""
     q, k, _ = inputs.of_heads(group.heads)
     features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
     u, w = features.queries(q), features.keys(k)
@@ -82,7 +82,7 @@ def rows_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Ten
 
 
 def projection_by_head(inputs: AttentionInputs, projection: nn.Module) -> Tensor:  # (kv heads, group, size, hidden)
-    """Take the weight of the output projection apart by heads."""
+    """Split the weight of the output projection by heads."""
     kv_heads, group = inputs.key.shape[1], inputs.query.shape[1] // inputs.key.shape[1]
     size = inputs.value.shape[-1]
     return matrix(projection, kv_heads * group * size, inputs.value.device).unflatten(0, (kv_heads, group, size))
@@ -104,9 +104,9 @@ def output_loss(student: LayerStudent, inputs: AttentionInputs, projection: nn.M
         exact = softmax_output(q, k, v)
         with torch.no_grad():
             output = output + project(exact, weight[group.heads])
-        state, far = group.empty(k, v, group.window, inputs.scale), group.memory(inputs.scale)
-        own = attend_text_with_features(q, k, v, far, group.window, None, state)
-        error = error + project(exact - own, weight[group.heads])
+        state, memory = group.empty(k, v, group.window, inputs.scale), group.memory(inputs.scale)
+        approximation = attend_text_with_features(q, k, v, memory, group.window, None, state)
+        error = error + project(exact - approximation, weight[group.heads])
     return error.square().sum() / output.square().sum().clamp_min(torch.finfo(output.dtype).tiny)
 
 
@@ -116,7 +116,7 @@ def project(heads: Tensor, weight: Tensor) -> Tensor:
 
 
 class LogitHead:
-    """Makes logits of hidden states as the model does: with its output embedding, and perhaps a factor."""
+    """Computes logits from hidden states like the model: with its output embedding, and perhaps a factor."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
         self.embedding = model.get_output_embeddings()
@@ -127,7 +127,7 @@ class LogitHead:
         self.scale = float((logits * plain).sum() / plain.square().sum().clamp_min(1e-30))
         if not torch.allclose(logits, plain * self.scale, rtol=0.02, atol=0.02 * float(logits.abs().max())):
             raise RequestError(
-                "this model makes its logits in a way of its own, so no loss can be taken end to end: "
+                "this model computes its logits in an unusual way, so no end-to-end loss can be computed: "
                 "train layer by layer (softmax or output)"
             )
 
@@ -144,8 +144,8 @@ def logits_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, teacher: Tenso
     """Compute the mean over tokens of KL(teacher ‖ student)."""
 
     def kl(hidden: Tensor, teacher: Tensor) -> Tensor:
-        own, target = head(hidden).log_softmax(-1), head(teacher).log_softmax(-1)
-        return kl_div(own, target, reduction="sum", log_target=True)
+        student, target = head(hidden).log_softmax(-1), head(teacher).log_softmax(-1)
+        return kl_div(student, target, reduction="sum", log_target=True)
 
     return mean_over_pieces(kl, head, hidden, teacher)
 

@@ -1,4 +1,4 @@
-"""The settings of a training, and what follows from them for each step: text, windows, rates.
+"""The settings of a training, and the texts, windows and rates of each step that follow from them.
 
 All randomness is a function of the seed and the number of the step, so that a training resumes from that number alone.
 """
@@ -54,7 +54,7 @@ class TrainingSettings:
         check_options(self)
         if self.lora and self.loss not in END_TO_END:
             raise RequestError(
-                f"lora={self.lora} changes what layers attend with, which the loss {self.loss!r} takes as given: "
+                f"lora={self.lora} changes queries, keys and values, which the loss {self.loss!r} takes as constant: "
                 f"use {' or '.join(END_TO_END)}, or lora=0"
             )
 
@@ -72,14 +72,14 @@ def rate_share(settings: TrainingSettings, step: int) -> float:
 
 
 def window_share(settings: TrainingSettings, step: int) -> float:
-    """Draw the share of the windows that a step trains with: 1, or at random less, so that the far field learns."""
+    """Draw the share of the windows that a step trains with: 1, or at random a smaller one, to train the far field."""
     drop, share = torch.rand(2, generator=generator_for(settings, step)).tolist()
     chance = settings.window_dropout * (1 - step / max(1, settings.steps))
     return share if drop < chance else 1.0
 
 
 def draw_batch(texts: torch.Tensor, settings: TrainingSettings, step: int) -> torch.Tensor:  # (batch, tokens)
-    """Draw the texts of a step, each once before any is used again; in some a passage is repeated."""
+    """Draw the texts of a step, each once before any is reused; repeat a passage in some of them."""
     rows = []
     for position in range(step * settings.batch, (step + 1) * settings.batch):
         epoch, place = divmod(position, len(texts))
@@ -101,9 +101,9 @@ def repeat_passage(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
         return text
     length = pick(MIN_PASSAGE_TOKENS, len(text) // 4 + 1)
     begin = pick(1, len(text) - 2 * length + 1)
-    again = pick(begin + length, len(text) - length + 1)
+    target = pick(begin + length, len(text) - length + 1)
     text = text.clone()
-    text[again : again + length] = text[begin : begin + length]
+    text[target : target + length] = text[begin : begin + length]
     return text
 
 
@@ -125,11 +125,11 @@ class TrainingResult:
 def training_settings(plan: Plan) -> list[TrainingSettings]:
     """Make the settings of each phase of a plan: one phase for each loss; the first phase takes the odd step."""
     losses = plan.kept_loss.split("+")
-    each, odd = divmod(plan.steps, len(losses))
+    steps, odd = divmod(plan.steps, len(losses))
     return [
         TrainingSettings(
             loss=loss,
-            steps=each + (number < odd),
+            steps=steps + (number < odd),
             batch=plan.batch,
             seed=plan.seed,
             lora=plan.kept_lora if loss in END_TO_END else 0,

@@ -49,7 +49,7 @@ HIGH = 10.0  # times the loss at the start: above it a loss counts as high
 NOISE = 1e-3  # a loss below this is noise: it may grow without counting as high
 MAX_HIGH_STEPS = 20  # steps for which a loss may stay high
 MEMORY = 0.9  # of the running mean of the loss
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what Adam keeps of a parameter
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # Adam's state of a parameter
 
 
 class Trainer:
@@ -162,14 +162,14 @@ class Trainer:
         return dict.fromkeys(self.active(), LayerLoss(loss.detach(), loss.detach()))
 
     def free_memory(self) -> None:
-        """Free what a step held when it ran out of memory."""
+        """Free the memory of a step that ran out of it."""
         for optimizer in self.optimizers.values():
             optimizer.adam.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def state(self, facts: Mapping[str, object]) -> TrainingState:
-        """Collect all that resuming from here needs."""
+        """Collect everything that resuming from this step needs."""
         tensors = {f"{i}/{name}": t for i, layer in self.optimizers.items() for name, t in layer.tensors().items()}
         layers = {str(index): asdict(optimizer.status) for index, optimizer in self.optimizers.items()}
         return TrainingState(tensors, {**facts, "step": self.step, "rows": self.rows, "layers": layers})
@@ -186,23 +186,23 @@ def make_optimizers(student: LinearizedForCausalLM, settings: TrainingSettings) 
     """Make an optimiser for every layer that has parameters to train."""
     optimizers = {}
     for module in attention_modules(student.base):
-        if found := {name: p for name, p in module.named_parameters() if p.requires_grad}:
-            rates = {name: settings.rate_of(name) for name in found}
-            optimizers[layer_number(module)] = LayerOptimizer(found, rates)
+        if parameters := {name: p for name, p in module.named_parameters() if p.requires_grad}:
+            rates = {name: settings.rate_of(name) for name in parameters}
+            optimizers[layer_number(module)] = LayerOptimizer(parameters, rates)
     return optimizers
 
 
 @contextmanager
 def narrower_windows(student: LinearizedForCausalLM, keep: float) -> Iterator[None]:
-    """Shorten the windows of heads with features, for as long as the context lasts, to a share of their length."""
+    """Shorten the windows of heads with features to a share of their length while the context lasts."""
     groups = [group for layer in student.students() for group in featured(layer)]
-    whole = [group.window for group in groups]
+    full_lengths = [group.window for group in groups]
     for group in groups:
         group.window = int(group.window * keep)
     try:
         yield
     finally:
-        for group, window in zip(groups, whole, strict=True):
+        for group, window in zip(groups, full_lengths, strict=True):
             group.window = window
 
 
@@ -229,7 +229,7 @@ class TrainingState:
 def write_state(folder: Path, state: TrainingState) -> None:
     """Write a state, and keep the one before it."""
     with writing(folder):
-        folder.mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
+        folder.mkdir(exist_ok=True)  # without its parents: a deleted run stays deleted
         if (folder / NEWEST).exists():
             (folder / NEWEST).replace(folder / PREVIOUS)
     write_tensors(folder / NEWEST, state.tensors, json.dumps(dict(state.facts)))
@@ -260,8 +260,8 @@ class LayerStatus:
     start: float | None = None  # its first loss with whole windows
     recent: float | None = None  # running mean of the loss with whole windows
     high: int = 0  # steps for which the loss has been high
-    rate: float = 1.0  # the share of its learning rate that is left after it diverged
-    given_up: str | None = None  # the reason, once it trains no more
+    rate: float = 1.0  # the share of its learning rate that remains after it diverged
+    given_up: str | None = None  # the reason why it is no longer trained
 
 
 class LayerOptimizer:
@@ -296,7 +296,7 @@ class LayerOptimizer:
         if not self.is_finite(loss):
             self.return_to_good_state()
             status.given_up = "its loss or gradient is not finite"
-            return f"{status.given_up}; it falls back to its last good state and learns no more"
+            return f"{status.given_up}; it returns to its last good state and is not trained any further"
         if whole_windows:
             status.start = loss if status.start is None else status.start
             status.recent = loss if status.recent is None else MEMORY * status.recent + (1 - MEMORY) * loss
@@ -305,8 +305,8 @@ class LayerOptimizer:
             self.return_to_good_state()
             status.high, status.rate = 0, status.rate / 2
             return (
-                f"its loss stays at {loss:.3g}, from {status.start:.3g} at the start; it falls back to its last good "
-                f"state, its learning rate halved to {status.rate:g} of what was asked"
+                f"its loss stays at {loss:.3g}, from {status.start:.3g} at the start; it returns to its last good "
+                f"state, its learning rate halved to {status.rate:g} of the setting"
             )
         if status.high == 0 and step % COPY_EVERY == 0:
             self.good = self.copy_parameters()

@@ -21,9 +21,9 @@ def textbook(u, w, q, k, window, sinks):
     return losses[0], losses[1]
 
 
-def with_gradients(loss, u, w, *rest):
+def with_gradients(loss, u, w, *arguments):
     u, w = u.clone().requires_grad_(), w.clone().requires_grad_()
-    value, least = loss(u, w, *rest)
+    value, least = loss(u, w, *arguments)
     gradients = torch.autograd.grad(value, (u, w)) if value.requires_grad else (0 * u, 0 * w)
     return value.detach(), least, gradients
 
@@ -41,13 +41,13 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("window, sinks", [(0, 0), (5, 0), (1, 3), (20, 2), (0, 4), (100, 4)])
 @pytest.mark.parametrize("tokens", [1, 16, 50])
 def test_loss_and_gradients_are_the_textbook_s(window, sinks, tokens, blocks):
-    made = make(tokens)
-    value, least, gradients = with_gradients(attention_loss, *made, window, sinks)
-    expected, lowest, theirs = with_gradients(textbook, *made, window, sinks)
+    inputs = make(tokens)
+    value, least, gradients = with_gradients(attention_loss, *inputs, window, sinks)
+    expected, lowest, expected_gradients = with_gradients(textbook, *inputs, window, sinks)
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(least, lowest.to(least), rtol=1e-10, atol=1e-12)
-    for mine, other in zip(gradients, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", ["a first key of norm 60", "all keys of norm 60", "a later key", "scores of ±80"])
@@ -72,11 +72,11 @@ def test_extreme_texts_are_right(case, window, sinks, dtype):
     rounded = [x.to(dtype) for x in (u, w, q, k)]
     exact = with_gradients(textbook, *(x.double() for x in rounded), window, sinks)
     plain = with_gradients(textbook, *rounded, window, sinks)
-    ours = with_gradients(attention_loss, *rounded, window, sinks)
+    result = with_gradients(attention_loss, *rounded, window, sinks)
     floor = 1e-5 if dtype == torch.float32 else 1e-10
-    assert relative(ours[0], exact[0]) <= 4 * relative(plain[0], exact[0]) + floor
-    for mine, theirs, right in zip(ours[2], plain[2], exact[2], strict=True):
-        assert relative(mine, right) <= 4 * relative(theirs, right) + floor
+    assert relative(result[0], exact[0]) <= 4 * relative(plain[0], exact[0]) + floor
+    for gradient, plain_gradient, exact_gradient in zip(result[2], plain[2], exact[2], strict=True):
+        assert relative(gradient, exact_gradient) <= 4 * relative(plain_gradient, exact_gradient) + floor
 
 
 def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
@@ -90,8 +90,8 @@ def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
 
 def test_a_scale_multiplies_the_scores():
     u, w, q, k = make(20)
-    scaled, whole = attention_loss(u, w, q, k, 3, 1, scale=0.3), attention_loss(u, w, q * 0.3, k, 3, 1)
-    assert scaled.value == whole.value and scaled.least == whole.least
+    scaled, multiplied = attention_loss(u, w, q, k, 3, 1, scale=0.3), attention_loss(u, w, q * 0.3, k, 3, 1)
+    assert scaled.value == multiplied.value and scaled.least == multiplied.least
 
 
 def test_memory_stays_linear():

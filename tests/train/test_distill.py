@@ -54,30 +54,30 @@ def test_adapters_make_up_for_what_slots_and_few_bits_lost():
     assert sum(trained.end.values()) < 0.95 * sum(trained.start.values()) and not trained.events
 
 
-def spoil(student, layer, when):
+def spoil(student, layer, step):
     """Let the gradient of a layer's first parameter be NaN from a step on."""
     p = next(p for p in student.students()[layer].parameters() if p.requires_grad)
     calls = []
 
     def hook(gradient):
         calls.append(None)
-        return gradient * float("nan") if len(calls) > when else gradient
+        return gradient * float("nan") if len(calls) > step else gradient
 
     p.register_hook(hook)
 
 
 def test_a_layer_with_nan_falls_back_is_named_and_the_others_go_on():
-    student, whole = a_student(), a_student()
-    finish(distill(whole, TEXT, FEW))
+    student, unspoiled = a_student(), a_student()
+    finish(distill(unspoiled, TEXT, FEW))
     spoil(student, 1, 5)
     begun = weights(student)
     events = list(steps := distill(student, TEXT, FEW))
-    said = [message for event in events for message in event.details["events"]]
-    assert len(said) == 1 and said[0].startswith("step 6: layer 1: its loss or gradient is not finite")
+    messages = [message for event in events for message in event.details["events"]]
+    assert len(messages) == 1 and messages[0].startswith("step 6: layer 1: its loss or gradient is not finite")
     assert sorted(events[-1].details["layers"]) == [0, 2] and steps is not None
     for name, tensor in weights(student).items():
-        other = begun if ".layers.1." in name else weights(whole)  # the last good state was that of the start
-        assert torch.equal(tensor, other[name]), name
+        expected = begun if ".layers.1." in name else weights(unspoiled)  # the last good state was that of the start
+        assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("loss", ["softmax", "logits"])
@@ -110,14 +110,14 @@ def out_of_memory_above(student, numbers):
 @pytest.mark.parametrize("loss", ("softmax", *END_TO_END))  # others are divided by a measure of each part
 def test_out_of_memory_halves_the_batch_and_gives_the_same_gradients(loss):
     settings = TrainingSettings(loss=loss, steps=2, batch=8, save_every=3)
-    whole, student = a_student(), out_of_memory_above(a_student(), 2 * 32)
-    expected, events = list(distill(whole, TEXT, settings)), list(distill(student, TEXT, settings))
-    said = [message.partition("from now on ")[2] for message in events[0].details["events"]]
-    assert said == ["4 of the batch's 8 texts at once", "2 of the batch's 8 texts at once"]
+    undivided, student = a_student(), out_of_memory_above(a_student(), 2 * 32)
+    expected, events = list(distill(undivided, TEXT, settings)), list(distill(student, TEXT, settings))
+    messages = [message.partition("from now on ")[2] for message in events[0].details["events"]]
+    assert messages == ["4 of the batch's 8 texts at once", "2 of the batch's 8 texts at once"]
     assert not events[1].details["events"]
     assert events[0].details["loss"] == pytest.approx(expected[0].details["loss"], rel=1e-5)
     for name, tensor in weights(student).items():
-        torch.testing.assert_close(tensor, weights(whole)[name], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(tensor, weights(undivided)[name], atol=1e-3, rtol=1e-3)
 
 
 def test_a_text_that_does_not_fit_is_a_fault_that_asks_for_shorter_texts():
@@ -129,21 +129,21 @@ def test_a_text_that_does_not_fit_is_a_fault_that_asks_for_shorter_texts():
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 @torch.no_grad()
 def test_merged_adapters_give_what_unmerged_ones_gave(family, monkeypatch):
-    student, seen = a_student(family=family), []
+    student, logits = a_student(family=family), []
     teacher = teacher_of(family)(TEXT).logits
     from linearizer.train import distill as distillation
 
     merge = distillation.remove_adapters
 
     def look(base, merge_them):
-        seen.append(student(TEXT).logits)
+        logits.append(student(TEXT).logits)
         merge(base, merge_them)
 
     monkeypatch.setattr(distillation, "remove_adapters", lambda base, merge: look(base, merge))
     with torch.enable_grad():
         finish(distill(student, TEXT, TrainingSettings(loss="logits", lora=2, steps=4, rate=3.0)))
     assert not any("lora" in name for name, _ in student.named_modules())
-    torch.testing.assert_close(student(TEXT).logits, seen[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(student(TEXT).logits, logits[0], atol=1e-4, rtol=1e-4)
     with attending(student.base, "sdpa"):
         assert not torch.allclose(student.base(TEXT, use_cache=False).logits, teacher, atol=1e-3)  # they had an effect
 
@@ -160,8 +160,8 @@ def test_a_stopped_training_leaves_no_adapters():
 
 def test_window_dropout_leaves_inference_unchanged():
     student = a_student()
-    held = [group.window for layer in student.students() for group in layer.groups]
+    windows = [group.window for layer in student.students() for group in layer.groups]
     for loss in ("softmax", "logits"):
         finish(distill(student, TEXT, TrainingSettings(loss=loss, steps=4, window_dropout=1.0, rate=0.0)))
-    assert [group.window for layer in student.students() for group in layer.groups] == held
+    assert [group.window for layer in student.students() for group in layer.groups] == windows
     torch.testing.assert_close(student(TEXT).logits, a_student()(TEXT).logits, atol=0, rtol=0)

@@ -1,4 +1,4 @@
-"""What layers write is fitted in closed form: nearer to the teacher, the same bits again, undone where it stops."""
+"""Outputs of layers are fitted in closed form: nearer to the teacher, bit-identical again, undone when stopped."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ def test_layers_come_nearer_to_the_teacher_also_on_other_text(family):
     with torch.no_grad(), attending(student.base, "sdpa"):
         teacher = last_hidden(student, unseen)
     before = missing(student, teacher, unseen)
-    found = finish(fit_maps(student, TEXT, FIT))
-    assert found.steps == FIT.steps and sum(found.end.values()) < sum(found.start.values())
+    result = finish(fit_maps(student, TEXT, FIT))
+    assert result.steps == FIT.steps and sum(result.end.values()) < sum(result.start.values())
     assert missing(student, teacher, unseen) < before
 
 
@@ -65,8 +65,8 @@ def test_a_fit_that_is_closed_leaves_the_teachers_weights():
 def test_a_fit_that_is_enough_ends_at_its_layer():
     student = a_student(heads=LOSSY)
     before, half = weights(student), FIT.steps // len(blocks_of(student.base))
-    found = finish(fit_maps(student, TEXT, FIT, lambda step: step >= half))
-    assert found.steps == half and len(found.end) == 1
+    result = finish(fit_maps(student, TEXT, FIT, lambda step: step >= half))
+    assert result.steps == half and len(result.end) == 1
     changed = {
         name.partition(".layers.")[2][:1] for name in before if not torch.equal(before[name], weights(student)[name])
     }
@@ -74,11 +74,11 @@ def test_a_fit_that_is_enough_ends_at_its_layer():
 
 
 def test_what_is_added_is_the_least_squares_of_what_was_missing():
-    x, part = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.nn.Linear(8, 5)
-    wanted = part.weight.detach() + torch.arange(40.0).view(5, 8) / 40
+    x, linear = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.nn.Linear(8, 5)
+    target = linear.weight.detach() + torch.arange(40.0).view(5, 8) / 40
     squares = Squares()
     with torch.no_grad():
         for half in x.split(32):
-            squares.add(half, half @ wanted.mT + part.bias - part(half))
-        squares.add_to(part, ridge=1e-6)
-    torch.testing.assert_close(part.weight.detach(), wanted, atol=1e-4, rtol=1e-4)
+            squares.add(half, half @ target.mT + linear.bias - linear(half))
+        squares.add_to(linear, ridge=1e-6)
+    torch.testing.assert_close(linear.weight.detach(), target, atol=1e-4, rtol=1e-4)

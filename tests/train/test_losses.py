@@ -23,14 +23,14 @@ def a_layer(feature_map="mlp"):
     torch.manual_seed(0)
     student = LayerStudent(HELD, SINKS, SIZE, feature_map)
     student.reset(torch.Generator().manual_seed(0))
-    seen = AttentionInputs(torch.randn(2, 8, 21, SIZE), torch.randn(2, 4, 21, SIZE), torch.randn(2, 4, 21, 6), SCALE)
-    return student, seen
+    inputs = AttentionInputs(torch.randn(2, 8, 21, SIZE), torch.randn(2, 4, 21, SIZE), torch.randn(2, 4, 21, 6), SCALE)
+    return student, inputs
 
 
-def logits_of(group, seen):
+def logits_of(group, inputs):
     """Logits of the teacher and of the student for some heads: (batch, heads, group, tokens, tokens)."""
-    q, k, _ = seen.of_heads(group.heads)
-    features, place = ScaledMap(group.feature_map, seen.scale), torch.arange(q.shape[-2])
+    q, k, _ = inputs.of_heads(group.heads)
+    features, place = ScaledMap(group.feature_map, inputs.scale), torch.arange(q.shape[-2])
     near = (place < group.sinks) | (place[:, None] - place < group.window)
     exact = q @ k[:, :, None].mT
     u, w = features.queries(q), features.keys(k)
@@ -38,19 +38,19 @@ def logits_of(group, seen):
     return exact, torch.where(near, exact, far)
 
 
-def naive(group, seen):
-    exact, own = logits_of(group, seen)
+def naive(group, inputs):
+    exact, approximate = logits_of(group, inputs)
     causal = torch.ones(exact.shape[-2:], dtype=torch.bool).tril()
-    p, log = exact.masked_fill(~causal, -1e30).softmax(-1), own.masked_fill(~causal, -1e30).log_softmax(-1)
+    p, log = exact.masked_fill(~causal, -1e30).softmax(-1), approximate.masked_fill(~causal, -1e30).log_softmax(-1)
     return -(p * log).sum(-1).mean()
 
 
 def test_row_losses_and_their_gradients_are_the_naive_ones():
-    student, seen = a_layer()
+    student, inputs = a_layer()
     parameters = [p for p in student.parameters() if p.requires_grad]
     groups = featured(student)
-    expected = sum(naive(group, seen) * len(group.heads) for group in groups) / 3
-    result = layer_loss("softmax", student, seen, None)
+    expected = sum(naive(group, inputs) * len(group.heads) for group in groups) / 3
+    result = layer_loss("softmax", student, inputs, None)
     torch.testing.assert_close(result.loss, expected, **CLOSE)
     for a, b in zip(
         torch.autograd.grad(result.loss, parameters, allow_unused=True),
@@ -61,31 +61,31 @@ def test_row_losses_and_their_gradients_are_the_naive_ones():
 
 
 def test_the_excess_of_the_softmax_loss_is_the_divergence_of_the_rows():
-    student, seen = a_layer()
+    student, inputs = a_layer()
     causal, total = torch.ones(21, 21, dtype=torch.bool).tril(), 0
     for group in featured(student):
-        exact, own = (x.masked_fill(~causal, -1e30).log_softmax(-1) for x in logits_of(group, seen))
-        total = total + len(group.heads) / 3 * (exact.exp() * (exact - own)).sum(-1).mean()
-    torch.testing.assert_close(layer_loss("softmax", student, seen, None).excess, total.detach())
+        exact, approximate = (x.masked_fill(~causal, -1e30).log_softmax(-1) for x in logits_of(group, inputs))
+        total = total + len(group.heads) / 3 * (exact.exp() * (exact - approximate)).sum(-1).mean()
+    torch.testing.assert_close(layer_loss("softmax", student, inputs, None).excess, total.detach())
 
 
 def test_output_loss_and_its_gradients_are_the_naive_ones():
-    student, seen = a_layer()
+    student, inputs = a_layer()
     projection = nn.Linear(8 * 6, 10)  # its bias says nothing about the error
     parameters = [p for p in student.parameters() if p.requires_grad]
-    exact, own = torch.zeros(2, 4, 2, 21, 6), torch.zeros(2, 4, 2, 21, 6)
+    exact, approximate = torch.zeros(2, 4, 2, 21, 6), torch.zeros(2, 4, 2, 21, 6)
     for group in featured(student):
-        q, k, v = seen.of_heads(group.heads)
+        q, k, v = inputs.of_heads(group.heads)
         exact[:, group.heads] = reference(q, k, v, None, 21, 0)
         far = ScaledMap(group.feature_map, SCALE)
-        own[:, group.heads] = reference(q, k, v, far, group.window, SINKS)
-    into = projection.weight.detach()
+        approximate[:, group.heads] = reference(q, k, v, far, group.window, SINKS)
+    weight = projection.weight.detach()
 
     def project(heads):
-        return heads.flatten(1, 2).transpose(1, 2).flatten(2) @ into.T
+        return heads.flatten(1, 2).transpose(1, 2).flatten(2) @ weight.T
 
-    expected = project(own - exact).square().sum() / project(exact).square().sum()
-    result = layer_loss("output", student, seen, projection)
+    expected = project(approximate - exact).square().sum() / project(exact).square().sum()
+    result = layer_loss("output", student, inputs, projection)
     torch.testing.assert_close(result.loss, expected)
     for a, b in zip(
         torch.autograd.grad(result.loss, parameters), torch.autograd.grad(expected, parameters), strict=True
@@ -116,13 +116,13 @@ def test_pieces_of_logits_give_the_plain_loss_and_gradient(loss, pieces, monkeyp
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
     head = LogitHead(student.base, ids)
     with torch.no_grad(), attending(student.base, "sdpa"):
-        wanted = hidden_states(student.base, ids)
+        target = hidden_states(student.base, ids)
         teacher = student.base(ids, use_cache=False).logits.log_softmax(-1)
     out = student(ids, labels=ids)
     if loss == "direct":
         result, plain = direct_loss(head, hidden_states(student.base, ids), ids), out.loss
     else:
-        result = logits_loss(head, hidden_states(student.base, ids), wanted)
+        result = logits_loss(head, hidden_states(student.base, ids), target)
         plain = (teacher.exp() * (teacher - out.logits.log_softmax(-1))).sum(-1).mean()
     torch.testing.assert_close(result, plain)
     maps = [p for layer in student.students() for p in layer.parameters()]

@@ -26,7 +26,7 @@ def unstopped(loss="softmax", lora=0):
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, lora, stop, tmp_path):
     settings = replace(FEW, loss=loss, lora=lora)
-    whole, expected = unstopped(loss, lora)
+    reference, expected = unstopped(loss, lora)
     training = distill(a_student(), TEXT, settings, folder=tmp_path)
     for _ in range(stop):
         next(training)
@@ -34,14 +34,14 @@ def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, 
     student = a_student()
     events = list(resumed := distill(student, TEXT, settings, folder=tmp_path, resume=True))
     assert [event.done for event in events] == list(range(stop + 1, 9)) and resumed is not None
-    assert_equal_weights(weights(student), weights(whole))
-    again = a_student()
-    assert finish(distill(again, TEXT, settings, folder=tmp_path, resume=True)) == expected
-    assert_equal_weights(weights(again), weights(whole))
+    assert_equal_weights(weights(student), weights(reference))
+    resumed_again = a_student()
+    assert finish(distill(resumed_again, TEXT, settings, folder=tmp_path, resume=True)) == expected
+    assert_equal_weights(weights(resumed_again), weights(reference))
 
 
 def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
-    (whole, _), student = unstopped(), a_student()
+    (reference, _), student = unstopped(), a_student()
 
     def interrupt(module, args):
         if len(read) == 4:
@@ -56,12 +56,12 @@ def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
     handle.remove()
     assert reached == 3
     finish(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
-    assert_equal_weights(weights(student), weights(whole))
+    assert_equal_weights(weights(student), weights(reference))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
 def test_of_a_damaged_state_the_one_before_is_used_and_said(damage, tmp_path):
-    (whole, _), training = unstopped(), distill(a_student(), TEXT, FEW, folder=tmp_path)
+    (reference, _), training = unstopped(), distill(a_student(), TEXT, FEW, folder=tmp_path)
     while next(training).done < 7:
         pass
     training.close()  # the states of steps 7 and 6 are there
@@ -77,9 +77,9 @@ def test_of_a_damaged_state_the_one_before_is_used_and_said(damage, tmp_path):
     student = a_student()
     events = list(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
     assert events[0].done == 7
-    said = " ".join(events[0].details["events"])
-    assert (f"going on from {PREVIOUS}" in said) == (damage != "missing")
-    assert_equal_weights(weights(student), weights(whole))
+    messages = " ".join(events[0].details["events"])
+    assert (f"going on from {PREVIOUS}" in messages) == (damage != "missing")
+    assert_equal_weights(weights(student), weights(reference))
 
 
 def test_two_damaged_states_are_a_fault(tmp_path):
@@ -92,7 +92,7 @@ def test_two_damaged_states_are_a_fault(tmp_path):
 
 def test_resuming_otherwise_is_refused_with_the_difference(tmp_path):
     finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
-    for change, said in (
+    for change, message in (
         (
             dict(settings=TrainingSettings(steps=9, batch=2, save_every=3, loss="output")),
             "loss 'output' instead of 'softmax'; steps 9",
@@ -100,9 +100,9 @@ def test_resuming_otherwise_is_refused_with_the_difference(tmp_path):
         (dict(texts=tokens(12, 32, seed=1)), "another text"),
         (dict(student=a_student("prf")), "another student"),
     ):
-        given = dict(student=a_student(), texts=TEXT, settings=FEW) | change
-        with pytest.raises(RequestError, match=re.escape(said)):
-            next(distill(**given, folder=tmp_path, resume=True))
+        arguments = dict(student=a_student(), texts=TEXT, settings=FEW) | change
+        with pytest.raises(RequestError, match=re.escape(message)):
+            next(distill(**arguments, folder=tmp_path, resume=True))
 
 
 def test_beginning_anew_forgets_an_earlier_training(tmp_path):
