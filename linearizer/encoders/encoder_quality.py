@@ -116,7 +116,7 @@ def describe_scores(
     keys: float, scores: Mapping[str, torch.Tensor], student: Mapping[str, torch.Tensor], over: Resampled
 ) -> Quality:
     """Reduce the scores of the student, or of a control of it."""
-    apart = None if scores is student else over.estimate_apart(student["kl"] - scores["kl"])
+    apart = None if scores is student else over.estimate_difference(student["kl"] - scores["kl"])
     return Quality(keys, **{name: over.estimate(x) for name, x in scores.items()}, apart=apart)
 
 

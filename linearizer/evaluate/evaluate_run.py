@@ -24,11 +24,11 @@ from linearizer.run.results import Part, Request, Result, Scored, Tasks, TextRea
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.text import document_numbers, start_tokens
 
-JUDGING = Request(("language", "recall"), short=True)  # of a student that has just been made
+JUDGING = Request(("language", "recall"), short=True)  # for a student that has just been made
 FEWEST_PAIRS = 2  # of texts that are joined: a single text shows no difference
 MAX_WRITTEN_TOKENS = 96
 MAX_APPROXIMATION_TEXTS = 2
-Measured = tuple[Result, torch.Tensor | None]  # and the texts that were read; None: the part reads none of a source
+Measured = tuple[Result, torch.Tensor | None]  # and the texts that were read; None: the part reads no source
 
 
 def measure_parts(
@@ -36,7 +36,7 @@ def measure_parts(
 ) -> Steps[dict[str, Part]]:
     """Measure and store the parts of a request, unless they are stored for the same request; return all parts.
 
-    `anew` names parts that are measured even so; `step` is the step of a run that the parts belong to.
+    `anew` names parts that are measured even if stored; `step` is the step of a run that the parts belong to.
     """
     check_request(setup, request)
     for place, name in enumerate(request.chosen, 1):
@@ -49,7 +49,7 @@ def measure_parts(
         if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in anew:
             continue
         details = {"part": name, "place": place, "parts": len(request.chosen)}
-        # without patience: a part is stored whole or not at all
+        # without patience: a part is stored completely or not at all
         steps = log_progress(run, measure(setup, request), 0.0, step, **details)
         result, windows = yield from steps
         read = None if windows is None else text_read(setup, request, windows)
@@ -61,14 +61,14 @@ def measure_parts(
 
 
 def judge(run: Run, setup: Setup) -> Steps[None]:
-    """Measure a student that has just been made on texts that were kept from its training."""
+    """Measure a student that has just been made on texts that were excluded from its training."""
     run.write_evaluation(parts={})
     parts = yield from measure_parts(run, setup, JUDGING, step="evaluate")
     run.log(EventName.EVALUATED, **{subject.name: subject.loss.mean for subject in parts["language"].result.subjects})
 
 
 def check_request(setup: Setup, request: Request) -> None:
-    """Refuse a request that cannot be served, before anything is measured."""
+    """Refuse a request that cannot be served before anything is measured."""
     for length in (*request.lengths, request.length or 0):
         setup.beyond(length)
     if (harness := tasks_of_harness(request)) and request.chosen != ("tasks",):  # the part itself looks for them first
@@ -76,13 +76,13 @@ def check_request(setup: Setup, request: Request) -> None:
 
 
 def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Read each text once: what is read of a repeated passage is kept for the part recall."""
+    """Read each text once: scores of repeated passages are stored for the part recall."""
     windows, length = texts_to_judge(setup, request)
-    most = windows.shape[1]
-    lengths = sorted({max(2, length // 4), length, most})
-    subjects = subjects_and_rivals(setup, request, most)
+    longest = windows.shape[1]
+    lengths = sorted({max(2, length // 4), length, longest})
+    subjects = subjects_and_rivals(setup, request, longest)
     grows = setup.allocation.growth(setup.layers) > 0
-    controls = {each: setup.window(each) for each in lengths if grows and each < most}
+    controls = {tokens: setup.window(tokens) for tokens in lengths if grows and tokens < longest}
     reader = RepeatReader([*subjects, *controls.values()], length, passage_tokens(length))
     read = reader.read if "recall" in request.chosen else read_together
     texts = (windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
@@ -94,7 +94,7 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Repeat passages within texts, unless that was done while the language part read the same texts."""
+    """Repeat passages within texts, unless the language part has already done so on the same texts."""
     windows, length = texts_to_judge(setup, request)
     if setup.recall_read:
         yield Progress("recall", 1, 1, "batches")
@@ -104,9 +104,9 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def texts_to_judge(setup: Setup, request: Request) -> tuple[torch.Tensor, int]:
-    """Take the texts of a request, and their length; where it names none, join them in pairs as far as positions reach.
+    """Take the texts of a request, and their length; if it names none, join them in pairs as far as positions reach.
 
-    So a student is judged at a quarter of its texts' length, at the length, and at twice the length, in as many tokens.
+    So a student is judged at a quarter of its texts' length, at the length, and at twice the length.
     """
     windows = request_texts(setup, request)
     return windows if request.length else join_pairs(setup, request, windows), windows.shape[1]
@@ -114,12 +114,12 @@ def texts_to_judge(setup: Setup, request: Request) -> tuple[torch.Tensor, int]:
 
 def join_pairs(setup: Setup, request: Request, windows: torch.Tensor) -> torch.Tensor:
     """Join texts that follow each other, two at a time, unless they are few or the model has too few positions."""
-    first = len(start_tokens(setup.tokenizer))
-    pairs, joined = len(windows) // 2, 2 * windows.shape[1] - first
-    # what a model writes itself begins anew with every text
+    start = len(start_tokens(setup.tokenizer))
+    pairs, joined = len(windows) // 2, 2 * windows.shape[1] - start
+    # texts that a model writes do not continue each other
     if pairs < FEWEST_PAIRS or joined > setup.run.positions or (request.text or setup.run.plan.text) == "self":
         return windows
-    return torch.cat([windows[: 2 * pairs : 2], windows[1 : 2 * pairs : 2, first:]], 1)
+    return torch.cat([windows[: 2 * pairs : 2], windows[1 : 2 * pairs : 2, start:]], 1)
 
 
 def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Subject]:
@@ -128,19 +128,19 @@ def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Sub
 
 
 def passage_tokens(length: int) -> int:
-    """Choose the length of the passages that come again in texts of a length."""
+    """Choose the length of the passages that are repeated in texts of a length."""
     return max(2, length // 16)
 
 
 def measure_needle_part(setup: Setup, request: Request) -> Steps[Measured]:
     lengths = request.lengths or needle_lengths(setup.usual_length, setup.run.positions)
     windows = setup.windows(request.text, max(lengths), max(1, request.texts // 2), request.seed)
-    given = setup.subjects(max(lengths)), windows, lengths, setup.run.positions, request.seed
-    return (yield from measure_needle(*given)), windows
+    arguments = setup.subjects(max(lengths)), windows, lengths, setup.run.positions, request.seed
+    return (yield from measure_needle(*arguments)), windows
 
 
 def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Continue the first half of each text, by as many tokens as the half has."""
+    """Continue the first half of each text by the same number of tokens."""
     windows = request_texts(setup, request)
     prompt = min(windows.shape[1] // 2, MAX_WRITTEN_TOKENS)
     subjects = setup.subjects(windows.shape[1])
@@ -158,8 +158,8 @@ def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Read and write random tokens, up to the end of learned positions."""
     lengths = request.lengths or LENGTHS
     if setup.run.inspection.positions == "learned" and not request.lengths:  # named lengths were checked
-        most = setup.run.positions
-        lengths = tuple(sorted({*(length for length in lengths if length <= most), most}))
+        positions = setup.run.positions
+        lengths = tuple(sorted({*(length for length in lengths if length <= positions), positions}))
     limits = lengths, setup.run.positions, request.seconds, request.seed
     return (yield from measure_speed(setup.subjects(setup.usual_length), setup.layers, *limits)), None
 
@@ -196,7 +196,7 @@ def text_read(setup: Setup, request: Request, windows: torch.Tensor) -> TextRead
 
 
 ON_TEXT = ("text", "length", "texts", "seed")
-# what measures a part, and the fields of a request that it depends on
+# the function that measures a part, and the fields of a request that it depends on
 PART_MEASURES: dict[str, tuple[Callable[[Setup, Request], Steps[Measured]], tuple[str, ...]]] = {
     "language": (measure_language_part, ON_TEXT),
     "recall": (measure_recall_part, (*ON_TEXT, "short")),

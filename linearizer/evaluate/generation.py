@@ -1,7 +1,7 @@
-"""How a student writes: where it leaves its teacher's path, whether it repeats itself, its loss by the teacher.
+"""How a student writes: where it leaves its teacher's path, whether it repeats itself, its loss under the teacher.
 
-All subjects go on from the same prompts, and draw tokens with the same noise, so that they part only where they differ.
-An end of text is a token like any other: texts keep one length.
+All subjects continue the same prompts, and draw tokens with the same noise, so that they part only where they differ.
+An end of text is a token like any other: all texts have the same length.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from linearizer.teacher.logits import fresh_cache, losses_of
 from linearizer.teacher.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 
 Tensor = torch.Tensor
-GRAMS = (1, 2, 3)  # tokens in a row, whose variety is counted
-REPEATED = 4  # tokens in a row that count as repeated when they come again
+GRAMS = (1, 2, 3)  # tokens in a row for the count of variety
+REPEATED = 4  # tokens in a row that count as a repetition
 
 
 def measure_generation(
@@ -30,11 +30,11 @@ def measure_generation(
     teacher = subjects[0] if subjects[0].allocation is None else None
     judgements, done = [], 0
     for sampled in (False, True):
-        first: Tensor | None = None
+        expected: Tensor | None = None
         for subject in subjects:
             texts = write(subject, prompts, new_tokens, seed if sampled else None)
-            first = texts if subject is teacher else first
-            judgements.append(judge_texts(subject.name, sampled, prompts, texts, teacher, first))
+            expected = texts if subject is teacher else expected
+            judgements.append(judge_texts(subject.name, sampled, prompts, texts, teacher, expected))
             done += 1
             yield Progress("generation", done, 2 * len(subjects), "texts")
     return Generation(len(prompts), prompts.shape[1], new_tokens, tuple(judgements))
@@ -43,7 +43,7 @@ def measure_generation(
 def write(subject: Subject, prompts: Tensor, count: int, seed: int | None) -> Tensor:  # (texts, count)
     """Continue prompts with the likeliest tokens, or draw tokens with the noise of a seed."""
     choose = choose_likeliest if seed is None else draw_with_same_noise(seed)
-    with subject.at_work() as model:
+    with subject.prepared() as model:
         tokens = write_tokens(model, prompts.to(model.device), fresh_cache(model), choose)
         return torch.cat(list(islice(tokens, count)), 1).cpu()
 
@@ -74,6 +74,6 @@ def count_alike_tokens(text: Tensor, expected: Tensor) -> int:
 
 
 def variety(text: Sequence[int], size: int) -> float:
-    """Share of the runs of `size` tokens that are different."""
+    """Return the share of distinct runs of `size` tokens."""
     runs = [tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)]
     return len(set(runs)) / len(runs) if runs else 1.0

@@ -2,7 +2,7 @@
 
 Keys are rounded per channel, in groups of tokens; values per token; both after a rotation, with a scale and an offset
 of 16 bits each (after KIVI, 2402.02750, and QuaRot, 2404.00456). The newest tokens are exact: at least RECENT, and more
-until a group is whole.
+until a group is complete.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ReadTokens:
 
 
 class CacheInFewBits(nn.Module):
-    """Takes the place of a layer's student; every token is rounded once."""
+    """Replaces a layer's student; every token is rounded once."""
 
     def __init__(self, bits: int, group: int = GROUP) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class CacheInFewBits(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, memory: list | None
     ) -> Tensor:
-        """Attend, every row to what was rounded before it came."""
+        """Let every row attend to the tokens that were rounded before it, and exactly to the newer ones."""
         if real is not None:
             raise ValueError("the control reads texts without padding")
         dtype, (q, k, v) = v.dtype, (rotate(x) for x in (q, k, v))
@@ -57,30 +57,30 @@ class CacheInFewBits(nn.Module):
         k, v = torch.cat([read.k, k], 2), torch.cat([read.v, v], 2)
         place = torch.arange(before, before + k.shape[2], device=k.device)[-q.shape[2] :]
         rounded = (place + 1 - RECENT).clamp_min(0) // self.group * self.group  # for each row: groups, none recent
-        new = int(rounded[-1]) - before
-        channels = k[:, :, :new].unflatten(2, (new // self.group, self.group)).mT  # of groups of tokens
+        leaving = int(rounded[-1]) - before
+        channels = k[:, :, :leaving].unflatten(2, (leaving // self.group, self.group)).mT  # of groups of tokens
         rounded_k = torch.cat([read.rounded_k, round_rows(channels, self.bits).mT.flatten(2, 3)], 2)
-        rounded_v = torch.cat([read.rounded_v, round_rows(v[:, :, :new], self.bits)], 2)
+        rounded_v = torch.cat([read.rounded_v, round_rows(v[:, :, :leaving], self.bits)], 2)
         attended, begin = [], 0
         for count, rows in zip(*(x.tolist() for x in rounded.unique_consecutive(return_counts=True)), strict=True):
-            own, begin = place[begin : begin + rows], begin + rows
-            exact = slice(count - before, int(own[-1]) + 1 - before)
+            row_places, begin = place[begin : begin + rows], begin + rows
+            exact = slice(count - before, int(row_places[-1]) + 1 - before)
             keys = torch.cat([rounded_k[:, :, :count], k[:, :, exact]], 2)
             values = torch.cat([rounded_v[:, :, :count], v[:, :, exact]], 2)
-            seen = torch.arange(keys.shape[2], device=k.device) <= own[:, None]
-            asks = q[:, :, begin - rows : begin]
-            attended.append(scaled_dot_product_attention(asks, keys, values, seen, scale=scale, enable_gqa=True))
+            visible = torch.arange(keys.shape[2], device=k.device) <= row_places[:, None]
+            queries = q[:, :, begin - rows : begin]
+            attended.append(scaled_dot_product_attention(queries, keys, values, visible, scale=scale, enable_gqa=True))
         if memory is not None:
-            memory[:] = [ReadTokens(rounded_k, rounded_v, k[:, :, new:], v[:, :, new:])]
+            memory[:] = [ReadTokens(rounded_k, rounded_v, k[:, :, leaving:], v[:, :, leaving:])]
         return rotate(torch.cat(attended, 2)).to(dtype)
 
 
 def round_rows(x: Tensor, bits: int) -> Tensor:
-    """Round rows (…, numbers) to whole numbers of a few bits, times a scale and more than an offset."""
+    """Round rows (…, numbers) to integers of a few bits, times a scale, plus an offset."""
     if not x.numel():
         return x
-    least, most = x.aminmax(dim=-1, keepdim=True)
-    offset, step = least.bfloat16().to(x.dtype), ((most - least) / (2**bits - 1)).bfloat16().to(x.dtype)
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    offset, step = low.bfloat16().to(x.dtype), ((high - low) / (2**bits - 1)).bfloat16().to(x.dtype)
     codes = ((x - offset) / torch.where(step > 0, step, 1.0)).round().clamp(0, 2**bits - 1)
     return codes * step + offset
 
@@ -88,7 +88,7 @@ def round_rows(x: Tensor, bits: int) -> Tensor:
 def caches_in_few_bits(
     model: LinearizedForCausalLM, layers: Sequence[Layer], bits: Sequence[int] = RIVAL_BITS
 ) -> list[Subject]:
-    """Make a subject for each number of bits, of a student that has its teacher's weights."""
+    """Make a subject for each number of bits from a student that has its teacher's weights."""
     rows = tuple((Head(softmax=True),) * heads_replaced(layer) for layer in layers)
     return [
         Subject(

@@ -1,8 +1,8 @@
 """How well the next token is predicted: loss, divergence, agreement and calibration, with their spread over the text.
 
 All subjects go through the same code on the same tokens. The first may be the teacher, with which the others are
-compared. Intervals hold 95% of the means over documents that are drawn again with replacement: tokens of one document
-are alike.
+compared. Intervals hold 95% of the means over documents that are drawn with replacement: tokens of one document are
+similar.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from linearizer.run.results import Estimate, Language, LengthResult, Predictions
 from linearizer.teacher.logits import kl_of, logits_at_once
 
 Tensor = torch.Tensor
-DRAWN = 1000  # times that the documents are drawn again
+DRAWN = 1000  # times that the documents are resampled
 FEWEST = 8  # documents; where there are fewer, texts are drawn instead
 BINS = 10  # of the probability of the likeliest token
 FIRST_EDGE = 64  # of the ranges of positions, which double, after the first at 0
-STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it has learned to
+STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it learned to read
 NORMAL = 1.96  # 95% of a normal distribution lie within this number of deviations
 NO_CONTROLS: Mapping[int, Subject] = {}
 
@@ -36,9 +36,9 @@ class Scores(NamedTuple):
 
     loss: Tensor
     probability: Tensor  # of the likeliest token
-    correct: Tensor  # whether it came
-    kl: Tensor  # not a number where there is no teacher
-    agreement: Tensor  # likewise
+    correct: Tensor  # whether it was the next token
+    kl: Tensor  # NaN without a teacher
+    agreement: Tensor  # NaN without a teacher
 
 
 def measure_language(
@@ -53,8 +53,8 @@ def measure_language(
 ) -> Steps[Language]:
     """Let all subjects predict the same texts (texts, tokens); `documents` numbers the document of every token.
 
-    They are compared over texts of `lengths`, too. Where the bytes of the student grow, so do those of a window like
-    it: `controls` are the windows of shorter lengths.
+    They are also compared over texts of `lengths`. Where the bytes of the student grow, so do those of its window:
+    `controls` are the windows of shorter lengths.
     """
     shown, subjects = len(subjects), [*subjects, *controls.values()]
     model, batches = subjects[0].model, []
@@ -70,13 +70,13 @@ def measure_language(
     edges = 0, *list_doublings(FIRST_EDGE, windows.shape[1] - 1)
     pairs = list(zip(subjects, scores, strict=True))
     rows = tuple(
-        describe_predictions(subject, own, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
-        for subject, own in pairs[:shown]
+        describe_predictions(subject, score, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
+        for subject, score in pairs[:shown]
     )
-    own_windows = dict(zip(controls, pairs[shown:], strict=True))
+    controls_by_length = dict(zip(controls, pairs[shown:], strict=True))
     by_length = tuple(
-        compare_at(length, before, pairs[:shown], documents, seed, own_windows.get(length))
-        for before, length in pairwise((1, *sorted(lengths)))
+        compare_at(length, shorter, pairs[:shown], documents, seed, controls_by_length.get(length))
+        for shorter, length in pairwise((1, *sorted(lengths)))
     )
     return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows, by_length)
 
@@ -89,44 +89,44 @@ def compare_at(
     seed: int,
     control: tuple[Subject, Scores] | None = None,
 ) -> LengthResult:
-    """Compare all subjects over texts of one length: what reads a text onwards scores its beginning as a whole text.
+    """Compare all subjects over texts of one length: the scores of a longer text's first tokens are those of a text.
 
-    A `control` takes the place of the window. The next `shorter` length says which tokens only this length has.
+    A `control` replaces the window. The next `shorter` length determines the tokens that only this length has.
     """
-    named = {subject.name: (subject, begin_of_scores(own, length)) for subject, own in scored}
+    named = {subject.name: (subject, begin_of_scores(scores, length)) for subject, scores in scored}
     if control is not None:
         named["window"] = control[0], begin_of_scores(control[1], length)
     unit, owners = owners_of(documents[:, 1:length])
-    over = Resampled(owners, seed)
-    known = scored[0][0].allocation is None
+    resampled = Resampled(owners, seed)
+    has_teacher = scored[0][0].allocation is None
     rows = []
-    for name, (_, own) in named.items():
-        kl, agreement = (over.estimate(scores) if known else None for scores in (own.kl, own.agreement))
-        rows.append(ShortPredictions(name, over.estimate(own.loss), kl, agreement))
-    (_, student), (window, control_scores) = named["student"], named["window"]
-    apart = student.kl - control_scores.kl if known else student.loss - control_scores.loss
+    for name, (_, scores) in named.items():
+        kl, agreement = (resampled.estimate(x) if has_teacher else None for x in (scores.kl, scores.agreement))
+        rows.append(ShortPredictions(name, resampled.estimate(scores.loss), kl, agreement))
+    (_, student), (window, window_scores) = named["student"], named["window"]
+    excess = student.kl - window_scores.kl if has_teacher else student.loss - window_scores.loss
     strained = False
-    if known:
-        late = slice(shorter - 1, None)
-        beyond = over.estimate_apart(control_scores.loss - named["teacher"][1].loss, late)
-        strained = beyond is not None and beyond.interval[1] < -STRAIN
-    difference, allocation = over.estimate_apart(apart), window.allocation
+    if has_teacher:
+        last_tokens = slice(shorter - 1, None)
+        gain = resampled.estimate_difference(window_scores.loss - named["teacher"][1].loss, last_tokens)
+        strained = gain is not None and gain.interval[1] < -STRAIN
+    difference, allocation = resampled.estimate_difference(excess), window.allocation
     assert allocation is not None, "a window has no teacher's cache"
-    return LengthResult(length, unit, over.count, allocation.exact_tokens, tuple(rows), difference, strained)
+    return LengthResult(length, unit, resampled.count, allocation.exact_tokens, tuple(rows), difference, strained)
 
 
 def begin_of_scores(scores: Scores, length: int) -> Scores:
-    """Take the scores of the first tokens of each text; the last of these predicts nothing that is there."""
+    """Take the scores of the first tokens of each text, without the last: it predicts a token outside."""
     return Scores(*(column[:, : length - 1] for column in scores))
 
 
 def read_scores(subjects: Sequence[Subject], ids: Tensor, read: Read = read_together) -> list[Scores]:
-    """Score every token of some texts, for every subject."""
+    """Score every token of a batch of texts, for every subject."""
     parts: list[list[Scores]] = [[] for _ in subjects]
     for begin, pieces in read(subjects, ids):
         following = ids[:, begin + 1 : begin + 1 + pieces[0].shape[1]].to(pieces[0].device)
         if not following.shape[1]:
-            continue  # the last token predicts nothing that is there
+            continue  # no token follows the last
         logits = [piece[:, : following.shape[1]] for piece in pieces]
         expected = logits[0] if subjects[0].allocation is None else None
         for row, predicted in zip(parts, logits, strict=True):
@@ -146,45 +146,45 @@ def scores_of(logits: Tensor, expected: Tensor | None, following: Tensor) -> Sco
 
 
 def join_scores(parts: Sequence[Scores], dim: int) -> Scores:
-    """Put scores together, of texts (0) or of tokens (1)."""
+    """Join scores of texts (0) or of tokens (1)."""
     return Scores(*(torch.cat(column, dim) for column in zip(*parts, strict=True)))
 
 
 def describe_predictions(
-    subject: Subject, own: Scores, teacher: Tensor | None, edges: Sequence[int], over: Resampled, state: int
+    subject: Subject, scores: Scores, teacher: Tensor | None, edges: Sequence[int], resampled: Resampled, state: int
 ) -> Predictions:
     """Reduce the scores of one subject."""
-    ends = [*edges[1:], own.loss.shape[1]]
+    ends = [*edges[1:], scores.loss.shape[1]]
     return Predictions(
         name=subject.name,
         state_bytes=state,
-        loss=over.estimate(own.loss),
-        by_position=tuple(own.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
-        excess=None if teacher is None else over.estimate(own.loss - teacher),
-        kl=None if teacher is None else over.estimate(own.kl),
-        agreement=None if teacher is None else over.estimate(own.agreement),
-        tail=None if teacher is None else tail_of(own, teacher),
-        calibration_error=calibration_error(own.probability, own.correct),
+        loss=resampled.estimate(scores.loss),
+        by_position=tuple(scores.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
+        excess=None if teacher is None else resampled.estimate(scores.loss - teacher),
+        kl=None if teacher is None else resampled.estimate(scores.kl),
+        agreement=None if teacher is None else resampled.estimate(scores.agreement),
+        tail=None if teacher is None else tail_of(scores, teacher),
+        calibration_error=calibration_error(scores.probability, scores.correct),
     )
 
 
-def tail_of(own: Scores, teacher: Tensor) -> Tail:
-    """Measure how far the worst tokens are from the teacher, whose loss is given token by token."""
-    apart = own.kl.flatten().sort().values
-    high, highest = (apart[int(share * (len(apart) - 1))].item() for share in (0.99, 0.999))
-    change = (-own.loss).exp() - (-teacher).exp()
+def tail_of(scores: Scores, teacher: Tensor) -> Tail:
+    """Measure how far the worst tokens are from the teacher, from its loss on each token."""
+    divergence = scores.kl.flatten().sort().values
+    high, highest = (divergence[int(share * (len(divergence) - 1))].item() for share in (0.99, 0.999))
+    change = (-scores.loss).exp() - (-teacher).exp()
     return Tail(high, highest, change.square().mean().sqrt().item())
 
 
 def calibration_error(probability: Tensor, correct: Tensor) -> float:
-    """Return how far the probability of the likeliest token is from how often it came, in ranges of probability."""
+    """Return the distance of the likeliest token's probability from its frequency, in ranges of probability."""
     place = (probability * BINS).long().clamp(max=BINS - 1).flatten()
-    apart = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - correct).flatten())
-    return apart.abs().sum().item() / place.numel()
+    differences = torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, (probability - correct).flatten())
+    return differences.abs().sum().item() / place.numel()
 
 
 def owners_of(documents: Tensor) -> tuple[str, Tensor]:
-    """Name what is drawn again, and number it for every score (texts, tokens): documents, or texts where these are few.
+    """Name the unit that is resampled, and number it for every score: documents, or texts if there are few documents.
 
     `documents` numbers the document of every score.
     """
@@ -195,7 +195,7 @@ def owners_of(documents: Tensor) -> tuple[str, Tensor]:
 
 
 class Resampled:
-    """Means over tokens, of documents that are drawn again and again, the same for all that is estimated."""
+    """Means over tokens of documents that are resampled, the same draws for all estimates."""
 
     def __init__(self, owners: Tensor, seed: int) -> None:
         self.owners, self.count = owners, int(owners.max()) + 1
@@ -205,7 +205,7 @@ class Resampled:
         self.weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
     def estimate(self, scores: Tensor, tokens: slice = slice(None)) -> Estimate:  # noqa: B008
-        """Return the mean of scores (texts, tokens), or of some tokens, and the interval of 95% of the drawn means."""
+        """Return the mean of scores (texts, tokens), perhaps of a slice, and the interval of 95% of the drawn means."""
         scores, owners = scores[:, tokens], self.owners[:, tokens].flatten()
         sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, owners, scores.flatten())
         sizes = torch.bincount(owners, minlength=self.count).double()
@@ -214,8 +214,8 @@ class Resampled:
         low, high = means.quantile(means.new_tensor([0.025, 0.975])).tolist()
         return Estimate(scores.mean().item(), (low, high))
 
-    def estimate_apart(self, differences: Tensor, tokens: slice = slice(None)) -> Estimate | None:  # noqa: B008
-        """Estimate a mean difference, with room for how little few documents say; None where there is only one."""
+    def estimate_difference(self, differences: Tensor, tokens: slice = slice(None)) -> Estimate | None:  # noqa: B008
+        """Estimate a mean difference, with a wider interval for few documents; None for a single one."""
         if self.count < 2:
             return None
         mean, (low, high) = (drawn := self.estimate(differences, tokens)).mean, drawn.interval

@@ -1,4 +1,4 @@
-"""How far back a student recalls: a passage that comes again, or a needle, a pair key → value that is hidden in a text.
+"""How far back a student recalls: a repeated passage, or a needle, a pair key → value that is hidden in a text.
 
 Keys and values are tokens drawn from the text itself: the model knows them, whatever its tokenizer, and nothing but the
 pair predicts their order. A text ends in the key of one of its pairs; the value should follow.
@@ -34,7 +34,7 @@ MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of
 def measure_recall(
     subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = ()
 ) -> Steps[Recall]:
-    """Measure how much better a passage is predicted when it comes the second time."""
+    """Measure how much better a passage is predicted the second time."""
     reader = RepeatReader(subjects, windows.shape[1], passage, gaps)
     split = windows.split(logits_at_once(subjects[0].model, windows.shape[1]))
     for done, ids in enumerate(split):
@@ -45,22 +45,22 @@ def measure_recall(
 
 
 class RepeatReader:
-    """Reads texts once, and from the same place on also passages that stood in them: all gaps share what is before.
+    """Reads texts once, and from one place on also repeated passages: all gaps share the tokens before that place.
 
-    The first `length` tokens of a text end in a passage, a gap of other text, and the passage again in place of their
-    own last tokens. What follows them in the text is read last. Gaps double, as far as a text has room for them, up to
-    the largest that it has, unless others are given.
+    The first `length` tokens of a text end in a passage, a gap of other text, and the passage again, which replaces
+    their own last tokens. The tokens that follow are read last. Gaps double, up to the largest that fits into a text,
+    unless `gaps` are given.
     """
 
     def __init__(self, subjects: Sequence[Subject], length: int, passage: int, gaps: Sequence[int] = ()) -> None:
         self.names, self.length, self.passage = [subject.name for subject in subjects], length, passage
-        most = length - 2 * passage
-        self.gaps = tuple(gaps) or (*list_doublings(passage, most * 3 // 4), most)
+        largest = length - 2 * passage
+        self.gaps = tuple(gaps) or (*list_doublings(passage, largest * 3 // 4), largest)
         # [subject][batch]: (texts, gaps), the first time and the second
         self.losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in subjects]
 
     def read(self, subjects: Sequence[Subject], ids: Tensor) -> Pieces:
-        """Let all subjects read texts to their ends, and store how well they predict the passages meanwhile."""
+        """Let all subjects read texts to their ends, and store how well they predict the passages."""
         begun = ids[:, : self.length]
         repeated = torch.stack([repeated_passages(begun, self.passage, gap) for gap in self.gaps], 1)
         ends = torch.cat([begun[:, None], repeated], 1)[..., -self.passage :]  # the text's own is the first
@@ -69,25 +69,25 @@ class RepeatReader:
         losses: list[list[Tensor]] = [[] for _ in subjects]
         for begin, logits in read_into(subjects, ids[:, :before], caches):
             following = ids[:, begin + 1 : begin + 1 + logits[0].shape[1]]
-            for own, given in zip(losses, logits, strict=True):
-                own.append(losses_of(given, following))
+            for row, predicted in zip(losses, logits, strict=True):
+                row.append(losses_of(predicted, following))
             yield begin, logits
         last = []
-        for subject, cache, own, kept in zip(subjects, caches, losses, self.losses, strict=True):
+        for subject, cache, row, batches in zip(subjects, caches, losses, self.losses, strict=True):
             logits_of_ends = read_branches(subject, ends, cache)
             last.append(logits_of_ends[:, 0])
             # the passage's own first token is a surprise twice
-            given, following = logits_of_ends[:, 1:, :-1], ends[:, 1:, 1:]
-            again = losses_of(given.flatten(0, 1), following.flatten(0, 1)).unflatten(0, given.shape[:2])
-            kept.append((self.first_losses(torch.cat(own, 1)), again.double().mean(-1).cpu()))
+            predicted, following = logits_of_ends[:, 1:, :-1], ends[:, 1:, 1:]
+            second = losses_of(predicted.flatten(0, 1), following.flatten(0, 1)).unflatten(0, predicted.shape[:2])
+            batches.append((self.first_losses(torch.cat(row, 1)), second.double().mean(-1).cpu()))
         if self.length == ids.shape[1]:
             yield before, last
             return
-        for begin, logits in read_into(subjects, ids[:, before:], caches):  # branches leave the caches as they were
+        for begin, logits in read_into(subjects, ids[:, before:], caches):  # branches do not change the caches
             yield before + begin, logits
 
     def first_losses(self, losses: Tensor) -> Tensor:
-        """Return the mean loss on every passage where it first stands, from the losses before a text's end."""
+        """Return the mean loss on the first occurrence of every passage, from the losses before a text's end."""
         begins = [losses.shape[1] - self.passage - gap for gap in self.gaps]
         passages = [losses[:, begin : begin + self.passage - 1] for begin in begins]
         return torch.stack([passage.double().mean(-1).cpu() for passage in passages], 1)
@@ -102,7 +102,7 @@ class RepeatReader:
 
 
 def needle_lengths(usual: int, positions: int) -> tuple[int, ...]:
-    """Choose lengths of texts around that of the training's texts, as far as positions reach."""
+    """Choose lengths of texts around the usual length of a run, as far as positions reach."""
     lengths = (usual // 2, usual, 2 * usual, 4 * usual)
     fitting = tuple(length for length in lengths if MIN_NEEDLE_TOKENS <= length <= positions)
     return fitting or (min(MIN_NEEDLE_TOKENS, positions),)
@@ -174,10 +174,10 @@ def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:
     ids, cache = hidden.ids, fresh_cache(subject.model)
     pair, question = hidden.place, ids.shape[1] - hidden.key - hidden.value
     after = pair + hidden.key + hidden.value
-    new, again = (
+    first, second = (
         read_end(subject, ids[:, begin:end], place - begin, cache)[:, hidden.key - 1 : -1]
         for begin, place, end in ((0, pair, after), (after, question, ids.shape[1]))
     )
-    value = ids[:, -hidden.value :].to(again.device)
-    correct = (again.argmax(-1) == value).double().mean().item()
-    return correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item()
+    value = ids[:, -hidden.value :].to(second.device)
+    correct = (second.argmax(-1) == value).double().mean().item()
+    return correct, losses_of(second, value).mean().item(), losses_of(first, value).mean().item()

@@ -1,4 +1,4 @@
-"""The setup of an evaluation: student, teacher where it is available, controls, and texts."""
+"""The setup of an evaluation: student, teacher if it is available, controls, and texts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PACKAGES = ("torch", "transformers", "lm_eval")
 
 @dataclass(frozen=True)
 class Setup:
-    """All that the parts of an evaluation need."""
+    """Everything that the parts of an evaluation need."""
 
     run: Run
     student: LinearizedForCausalLM
@@ -50,9 +50,9 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     teacher: PreTrainedModel | None  # may be the control's own base
     alone: str | None  # why there is no teacher
-    kept: torch.Tensor | None = None  # texts that the run kept from training, where it has just made its student
-    recall_read: list[Recall] = field(default_factory=list)  # while the language part read texts
-    samples: Samples | None = None  # where the run does not keep them
+    kept: torch.Tensor | None = None  # texts excluded from training, if the run has just made its student
+    recall_read: list[Recall] = field(default_factory=list)  # measured while the language part read texts
+    samples: Samples | None = None  # if the run does not store them
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -79,7 +79,7 @@ class Setup:
         control, seed = window_control(self.allocation, self.layers, length), self.run.plan.seed
         heads = checkpoint.make_layer_students(self.control, self.layers, control, seed)
         sampled = self.samples is not None or self.run.has_file(SAMPLES)
-        if control.bits < 16 and sampled:  # or it would be a worse control than it is
+        if control.bits < 16 and sampled:  # without turns from samples, few bits would harm the control more
             with exchange_students(self.control, heads):
                 initialise(self.control, self.samples or samples_of(self.run), seed)
         return Subject(control.strategy, self.control, control, heads)
@@ -90,39 +90,39 @@ class Setup:
         return self.run.plan.kept_length(self.run.positions)
 
     def beyond(self, length: int) -> bool:
-        """Whether a text is longer than the teacher's positions; it is refused where these are learned."""
-        inspection, most = self.run.inspection, self.run.inspection.max_positions
-        if most is None or length <= most:
+        """Whether a text is longer than the teacher's positions; refuse it if these are learned."""
+        inspection, max_tokens = self.run.inspection, self.run.inspection.max_positions
+        if max_tokens is None or length <= max_tokens:
             return False
         if inspection.positions == "learned":
-            learned = f"{inspection.name!r} has learned {most} positions"
-            raise RequestError(f"length {length} is not allowed: {learned}; ask for at most {most}")
+            learned = f"{inspection.name!r} has learned {max_tokens} positions"
+            raise RequestError(f"length {length} is not allowed: {learned}; ask for at most {max_tokens}")
         return True
 
     def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
-        """Take text that the student was neither measured nor trained on: what follows its own, or another source."""
+        """Take text that the student was neither measured nor trained on: after its own, or from another source."""
         plan = self.run.plan
         if self.kept is not None and source is None and length == self.usual_length:
             return self.kept[:count]
-        source = absolute_source(source or plan.text)  # so is the plan's own
+        source = absolute_source(source or plan.text)  # the plan's source is absolute, too
         if source != plan.text or source == "self":
             teacher = self.teacher_subject
             if source == "self" and teacher is None:
                 raise TextError("'self' is text that the teacher writes, which is not available: name another source")
-            new = seed + plan.seed + 1  # other texts than the texts of the training
-            with nullcontext() if teacher is None else teacher.at_work() as model:
-                return read_texts(source, self.tokenizer, length, count, least=1, model=model, seed=new)
-        first = len(start_tokens(self.tokenizer))
+            new_seed = seed + plan.seed + 1  # for other texts than those of the training
+            with nullcontext() if teacher is None else teacher.prepared() as model:
+                return read_texts(source, self.tokenizer, length, count, least=1, model=model, seed=new_seed)
+        start = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
-        skipped = -(-learnt * (self.usual_length - first) // (length - first))
-        kept, _ = read_kept_texts(self.run)
-        if length == self.usual_length and len(kept) >= skipped + count:
-            return kept[skipped : skipped + count]
+        skipped = -(-learnt * (self.usual_length - start) // (length - start))
+        stored, _ = read_kept_texts(self.run)
+        if length == self.usual_length and len(stored) >= skipped + count:
+            return stored[skipped : skipped + count]
         stream = pack_texts(read_for_length(source, self.usual_length), self.tokenizer, length)
         windows = list(islice(stream, skipped, skipped + count))
         if not windows:
             raise TextError(
-                f"{source!r} holds no text beyond what the student was trained on, or less than a text of {length} "
+                f"{source!r} holds no text that the student was not trained on, or less than a text of {length} "
                 "tokens: ask for a shorter --length, or name another source with --text"
             )
         return torch.stack(windows)
@@ -134,7 +134,7 @@ class Setup:
 
 
 def environment(model: torch.nn.Module) -> dict[str, Any]:
-    """Name versions, device and type of number of a model that is measured: they tell why numbers differ."""
+    """Name versions, device and number type of a measured model: they explain why results differ."""
     weight = next(model.parameters())
     versions = {"python": platform.python_version(), "linearizer": linearizer.__version__}
     for name in PACKAGES:
@@ -146,7 +146,7 @@ def environment(model: torch.nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
-    """Load what a run made, and its teacher."""
+    """Load the student of a run, and its teacher."""
     run.require_student()
     with quiet():
         try:
@@ -164,7 +164,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
 
 
 def make_again(run: Run, token: str | None = None) -> Setup:
-    """Make the student of a run that trained nothing again, around its teacher's weights; the run is only read."""
+    """Make again the student of a run without training, around its teacher's weights; do not change the run."""
     plan, allocation = run.plan, run.require_allocation()
     with quiet(), TemporaryDirectory() as folder:
         teacher = load_teacher_of(plan, token, run.inspection)
@@ -180,11 +180,11 @@ def make_again(run: Run, token: str | None = None) -> Setup:
 
 def share_weights(base: torch.nn.Module, teacher: torch.nn.Module, different: bool = False) -> bool:
     """Let a student use those of its teacher's weights that equal its own, or all; return whether all were equal."""
-    weights, same = dict(teacher.named_parameters()), True
+    weights, all_equal = dict(teacher.named_parameters()), True
     for name, parameter in base.named_parameters():
         if name in weights:
             equal = torch.equal(parameter, weights[name])
-            same = same and equal
+            all_equal = all_equal and equal
             if equal or different:
                 parameter.data = weights[name].data
-    return same
+    return all_equal

@@ -1,6 +1,6 @@
 """Several models in one conversation: each reads the same texts into a state of its own, and answers from it.
 
-Their first differences, their speed, and the bytes that each remembers are told while they read and write.
+Their first differences, their speed, and the bytes of each state are reported while they read and write.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from linearizer.teacher.logits import bytes_held, fresh_cache
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
 from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens, read_tokens
 
-UPDATE_SECONDS = 0.25  # between two updates of what all have written: each update takes time from writing
-PIECES = 16  # that a text is read in, so that one sees the memory of each model grow or stand still
-PIECE_TOKENS = range(32, 128)  # of such a piece: who stops the models waits for a piece of each
-SOURCE = "builtin"  # of prompts that need memory: it is there without a network
+UPDATE_SECONDS = 0.25  # between two updates of the written texts: each update takes time from writing
+PIECES = 16  # into which a text is split, so that one sees whether the memory of each model grows
+PIECE_TOKENS = range(32, 128)  # of such a piece: a stop waits for a piece of each model
+SOURCE = "builtin"  # of prompts that need memory: available without a network
 WORD_TOKENS = 8192  # of text that words are drawn from
 DEPTH = 0.1  # of a text before its hidden word
-PASSAGE, SHOWN = 32, 16  # tokens of a passage that comes again, and of those the ones that a prompt repeats
+PASSAGE, SHOWN = 32, 16  # tokens of a repeated passage, and the number of them that a prompt repeats
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class MemoryPrompt:
-    """A prompt that goes on with what stands far back in it."""
+    """A prompt with an answer that stands far back in it."""
 
     text: str
     answer: str
-    distance: int  # tokens from what is asked for to the end of the prompt
+    distance: int  # tokens from the answer in the text to the end of the prompt
 
 
 def hide_word(tokenizer: PreTrainedTokenizerBase, distance: int) -> MemoryPrompt:
-    """Hide a word in a text, that many tokens before the question for it."""
+    """Hide a word in a text, `distance` tokens before the question for it."""
     texts = read_texts(SOURCE, tokenizer, max(WORD_TOKENS, 2 * distance), 1)
     windows = texts[:, : round(distance / (1 - DEPTH))]
     (ids, words), *_ = lay_out_all("single key", DEPTH, frequent_words(tokenizer, texts), windows, tokenizer, 1)
@@ -50,16 +50,16 @@ def hide_word(tokenizer: PreTrainedTokenizerBase, distance: int) -> MemoryPrompt
 
 
 def repeat_passage(tokenizer: PreTrainedTokenizerBase, distance: int) -> MemoryPrompt:
-    """Let a passage of a text come again after that many tokens; the prompt ends in the midst of it."""
+    """Repeat a passage of a text after `distance` tokens; the prompt ends in the middle of the repetition."""
     texts = read_texts(SOURCE, tokenizer, distance + PASSAGE + len(start_tokens(tokenizer)), 1)
     ids = repeated_passages(texts, PASSAGE, distance - PASSAGE)[0]
     return cut_answer(tokenizer, ids, PASSAGE - SHOWN, distance)
 
 
 def cut_answer(tokenizer: PreTrainedTokenizerBase, ids: Tensor, answer: int, distance: int) -> MemoryPrompt:
-    """Cut a text before its answer, which are its last tokens."""
-    text, rest = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:-answer], ids[-answer:]))
-    return MemoryPrompt(text, rest.strip(), distance)
+    """Split a text into prompt and answer, its last tokens."""
+    text, end = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:-answer], ids[-answer:]))
+    return MemoryPrompt(text, end.strip(), distance)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Reader:
     subject: Subject
     cache: Cache
     tokens: list[int]  # that the cache has read
-    unread: list[int]  # that it has written last, and not read
+    unread: list[int]  # that it has written, but not read yet
     seconds: float = 0.0  # that it has read for this answer
 
     @staticmethod
@@ -82,7 +82,7 @@ class Reader:
         return self.tokens + self.unread
 
     def fork(self) -> Reader:
-        """Copy the state: what the copy reads does not change this one."""
+        """Copy the state: the copy reads on without changing this one."""
         with torch.inference_mode():
             return Reader(self.subject, copy.deepcopy(self.cache), [*self.tokens], [*self.unread])
 
@@ -96,23 +96,23 @@ class Reader:
         return self if self.tokens == [*tokens[:read]] else self.anew()
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read on from what the cache holds."""
+        """Read on from the tokens in the cache."""
         begin = time.perf_counter()
-        with self.subject.at_work() as model:
+        with self.subject.prepared() as model:
             for _ in read_tokens(model, torch.tensor([[*tokens]]), self.cache):
                 pass
         self.tokens, self.unread = [*self.tokens, *tokens], []
         self.seconds += time.perf_counter() - begin
 
     def bytes(self) -> int:
-        """Count what is held now; native windows, which student and teacher keep alike, are counted, too."""
+        """Count the bytes of the cache now, including native windows, which student and teacher have in common."""
         return bytes_held(self.cache, in_16_bits=True)
 
 
 def read_in_turns(readers: Sequence[Reader], texts: Sequence[Sequence[int]], again: bool = False) -> Iterator[Held]:
-    """Let each model read the tokens that are for it, a piece each in turn; yield after each piece what all hold.
+    """Let each model read its tokens, one piece at a time in turn; yield after each piece the bytes of all states.
 
-    `again`: it was read before, and its states are gone.
+    `again`: the tokens were read before, but their states were dropped.
     """
     longest = max(map(len, texts))
     size = min(max(-(-longest // PIECES), PIECE_TOKENS.start), PIECE_TOKENS.stop)
@@ -120,19 +120,19 @@ def read_in_turns(readers: Sequence[Reader], texts: Sequence[Sequence[int]], aga
         for reader, tokens in zip(readers, texts, strict=True):
             if piece := tokens[start : start + size]:
                 reader.read(piece)
-        held = {reader.subject.name: reader.bytes() for reader in readers}
-        yield Held(min(start + size, longest), longest, held, again)
+        sizes = {reader.subject.name: reader.bytes() for reader in readers}
+        yield Held(min(start + size, longest), longest, sizes, again)
 
 
 def find_difference(
-    tokenizer: PreTrainedTokenizerBase, teacher: Sequence[int], other: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, teacher: Sequence[int], student: Sequence[int]
 ) -> Difference | None:
     """Find the first token in which a continuation differs from the teacher's."""
-    place = next((place for place, (a, b) in enumerate(zip(teacher, other, strict=False)) if a != b), None)
+    place = next((place for place, (a, b) in enumerate(zip(teacher, student, strict=False)) if a != b), None)
     if place is None:
         return None
     alike = tokenizer.decode(list(teacher[:place]), skip_special_tokens=True).rstrip(HALF_LETTER)
-    tokens = (tokenizer.decode(list(ids[: place + 1]), skip_special_tokens=True) for ids in (teacher, other))
+    tokens = (tokenizer.decode(list(ids[: place + 1]), skip_special_tokens=True) for ids in (teacher, student))
     return Difference(place, alike, *(text[len(alike) :] for text in tokens))
 
 
@@ -145,14 +145,14 @@ def write_in_turns(
     seed: int = 0,
     sample: bool = False,
 ) -> Iterator[Held | Comparison]:
-    """Let all models read a prompt and continue it, a token each in turn.
+    """Let all models read a prompt and continue it, one token at a time in turn.
 
-    Yield what they hold while they read, and then a few times a second what they have written; the last comparison is
-    of all that they write.
+    Yield the sizes of their states while they read, and then their texts a few times a second; the last comparison
+    has their complete texts.
     """
     if not tokens or new_tokens < 1:
-        asked = f"prompt {prompt!r}, {new_tokens} new tokens"
-        raise RequestError(f"there is nothing to compare: {asked}; give a prompt, and at least one new token")
+        received = f"prompt {prompt!r}, {new_tokens} new tokens"
+        raise RequestError(f"there is nothing to compare: {received}; give a prompt, and at least one new token")
     try:
         for reader in readers:
             reader.seconds = 0.0
@@ -177,13 +177,13 @@ def write_in_turns(
 
 
 class Writer:
-    """One model that answers: its tokens so far, and the seconds that it took for them alone."""
+    """One model that answers: its tokens so far, and the seconds that it alone took for them."""
 
     def __init__(
         self,
         reader: Reader,
         tokenizer: PreTrainedTokenizerBase,
-        last: int,  # token of what it answers; it has read the tokens before
+        last: int,  # token of the prompt; it has read the tokens before
         new_tokens: int,
         seed: int,
         sample: bool,
@@ -199,9 +199,9 @@ class Writer:
         self.tokens = generate_tokens(model, ids, reader.cache, new_tokens, seed, sample, before)
 
     def write_token(self) -> bool:
-        """Write one more token; return whether there was one left to write."""
+        """Write one more token; return False if the text has ended."""
         begin = time.perf_counter()
-        with self.reader.subject.at_work():
+        with self.reader.subject.prepared():
             token = next(self.tokens, None)
         if token is None:
             return False
@@ -214,10 +214,10 @@ class Writer:
         return True
 
     def side(self, teacher: Sequence[int]) -> Side:
-        """Tell what it has written, and where that differs from what the teacher has written."""
+        """Describe the text that it has written, and where it differs from the teacher's."""
         later, count = self.seconds - self.first_seconds, len(self.written)
         rate = (count - 1) / later if count > 1 and later > 0 else 0.0
         text = self.tokenizer.decode(self.written, skip_special_tokens=True)
         difference = find_difference(self.tokenizer, teacher, self.written)
-        read, held = len(self.reader.tokens), self.reader.bytes()
-        return Side(text, count, self.first_seconds, rate, read, held, difference)
+        read, size = len(self.reader.tokens), self.reader.bytes()
+        return Side(text, count, self.first_seconds, rate, read, size, difference)

@@ -1,6 +1,6 @@
 """Speed and memory of teacher and student on this device, by the length of the text.
 
-Lengths are measured as far as memory and time go; of longer lengths only what the shape of the state says is known.
+Lengths are measured as far as memory and time allow; for longer lengths only predictions from the state's shape remain.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Meter:
     clock: Callable[[torch.device], float] = finish_and_read_clock
 
     def measure_pace(self, length: int, last: Pace | None) -> Pace:
-        """Measure a length, or name why it cannot be measured, by what the next shorter length took."""
+        """Measure a length, or say why it cannot be measured, judging by the next shorter length."""
         longer = length / last.length if last else 1
         reason = (last.extrapolated or self.reason_to_end(last, longer, longer)) if last else None
         measured = None if reason else run_if_it_fits(partial(self.time_texts, length, 1))
@@ -97,8 +97,8 @@ class Meter:
         reading, writing = last.length * last.batch / last.read_rate, WRITTEN * last.batch / last.write_rate
         if (reading * longer + writing) * times > self.seconds:
             return "time"
-        taken = max(last.peak_bytes or 0, last.state_bytes or 0) * times
-        return "memory" if taken > MAX_MEMORY_SHARE * free_bytes(self.subject.model.device) else None
+        memory = max(last.peak_bytes or 0, last.state_bytes or 0) * times
+        return "memory" if memory > MAX_MEMORY_SHARE * free_bytes(self.subject.model.device) else None
 
     @torch.inference_mode()
     def time_texts(self, length: int, batch: int) -> Pace:
@@ -106,7 +106,7 @@ class Meter:
         device = self.subject.model.device
         drawn = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(vocabulary(self.subject.model), (batch, length), generator=drawn).to(device)
-        with self.subject.at_work() as model:  # once: to make the model ready is no part of a token's time
+        with self.subject.prepared() as model:  # once: preparing the model is not part of a token's time
             subject, cache, peak = Subject(self.subject.name, model), fresh_cache(model), PeakMemory(device)
             begin = self.clock(device)
             read_into_cache(subject, ids[:, : length - WRITTEN], cache)
@@ -121,9 +121,9 @@ class Meter:
 
     def predict(self, length: int, batch: int) -> tuple[int, int]:
         """Predict the bytes of the state and the operations for a token."""
-        operations, held = head_bytes.cache_operations(self.layers, length), self.subject.allocation
-        if held is not None:
-            operations = head_bytes.state_operations(held.heads, self.layers, held.sinks, length)
+        operations, allocation = head_bytes.cache_operations(self.layers, length), self.subject.allocation
+        if allocation is not None:
+            operations = head_bytes.state_operations(allocation.heads, self.layers, allocation.sinks, length)
         return batch * self.subject.state_bytes(self.layers, length), operations
 
 
@@ -131,11 +131,11 @@ def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: 
     """Compare the first student with the teacher, if there is a teacher."""
     if subjects[0].allocation is not None or len(subjects) < 2:
         return None
-    held = subjects[1].allocation
-    assert held is not None, "the teacher comes first, and once"
+    allocation = subjects[1].allocation
+    assert allocation is not None, "only the first subject is a teacher"
     return Breakeven(
-        predicted_bytes=held.breakeven_tokens(layers),
-        predicted_operations=head_bytes.breakeven_operations(held.heads, layers, held.sinks),
+        predicted_bytes=allocation.breakeven_tokens(layers),
+        predicted_operations=head_bytes.breakeven_operations(allocation.heads, layers, allocation.sinks),
         writing=crossing(*(writing_line(course.paces) for course in courses[:2])),
     )
 
@@ -144,16 +144,16 @@ Line = tuple[float, float]  # value at length 0, slope
 
 
 def writing_line(paces: Sequence[Pace]) -> Line:
-    """Fit a line to the seconds of a written token over the length; a level line to a single length."""
-    known = [(pace.length, 1 / pace.write_rate) for pace in paces if pace.write_rate]
-    if len(known) < 2:
-        return sum(seconds for _, seconds in known), 0.0
-    slope, height = linear_regression(*zip(*known, strict=True))
+    """Fit a line to the seconds of a written token over the length; a horizontal line to a single length."""
+    measured = [(pace.length, 1 / pace.write_rate) for pace in paces if pace.write_rate]
+    if len(measured) < 2:
+        return sum(seconds for _, seconds in measured), 0.0
+    slope, height = linear_regression(*zip(*measured, strict=True))
     return height, slope
 
 
 def crossing(teacher: Line, student: Line) -> int | None:
-    """Return the length from which on the student's line is no higher; None: it never is."""
+    """Return the length from which on the student's line is no higher; None: it is always higher."""
     gain = teacher[1] - student[1]
     if gain <= 0:
         return 0 if student[0] <= teacher[0] and gain == 0 else None

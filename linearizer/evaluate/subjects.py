@@ -1,4 +1,4 @@
-"""The subjects of an evaluation, and how they read: teacher, student, and controls, the model with other heads."""
+"""The subjects of an evaluation, and how they read: teacher, student, and controls (the model with other heads)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at
 from linearizer.teacher.token_loop import read_tokens
 
 ENDS_AT_ONCE = 5  # texts whose ends are predicted together
-MAX_BRANCH_BYTES = 2**30  # of the copies of a cache that a text goes on from at once
+MAX_BRANCH_BYTES = 2**30  # of the copies of a cache from which continuations of a text are read together
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that goes through the same code on the same text as all other subjects."""
+    """A model that is measured by the same code on the same text as all other subjects."""
 
     name: str
     model: PreTrainedModel
     allocation: Allocation | None = None  # None: a teacher, whose state grows with the text
-    heads: Sequence[nn.Module] | None = None  # what takes the place of the model's own students
-    softmax: bool = False  # a student's base, attending as the teacher that it was
+    heads: Sequence[nn.Module] | None = None  # these replace the model's own students
+    softmax: bool = False  # a student's base that attends as the teacher
 
     @contextmanager
-    def at_work(self) -> Iterator[PreTrainedModel]:
-        """Yield the model, attending as this subject does."""
+    def prepared(self) -> Iterator[PreTrainedModel]:
+        """Yield the model, prepared to attend like this subject."""
         if self.softmax:
             with attending(self.model, "sdpa"):
                 yield self.model
@@ -57,9 +57,9 @@ Read = Callable[[Sequence[Subject], Tensor], Pieces]
 
 @torch.inference_mode()
 def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
-    """Let all subjects read the same texts: where a piece begins, and the logits of each (texts, tokens, vocabulary).
+    """Let all subjects read the same texts; yield where a piece begins, and each's logits (texts, tokens, vocabulary).
 
-    Texts whose logits would be too many are read in pieces, each subject remembering in a cache of its own kind.
+    Where memory has no room for all logits, texts are read in pieces, each subject with a cache of its own kind.
     """
     if logits_at_once(subjects[0].model, len(ids)) >= ids.shape[1]:
         yield 0, read_alike(subjects, ids, [None] * len(subjects))
@@ -69,20 +69,20 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
 
 @torch.inference_mode()
 def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache]) -> Pieces:
-    """Let all subjects read the same texts into their caches, in pieces of whose logits there are not too many."""
+    """Let all subjects read the same texts into their caches, in pieces with as many logits as memory allows."""
     size = logits_at_once(subjects[0].model, len(ids))
     for begin in range(0, ids.shape[1], size):
         yield begin, read_alike(subjects, ids[:, begin : begin + size], caches)
 
 
 def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None]) -> list[Tensor]:
-    """Let all subjects read on from what their caches hold, and return their logits."""
+    """Let all subjects read on from their caches, and return their logits."""
     return [read_logits(subject, ids, cache) for subject, cache in zip(subjects, caches, strict=True)]
 
 
 @torch.inference_mode()
 def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (texts, branches, tokens, vocabulary)
-    """Let a subject go on from what its cache holds with several ends of each text (texts, branches, tokens)."""
+    """Let a subject read on from its cache several ends of each text (texts, branches, tokens)."""
     logits = []
     for chunk in ends.split(max(1, MAX_BRANCH_BYTES // max(bytes_held(cache), 1)), 1):
         branches = copy.deepcopy(cache)
@@ -92,27 +92,27 @@ def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (t
 
 
 def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
-    """Let a subject read on from what its cache holds; return the logits of the last `keep` tokens, or of all."""
-    with subject.at_work() as model, torch.inference_mode():
+    """Let a subject read on from its cache; return the logits of the last `keep` tokens, or of all."""
+    with subject.prepared() as model, torch.inference_mode():
         caching = {CACHE: cache, "use_cache": cache is not None}
         return model(ids.to(model.device), logits_to_keep=keep, **caching).logits.float()
 
 
 def read_into_cache(subject: Subject, ids: Tensor, cache: Cache) -> None:
-    """Let a subject read on, without its logits."""
-    with subject.at_work() as model:
+    """Let a subject read on without computing logits."""
+    with subject.prepared() as model:
         for _ in read_tokens(model, ids, cache):
             pass
 
 
 def read_end(subject: Subject, ids: Tensor, begin: int, cache: Cache) -> Tensor:
-    """Let a subject read texts on from what its cache holds; return the logits of the tokens from `begin` on."""
+    """Let a subject read on from its cache; return the logits of the tokens from `begin` on."""
     read_into_cache(subject, ids[:, :begin], cache)
     return read_logits(subject, ids[:, begin:], cache)
 
 
 def read_last(subject: Subject, texts: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the logits that predict the last tokens of each text, a number of tokens each: (count, vocabulary)."""
+    """Yield the logits that predict the last tokens of each text, `counts` of them: (count, vocabulary)."""
     for first in range(0, len(texts), ENDS_AT_ONCE):
         ids, numbers = texts[first : first + ENDS_AT_ONCE], counts[first : first + ENDS_AT_ONCE]
         begin = ids.shape[1] - max(numbers) - 1

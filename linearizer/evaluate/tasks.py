@@ -1,9 +1,9 @@
 """Scores on tasks: those of lm_eval, from which published figures come, through its own code; and generated tasks.
 
-Generated tasks are in the manner of RULER (Hsieh et al. 2024): facts hidden in text, and a question at its end. Words
-are drawn from the text itself: the model knows them, whatever its language. A task is scored by the share of the
-answer's words whose every token is the likeliest, at each depth of each length, and by the loss of the answer at all
-depths: that also tells models apart which are too small to be right.
+Generated tasks follow RULER (Hsieh et al. 2024): facts hidden in text, and a question at its end. Words are drawn from
+the text itself: the model knows them, whatever its language. A task is scored by the share of the answer's words in
+which every token is the likeliest, at each depth of each length, and by the loss of the answer at all depths, which
+also tells models apart that are too small to be right.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored, Tasks
 from linearizer.teacher.text import start_tokens
 
-DRAWN = 1000  # times that results are drawn again, for the errors of metrics that are no means
+DRAWN = 1000  # times that results are resampled, for the errors of metrics that are not means
 INSTALL = "pip install 'linearizer[tasks]'"
-RULER = "ruler"  # the name among tasks
+RULER = "ruler"  # name of the generated tasks
 LOSS = "loss of the answer"  # in nats a token
 SAMPLES = 8  # of a task at a depth and a length
-DEPTHS = (0.1, 0.5, 0.9)  # of the text before the fact that is asked about
+DEPTHS = (0.1, 0.5, 0.9)  # of the text before the fact in question
 KEYS, VALUES, HOPS, LISTED, COMMON = 6, 4, 4, 12, 5
-WORDS = 400  # the most frequent of the text, to draw from
+WORDS = 400  # most frequent words of the text, to draw from
 FEWEST_WORDS = 2 * (KEYS + LISTED)
 
 Tensor = torch.Tensor
@@ -59,7 +59,7 @@ def measure_tasks(
     seed: int = 0,
     batch: int = 8,
 ) -> Steps[Tasks]:
-    """Let all subjects do the same tasks; a folder may hold tasks of the user."""
+    """Let all subjects do the same tasks; a folder may hold the user's tasks."""
     manager = find_tasks(names, folder)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -67,7 +67,7 @@ def measure_tasks(
     scores = []
     for done, subject in enumerate(subjects):
         yield Progress("tasks", done, len(subjects), "models")
-        with subject.at_work() as model, silent():
+        with subject.prepared() as model, silent():
             results = lm_eval.simple_evaluate(
                 HFLM(pretrained=model, tokenizer=deepcopy(tokenizer), backend="causal", batch_size=batch),
                 tasks=list(names),
@@ -93,13 +93,13 @@ def find_tasks(names: Sequence[str], folder: str | None) -> Any:
         raise RequestError(f"tasks need lm_eval, which is not installed here: {INSTALL}") from error
     with silent():
         manager = None if folder is None else TaskManager(include_path=folder, include_defaults=False)
-        if manager is None or not set(names) <= set(manager.all_tasks):  # reading all of its own takes seconds
+        if manager is None or not set(names) <= set(manager.all_tasks):  # only then: reading all tasks takes seconds
             manager = TaskManager(include_path=folder)
     known = manager.all_tasks
     for name in names:
         if name not in known:
-            near = " or ".join(get_close_matches(name, known, 3))
-            advice = f"did you mean {near}?" if near else "`lm-eval ls tasks` lists those that there are"
+            similar = " or ".join(get_close_matches(name, known, 3))
+            advice = f"did you mean {similar}?" if similar else "`lm-eval ls tasks` lists all tasks"
             raise RequestError(f"there is no task {name!r}: {advice}")
     try:
         with silent():
@@ -107,15 +107,15 @@ def find_tasks(names: Sequence[str], folder: str | None) -> Any:
     except Exception as error:  # each task loads its data in its own way, with errors of many types
         raise RequestError(
             f"the data of {', '.join(names)} cannot be loaded ({first_line(error)}): connect, or name a folder with "
-            "tasks and data of your own with --task-folder"
+            "your own tasks and data with --task-folder"
         ) from error
     return manager
 
 
-def collect_scores(name: str, results: Mapping[str, Any], names: Sequence[str]) -> Scored:
-    """Read the scores of the tasks that were asked for; a tag stands for its tasks."""
+def collect_scores(subject: str, results: Mapping[str, Any], names: Sequence[str]) -> Scored:
+    """Read the scores of the requested tasks; a tag stands for its tasks."""
     members = results.get("group_subtasks", {})
-    tasks = [own for task in names for own in ([task] if task in results["results"] else members.get(task, []))]
+    tasks = [task for name in names for task in ([name] if name in results["results"] else members.get(name, []))]
     scores = []
     for task in tasks:
         row = results["results"][task]
@@ -128,7 +128,7 @@ def collect_scores(name: str, results: Mapping[str, Any], names: Sequence[str]) 
                 samples = int(row.get("sample_len", 0) or 0)
                 scores.append(Score(task, label, float(value), float(error) if known else None, samples))
     accuracies = [score.value for score in scores if score.metric == "acc"]
-    return Scored(name, tuple(scores), math.fsum(accuracies) / len(accuracies) if accuracies else None)
+    return Scored(subject, tuple(scores), math.fsum(accuracies) / len(accuracies) if accuracies else None)
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def silent() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Facts in their order, at depths from 0 to 1; a question, and the words that answer it."""
+    """Facts with their depths from 0 to 1, a question, and the words of its answer."""
 
     facts: Sequence[tuple[float, str]]
     question: str
@@ -194,14 +194,12 @@ def lay_out_all(
 
 
 def frequent_words(tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> list[str]:
-    """List the words of some texts from the most frequent on."""
+    """List the words of texts, the most frequent first."""
     text = " ".join(tokenizer.batch_decode(windows, skip_special_tokens=True))
     counts = Counter(re.findall(r"(?<=\s)[^\W\d_]{3,}(?=[\s.,;:])", text))
     words = [word for word, _ in counts.most_common(WORDS)]
     if len(words) < FEWEST_WORDS:
-        raise TextError(
-            f"the text has {len(words)} words to make tasks of, and {FEWEST_WORDS} are needed: name a longer text"
-        )
+        raise TextError(f"the text has {len(words)} words for tasks, and {FEWEST_WORDS} are needed: name a longer text")
     return words
 
 
@@ -216,25 +214,27 @@ def hide_many_values(words: Sequence[str], depth: float, drawn: random.Random) -
     """One key has several values, all stated from the depth on; the question asks for them in their order."""
     key, *values = words[: VALUES + 1]
     places = sorted(depth + (1 - depth) * 0.9 * drawn.random() for _ in values)
-    told = [f" The next secret word of {key} is {value}." for value in values]
-    return Puzzle(list(zip(places, told, strict=True)), f" The secret words of {key} are, one after the other:", values)
+    facts = [f" The next secret word of {key} is {value}." for value in values]
+    return Puzzle(
+        list(zip(places, facts, strict=True)), f" The secret words of {key} are, one after the other:", values
+    )
 
 
 def hide_variables(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
-    """Each variable is the one before; the value of the last is asked for."""
+    """Each variable equals the one before; the question asks for the value of the last."""
     value, *names = words[: HOPS + 1]
     places = sorted([depth, *(depth + (1 - depth) * 0.9 * drawn.random() for _ in names[1:])])
-    told = [f" Let {name} be {before}." for before, name in zip([value, *names], names, strict=False)]
+    facts = [f" Let {name} be {before}." for before, name in zip([value, *names], names, strict=False)]
     chain = "".join(f" {name} is" for name in reversed(names))
-    return Puzzle(list(zip(places, told, strict=True)), f" So{chain}", [value])
+    return Puzzle(list(zip(places, facts, strict=True)), f" So{chain}", [value])
 
 
 def hide_common_words(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
-    """One word of a list comes several times."""
-    common, *others = words[: LISTED + 1]
-    listed = [*others, *[common] * COMMON]
-    drawn.shuffle(listed)
-    return Puzzle([(depth, f" A list: {', '.join(listed)}.")], " The word that comes most often in the list:", [common])
+    """One word of a list is repeated several times."""
+    common, *rare = words[: LISTED + 1]
+    items = [*rare, *[common] * COMMON]
+    drawn.shuffle(items)
+    return Puzzle([(depth, f" A list: {', '.join(items)}.")], " The word that comes most often in the list:", [common])
 
 
 KINDS: Mapping[str, Callable[[Sequence[str], float, random.Random], Puzzle]] = {
@@ -247,7 +247,7 @@ KINDS: Mapping[str, Callable[[Sequence[str], float, random.Random], Puzzle]] = {
 
 
 def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) -> LaidOut:
-    """Lay a puzzle into a text of the window's length, the answer last; return the tokens of each answer word, too."""
+    """Lay a puzzle into a text of the window's length, the answer last; also return the tokens of each answer word."""
 
     def tokens(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=window.dtype)
@@ -255,21 +255,21 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     facts = [(depth, tokens(words)) for depth, words in sorted(puzzle.facts, key=lambda pair: pair[0])]
     answer = [tokens(f" {word}") for word in puzzle.answer]
     end = torch.cat([tokens(puzzle.question), *answer])
-    first = len(start_tokens(tokenizer))
+    start = len(start_tokens(tokenizer))
     room = len(window) - len(end) - sum(len(fact_tokens) for _, fact_tokens in facts)
-    if room <= first:
+    if room <= start:
         raise TextError(f"a task does not fit into a text of {len(window)} tokens: ask for longer --lengths")
-    places = [(first + int(depth * (room - first)), fact_tokens) for depth, fact_tokens in facts]
+    places = [(start + int(depth * (room - start)), fact_tokens) for depth, fact_tokens in facts]
     return torch.cat([insert_tokens(window[:room], places), end])[None], [len(word) for word in answer]
 
 
 def score_answers(subject: Subject, texts: Sequence[LaidOut]) -> list[tuple[float, float]]:
-    """Return of each answer the share of words that a subject would have written, and the loss of its tokens."""
+    """Return for each answer the share of words that a subject would have written, and the loss of its tokens."""
     ids, answers, scores = torch.cat([text for text, _ in texts]), [answer for _, answer in texts], []
     for row, answer, logits in zip(ids, answers, read_last(subject, ids, list(map(sum, answers))), strict=True):
-        wanted, logits = row[-len(logits) :], logits.cpu()
-        right = (logits.argmax(-1) == wanted).split(answer)
-        scores.append((fmean(bool(word.all()) for word in right), cross_entropy(logits, wanted).item()))
+        target, logits = row[-len(logits) :], logits.cpu()
+        right = (logits.argmax(-1) == target).split(answer)
+        scores.append((fmean(bool(word.all()) for word in right), cross_entropy(logits, target).item()))
     return scores
 
 

@@ -196,7 +196,7 @@ def serve(tiny):
     tokenizer = load_tokenizer(find_model("demo"))
     for texts in (2,) if tiny else (1, 8, 32):
         for subject in subjects:
-            with subject.at_work() as model:
+            with subject.prepared() as model:
                 drawn = torch.randint(256, (2, texts, 8 if tiny else PROMPT)).tolist()
                 engine = Engine(model, 0)
                 for prompts in drawn:  # the first time kernels are built, and graphs captured

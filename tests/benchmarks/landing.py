@@ -98,7 +98,7 @@ def tokens_of(tokenizer, text):
 def answer(subject, tokenizer, prompt):
     """Let a subject go on with an answer, up to the end of its first sentence."""
     ids = torch.tensor([tokens_of(tokenizer, prompt)])
-    with subject.at_work() as model:
+    with subject.prepared() as model:
         tokens = list(generate_tokens(model, ids.to(model.device), fresh_cache(model), NEW_TOKENS, 0, False))
     return tokenizer.decode(tokens, skip_special_tokens=True).strip().partition("\n")[0].partition(".")[0]
 

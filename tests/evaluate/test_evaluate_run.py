@@ -39,8 +39,8 @@ def save_gpt2(folder, positions):
     return folder
 
 
-def make_run(model, folder, *how):
-    assert main(["run", str(model), *QUICK, *how, "--out", str(folder)]) == 0
+def make_run(model, folder, *options):
+    assert main(["run", str(model), *QUICK, *options, "--out", str(folder)]) == 0
     return folder
 
 
@@ -89,8 +89,8 @@ def test_all_are_measured_and_named_with_what_they_were_measured_with(run, said)
     names = [subject["name"] for subject in language["subjects"]]
     assert names == ["teacher", "student", "window", *RIVALS]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
-    made = language["asked"]["made_with"]
-    assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
+    tools = language["asked"]["made_with"]
+    assert tools["versions"]["torch"] == torch.__version__ and tools["device"].startswith("cpu") and tools["teacher"]
     assert {"text", "learnt", "judged", "seed", "versions", "device"} <= run.evaluation_file["made_with"].keys()
     out = said(*command)[1]  # stored for the same request
     assert examined(run) == ["language", "recall"] and run.evaluation_parts["language"] == language
@@ -125,12 +125,14 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_i
         assert [subject.name for subject in setup.subjects(64)] == ["teacher", "student", "window"]
         assert setup.control is setup.student
         joined, _ = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
-        losses = [own.loss.mean().item() for own in read_scores(setup.subjects(64), joined)]
-        alone = [own.loss.mean().item() for own in read_scores(setup.subjects(64), texts[::2, :16])]
+        losses, short_losses = (
+            [scores.loss.mean().item() for scores in read_scores(setup.subjects(64), ids)]
+            for ids in (joined, texts[::2, :16])
+        )
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
     lengths = run.results["language"].result.lengths
     assert [result.length for result in lengths] == [16, 64, 128]  # a quarter of a text, a text and two
-    assert [subject.loss.mean for subject in lengths[0].subjects] == pytest.approx(alone, abs=1e-5)
+    assert [subject.loss.mean for subject in lengths[0].subjects] == pytest.approx(short_losses, abs=1e-5)
     judged = run.evaluation_parts
     assert set(judged) == set(evaluate_run.JUDGING.parts)
     finish(pipeline.evaluate(run, replace(evaluate_run.JUDGING, parts=("language", "recall"))))
@@ -143,8 +145,8 @@ def test_texts_follow_each_other_in_pairs_where_positions_reach_and_there_are_en
     with assembled(Run.open(finished)) as setup:
         texts = setup.windows(None, 64, 8, 0)
 
-        def taken(**asked):
-            windows, length = evaluate_run.texts_to_judge(setup, evaluate_run.Request(**asked))
+        def taken(**options):
+            windows, length = evaluate_run.texts_to_judge(setup, evaluate_run.Request(**options))
             return (*windows.shape, length)
 
         joined, _ = evaluate_run.texts_to_judge(setup, evaluate_run.Request())

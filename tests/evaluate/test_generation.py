@@ -46,10 +46,10 @@ def test_the_teacher_stays_on_its_path_and_scores_what_the_student_writes(subjec
     assert (greedy.name, greedy.sampled, drawn.sampled) == ("teacher", False, True)
     assert greedy.diverged == drawn.diverged == (8, 8, 8)
     assert greedy.likeliest == 1 and drawn.likeliest < 1 and greedy.loss < drawn.loss
-    own, texts = (write(subject, prompts, 8, None) for subject in subjects)
+    expected, texts = (write(subject, prompts, 8, None) for subject in subjects)
     logits = logits_of(subjects[0].model, torch.cat([prompts, texts], 1))[:, 11:-1]
     assert student.loss == pytest.approx(losses_of(logits, texts).mean().item(), abs=1e-4)
-    assert student.diverged == tuple(count_alike_tokens(a, b) for a, b in zip(texts, own, strict=True))
+    assert student.diverged == tuple(count_alike_tokens(a, b) for a, b in zip(texts, expected, strict=True))
 
 
 def test_without_a_teacher_only_the_text_itself_is_judged(subjects):

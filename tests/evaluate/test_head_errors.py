@@ -19,8 +19,8 @@ def drawn(tokens, heads=2, group=2, dim=8):
 
 
 # within a block of columns, across several, and of more columns than are computed
-@pytest.mark.parametrize("length, off", [(40, 1e-5), (300, 1e-5), (1500, 2e-2)])
-def test_errors_are_those_of_the_rows_written_out(length, off):
+@pytest.mark.parametrize("length, tolerance", [(40, 1e-5), (300, 1e-5), (1500, 2e-2)])
+def test_errors_are_those_of_the_rows_written_out(length, tolerance):
     q, k, v = drawn(length)
     student = LayerStudent([[5, 16], [3, 0]], 2, 8, "prf")
     student.reset(torch.Generator().manual_seed(0))
@@ -30,9 +30,9 @@ def test_errors_are_those_of_the_rows_written_out(length, off):
     distance = torch.arange(length)[:, None] - torch.arange(length)
     near = (distance >= 0) & ((distance < 3) | (torch.arange(length) < 2))
     windowed = scores[1].masked_fill(~near, -torch.inf).softmax(-1)
-    assert rows[1].item() == pytest.approx((exact[1] - windowed).abs().sum(-1).mean().item() / 2, abs=off)
-    y, own = exact[1] @ v[0, 1], windowed @ v[0, 1]
-    assert outputs[1].item() == pytest.approx(((y - own).square().sum() / y.square().sum()).item(), rel=1e-4)
+    assert rows[1].item() == pytest.approx((exact[1] - windowed).abs().sum(-1).mean().item() / 2, abs=tolerance)
+    y, output = exact[1] @ v[0, 1], windowed @ v[0, 1]
+    assert outputs[1].item() == pytest.approx(((y - output).square().sum() / y.square().sum()).item(), rel=1e-4)
 
 
 def test_a_memory_has_errors_of_outputs_and_none_of_rows():
@@ -60,8 +60,8 @@ def test_the_rows_of_few_bits_are_those_of_the_keys_that_are_kept(bits, length):
     keys = round_tokens([key], bits, torch.arange(length)[None] < 2)[0]
     above = torch.ones(length, length).triu(1).bool()
     pairs = (q.unflatten(1, (2, 2)), k), (query, keys)
-    exact, own = ((x[0, 0] @ y[0, 0].mT * 0.3).masked_fill(above, -torch.inf).softmax(-1) for x, y in pairs)
-    assert rows[0].item() == pytest.approx((exact - own).abs().sum(-1).mean().item() / 2, rel=1e-3)
+    exact, rounded = ((x[0, 0] @ y[0, 0].mT * 0.3).masked_fill(above, -torch.inf).softmax(-1) for x, y in pairs)
+    assert rows[0].item() == pytest.approx((exact - rounded).abs().sum(-1).mean().item() / 2, rel=1e-3)
     assert rows[0] < rows[1] < 1 and 0 < outputs[0] < outputs[1]
     assert not student.exact_values
 
@@ -72,5 +72,5 @@ def test_only_heads_left_softmax_have_no_error():
     result = finish(measure_approximation(teacher, [Subject("student", student, mixed)], tokens(2, 64, seed=1)))
     rows = result.subjects[0].rows
     assert [len(row) for row in rows] == [0, 2, 2]  # the first layer is bounded by itself
-    whole = [[head.softmax for head in row] for row in mixed.heads]
-    assert [[error < 1e-5 for error in row] for row in rows] == whole and any(map(any, whole))
+    is_softmax = [[head.softmax for head in row] for row in mixed.heads]
+    assert [[error < 1e-5 for error in row] for row in rows] == is_softmax and any(map(any, is_softmax))

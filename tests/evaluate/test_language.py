@@ -52,17 +52,17 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     ids = tokens(4, 40)
     result = measured(subjects, ids)
     teacher, student = (logits_of(subject.model, ids) for subject in subjects[0][:2])
-    own = result.subjects[1]
-    assert own.loss.mean == pytest.approx(losses_of(student[:, :-1], ids[:, 1:]).mean().item(), abs=1e-5)
-    assert own.kl.mean == pytest.approx(kl_of(teacher, student)[:, :-1].mean().item(), abs=1e-5)
-    same = (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean().item()
-    assert own.agreement.mean == pytest.approx(same, abs=1e-6)
-    apart = kl_of(teacher, student)[:, :-1].double().flatten().sort().values
-    assert [own.tail.kl_99, own.tail.kl_999] == pytest.approx([apart[153].item(), apart[154].item()], abs=1e-5)
-    given, expected = ((-losses_of(x[:, :-1], ids[:, 1:])).exp() for x in (student, teacher))
-    assert own.tail.probability_change == pytest.approx((given - expected).square().mean().sqrt().item(), abs=1e-6)
+    scores = result.subjects[1]
+    assert scores.loss.mean == pytest.approx(losses_of(student[:, :-1], ids[:, 1:]).mean().item(), abs=1e-5)
+    assert scores.kl.mean == pytest.approx(kl_of(teacher, student)[:, :-1].mean().item(), abs=1e-5)
+    agreement = (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean().item()
+    assert scores.agreement.mean == pytest.approx(agreement, abs=1e-6)
+    kl = kl_of(teacher, student)[:, :-1].double().flatten().sort().values
+    assert [scores.tail.kl_99, scores.tail.kl_999] == pytest.approx([kl[153].item(), kl[154].item()], abs=1e-5)
+    actual, expected = ((-losses_of(x[:, :-1], ids[:, 1:])).exp() for x in (student, teacher))
+    assert scores.tail.probability_change == pytest.approx((actual - expected).square().mean().sqrt().item(), abs=1e-6)
     first = result.subjects[0]  # a teacher is its own equal
-    assert own.excess.mean == pytest.approx(own.loss.mean - first.loss.mean, abs=1e-6)
+    assert scores.excess.mean == pytest.approx(scores.loss.mean - first.loss.mean, abs=1e-6)
     assert first.kl.mean == pytest.approx(0, abs=1e-9) and first.excess.interval == (0, 0)
     assert first.tail.kl_999 == pytest.approx(0, abs=1e-9) and first.tail.probability_change == 0
     assert first.agreement.mean == 1 and first.state_bytes == cache_bytes(subjects[1], 40)
@@ -70,28 +70,28 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
 
 
 def test_the_beginning_of_a_text_is_scored_as_a_text_that_ends_there(subjects):
-    held, layers = subjects
+    all_subjects, layers = subjects
     ids = tokens(4, 40)
-    own = [held[0], held[1], Subject("window", *fixed_window(held[1].model, layers))]
-    reader = RepeatReader(own, 20, 5)
+    chosen = [all_subjects[0], all_subjects[1], Subject("window", *fixed_window(all_subjects[1].model, layers))]
+    reader = RepeatReader(chosen, 20, 5)
     documents = torch.zeros_like(ids)
-    language = finish(measure_language(own, ids, documents, layers, 0, reader.read, (10, 20, 40)))
+    language = finish(measure_language(chosen, ids, documents, layers, 0, reader.read, (10, 20, 40)))
     assert [result.length for result in language.lengths] == [10, 20, 40]
     for result in language.lengths:
-        short = measured((own, layers), ids[:, : result.length])
+        short = measured((chosen, layers), ids[:, : result.length])
         for subject, alone in zip(result.subjects, short.subjects, strict=True):
             for name in ("loss", "kl", "agreement"):
-                mine, other = getattr(subject, name), getattr(alone, name)
-                assert mine.mean == pytest.approx(other.mean, abs=1e-5), (result.length, subject.name, name)
-                assert mine.interval == pytest.approx(other.interval, abs=1e-5)
-    again = finish(measure_recall(own, ids[:, :20], 5))
-    for subject, other in zip(reader.result().subjects, again.subjects, strict=True):
-        assert subject.second == pytest.approx(other.second, abs=1e-4)
+                of_beginning, of_text = getattr(subject, name), getattr(alone, name)
+                assert of_beginning.mean == pytest.approx(of_text.mean, abs=1e-5), (result.length, subject.name, name)
+                assert of_beginning.interval == pytest.approx(of_text.interval, abs=1e-5)
+    again = finish(measure_recall(chosen, ids[:, :20], 5))
+    for subject, expected in zip(reader.result().subjects, again.subjects, strict=True):
+        assert subject.second == pytest.approx(expected.second, abs=1e-4)
 
 
 @contextmanager
 def tokens_read(model):
-    """How many tokens a model reads while this lasts."""
+    """Count the tokens that a model reads while the context lasts."""
     counted = []
     embedding = model.get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
@@ -106,57 +106,57 @@ def fixed_window(model, layers):
 
 
 def test_student_and_window_are_compared_by_the_same_texts_and_few_texts_say_little(subjects):
-    held, layers = subjects
-    own = [held[0], held[1], Subject("window", *fixed_window(held[1].model, layers))]
+    all_subjects, layers = subjects
+    chosen = [all_subjects[0], all_subjects[1], Subject("window", *fixed_window(all_subjects[1].model, layers))]
 
     def compared(ids):
-        return finish(measure_language(own, ids, torch.zeros_like(ids), layers, lengths=(ids.shape[1],))).lengths[0]
+        return finish(measure_language(chosen, ids, torch.zeros_like(ids), layers, lengths=(ids.shape[1],))).lengths[0]
 
-    def apart(result):
+    def difference(result):
         named = {each.name: each for each in result.subjects}
         return named["student"].kl.mean - named["window"].kl.mean
 
     result = compared(tokens(8, 40))
     named = {each.name: each.kl.interval for each in result.subjects}
     low, high = result.difference.interval
-    assert result.difference.mean == pytest.approx(apart(result)) and low < apart(result) < high
+    assert result.difference.mean == pytest.approx(difference(result)) and low < difference(result) < high
     assert high - low < sum(b - a for a, b in (named["student"], named["window"]))
     assert (result.drawn, result.count, result.window, result.strained) == ("texts", 8, 8, False)
-    both = compared(ids := tokens(2, 40)).difference
+    two_texts = compared(ids := tokens(2, 40)).difference
     first, second = (compared(text) for text in ids.split(1))
     assert first.difference is second.difference is None
-    assert both.interval[1] - both.interval[0] > 8 * abs(apart(first) - apart(second))
-    known = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 30: 2.042}
-    assert {freedoms: student_t(freedoms) for freedoms in known} == pytest.approx(known, rel=0.02)
-    own[2] = Subject("window", held[1].model, held[1].allocation)  # a student beside itself
+    assert two_texts.interval[1] - two_texts.interval[0] > 8 * abs(difference(first) - difference(second))
+    expected = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 30: 2.042}
+    assert {freedoms: student_t(freedoms) for freedoms in expected} == pytest.approx(expected, rel=0.02)
+    chosen[2] = Subject("window", all_subjects[1].model, all_subjects[1].allocation)  # a student beside itself
     assert (equal := compared(ids).difference).mean == 0 and equal.interval == (0, 0)
 
 
 def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
-    held, layers = subjects
-    control = window_control(held[1].allocation, layers, 10)
-    own = Subject("window", held[1].model, control, make_layer_students(held[1].model, layers, control))
+    trio, layers = subjects
+    control = window_control(trio[1].allocation, layers, 10)
+    window = Subject("window", trio[1].model, control, make_layer_students(trio[1].model, layers, control))
     ids = tokens(3, 40)
-    given = (held, ids, torch.zeros_like(ids), layers, 0, read_together, (10, 40), {10: own})
-    result = finish(measure_language(*given))
+    arguments = (trio, ids, torch.zeros_like(ids), layers, 0, read_together, (10, 40), {10: window})
+    result = finish(measure_language(*arguments))
     assert len(result.subjects) == 3 and [each.window for each in result.lengths] == [
-        own.allocation.exact_tokens,
-        held[2].allocation.exact_tokens,
+        window.allocation.exact_tokens,
+        trio[2].allocation.exact_tokens,
     ]
-    short = measured(([held[0], held[1], own], layers), ids[:, :10]).subjects[2]
+    short = measured(([trio[0], trio[1], window], layers), ids[:, :10]).subjects[2]
     assert result.lengths[0].subjects[2].kl.mean == pytest.approx(short.kl.mean, abs=1e-5)
 
 
 def test_a_teacher_that_predicts_worse_than_a_window_is_strained_from_there_on(subjects):
-    held, layers = subjects
+    all_subjects, layers = subjects
     ids = tokens(4, 40)
-    scores = dict(zip(("teacher", "student", "window"), read_scores(held, ids), strict=True))
-    late = torch.arange(39) >= 19
+    scores = dict(zip(("teacher", "student", "window"), read_scores(all_subjects, ids), strict=True))
+    is_late = torch.arange(39) >= 19
 
     def strain(loss):
-        teacher = scores["teacher"]._replace(loss=scores["window"].loss + loss * late)
-        scored = [(subject, scores[subject.name]) for subject in held[1:]]
-        scored = [(held[0], teacher), *scored]
+        teacher = scores["teacher"]._replace(loss=scores["window"].loss + loss * is_late)
+        scored = [(subject, scores[subject.name]) for subject in all_subjects[1:]]
+        scored = [(all_subjects[0], teacher), *scored]
         return [compare_at(at, before, scored, torch.zeros_like(ids), 0).strained for before, at in ((1, 20), (20, 40))]
 
     assert strain(0.2) == [False, True] and strain(-0.2) == strain(0.01) == [False, False]
@@ -164,10 +164,10 @@ def test_a_teacher_that_predicts_worse_than_a_window_is_strained_from_there_on(s
 
 def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
     ids = tokens(2, 40)
-    whole = read_scores(subjects[0], ids)
+    expected = read_scores(subjects[0], ids)
     monkeypatch.setattr(logits, "MAX_LOGITS", 2 * 9 * 128)  # nine tokens at a time
     assert len(list(read_together(subjects[0], ids))) == 5
-    for before, after in zip(whole, read_scores(subjects[0], ids), strict=True):
+    for before, after in zip(expected, read_scores(subjects[0], ids), strict=True):
         for earlier, later in zip(before, after, strict=True):
             assert torch.allclose(earlier, later, atol=1e-4)
 
@@ -179,8 +179,8 @@ def test_a_window_control_takes_no_more_bytes_than_the_student_in_as_many_bits(s
         allocation = allocation_of(layers, [replace(head, bits=bits) for head in MIXED], 2)
         control = window_control(allocation, layers, length)
         assert control.bits == bits
-        taken, most = (own.state_bytes(layers, length) for own in (control, allocation))
-        assert most - sum(layer.kv_heads * 64 for layer in layers) < taken <= most
+        size, largest = (each.state_bytes(layers, length) for each in (control, allocation))
+        assert largest - sum(layer.kv_heads * 64 for layer in layers) < size <= largest
     tiny = window_control(allocation_of(layers, [Head(window=1)], 0), layers, 8)
     assert tiny.heads[0][0].window == 1 and tiny.sinks == 0
 
@@ -224,14 +224,14 @@ def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects
         language = finish(measure_language(result, ids, torch.zeros_like(ids), layers, read=reader.read))
     assert sum(counted) == 3 * (35 + 5 * (1 + len(reader.gaps)))  # each text, and what each gap ends in
     alone = measured(subjects, ids)
-    for subject, other in zip(language.subjects, alone.subjects, strict=True):
-        assert (subject.loss.mean, subject.kl.mean) == pytest.approx((other.loss.mean, other.kl.mean), abs=1e-5)
+    for subject, expected in zip(language.subjects, alone.subjects, strict=True):
+        assert (subject.loss.mean, subject.kl.mean) == pytest.approx((expected.loss.mean, expected.kl.mean), abs=1e-5)
     read_anew = finish(measure_recall(result, ids, 5))
     monkeypatch.setattr("linearizer.evaluate.subjects.MAX_BRANCH_BYTES", 1)  # a gap at a time
-    for again in (read_anew, finish(measure_recall(result, ids, 5))):
-        for subject, other in zip(reader.result().subjects, again.subjects, strict=True):
-            assert subject.second == pytest.approx(other.second, abs=1e-4)
-            assert subject.first == pytest.approx(other.first, abs=1e-4)
+    for separate in (read_anew, finish(measure_recall(result, ids, 5))):
+        for subject, expected in zip(reader.result().subjects, separate.subjects, strict=True):
+            assert subject.second == pytest.approx(expected.second, abs=1e-4)
+            assert subject.first == pytest.approx(expected.first, abs=1e-4)
 
 
 def test_a_forecast_of_judging_counts_the_tokens_that_it_reads(subjects):

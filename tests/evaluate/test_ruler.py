@@ -33,7 +33,7 @@ def test_texts_keep_their_length_and_hold_facts_question_and_answer(tokenizer, w
     ids, answer = lay_out(puzzle, windows[0], tokenizer)
     text = tokenizer.decode(ids[0])
     assert ids.shape == (1, 320) and text.endswith(puzzle.question + "".join(f" {word}" for word in puzzle.answer))
-    assert all(told in text for _, told in puzzle.facts) and len(answer) == len(puzzle.answer)
+    assert all(sentence in text for _, sentence in puzzle.facts) and len(answer) == len(puzzle.answer)
     assert 0.3 < text.index(puzzle.facts[0][1]) / len(text) < 0.6
 
 
@@ -48,18 +48,18 @@ def test_every_task_is_scored_by_depth_and_length_alike_for_all(scored, tokenize
 def test_what_stands_in_the_text_is_found_and_what_is_out_of_sight_is_not(scored):
     for number, kind in enumerate(KINDS):
         if kind in ("single key", "many keys"):
-            whole, near = (
-                {(score.task, score.metric): score.value for score in own.scores if score.task.startswith(kind)}
-                for own in scored
+            far, limited = (
+                {(score.task, score.metric): score.value for score in subject.scores if score.task.startswith(kind)}
+                for subject in scored
             )
-            for task in {task for task, _ in whole}:
-                assert whole.pop((task, LOSS)) < near.pop((task, LOSS))
-            assert set(whole.values()) == {1.0}, number
-            assert near[f"{kind}, 320 tokens", "depth 10%"] == 0 and near[f"{kind}, 320 tokens", "depth 90%"] == 1
+            for task in {task for task, _ in far}:
+                assert far.pop((task, LOSS)) < limited.pop((task, LOSS))
+            assert set(far.values()) == {1.0}, number
+            assert limited[f"{kind}, 320 tokens", "depth 10%"] == 0 and limited[f"{kind}, 320 tokens", "depth 90%"] == 1
 
 
 def test_a_text_of_few_words_or_too_short_for_a_task_is_refused(tokenizer, windows):
-    with pytest.raises(TextError, match="words to make tasks of"):
+    with pytest.raises(TextError, match="words for tasks"):
         frequent_words(tokenizer, torch.full((1, 64), 300))
     with pytest.raises(TextError, match="does not fit"):
         finish(measure_ruler([], tokenizer, windows, [12]))

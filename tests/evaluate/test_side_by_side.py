@@ -43,8 +43,8 @@ def last_of(values):
 def test_the_first_token_that_differs_is_found():
     assert find_difference(Tokens(), [1, 2, 3], [1, 2, 3]) is None
     assert find_difference(Tokens(), [1, 2, 3], [1, 2]) is None  # one of them ended
-    apart = find_difference(Tokens(), [1, 2, 3, 9], [1, 2, 4, 9])
-    assert apart.place == 2 and apart.alike == "1 2" and (apart.teacher, apart.own) == (" 3", " 4")
+    difference = find_difference(Tokens(), [1, 2, 3, 9], [1, 2, 4, 9])
+    assert difference.place == 2 and difference.alike == "1 2" and (difference.teacher, difference.own) == (" 3", " 4")
     at_once = find_difference(Tokens(), [5, 2], [6, 2])
     assert at_once.place == 0 and at_once.alike == "" and (at_once.teacher, at_once.own) == ("5", "6")
 
@@ -65,14 +65,14 @@ def test_all_write_what_they_write_alone_and_are_counted_in_the_units_of_every_o
 
 def test_a_conversation_that_goes_on_says_what_a_reader_of_all_of_it_says(pair):
     talking = readers(pair)
-    held = list(read_in_turns(talking, [range(3, 90)] * 2))
-    assert [each.tokens for each in held] == [32, 64, 87]
+    course = list(read_in_turns(talking, [range(3, 90)] * 2))
+    assert [each.tokens for each in course] == [32, 64, 87]
     layers = layers_of(pair[0])
-    for each in held:
+    for each in course:
         sizes = cache_bytes(layers, each.tokens), allocation_of(layers, MIXED, 2).state_bytes(layers, each.tokens)
         assert tuple(each.bytes.values()) == sizes
-    aside = [reader.fork() for reader in talking]
-    list(write_in_turns(aside, Tokens(), "", [7, 8], 6))
+    copies = [reader.fork() for reader in talking]
+    list(write_in_turns(copies, Tokens(), "", [7, 8], 6))
     assert all(reader.heard == [*range(3, 90)] for reader in talking)  # a copy leaves the state as it was
     for _ in range(2):
         before = [reader.heard for reader in talking]
@@ -89,8 +89,8 @@ def test_a_reader_that_has_read_something_else_begins_anew(pair):
     reader = readers(pair)[1]
     reader.read([5, 6, 7])
     assert reader.before([5, 6, 7, 8]) is reader is reader.before([5, 6, 7])
-    for other in ([5, 6], [5, 7, 7, 8], []):
-        assert reader.before(other).tokens == []
+    for ids in ([5, 6], [5, 7, 7, 8], []):
+        assert reader.before(ids).tokens == []
 
 
 def test_a_penalty_of_repetitions_counts_what_was_read_before():
@@ -106,8 +106,8 @@ def test_a_penalty_of_repetitions_counts_what_was_read_before():
 def test_a_prompt_that_needs_memory_goes_on_with_what_stands_as_far_back_as_was_asked(make, tokenizer):
     prompt = make(tokenizer, 256)
     asked_from = prompt.text.rindex(prompt.answer)
-    back = len(tokenizer(prompt.text[asked_from:])["input_ids"])
-    assert prompt.distance == 256 and 0.8 * 256 < back < 1.1 * 256
+    distance = len(tokenizer(prompt.text[asked_from:])["input_ids"])
+    assert prompt.distance == 256 and 0.8 * 256 < distance < 1.1 * 256
 
 
 def test_a_model_that_breaks_is_told_of(pair, monkeypatch):

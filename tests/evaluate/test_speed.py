@@ -55,10 +55,10 @@ def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
     subjects, layers = mixed
     honest = subjects[0].model.forward
 
-    def forward(input_ids, **more):
-        if more[CACHE].get_seq_length() + input_ids.shape[1] > 80 or len(input_ids) > 2:
+    def forward(input_ids, **kwargs):
+        if kwargs[CACHE].get_seq_length() + input_ids.shape[1] > 80 or len(input_ids) > 2:
             raise torch.OutOfMemoryError("out of memory")
-        return honest(input_ids=input_ids, **more)
+        return honest(input_ids=input_ids, **kwargs)
 
     subjects[0].model.forward = forward
     try:

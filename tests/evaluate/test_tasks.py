@@ -53,9 +53,9 @@ def accuracy(model, tokenizer, samples):
         context = tokenizer(f"Question: {sample['question']}\nAnswer:")["input_ids"]
         chances = []
         for choice in sample["choices"]:
-            whole = tokenizer(f"Question: {sample['question']}\nAnswer: {choice}")["input_ids"]
-            logs = logits_of(model, torch.tensor([whole]))[0].log_softmax(-1)
-            chances.append(sum(logs[place - 1, whole[place]].item() for place in range(len(context), len(whole))))
+            ids = tokenizer(f"Question: {sample['question']}\nAnswer: {choice}")["input_ids"]
+            logs = logits_of(model, torch.tensor([ids]))[0].log_softmax(-1)
+            chances.append(sum(logs[place - 1, ids[place]].item() for place in range(len(context), len(ids))))
         right += chances.index(max(chances)) == sample["answer"]
     return right / len(samples)
 
@@ -64,25 +64,25 @@ def test_scores_are_those_of_the_logits_padding_and_batches_or_not(subjects, tok
     samples = [json.loads(line) for line in (FOLDER / "colours.jsonl").read_text().splitlines()]
     padding = tokenizer.padding_side
     result = finish(measure_tasks(subjects, tokenizer, ["colours", "colour_words"], folder=str(FOLDER), batch=5))
-    assert [one.name for one in result.subjects] == ["teacher", "student"]
-    for subject, one in zip(subjects, result.subjects, strict=True):
-        assert [(score.task, score.metric, score.samples) for score in one.scores] == [
+    assert [scored.name for scored in result.subjects] == ["teacher", "student"]
+    for subject, scored in zip(subjects, result.subjects, strict=True):
+        assert [(score.task, score.metric, score.samples) for score in scored.scores] == [
             ("colours", "acc", 12),
             ("colours", "acc_norm", 12),
             ("colour_words", "exact_match", 12),
         ]
-        assert one.accuracy == one.scores[0].value
-        assert one.accuracy == pytest.approx(accuracy(subject.model, tokenizer, samples))
+        assert scored.accuracy == scored.scores[0].value
+        assert scored.accuracy == pytest.approx(accuracy(subject.model, tokenizer, samples))
     assert tokenizer.padding_side == padding
     options = {"names": ["colours"], "folder": str(FOLDER), "limit": 5, "few_shot": 2}
-    few = finish(measure_tasks(subjects[1:], tokenizer, **options))
-    assert few.subjects[0].scores[0].samples == 5 and (few.limit, few.few_shot) == (5, 2)
+    small = finish(measure_tasks(subjects[1:], tokenizer, **options))
+    assert small.subjects[0].scores[0].samples == 5 and (small.limit, small.few_shot) == (5, 2)
 
 
 def test_tasks_that_cannot_be_had_are_refused_before_anything_is_measured(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="there is no task 'colors': did you mean .*colours"):
         find_tasks(["colours", "colors"], str(FOLDER))
-    with pytest.raises(RequestError, match="lists those that there are"):
+    with pytest.raises(RequestError, match="lists all tasks"):
         find_tasks(["#"], str(FOLDER))
     (tmp_path / "far.yaml").write_text((FOLDER / "colours.yaml").read_text().replace("tests/support/tasks/", "absent/"))
     with pytest.raises(RequestError, match="the data of colours cannot be loaded .*--task-folder"):

@@ -75,7 +75,7 @@ def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_jud
     own, judged = chats.LOADED[0], example.results["language"]
     texts, logits = read_texts("builtin", own.tokenizer, 256, 4), {}
     for subject in own.subjects:
-        with subject.at_work() as model:
+        with subject.prepared() as model:
             logits[subject.name] = logits_of(model, texts)
     for name in ("student", "window"):
         kl = kl_of(logits["teacher"], logits[name]).mean().item()
