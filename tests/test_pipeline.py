@@ -257,6 +257,6 @@ def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_p
     assert pipeline.begin(run.folder, plan, resume=True) == run
     finish(linearize(run))
     assert "language" in run.results
-    with pytest.raises(RequestError, match="give more text, or ask for fewer or shorter texts"):
+    with pytest.raises(RequestError, match="name a longer text, or ask for fewer or shorter texts"):
         pipeline.begin(tmp_path / "asked", replace(plan, length=USUAL_LENGTH))
     assert not (tmp_path / "asked").exists()

@@ -1,4 +1,4 @@
-"""Loads a teacher and its text, whole, in pieces or quantised, and runs it.
+"""Loads a teacher (complete, in pieces or quantised) and its text, and runs it.
 
 Nothing here measures it or decides what a head holds.
 """

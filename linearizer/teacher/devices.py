@@ -1,4 +1,4 @@
-"""Chooses a device and the type that it computes in, and names it so that all processes of this machine agree."""
+"""Chooses a device and the type that it computes in, and gives devices the same names in all processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from linearizer.errors import RequestError
 if TYPE_CHECKING:
     import torch
 
-TRIED_SIZE, TRIES = 256, 9  # of a product of matrices that is timed, in each type in turn: 30 milliseconds
+TRIED_SIZE, TRIES = 256, 9  # of a product of matrices that is timed, alternately in each type: 30 milliseconds
 SLOWER = 1.25  # times as long as in float32: with instructions for a type it is at most 0.9, without at least 2
 
 
@@ -26,7 +26,7 @@ def choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     unavailable = RequestError(f"device {device!r} is not available here: name cpu, or leave it out")
-    if device.startswith("cpu:"):  # which PyTorch takes as the CPU, whatever the number
+    if device.startswith("cpu:"):  # PyTorch would accept any number
         raise unavailable
     try:
         torch.ones((), device=device).item()  # the device "meta" holds no numbers
@@ -36,7 +36,7 @@ def choose_device(device: str) -> str:
 
 
 def choose_dtype(dtype: str, stored: torch.dtype | None, device: str) -> str:
-    """Compute in float32 what is stored in a smaller type, where a CPU is slower in that; decide nothing else."""
+    """Choose float32 for weights of a smaller type in which a CPU is slower; else return `dtype`."""
     if dtype != "auto" or stored is None or choose_device(device) != "cpu":
         return dtype
     return "float32" if stored.itemsize < 4 and slowness(stored) > SLOWER else dtype
@@ -44,7 +44,7 @@ def choose_dtype(dtype: str, stored: torch.dtype | None, device: str) -> str:
 
 @cache
 def slowness(dtype: torch.dtype) -> float:
-    """Measure how many times as long as in float32 a CPU takes for a product: what it says of itself is not enough.
+    """Measure how many times as long as in float32 a CPU takes for a product: its reported features are not enough.
 
     oneDNN serves types that the CPU has no instructions for, and PyTorch reports instructions that oneDNN may not use.
     """
@@ -61,7 +61,7 @@ def slowness(dtype: torch.dtype) -> float:
 
 
 def describe_device(device: torch.device) -> str:
-    """Name a device as its maker does."""
+    """Return the product name of a device."""
     import torch
 
     if device.type == "cuda":
@@ -71,22 +71,22 @@ def describe_device(device: torch.device) -> str:
 
 
 def device_kind(device: str) -> str:
-    """Whether a device is a GPU ("cuda") or anything slower ("cpu"), without asking for it."""
+    """Return "cuda" for a GPU or "cpu" for anything slower, without using the device."""
     if device == "auto":
         device = choose_device(device)
     return "cuda" if device.partition(":")[0] == "cuda" else "cpu"
 
 
 def device_name(device: str) -> str:
-    """Name a device like all processes do, whichever devices of the machine they see: cpu, cuda:0, cuda:GPU-…"""
+    """Name a device the same in all processes, whichever devices of the machine they see: cpu, cuda:0, cuda:GPU-…"""
     kind, _, index = device.partition(":")
     return f"cuda:{visible_name(int(index or 0))}".replace("/", "-") if kind == "cuda" else kind
 
 
 def visible_name(number: int) -> str:
-    """Name one of the GPUs that this process sees as CUDA_VISIBLE_DEVICES does: by its index, or as it is named there.
+    """Name one of the GPUs that this process sees as in CUDA_VISIBLE_DEVICES: by its index, or by the name there.
 
-    A process in whose environment the variable holds that name sees this GPU alone.
+    A process with this name in the variable sees this GPU alone.
     """
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names[number] if number < len(names) else str(number)

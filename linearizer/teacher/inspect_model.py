@@ -34,7 +34,7 @@ _kept: dict[str, Inspection] = {}  # by all that they depend on
 
 
 def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
-    """Describe a model, and whether it is supported; results are kept, as building and running it takes a while."""
+    """Describe a model, and whether it is supported; results are cached, as building and running it takes a while."""
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {source}"
     result = _kept.get(key)
     if result is None:
@@ -47,28 +47,28 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
 def watch_if_supported(
     source: Source, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel | None, list[AttentionLayer], Refused | None]:
-    """Build a model without weights, and watch its layers; return both as far as they came, and the refusal."""
-    model, seen = None, []
+    """Build a model without weights, and watch its layers; return both as far as they exist, and the refusal."""
+    model, layers = None, []
     try:
         check_quantisation(config)
         check_config(config)
         model = build_blueprint(config)
         if whole_of(config) and source.weights.names:
             names_in_files(model, source.weights.names)
-        seen = run_blueprint(lambda: watch_layers(model))
-        check_windows([layer.shape.native_window for layer in seen])
+        layers = run_blueprint(lambda: watch_layers(model))
+        check_windows([layer.shape.native_window for layer in layers])
     except Refused as refused:
-        return model, seen, refused
-    return model, seen, None
+        return model, layers, refused
+    return model, layers, None
 
 
 def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
     """Describe a model, and whether it is supported."""
-    model, seen, refusal = watch_if_supported(source, config)
-    layers = tuple(layer.shape for layer in seen)
+    model, watched, refusal = watch_if_supported(source, config)
+    layers = tuple(layer.shape for layer in watched)
     names = config.architectures
     named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
-    plain = whole_of(config) is None and method_of(config) is None  # else files hold more, or numbers that are packed
+    plain = whole_of(config) is None and method_of(config) is None  # else files hold more weights, or packed numbers
     return Inspection(
         **source.facts,
         architecture=named or (type(model).__name__ if model is not None else config.model_type),
@@ -78,7 +78,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         remedy=refusal.remedy if refusal else None,
         tested=refusal is None and config.model_type in TESTED,
         layers=layers,
-        scalings=tuple(layer.scaling for layer in seen),
+        scalings=tuple(layer.scaling for layer in watched),
         positions=name_positions(config, model),
         max_positions=getattr(config, "max_position_embeddings", None),
         parameters=source.weights.parameters if model is None or plain else sum(x.numel() for x in model.parameters()),
@@ -96,9 +96,9 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
 
 
 def can_link_weights(config: PreTrainedConfig, model: PreTrainedModel, source: Source) -> bool:
-    """Whether a student loads from its teacher's files: it knows what these call the weights of its decoder.
+    """Whether a student loads from its teacher's files: it knows the names of its decoder's weights in them.
 
-    It does not know what else the teacher's class translates, as names outside of the decoder.
+    It does not know other names that the teacher's class translates, outside of the decoder.
     """
     if whole_of(config) or (method_of(config) and not is_packed(config)):
         return False
@@ -107,7 +107,7 @@ def can_link_weights(config: PreTrainedConfig, model: PreTrainedModel, source: S
 
 
 def count_resting(model: PreTrainedModel) -> int:
-    """Count the parameters of a mixture's experts that a token is not sent to."""
+    """Count the parameters of the experts that do not process a token, in a mixture."""
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     if not isinstance(chosen, int):
         return 0
@@ -116,20 +116,20 @@ def count_resting(model: PreTrainedModel) -> int:
 
 
 def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:
-    """Check that a loaded model attends in every layer as its config said it would."""
+    """Check that a loaded model attends in every layer as its config says."""
     try:
-        seen = watch_layers(model)
+        watched = watch_layers(model)
     except Refused as refused:
         raise UnsupportedModel(f"{inspection.name!r} cannot be linearized, because {refused}") from refused
     expected = [
         AttentionLayer(i, *pair) for i, pair in enumerate(zip(inspection.layers, inspection.scalings, strict=True))
     ]
-    if seen != expected:
-        pairs = zip(seen, expected, strict=False)
-        actual, stated = next((pair for pair in pairs if pair[0] != pair[1]), (seen, expected))
+    if watched != expected:
+        pairs = zip(watched, expected, strict=False)
+        actual, stated = next((pair for pair in pairs if pair[0] != pair[1]), (watched, expected))
         raise UnsupportedModel(
             f"{inspection.name!r} attends differently from what its config says ({actual} instead of {stated}): "
-            f"give the config that belongs to its weights"
+            f"use the config that belongs to its weights"
         )
 
 
@@ -144,8 +144,8 @@ def name_positions(config: PreTrainedConfig, model: PreTrainedModel | None) -> s
     """Name the position encoding of a model, if its config or its modules show it."""
     rope = getattr(config, "rope_parameters", None)
     if rope:
-        by_kind = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-        if any(part.get("partial_rotary_factor", 1) < 1 for part in by_kind):
+        by_kind = [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
+        if any(parameters.get("partial_rotary_factor", 1) < 1 for parameters in by_kind):
             return "partial rotary"
         return "rotary" if all(getattr(config, "no_rope_layers", None) or [1]) else "rotary, but for some layers"
     if model is not None and len([m for m in model.modules() if isinstance(m, torch.nn.Embedding)]) > 1:

@@ -12,7 +12,7 @@ from torch import nn
 from linearizer.student.attention_interface import attention_modules, observing
 from linearizer.student.layer_student import FeatureGroup, LayerStudent
 
-UNIT = 256  # a weight multiplied by it loses no bfloat16 digits to a bias
+UNIT = 256  # a weight multiplied by this loses no bfloat16 digits to a bias
 
 
 def layer_number(attention: nn.Module) -> int:
@@ -21,7 +21,7 @@ def layer_number(attention: nn.Module) -> int:
 
 
 def matrix(projection: nn.Module, inputs: int, device: torch.device) -> torch.Tensor:
-    """Compute the matrix of a linear map, (inputs, outputs), from its values at unit vectors, however it stores it."""
+    """Compute the matrix of a linear map, (inputs, outputs), from its values at unit vectors, in any storage."""
     stored = next(projection.parameters()).dtype
     units = UNIT * torch.eye(inputs, dtype=stored if stored.is_floating_point else torch.float32, device=device)
     with torch.no_grad():
@@ -34,14 +34,14 @@ def matrices(module: nn.Module) -> list[nn.Module]:
 
 
 def is_transposed(part: nn.Module | None) -> bool:
-    """Whether a part keeps its matrix as (inputs, outputs), as in GPT-2."""
+    """Whether a part stores its matrix as (inputs, outputs), as in GPT-2."""
     return type(part).__name__ == "Conv1D"
 
 
 def output_projections(model: nn.Module, ids: torch.Tensor) -> dict[int, nn.Module]:
-    """Find the output projection of every layer: the first linear map that it calls after it attended."""
+    """Find the output projection of every layer: the first linear map that it calls after attention."""
     projections: dict[int, nn.Module] = {}
-    attended: int | None = None  # the layer whose projection is still to come
+    attended: int | None = None  # the layer that has not called its projection yet
 
     def observe(module: nn.Module, *_: object) -> None:
         nonlocal attended

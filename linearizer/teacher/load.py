@@ -1,4 +1,4 @@
-"""Loads the config, tokenizer and weights of a source, and the texts of a run. Code of its repository is never run."""
+"""Loads the config, tokenizer and weights of a source, and the texts of a run. Never runs code of its repository."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 GENERATION = "generation_config.json"
-KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # which transformers does not check
+KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # transformers does not check these
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "top_k", "max_length", "max_new_tokens"), (int,)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
     "do_sample": (bool,),
@@ -68,7 +68,7 @@ TEXTS = "state/texts.safetensors"  # of a run's folder
 
 
 def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
-    """Load a model's config: that of its text tower, where it reads pictures, too."""
+    """Load a model's config: that of its text tower, if it also reads pictures."""
     import transformers
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -81,8 +81,8 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
         raise UnsupportedModel(
             f"{source.name!r} has a {CONFIG} with a `model_type` that is not a string: repair that file"
         )
-    for part in (content, content.get("text_config")):
-        if isinstance(part, dict) and not isinstance(part.get("quantization_config", {}), dict | None):
+    for section in (content, content.get("text_config")):
+        if isinstance(section, dict) and not isinstance(section.get("quantization_config", {}), dict | None):
             raise UnsupportedModel(
                 f"{source.name!r} has a {CONFIG} with a `quantization_config` that is not an object: repair that file"
             )
@@ -116,14 +116,14 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
     from transformers import AutoTokenizer
 
     if source.head is not None:
-        folder, how, remedy = source.head.parent, {"gguf_file": source.head.name}, "name a file that has one"
+        folder, options, remedy = source.head.parent, {"gguf_file": source.head.name}, "name a file that has one"
     else:
-        folder, how = fetch(source, (CONFIG, *TOKENIZER), token), {}
+        folder, options = fetch(source, (CONFIG, *TOKENIZER), token), {}
         remedy = "put its tokenizer's files next to its weights"
     with quiet():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **how)
-            tokenizer("a")  # what its settings must be is seen here alone
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+            tokenizer("a")  # wrong settings fail only here
             return tokenizer
         except Exception as error:  # each kind reads its files in its own way, with errors of many types
             raise ModelNotAvailable(
@@ -175,7 +175,7 @@ def load_intact(name: str, read: Callable[[], tuple[PreTrainedModel, dict[str, A
 
 
 def fetch_weights(source: Source, token: str | None) -> Path:
-    """Download what a model needs except its tokenizer, and check that all of it is there."""
+    """Download the files of a model except its tokenizer, and check that all of them are there."""
     folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
     if missing:  # without a network, the Hub's client returns the files that it has
@@ -189,14 +189,14 @@ def fetch_weights(source: Source, token: str | None) -> Path:
 
 
 def check_generation(name: str, settings: dict[str, Any]) -> None:
-    """Refuse settings of generation that transformers cannot use, which it would say in the midst of the work."""
+    """Refuse settings of generation that transformers cannot use: it would fail only in the middle of a run."""
     from transformers import GenerationConfig
 
     try:
         for key, kinds in KINDS_OF_SETTINGS.items():
             value = settings.get(key)
-            several = value if isinstance(value, list) and key == "eos_token_id" else [value]
-            if value is not None and not all(type(each) in kinds for each in several):
+            values = value if isinstance(value, list) and key == "eos_token_id" else [value]
+            if value is not None and not all(type(each) in kinds for each in values):
                 raise TypeError(f"{key} is {quote(str(value))}")
         with quiet():
             GenerationConfig.from_dict(settings).validate()
@@ -209,7 +209,7 @@ def check_generation(name: str, settings: dict[str, Any]) -> None:
 def read_model(
     source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype, places: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Let transformers make a model of its files, or of weights that are expanded here; report what did not fit."""
+    """Let transformers make a model from its files, or from weights expanded here; report missing and wrong weights."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places}
@@ -219,8 +219,8 @@ def read_model(
         stated = quantisation_of(config)
         del config.quantization_config
         paths, blueprint = [folder / file for file in source.weights.files], build_blueprint(config)
-        wanted = computing_dtype(dtype, config)
-        weights = expand_weights(source.name, paths, str(method), stated, blueprint, wanted)
+        compute_dtype = computing_dtype(dtype, config)
+        weights = expand_weights(source.name, paths, str(method), stated, blueprint, compute_dtype)
         return type(blueprint).from_pretrained(None, state_dict=weights, config=config, **options)
     if source.head is not None:
         return read_gguf(folder / source.weights.files[0], config, {**options, "dtype": computing_dtype(dtype, config)})
@@ -230,7 +230,7 @@ def read_model(
 
 
 def check_complete(name: str, report: dict) -> None:
-    """Refuse weights that do not fill the model: transformers would draw the others at random."""
+    """Refuse weights that do not fill the model: transformers would draw the missing ones at random."""
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise damaged_weights(name, f"{len(missing)} of its parameters are missing, such as {missing[0]}")
@@ -240,8 +240,8 @@ def check_complete(name: str, report: dict) -> None:
 
 
 def check_finite_weights(name: str, model: torch.nn.Module) -> None:
-    held = ((key, parameter) for key, parameter in model.named_parameters() if not parameter.is_meta)
-    for key, parameter in chain(held, streamed_weights(model)):
+    resident = ((key, parameter) for key, parameter in model.named_parameters() if not parameter.is_meta)
+    for key, parameter in chain(resident, streamed_weights(model)):
         if not torch.isfinite(parameter).all():
             raise ModelNotAvailable(
                 f"{name!r} has weights that are not finite ({key} holds NaN or infinity): name an intact model"
@@ -256,11 +256,11 @@ class Teacher:
     inspection: Inspection
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    stored: torch.dtype | None  # the type of its weights where they are stored, if its config says so
+    stored: torch.dtype | None  # the type of its stored weights, if its config states it
 
 
 def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
-    """Load the teacher of a plan; without its inspection, refuse a model that cannot be linearized first."""
+    """Load the teacher of a plan; without its inspection, first refuse a model that cannot be linearized."""
     source = find_model(plan.model, token)
     config = load_config(source, token)
     if inspection is None:
@@ -276,7 +276,7 @@ def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection
 
 
 def computing_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
-    """Return the type that a model computes in, where this is asked for."""
+    """Return the type that a model computes in, if `dtype` is requested."""
     if isinstance(dtype, torch.dtype):
         return dtype
     return (stored_dtype(config) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
@@ -295,22 +295,22 @@ def texts_of(
 def texts_of_run(
     run: Run, teacher: Teacher, texts: int, token: str | None, least: int | None = None
 ) -> torch.Tensor:  # (texts, tokens)
-    """Take the first texts of a run; what its source holds later changes none of those that were read before."""
-    kept, asked = read_kept_texts(run)
-    if asked >= texts and len(kept) >= (texts if least is None else least):  # fewer only where the source ended
-        return kept[:texts]
+    """Take the first texts of a run; later changes of its source do not change the texts that were read before."""
+    stored, requested = read_kept_texts(run)
+    if requested >= texts and len(stored) >= (texts if least is None else least):  # fewer only if the source ended
+        return stored[:texts]
     read = texts_of(run.plan, teacher, texts, token, least)
-    if asked:
-        read = torch.cat([kept, read[len(kept) :]])
+    if requested:
+        read = torch.cat([stored, read[len(stored) :]])
     write_tensors(run.folder / TEXTS, {"texts": read.int()}, str(texts))
     return read[:texts]
 
 
 def read_kept_texts(run: Run) -> tuple[torch.Tensor, int]:  # (texts, tokens)
-    """Read the first texts of a source that a run has kept, and how many were asked for; drop damaged texts."""
+    """Read the texts that a run has stored, and the number of texts that was requested; drop damaged texts."""
     try:
-        tensors, asked = read_tensors(run.folder / TEXTS)
-        return tensors["texts"].long(), int(asked)
+        tensors, requested = read_tensors(run.folder / TEXTS)
+        return tensors["texts"].long(), int(requested)
     except FileNotFoundError:
         pass
     except (OSError, SafetensorError, ValueError, KeyError) as error:

@@ -17,8 +17,8 @@ from linearizer.student.packed_state import KEYS_AND_VALUES
 from linearizer.student.state import tensors
 
 Tensor = torch.Tensor
-PROBE_TOKENS = 16  # that a model reads to be checked
-MAX_LOGITS = 2**26  # of one subject, held at once in fp32
+PROBE_TOKENS = 16  # that a model reads in a check
+MAX_LOGITS = 2**26  # of one subject, in memory at once in fp32
 MAX_CACHED_LOGITS = 2**19  # fit into a processor's caches
 
 
@@ -35,7 +35,7 @@ def check_logits(model: PreTrainedModel, texts: Tensor) -> None:
 
 def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)
     return compare_rows(
-        lambda own, token: cross_entropy(own, token, reduction="none"), logits, following.to(logits.device)
+        lambda row, token: cross_entropy(row, token, reduction="none"), logits, following.to(logits.device)
     )
 
 
@@ -48,10 +48,10 @@ def kl_of(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
     )
 
 
-def compare_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, other: Tensor) -> Tensor:
+def compare_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, targets: Tensor) -> Tensor:
     """Compare logits token by token; on a CPU in pieces that fit into its caches."""
     rows = max(1, (MAX_CACHED_LOGITS if logits.device.type == "cpu" else MAX_LOGITS) // logits.shape[-1])
-    pieces = [zip(own.split(rows), its.split(rows), strict=True) for own, its in zip(logits, other, strict=True)]
+    pieces = [zip(a.split(rows), b.split(rows), strict=True) for a, b in zip(logits, targets, strict=True)]
     return torch.stack([torch.cat([compare(*pair) for pair in pairs]) for pairs in pieces])
 
 
@@ -61,27 +61,27 @@ def fresh_cache(model: PreTrainedModel) -> Cache:
         return model.empty_cache()
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
-        layer.memory = None  # a student's base passes it to its attention, even where that is its teacher's
+        layer.memory = None  # a student's base passes it to its attention, even to the teacher's
     return cache
 
 
 def bytes_held(cache: Cache, in_16_bits: bool = False) -> int:
-    """Count the bytes of a cache's tensors; `in_16_bits`: as if its model computed in 16 bits, as sizes are stated."""
+    """Count the bytes of a cache's tensors; `in_16_bits`: as if its model computed in 16 bits, as in stated sizes."""
     total = 0
     for layer in cache.layers:
         if isinstance(layer, LinearizedLayer):
             named = [pair for state in layer.memory for pair in tensors(state).items()]
-            own = [x for name, x in named if name in KEYS_AND_VALUES and x.is_floating_point()]
+            in_dtype = [x for name, x in named if name in KEYS_AND_VALUES and x.is_floating_point()]
             total += layer.bytes()
         else:
-            own = [layer.keys, layer.values] if layer.is_initialized else []
-            total += sum(x.numel() * x.element_size() for x in own)
-        total -= sum(x.numel() * (x.element_size() - CACHED) for x in own) * in_16_bits
+            in_dtype = [layer.keys, layer.values] if layer.is_initialized else []
+            total += sum(x.numel() * x.element_size() for x in in_dtype)
+        total -= sum(x.numel() * (x.element_size() - CACHED) for x in in_dtype) * in_16_bits
     return total
 
 
 def logits_at_once(model: PreTrainedModel, tokens: int) -> int:
-    """Compute how many texts of some tokens, or tokens of as many texts, may have their logits held at once."""
+    """Return the number of texts of `tokens` tokens, or of tokens of `tokens` texts, whose logits fit into memory."""
     return max(1, MAX_LOGITS // (tokens * vocabulary(model)))
 
 

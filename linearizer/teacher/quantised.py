@@ -1,9 +1,9 @@
-"""Which quantised models serve as teachers: some as they are, others with their weights expanded while they load.
+"""Decides which quantised models serve as teachers: some unchanged, others with weights expanded while they load.
 
 transformers expands most of them. Checkpoints of GPTQ and AWQ are read here: a matrix of both is (q - zero) · scale,
 with a zero and a scale for every group of inputs and every output. GPTQ packs q along the inputs and names each input's
 group; AWQ packs along the outputs, eight of them in an order of its own. Both pack zeros along the outputs, and GPTQ's
-first format holds them less 1.
+first format stores them minus 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BEFORE = "name the model that it was quantised from"
-# The weights of PACKED stay as they are; those of others are expanded to a floating type while they load.
+# The weights of PACKED are not changed; those of other methods are expanded to a floating type while they load.
 PACKED = "bitsandbytes"
 READ_HERE = ("gptq", "awq")  # not by transformers
 PACKAGES = {PACKED: "bitsandbytes", "compressed-tensors": "compressed_tensors", GGUF: "gguf"}  # that load them
@@ -36,13 +36,13 @@ Tensor = torch.Tensor
 WORD = 32  # bits
 WORDS, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
 BITS = {"gptq": (2, 3, 4, 8), "awq": (4,)}
-LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}  # the first is meant where none is named
+LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}  # the first is the default
 NO_BIAS = torch.zeros(1)
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers of a word stand in it
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places of the numbers in a word
 
 
 def quantisation_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what a config says of the quantisation of its weights; nothing where they are not quantised."""
+    """Return a config's description of the quantisation of its weights; {} if they are not quantised."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return {}
@@ -103,7 +103,7 @@ def describe_quantisation(config: PreTrainedConfig) -> str | None:
 
 
 def keep_as_stored(model: torch.nn.Module) -> None:
-    """Keep packed weights as they are: a second form for some CPUs rounds otherwise, and has no gradients."""
+    """Do not convert packed weights: a second form for some CPUs rounds differently, and has no gradients."""
     module: Any
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -111,7 +111,7 @@ def keep_as_stored(model: torch.nn.Module) -> None:
 
 
 def forget_quantisation(model: PreTrainedModel) -> None:
-    """Make of a model whose weights were expanded an ordinary model."""
+    """Make an ordinary model from a model with expanded weights."""
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
     model._weight_conversions = None  # or it would be saved with the names of packed weights
@@ -126,7 +126,7 @@ def check_few_bits(method: str, stated: Mapping[str, Any], remedy: str) -> None:
 
 
 def layout_of(method: str, stated: Mapping[str, Any]) -> str:
-    """Name how a config says that the weights are laid out; tools name it in several ways, or not at all."""
+    """Name the layout of the weights by their config; tools name it in several ways, or not at all."""
     name = stated.get("checkpoint_format" if method == "gptq" else "version") or stated.get("format")
     return str(name or LAYOUTS[method][0]).lower()
 
@@ -134,29 +134,29 @@ def layout_of(method: str, stated: Mapping[str, Any]) -> str:
 def expand_weights(
     name: str, paths: Sequence[Path], method: str, stated: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Read the weights of a quantised model as an ordinary model has them, in a type; `model` needs no weights."""
+    """Read the weights of a quantised model as those of an ordinary model, in a type; `model` needs no weights."""
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
-        held = {key: file for file in files for key in file.keys()}  # noqa: SIM118
-        packed = sorted(key.removesuffix(f".{WORDS}") for key in held if key.endswith(f".{WORDS}"))
+        stored = {key: file for file in files for key in file.keys()}  # noqa: SIM118
+        packed = sorted(key.removesuffix(f".{WORDS}") for key in stored if key.endswith(f".{WORDS}"))
         parts = {f"{module}.{part}" for module in packed for part in (WORDS, ZEROS, SCALES, GROUPS)}
-        if scaled := sorted(key for key in held.keys() - parts if key.endswith(f".{SCALES}")):
-            raise UnsupportedModel(  # as AWQ does where it cannot scale a matrix before them
+        if scaled := sorted(key for key in stored.keys() - parts if key.endswith(f".{SCALES}")):
+            raise UnsupportedModel(  # AWQ does so where it cannot scale the matrix before them
                 f"{name!r} cannot be linearized, because its quantisation scales activations ({scaled[0]}), which is "
                 "not served: name the model that it was quantised from"
             )
         weights = {
             key: x.to(dtype) if (x := file.get_tensor(key)).is_floating_point() else x
-            for key, file in held.items()
+            for key, file in stored.items()
             if key not in parts
         }
         for place in packed:
             names = {part: f"{place}.{part}" for part in (WORDS, ZEROS, SCALES, GROUPS)}
-            own = {part: held[key].get_tensor(key) for part, key in names.items() if key in held}
+            tensors = {part: stored[key].get_tensor(key) for part, key in names.items() if key in stored}
             try:
                 less_one = layout_of(method, stated) == LAYOUTS["gptq"][0]
-                matrix = expand_gptq(own, less_one) if method == "gptq" else expand_awq(own)
+                matrix = expand_gptq(tensors, less_one) if method == "gptq" else expand_awq(tensors)
             except (KeyError, RuntimeError, ValueError, IndexError) as error:
                 raise damaged_weights(name, f"{place} cannot be unpacked: {error}") from error
             module = modules.get(place)
@@ -168,7 +168,7 @@ def expand_weights(
 
 
 def expand_gptq(parts: Mapping[str, Tensor], less_one: bool) -> Tensor:  # (inputs, outputs)
-    """Expand a matrix of GPTQ; its bits show in its shape, as they may differ from matrix to matrix."""
+    """Expand a matrix of GPTQ; its shape shows its bits, as these may differ from matrix to matrix."""
     scales, words = parts[SCALES].float(), parts[WORDS]
     bits = parts[ZEROS].shape[1] * WORD // scales.shape[1]
     if bits not in BITS["gptq"]:
@@ -182,7 +182,7 @@ def expand_gptq(parts: Mapping[str, Tensor], less_one: bool) -> Tensor:  # (inpu
 
 
 def add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    """Add what was taken off: from whole words, so that a zero of 0 borrowed from the next, where none spans words."""
+    """Add the 1 that was subtracted, to whole words if no number spans two: a zero of 0 borrowed from the next."""
     if WORD % bits:
         return (zeros + 1) & (2**bits - 1)
     ones = sum(1 << place for place in range(0, WORD, bits))

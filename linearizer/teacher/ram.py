@@ -1,4 +1,4 @@
-"""Handles the end of memory, and measures how much memory was taken."""
+"""Measures memory, and runs work that may run out of it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from linearizer.run.stopping import is_out_of_memory
 
 Product = TypeVar("Product")
 CONTAINER = Path("/sys/fs/cgroup")
-HEAPS, MAPPED, ON_TOP = -8, -3, -1  # options of malloc.h: heaps, bytes that are mapped, and bytes that stay on top
+HEAPS, MAPPED, ON_TOP = -8, -3, -1  # options of malloc.h: heaps, bytes that are mapped, and bytes kept on top
 KNOWN_SHAPES = 64  # more than the products of a model have for one number of tokens
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def run_if_it_fits(work: Callable[[], Product]) -> Product | None:
-    """Run a function; if memory runs out, free what it had taken and return None."""
+    """Run a function; if memory runs out, free its memory and return None."""
     try:
         return work()
     except RuntimeError as error:
@@ -37,20 +37,20 @@ def run_if_it_fits(work: Callable[[], Product]) -> Product | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Read how much memory a device has left."""
+    """Read how much memory of a device is free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min(psutil.virtual_memory().available, container_bytes())
 
 
 def container_bytes() -> int:
-    """Read how much memory is left of what the container of this process may take."""
+    """Read how much more memory the container of this process may take."""
     try:
-        limit, taken = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
-        held = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+        limit, used = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        statistics = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no container, or one without a limit
         return sys.maxsize
-    return limit - taken + int(held.get("inactive_file", 0))  # copies of files, which the system gives up
+    return limit - used + int(statistics.get("inactive_file", 0))  # copies of files, which the system gives up
 
 
 class PeakMemory:
@@ -74,28 +74,28 @@ class PeakMemory:
                 return  # the system forbids the reset, so the peak stays unknown
 
     def taken(self) -> int | None:
-        """Return the bytes so far; None where the system does not tell."""
+        """Return the bytes so far; None if the system does not report them."""
         if self.before is None:
             return None
-        most = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status_bytes("VmHWM")
-        return max(0, most - self.before)
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status_bytes("VmHWM")
+        return max(0, peak - self.before)
 
 
 def return_freed_memory() -> None:
-    """Let what is freed go back to the system at once, from one heap for all threads: heaps keep much for later."""
+    """Return freed memory to the system at once, with one heap for all threads: heaps keep much for later."""
     change_heap({HEAPS: 1, MAPPED: 2**18, ON_TOP: 2**18})
 
 
 def trim_heaps() -> None:
-    """Let what has been freed so far go back to the system, where the C library can."""
+    """Return memory that has been freed so far to the system, if the C library can."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def bound_shape_caches() -> None:
-    """Let oneDNN, if it has not begun, remember how it multiplies matrices of few shapes only.
+    """Let oneDNN, if it has not started yet, cache its code for products of only a few shapes.
 
-    Its two caches hold 1,024 shapes each, which take some 0.3 MB in bf16, and every length of a text is another shape.
+    Its two caches hold 1,024 shapes each, at 0.3 MB each in bf16, and every length of a text is another shape.
     """
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KNOWN_SHAPES))
@@ -103,7 +103,7 @@ def bound_shape_caches() -> None:
 
 @contextmanager
 def short_collections() -> Iterator[None]:
-    """Let the collector of garbage pass over the objects of now: a visit of all stops every thread for a second."""
+    """Let the garbage collector skip the objects that exist now: a full pass stops every thread for a second."""
     gc.collect()
     gc.freeze()
     try:
@@ -113,12 +113,12 @@ def short_collections() -> Iterator[None]:
 
 
 def change_heap(options: Mapping[int, int]) -> None:
-    """Change how the C library takes memory, where it can be changed."""
+    """Change how the C library allocates memory, if it can be changed."""
     for option, value in options.items() if hasattr(ctypes.CDLL(None), "mallopt") else ():
         ctypes.CDLL(None).mallopt(option, value)
 
 
 def status_bytes(name: str) -> int:
-    """Read one of the system's numbers about this process, which are in kilobytes."""
+    """Read one of the system's numbers about this process, in bytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024

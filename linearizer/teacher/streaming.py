@@ -1,8 +1,8 @@
 """Decides where a teacher's weights lie: on the device, spread over several, or streamed where they do not fit.
 
-A model that is spread has each of its blocks on one device, and what a block answers goes on to the next block's. The
-weights of a streamed block stay in the memory of the CPU or in their files, and come to the device while the block
-computes; every pass over the model reads all of its weights again. The bits of what is computed are the same.
+A model that is spread has each of its blocks on one device, and the output of a block moves to the next block's device.
+The weights of a streamed block stay in the memory of the CPU or in their files, and are copied to the device while the
+block computes; every pass over the model reads all of its weights again. The results are bit-identical.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from linearizer.hub.models import Source
 
-STATE_ARGUMENT = "linear_state"  # that an attention module is given
+STATE_ARGUMENT = "linear_state"  # of an attention module
 OFFLOADED = {"cpu", "disk"}  # where the weights of streamed blocks lie
-FILLED = 0.8  # of what is free, that weights may take: the rest is for what is computed
+FILLED = 0.8  # share of the free memory for weights: the rest is for computations
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class WeightSizes:
 
     whole: int
     streamed: int  # of two blocks, and of all other parts
-    merged: bool  # whether loading merges some, as the experts of mixtures, so that no file holds them as they are used
+    merged: bool  # whether loading merges some, such as experts of mixtures, so that files hold them in another form
     blocks: Mapping[str, str]  # by the name of a part: "block", or "" for any other
     parts: Mapping[str, int]  # the bytes of each of these
 
 
 def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> WeightSizes:
-    """Compute what the weights of a model take, from its config alone."""
+    """Compute the bytes of a model's weights, from its config alone."""
     model = build_blueprint(config)
     blocks = set(blocks_of(model))
     sizes = [sum(x.numel() for x in block.parameters()) for block in blocks]
-    whole = sum(x.numel() for x in model.parameters())
+    total = sum(x.numel() for x in model.parameters())
     parts = dict(list_outermost_parts(model, blocks))
     names = {name: "block" if module in blocks else "" for name, module in parts.items()}
     bytes_of = {name: dtype.itemsize * sum(x.numel() for x in part.parameters()) for name, part in parts.items()}
-    streamed = whole - sum(sizes) + 2 * max(sizes, default=0)
+    streamed = total - sum(sizes) + 2 * max(sizes, default=0)
     merged = any(".experts." in name and x.ndim == 3 for name, x in model.named_parameters())
-    return WeightSizes(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
+    return WeightSizes(total * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
 
 
 def list_outermost_parts(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -68,16 +68,16 @@ def list_outermost_parts(module: nn.Module, blocks: set[nn.Module], name: str = 
 
 
 def rooms_for_weights(device: str) -> dict[str, int]:
-    """Return how many bytes of weights a device may hold; any number on a GPU that is lent later, and elsewhere.
+    """Return how many bytes of weights a device may hold; no limit for a GPU that is lent later, or other devices.
 
-    Where any GPU will do, these are all, the first of them first.
+    If `device` names no particular GPU, return all GPUs in their order.
     """
-    known = device_kind(device) == "cpu" or torch.cuda.is_available()
-    place = torch.device(choose_device(device) if known else device)
-    if not known or place.type not in ("cpu", "cuda"):
+    is_present = device_kind(device) == "cpu" or torch.cuda.is_available()
+    place = torch.device(choose_device(device) if is_present else device)
+    if not is_present or place.type not in ("cpu", "cuda"):
         return {str(place): 2**60}
-    several = place.type == "cuda" and place.index is None
-    places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if several else [place]
+    any_gpu = place.type == "cuda" and place.index is None
+    places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if any_gpu else [place]
     return {str(each): int(FILLED * free_bytes(each)) for each in places}
 
 
@@ -87,37 +87,37 @@ def bytes_for_weights(device: str) -> int:
 
 
 def spread_blocks(weights: WeightSizes, rooms: Mapping[str, int]) -> dict[str, str] | None:
-    """Lay the blocks of a model over several devices, in their order, and all else on the first; None: no room.
+    """Place the blocks of a model on several devices, in their order, and all else on the first; None: no room.
 
-    Each is filled by the same share, so that all have memory left to compute with.
+    Each is filled by the same share, so that all have free memory for computations.
     """
     sizes, devices = weights.parts, iter(rooms)
     share = sum(sizes.values()) / sum(rooms.values())
     largest = max((sizes[name] for name, kind in weights.blocks.items() if kind), default=0)
-    left = {device: min(room, share * room + largest) for device, room in rooms.items()}
+    remaining = {device: min(room, share * room + largest) for device, room in rooms.items()}
     place = next(devices)
     places = {name: place for name, kind in weights.blocks.items() if not kind}
-    left[place] -= sum(sizes[name] for name in places)
+    remaining[place] -= sum(sizes[name] for name in places)
     for name in (name for name, kind in weights.blocks.items() if kind):
-        while sizes[name] > left[place]:
+        while sizes[name] > remaining[place]:
             if (following := next(devices, None)) is None:
                 return None
             place = following
-        places[name], left[place] = place, left[place] - sizes[name]
-    return places if min(left.values()) >= 0 else None
+        places[name], remaining[place] = place, remaining[place] - sizes[name]
+    return places if min(remaining.values()) >= 0 else None
 
 
 def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, device: str) -> dict[str, str] | None:
-    """Choose where the parts of a model lie; None: all on the device. Refuse a model that cannot be streamed either."""
+    """Choose the device of each part of a model; None: all on one. Refuse a model that cannot be streamed either."""
     rooms, method = rooms_for_weights(device), method_of(config)
     free = next(iter(rooms.values()))
     if method is not None:
         needed = source.weights.bytes if is_packed(config) else measure_weights(config, dtype).whole
         if needed > free:
             raise RequestError(
-                f"its quantised weights take {size(needed)} here, where {size(free)} of memory may be taken, and "
-                "are not read block by block: free memory, name the model that it was quantised from, or use a larger "
-                "machine"
+                f"its quantised weights take {size(needed)} here, where {size(free)} of memory are available, and "
+                "cannot be read block by block: free memory, name the model that it was quantised from, or use a "
+                "larger machine"
             )
         return None
     if source.weights.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
@@ -128,21 +128,21 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
     if weights.streamed > free or "block" not in weights.blocks.values():
         raise RequestError(
             f"its weights take {size(weights.whole)} in {str(dtype).removeprefix('torch.')}, and "
-            f"{size(weights.streamed)} block by block, where {size(free)} of memory may be taken: free memory, or use "
+            f"{size(weights.streamed)} block by block, where {size(free)} of memory are available: free memory, or use "
             "a larger machine"
         )
     fits_ram = place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu"))
     elsewhere = "cpu" if fits_ram else "disk"
     if elsewhere == "disk" and weights.merged:
         raise RequestError(
-            f"its weights take {size(weights.whole)}, where {size(free)} of memory may be taken, and its experts "
+            f"its weights take {size(weights.whole)}, where {size(free)} of memory are available, and its experts "
             "are merged while they are loaded, so they cannot be read from its files: use a larger machine"
         )
     return {name: elsewhere if kind else str(place) for name, kind in weights.blocks.items()}
 
 
 def bytes_in_memory(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> int:
-    """Compute what the weights of an inspected model take in the type that they are computed in here."""
+    """Compute the bytes of an inspected model's weights in the type that this machine computes in."""
     if inspection.packed:
         return inspection.weight_bytes
     stored = torch.float32 if inspection.number_bytes == 4 else torch.bfloat16
@@ -151,12 +151,12 @@ def bytes_in_memory(inspection: Inspection, dtype: str = "auto", device: str = "
 
 
 def streams(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
-    """Whether a model will be read block by block here, as far as its size tells."""
+    """Whether a model will be read block by block here, judging by its size."""
     return inspection.quantised is None and bytes_in_memory(inspection, dtype, device) > bytes_for_weights(device)
 
 
 def spreads(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
-    """Whether a model will be spread over several devices here, as far as its size tells."""
+    """Whether a model will be spread over several devices here, judging by its size."""
     rooms = list(rooms_for_weights(device).values())
     return inspection.quantised is None and rooms[0] < bytes_in_memory(inspection, dtype, device) <= sum(rooms)
 
@@ -174,14 +174,14 @@ def streamed_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def offload_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """List the modules whose weights come to the device for every call, and what brings them there."""
+    """List the modules whose weights are copied to the device for every call, with the hooks that copy them."""
     for name, module, hook in placing_hooks(model):
         if getattr(hook, "offload", False) and any(True for _ in module.parameters(recurse=False)):
             yield name, module, hook
 
 
 def placing_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """List the modules to whose device their arguments are brought, and what brings them there."""
+    """List the modules with hooks that move their arguments to a device, and these hooks."""
     for name, module in model.named_modules():
         if (hook := getattr(module, "_hf_hook", None)) is not None:
             for each in getattr(hook, "hooks", [hook]):
@@ -189,7 +189,7 @@ def placing_hooks(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 
 
 def leave_states_in_place(model: nn.Module) -> None:
-    """Let the state of a student be handed over as it is: what is brought to a device is a copy, which is lost."""
+    """Do not let hooks move the state of a student: they would move a copy, and changes of it would be lost."""
     for _, _, hook in placing_hooks(model):
         names = getattr(hook, "skip_keys", None) or ()
         hook.skip_keys = [*([names] if isinstance(names, str) else names), STATE_ARGUMENT]

@@ -1,7 +1,7 @@
 """Decides which models can be linearized, and says why the others cannot.
 
-A model's own code runs on a few tokens, without weights, which shows how every layer attends. Of a model that reads
-pictures, too, the text tower is loaded alone: it gives the whole model's logits on text.
+A model's own code runs on a few tokens, without weights, which shows how every layer attends. Of a model that also
+reads pictures, only the text tower is loaded: it has the whole model's logits on text.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ TESTED = frozenset(
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the names of the parts of a multimodal config
 CAPPED = "it caps the scores of its attention (soft-capping), which features cannot follow"
-LEARNED_SINKS = "its heads have learned sinks, which take weight that no token has"
+LEARNED_SINKS = "its heads have learned sinks, which receive weight without being tokens"
 # by the argument that a layer passes to its attention
 ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS}
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
-MASKED = "its layers mask tokens by numbers of their own, which a state of fixed size cannot follow"
+MASKED = "its layers mask tokens with custom numbers, which a state of fixed size cannot follow"
 ENCODER = "it is an encoder, which reads in both directions"
-ENCODERS = "the page and `linearizer run` without --job linearize encoders, too, in runs of their own"
+ENCODERS = "the page and `linearizer run` without --job also linearize encoders, in runs of their own"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
-# Kinds whose own code hands text to the tower as it is, and lets every token read those before it alone.
+# Kinds that pass text unchanged to the tower, and let every token read only those before it.
 TOWERS = frozenset(
     "aya_vision gemma3 internvl llava llava_next llava_onevision mistral3 qwen2_5_vl qwen2_vl qwen3_vl".split()
 )
@@ -54,7 +54,7 @@ ALIKE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": 
 
 
 class Refused(UnsupportedModel):
-    """Why a model cannot be linearized, and what to do instead."""
+    """Says why a model cannot be linearized, and what to do instead."""
 
     def __init__(self, reason: str, remedy: str = ANOTHER) -> None:
         super().__init__(f"{reason}: {remedy}")
@@ -62,23 +62,23 @@ class Refused(UnsupportedModel):
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse a model that by its config alone is not a decoder with softmax attention."""
+    """Refuse a model that is not a decoder with softmax attention, by its config alone."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        raise Refused("it is an encoder–decoder, whose decoder also reads what the encoder made")
+        raise Refused("it is an encoder–decoder: its decoder also reads the output of the encoder")
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise Refused(ENCODER, ENCODERS)
-    parts = [part for part in config.sub_configs if any(word in part for word in OTHER_INPUTS)]
+    parts = [name for name in config.sub_configs if any(word in name for word in OTHER_INPUTS)]
     if parts:
         raise Refused(f"it is multimodal ({', '.join(parts)})", "name its text-only sibling")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         remedy = ENCODERS if getattr(config, "patch_size", None) else ANOTHER
         raise Refused(f"{config.model_type} models do not continue text", remedy)
     if getattr(config, "num_hidden_layers", 1) < 1:
-        raise Refused(f"its config gives it {config.num_hidden_layers} layers", "repair its config.json")
+        raise Refused(f"its config says that it has {config.num_hidden_layers} layers", "repair its config.json")
     if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
-        raise Refused("it is already recurrent, in part or in whole, with a state of fixed size", "use it as it is")
+        raise Refused("it is already recurrent, in part or entirely, with a state of fixed size", "use it unchanged")
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX_LAYERS)
     if odd:
         raise Refused(f"it has layers that are not softmax attention ({', '.join(odd)})")
@@ -87,12 +87,12 @@ def check_config(config: PreTrainedConfig) -> None:
         raise Refused(ALIBI)
 
 
-def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str, object]) -> None:
+def check_attention(query: torch.Tensor, key: torch.Tensor, arguments: Mapping[str, object]) -> None:
     """Refuse a layer whose scores are more than a scaled product, or whose KV heads have unequal groups."""
     for argument, reason in ALTERED.items():
-        if others.get(argument) is not None:
+        if arguments.get(argument) is not None:
             raise Refused(reason)
-    mask = others.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1] > 1):  # not transformers' own
         raise Refused(MASKED)
     if query.shape[1] % key.shape[1]:
@@ -101,10 +101,10 @@ def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str,
 
 
 def check_layers(indices: list[int], cached: set[int], expected: int) -> None:
-    """Refuse a model unless each layer attends once and has a cache of its own."""
+    """Refuse a model in which a layer does not attend exactly once, or has no cache of its own."""
     if sorted(indices) != list(range(expected)) or not expected:
-        seen = f"{len(set(indices))} of its {expected} layers were seen attending, {len(indices)} times in all"
-        raise Refused(f"{seen}, and each of them should attend once")
+        counts = f"{len(set(indices))} of its {expected} layers were seen attending, {len(indices)} times in all"
+        raise Refused(f"{counts}, and each of them should attend once")
     if not cached:
         raise Refused("it keeps no cache of keys and values that transformers knows")
     if cached != set(indices):
@@ -117,7 +117,7 @@ def check_windows(windows: list[int | None]) -> None:
         raise Refused(
             f"every layer already attends to a window, of {max(w for w in windows if w is not None)} tokens at most, "
             f"so its cache does not grow",
-            "there is nothing to do, use it as it is",
+            "there is nothing to do, use it unchanged",
         )
 
 
@@ -131,7 +131,7 @@ class AttentionLayer:
 
 
 class MetaValues(TorchDispatchMode):
-    """Make up values of meta tensors, which have none, where code reads them; no shape of attention depends on them."""
+    """Invents values of meta tensors, which have none, where code reads them; no shape of attention depends on them."""
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         aten = torch.ops.aten
@@ -143,7 +143,7 @@ class MetaValues(TorchDispatchMode):
 
 
 def build_blueprint(config: PreTrainedConfig, auto_class: Any = None) -> PreTrainedModel:
-    """Build a model without weights, on the meta device: it takes no memory, whatever its size."""
+    """Build a model without weights, on the meta device: it takes no memory, regardless of its size."""
     from transformers import AutoModelForCausalLM
 
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -159,7 +159,7 @@ def run_blueprint(run: Callable[[], Product]) -> Product:
 
 @contextmanager
 def refusing_config() -> Iterator[None]:
-    """Refuse a config that its model's code does not fit: that code runs with numbers that it does not check."""
+    """Refuse a config that does not fit its model's code, which does not check its numbers itself."""
     try:
         yield
     except Refused:
@@ -171,16 +171,16 @@ def refusing_config() -> Iterator[None]:
 
 def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """Run a model on a few tokens, and record how each of its layers attends; each must attend once."""
-    seen: list[AttentionLayer] = []
+    watched: list[AttentionLayer] = []
 
     def observe(
-        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, more: dict
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, kwargs: dict
     ) -> None:
-        check_attention(query, key, more)
+        check_attention(query, key, kwargs)
         index = int(module.layer_idx)  # type: ignore[arg-type]
-        window = native_window(model.config, index, more)
+        window = native_window(model.config, index, kwargs)
         shape = Layer(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window)
-        seen.append(AttentionLayer(index, shape, float(scaling)))
+        watched.append(AttentionLayer(index, shape, float(scale)))
 
     modules = attention_modules(model)
     if not modules or not all(hands_over(module) for module in modules):
@@ -191,12 +191,12 @@ def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     with torch.no_grad(), quiet(), observing(model, observe):
         cache = getattr(model(tokens, use_cache=True), CACHE, None)
     cached = {i for i, layer in enumerate(getattr(cache, "layers", ())) if getattr(layer, "keys", None) is not None}
-    check_layers([layer.index for layer in seen], cached, getattr(model.config, "num_hidden_layers", 0))
-    return sorted(seen, key=lambda layer: layer.index)
+    check_layers([layer.index for layer in watched], cached, getattr(model.config, "num_hidden_layers", 0))
+    return sorted(watched, key=lambda layer: layer.index)
 
 
 def native_window(config: PreTrainedConfig, index: int, arguments: dict) -> int | None:
-    """Find how many tokens a layer of the teacher attends to, if that is bounded."""
+    """Return the number of tokens that a layer of the teacher attends to; None if it is not bounded."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[index] if kinds else None
     if kind == "chunked_attention":
@@ -207,7 +207,7 @@ def native_window(config: PreTrainedConfig, index: int, arguments: dict) -> int 
 
 
 def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a model's text tower, which names the whole model; else the config as it is."""
+    """Return the config of a model's text tower, which names the whole model; else return the config unchanged."""
     from transformers import AutoConfig
 
     if config.model_type not in TOWERS or getattr(config, "quantization_config", None) is not None:
@@ -216,7 +216,7 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
     if kind := ALIKE.get(tower.model_type):
         content = {name: value for name, value in tower.to_dict().items() if name != "model_type"}
         tower = AutoConfig.for_model(kind, **content)
-    tower.tie_word_embeddings = config.tie_word_embeddings  # some state it outside alone
+    tower.tie_word_embeddings = config.tie_word_embeddings  # some models state it only outside of the tower
     tower.dtype = tower.dtype or config.dtype
     tower.tower_of = (config.architectures or [config.model_type])[0]
     tower.architectures = None
@@ -224,7 +224,7 @@ def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def whole_of(config: PreTrainedConfig) -> str | None:
-    """Name the model that a text tower is a part of."""
+    """Name the model that contains a text tower."""
     return getattr(config, "tower_of", None)
 
 
@@ -235,11 +235,11 @@ def names_in_files(tower: PreTrainedModel, stored: Collection[str]) -> dict[str,
     inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     places = {name.removesuffix(inner[0]) for name in stored if name.endswith(inner[0])}
     place = next((place for place in sorted(places) if all(place + name in stored for name in inner)), None)
-    outer = {name: [own for own in stored if own.endswith(name)] for name in names if not name.startswith(prefix)}
+    outer = {name: [key for key in stored if key.endswith(name)] for name in names if not name.startswith(prefix)}
     if place is None or not all(outer.values()):
         raise Refused(
             f"the weights of its text tower ({len(names)} of {len(stored)}) are not in its files by their names",
             "name its text-only sibling",
         )
-    renamed = {min(own, key=len): name for name, own in outer.items()}
-    return {f"^{re.escape(place)}": prefix, **{f"^{re.escape(own)}$": name for own, name in renamed.items()}}
+    renamed = {min(keys, key=len): name for name, keys in outer.items()}
+    return {f"^{re.escape(place)}": prefix, **{f"^{re.escape(key)}$": name for key, name in renamed.items()}}

@@ -1,4 +1,4 @@
-"""Reads text from its source as a stream, and packs it into texts of as many tokens each."""
+"""Reads text from its source as a stream, and packs it into texts with equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ Value = TypeVar("Value")
 SOURCES = "`builtin`, `file:PATH`, `dataset:ID[:config][:split][:column]` or `self`"
 PIECE_CHARACTERS = 1 << 16  # read at a time
 ROWS = 16  # texts sampled at a time
-LONG_CHARACTERS = 3  # for a token of a text: a document that has fewer may be shorter than a text
-SORTED_CHARACTERS = 1 << 22  # of a source, among whose documents the long ones come first
-SAMPLED = 32  # texts that a model writes where fewer will do, since they take long
+LONG_CHARACTERS = 3  # per token of a text: a document with fewer may be shorter than a text
+SORTED_CHARACTERS = 1 << 22  # of a source, in which long documents are put first
+SAMPLED = 32  # texts at most that a model writes if fewer are enough, since they take long
 
 
 def check_source(source: str) -> None:
-    """Refuse what is not a source of text, or a file that is not there, before anything reads it."""
-    kind, rest = split_source(source)
+    """Refuse a string that is not a source of text, or a file that does not exist, before anything reads it."""
+    kind, name = split_source(source)
     if kind == "file":
-        with explain_file_errors(path := Path(os.path.expanduser(rest))), path.open("rb"):
+        with explain_file_errors(path := Path(os.path.expanduser(name))), path.open("rb"):
             return
     if kind == "dataset":
-        split_dataset_name(rest)
+        split_dataset_name(name)
 
 
 def split_source(source: str) -> tuple[str, str]:
     """Split the kind of a source from its path or id."""
-    kind, _, rest = source.partition(":")
-    if source in ("builtin", "self") or (kind in ("file", "dataset") and rest):
-        return kind, rest
+    kind, _, name = source.partition(":")
+    if source in ("builtin", "self") or (kind in ("file", "dataset") and name):
+        return kind, name
     raise TextError(f"{source!r} is not a source of text: write {SOURCES}")
 
 
 def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     """Read the documents of `builtin`, `file:PATH` or `dataset:ID[:config][:split][:column]`."""
-    kind, rest = split_source(source)
+    kind, name = split_source(source)
     if kind == "builtin":  # the language reference, which every CPython contains
         from pydoc_data.topics import topics
 
         return iter(topics.values())
     if kind == "self":
         raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
-    path = Path(os.path.expanduser(rest))
-    return refuse_empty(source, read_text_file(path) if kind == "file" else read_column(rest, str, "text", token))
+    path = Path(os.path.expanduser(name))
+    return refuse_empty(source, read_text_file(path) if kind == "file" else read_column(name, str, "text", token))
 
 
 def read_for_length(source: str, length: int, *, token: str | None = None) -> Iterator[str]:
@@ -69,27 +69,27 @@ def read_for_length(source: str, length: int, *, token: str | None = None) -> It
 
 
 def put_long_first(documents: Iterable[str], length: int) -> Iterator[str]:
-    """Put documents that have a text of `length` tokens to themselves before the others, a part of a source at a time.
+    """Put documents that fill a text of `length` tokens before shorter ones, in each part of a source.
 
-    What is remembered across the border of two documents is worth nothing.
+    Memory across the border of two documents is useless.
     """
-    most, rest, characters = LONG_CHARACTERS * length, list[str](), 0
+    least, short, characters = LONG_CHARACTERS * length, list[str](), 0
     for document in documents:
-        if len(document) >= most:
+        if len(document) >= least:
             yield document
         else:
-            rest.append(document)
+            short.append(document)
         characters += len(document)
         if characters >= SORTED_CHARACTERS:
-            yield from rest
-            rest, characters = [], 0
-    yield from rest
+            yield from short
+            short, characters = [], 0
+    yield from short
 
 
 def pack_texts(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Generator[torch.Tensor, None, int]:
-    """Pack documents, with an end token between them, into texts of `length` tokens; return the tokens left over.
+    """Pack documents, with an end token between them, into texts of `length` tokens; return the number left over.
 
     Every text begins with the tokenizer's start token, if there is one, because models rely on it.
     """
@@ -98,19 +98,19 @@ def pack_texts(
     pending: list[int] = []
     for document in documents:
         pending += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
-        whole = len(pending) // fresh * fresh
-        for begin in range(0, whole, fresh):
+        complete = len(pending) // fresh * fresh
+        for begin in range(0, complete, fresh):
             yield torch.tensor(start + pending[begin : begin + fresh])
-        pending = pending[whole:]
+        pending = pending[complete:]
     return len(pending)
 
 
-def count_tokens(source: str, tokenizer: PreTrainedTokenizerBase, most: int, token: str | None = None) -> int:
-    """Count the tokens of a source; reading ends where there are `most`."""
+def count_tokens(source: str, tokenizer: PreTrainedTokenizerBase, enough: int, token: str | None = None) -> int:
+    """Count the tokens of a source; stop reading at `enough`."""
     tokens = 0
     for document in read_documents(source, token=token):
         tokens += len(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
-        if tokens >= most:
+        if tokens >= enough:
             break
     return tokens
 
@@ -153,8 +153,8 @@ def read_texts(
 
 def too_little_text(source: str, tokens: int, least: int, length: int) -> TextError:
     return TextError(
-        f"{source!r} has {tokens} tokens, and {least * length} are needed ({least} texts of {length}): give more text, "
-        "or ask for fewer or shorter texts"
+        f"{source!r} has {tokens} tokens, and {least * length} are needed ({least} texts of {length}): name a longer "
+        "text, or ask for fewer or shorter texts"
     )
 
 
@@ -172,7 +172,7 @@ def sample_from(
 ) -> torch.Tensor:  # (count, length)
     """Let a model write `count` texts of `length` tokens, each from the start of a text; the same for the same seed.
 
-    How many there are changes none of them, except where a device rounds the logits of few and many texts differently.
+    Their number does not change them, unless a device rounds the logits of few and many texts differently.
     """
     from linearizer.teacher.logits import fresh_cache
     from linearizer.teacher.token_loop import draw_tokens, write_tokens
@@ -200,7 +200,7 @@ def read_whole(path: Path) -> str:
 
 
 def decode_document(name: str, content: bytes) -> str:
-    """Return the text of a file: of a PDF, or text in UTF-8."""
+    """Return the text of a PDF, or of a file in UTF-8."""
     return read_pdf(name, content) if content.startswith(BEGINS) else decode_text(name, content)
 
 
@@ -213,7 +213,7 @@ def decode_text(name: str, content: bytes) -> str:
 
 
 def undecodable(name: str, error: UnicodeDecodeError) -> TextError:
-    return TextError(f"{name!r} is not text in UTF-8 (byte {error.start}): convert it, or name another")
+    return TextError(f"{name!r} is not text in UTF-8 (byte {error.start}): convert it, or name another file")
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -235,7 +235,7 @@ def refuse_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
             empty = False
             yield document
     if empty:
-        raise TextError(f"{source!r} holds no text: name a source that does, such as `builtin`")
+        raise TextError(f"{source!r} holds no text: name another source, such as `builtin`")
 
 
 def read_text_file(path: Path) -> Iterator[str]:
@@ -251,7 +251,7 @@ def explain_file_errors(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise undecodable(str(path), error) from error
     except IsADirectoryError as error:
-        raise TextError(f"{str(path)!r} is a folder: name one file of it") from error
+        raise TextError(f"{str(path)!r} is a folder: name one file in it") from error
     except FileNotFoundError as error:
         raise TextError(f"{str(path)!r} does not exist: check the path") from error
     except (OSError, ValueError) as error:
@@ -263,7 +263,7 @@ def read_in_pieces(path: Path, file: IO[str]) -> Iterator[str]:
     """Read a text in pieces of whole lines."""
     while piece := file.read(PIECE_CHARACTERS):
         if "\0" in piece:
-            raise TextError(f"{str(path)!r} is not text, it holds zero bytes: name a text file")
+            raise TextError(f"{str(path)!r} contains zero bytes, so it is not text: name a text file")
         yield piece + file.readline(PIECE_CHARACTERS)
 
 
@@ -281,7 +281,7 @@ def read_rows(path: Path, file: IO[str]) -> Iterator[str]:
 
 
 def split_dataset_name(spec: str) -> list[str]:
-    """Split ID[:config][:split][:column]; what is left out is empty."""
+    """Split ID[:config][:split][:column]; missing parts are empty."""
     parts = spec.split(":")
     if len(parts) > 4:
         raise TextError(f"'dataset:{spec}' has {len(parts)} parts and may have 4: write {SOURCES}")
@@ -291,7 +291,7 @@ def split_dataset_name(spec: str) -> list[str]:
 
 
 def read_column(spec: str, kind: type[Value], kind_name: str, token: str | None) -> Iterator[Value]:
-    """Stream a column of a data set, whose values must be of a kind; its usual name is the kind's.
+    """Stream a column of a data set with values of a kind; its default name is the name of the kind.
 
     Config, split and column of the specification may be left empty.
     """
@@ -304,6 +304,6 @@ def read_column(spec: str, kind: type[Value], kind_name: str, token: str | None)
         for row in splits[split]:
             value = row.get(column)
             if not isinstance(value, kind):
-                others = ", ".join(name for name, each in row.items() if isinstance(each, kind))
-                raise TextError(f"{identifier!r} has no {kind_name} in a column {column!r}: it has some in {others}")
+                columns = ", ".join(name for name, value in row.items() if isinstance(value, kind))
+                raise TextError(f"{identifier!r} has no {kind_name} in a column {column!r}: it has some in {columns}")
             yield value

@@ -1,4 +1,4 @@
-"""Reads texts into a cache, piece by piece, and continues them, token by token, as text."""
+"""Reads texts into a cache, piece by piece; continues them, token by token; and decodes the tokens."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from linearizer.student.cache import CACHE
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
-HALF_LETTER = "\ufffd"  # what a decoder writes for bytes that are not yet a letter
-CONTEXT = 8  # tokens before the first token that comes
-MAX_LETTER_TOKENS = 16  # after which bytes that are not a letter are written as such
+HALF_LETTER = "\ufffd"  # a decoder writes it for bytes that are not a complete letter
+CONTEXT = 8  # tokens that are decoded before the first new token
+MAX_LETTER_TOKENS = 16  # after these, bytes that are not a letter are written as such
 Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens (texts, 1)
 
 
 def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
-    """Read tokens (texts, tokens) that follow what the cache holds; yield after each piece how many were read."""
+    """Read tokens (texts, tokens) that follow those in the cache; yield after each piece how many were read."""
     for start in range(0, ids.shape[1], PIECE_TOKENS):
         with torch.inference_mode():
-            part = ids[:, start : start + PIECE_TOKENS].to(model.device)
-            model(input_ids=part, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            piece = ids[:, start : start + PIECE_TOKENS].to(model.device)
+            model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         yield min(start + PIECE_TOKENS, ids.shape[1])
 
 
 def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choose) -> Iterator[Tensor]:
-    """Yield the next token of every text (texts, 1), without end; `ids` (texts, tokens) follow what the cache holds."""
+    """Yield the next token of every text (texts, 1), endlessly; `ids` (texts, tokens) follow those in the cache."""
     while True:
         with torch.inference_mode():
             out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
@@ -72,7 +72,7 @@ def generate_tokens(
     sample: bool,
     before: Tensor | None = None,  # (1, tokens) that the cache has read: a penalty of repetitions counts these, too
 ) -> Iterator[int]:
-    """Yield the tokens that the model's `generate` gives: with its own temperature, and up to its own end of text."""
+    """Yield the tokens of the model's `generate`: with its own temperature, and up to its own end of text."""
 
     def loop(
         model: PreTrainedModel,
@@ -85,8 +85,8 @@ def generate_tokens(
         choose, texts = draw_tokens([seed], model.device) if sample else choose_likeliest, input_ids
 
         def choose_next(logits: Tensor) -> Tensor:
-            seen = texts if before is None else torch.cat([before, texts], 1)
-            return choose(logits_processor(seen, logits))
+            all_texts = texts if before is None else torch.cat([before, texts], 1)
+            return choose(logits_processor(all_texts, logits))
 
         for token in write_tokens(model, input_ids, cache, choose_next):
             texts = torch.cat([texts, token], 1)
@@ -110,8 +110,8 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int]) -> None:
         self.tokenizer = tokenizer
-        self.tokens = before[-CONTEXT:]  # the last that were written, then all that were not
-        self.written = len(self.tokens)  # how many of them were written
+        self.tokens = before[-CONTEXT:]  # the last written tokens, then the unwritten ones
+        self.written = len(self.tokens)  # number of written tokens among them
 
     def add(self, token: int) -> str:
         """Return the text that this token completes; "" while a letter is incomplete."""
@@ -123,14 +123,14 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """Return the text of what is incomplete at the end."""
+        """Return the text of incomplete letters at the end."""
         text, self.tokens, self.written = self.new_text(), [], 0
         return text
 
     def new_text(self) -> str:
-        """Decode the tokens that were not written, after the tokens before them."""
-        before, all_of = (
+        """Decode the unwritten tokens in the context of the written ones."""
+        written, text = (
             self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for tokens in (self.tokens[: self.written], self.tokens)
         )
-        return all_of[len(before) :]
+        return text[len(written) :]

@@ -71,7 +71,7 @@ def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_ef
     text.write_text("the state of the student takes as many bytes as its teacher's cache " * 60)
     for effort, (sizes, _) in planning.EFFORTS.items():
         asked = {"text": f"file:{text}", "texts": sizes.get("texts", USUAL_TEXTS), "length": 512}
-        with pytest.raises(RequestError, match="give more text, or ask for fewer or shorter texts"):
+        with pytest.raises(RequestError, match="name a longer text, or ask for fewer or shorter texts"):
             actions.start_run(find_visitor(), "demo", 64, effort, asked)
         plan = planning.make_plan("demo", 64, effort, {"text": f"file:{text}"})
         run = pipeline.begin(find_visitor().fresh_folder(plan), plan, yielding=YIELDING)

@@ -112,7 +112,7 @@ REFUSED = {
         f"({INTERFACE}|4 times in all)",
     ),
     "vit": (dict(model_type="vit"), "vit models do not continue text"),
-    "no layers": (dict(model_type="llama", num_hidden_layers=0), "its config gives it 0 layers"),
+    "no layers": (dict(model_type="llama", num_hidden_layers=0), "its config says that it has 0 layers"),
     "uneven heads": (dict(model_type="gemma", num_attention_heads=7, num_key_value_heads=4, head_dim=8), "evenly"),
     "no fit": (dict(model_type="llama", hidden_act="nonsense"), "cannot build it from its config"),
 }

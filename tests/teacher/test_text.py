@@ -107,10 +107,10 @@ def test_lines_of_jsonl_are_documents(tmp_path):
         ("empty.txt", b"", "holds no text"),
         ("blank.txt", b" \n\n", "holds no text"),
         ("binary.txt", b"\xff\xfe\x80 bytes", "is not text in UTF-8"),
-        ("zeros.txt", b"text\0text", "is not text, it holds zero bytes"),
+        ("zeros.txt", b"text\0text", "contains zero bytes, so it is not text"),
         ("rows.jsonl", b'{"text": "fine"}\n{"text": 3}\n', "no string named .* in line 2"),
         ("broken.jsonl", b'{"text": "fine"}\n{"te', "no JSON in line 2"),
-        (".", None, "is a folder: name one file of it"),
+        (".", None, "is a folder: name one file in it"),
         ("missing.txt", None, "does not exist"),
     ],
 )
