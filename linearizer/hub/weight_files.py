@@ -151,7 +151,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         sealed = parse_json((file.metadata() or {})[SEAL])
     if digest(tensors, sealed["facts"]) != sealed["digest"]:
-        raise ValueError("its content is not what was written")
+        raise ValueError("its content has changed since it was written")
     return tensors, sealed["facts"]
 
 

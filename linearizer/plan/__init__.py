@@ -1,4 +1,4 @@
-"""What is asked of a run, what a head may hold and in how many bytes, and the facts of a model that decide it.
+"""The options of a run, the contents of a head and their bytes, and the facts about a model that matter for them.
 
 Nothing here imports torch or transformers, or writes a file.
 """

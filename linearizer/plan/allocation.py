@@ -41,13 +41,13 @@ class Allocation(JsonProduct):
 
     @property
     def bits_in_words(self) -> str:
-        """Name the bits of a number that heads have, or between what they are."""
+        """Name the bits of a number in the heads, or their range."""
         counts = {head.bits for row in self.heads for head in row} or {16}
         return f"{min(counts)} to {max(counts)}" if len(counts) > 1 else str(*counts)
 
     @property
     def features_mean(self) -> float:
-        """The mean number of features over the heads that are not left softmax."""
+        """The mean number of features over the heads that do not stay softmax."""
         counts = [head.features for row in self.heads for head in row if not head.softmax]
         return sum(counts) / len(counts) if counts else 0.0
 
@@ -61,11 +61,11 @@ class Allocation(JsonProduct):
         return self.sinks + max((head.window for row in self.heads for head in row), default=0)
 
     def breakeven_tokens(self, layers: Sequence[Layer]) -> int | None:
-        """Find the length from which on the teacher's cache is no smaller; None: never."""
+        """Return the length from which on the teacher's cache is no smaller; None: never."""
         return head_bytes.breakeven_tokens(self.heads, layers, self.sinks)
 
     def growth(self, layers: Sequence[Layer]) -> int:
-        """Count the bytes that every token adds to the student's state: none unless heads are left softmax."""
+        """Count the bytes that every token adds to the student's state: 0 unless heads stay softmax."""
         return self.state_bytes(layers, 1) - self.state_bytes(layers, 0)
 
     def summary(self, layers: Sequence[Layer], length: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Allocation(JsonProduct):
 
 
 def fault_of(head: Head) -> str | None:
-    """Return why no student can have a head; None: it can."""
+    """Return the reason why no student can have such a head; None: it can."""
     faults = {
         "window, features and slots are 0 or more": min(head.window, head.features, head.slots) < 0,
         "its numbers have 4, 5, 6, 8 or 16 bits": head.bits not in head_bytes.BITS,
@@ -96,13 +96,13 @@ def fault_of(head: Head) -> str | None:
 
 
 def check_allocation(allocation: Allocation, layers: Sequence[Layer]) -> None:
-    """Refuse an allocation of another model."""
+    """Refuse the allocation of another model."""
     if len(allocation.heads) != len(layers):
         raise RequestError(f"the allocation is for {len(allocation.heads)} layers, the model has {len(layers)}")
     for index, (heads, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
         if len(heads) != heads_replaced(layer):
             raise RequestError(
-                f"layer {index}: the allocation gives {len(heads)} KV heads, the model has {heads_replaced(layer)} to "
+                f"layer {index}: the allocation has {len(heads)} KV heads, the model has {heads_replaced(layer)} to "
                 "replace: allocate again from the profile of this model"
             )
 
@@ -113,13 +113,13 @@ def heads_replaced(layer: Layer) -> int:
 
 
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
-    """Make the plain windows and sinks, in the student's bits, that together take its bytes at a length."""
+    """Make plain windows and sinks, in the student's bits, that together take its bytes at a length."""
     bits, room = allocation.bits, allocation.state_bytes(layers, length)
     counts = [(len(row), layer) for row, layer in zip(allocation.heads, layers, strict=True)]
     of_token, of_sink = (
-        max(1, sum(heads * head_bytes.token_bytes(layer, each) for heads, layer in counts)) for each in (bits, 16)
+        max(1, sum(heads * head_bytes.token_bytes(layer, width) for heads, layer in counts)) for width in (bits, 16)
     )
-    sinks = min(head_bytes.SINKS, room // of_token // 8)  # its own: a student with slots may need none
+    sinks = min(head_bytes.SINKS, room // of_token // 8)  # not the student's: one with slots may need none
     window = max((room - sinks * of_sink) // of_token, 1)
     rows = tuple((Head(window=window, bits=bits),) * len(row) for row in allocation.heads)
     return Allocation("window", sinks, rows)
@@ -131,7 +131,7 @@ class Reading:
 
     tokens: int
     state_bytes: int
-    cache_bytes: int  # of a teacher that has read as many tokens
+    cache_bytes: int  # of a teacher that has read the same tokens
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class StateSize:
         return f"{growing(self.fixed, self.growth)}: {', '.join(lengths)} tokens"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """State length, cache, state, and by what the state is smaller, for every stated length."""
+        """State length, cache, state, and the factor between them, for every stated length."""
         return [size_row(tokens, self.teacher_bytes(tokens), self.student_bytes(tokens)) for tokens in STATED_LENGTHS]
 
 
@@ -184,7 +184,7 @@ ROW_TITLES = ("after", "teacher", "student", "smaller by")
 
 
 def size_row(tokens: int, cache: int, state: int, sign: str = "") -> tuple[str, str, str, str]:
-    """State the sizes after a number of tokens; the `sign` ≤ marks a state that is only known to be no larger."""
+    """State the sizes after a number of tokens; the `sign` ≤ marks an upper bound of the state."""
     times = cache / state if state else math.inf
     factor = "∞" if times == math.inf else f"{times:,.0f}×" if times >= 100 else f"{times:.3g}×"
     smaller = "not yet" if times <= 1 else f"≥ {factor}" if sign else factor

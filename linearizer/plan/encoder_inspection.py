@@ -1,4 +1,4 @@
-"""The facts about an encoder that are known without its weights, and what its attention costs."""
+"""The facts about an encoder that are known without its weights, and the cost of its attention."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from linearizer.errors import UnsupportedModel
 from linearizer.plan.inspection import ModelFacts
 
-LENGTHS = (512, 2048, 8192, 32768)  # tokens of texts, at which the share of attention is told
-LATENTS = "latents"  # what a denoiser reads
-LEAST_SHARE = 0.1  # of a model's operations that its attention has: with less there is little to save
+LENGTHS = (512, 2048, 8192, 32768)  # tokens of texts for which the share of attention is stated
+LATENTS = "latents"  # the input of a denoiser
+LEAST_SHARE = 0.1  # of attention in a model's operations: with less there is little to save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +18,10 @@ class EncoderInspection(ModelFacts):
 
     auto_class: str  # of transformers, by which it loads
     reads: str  # texts, pictures, or LATENTS
-    layers: int  # that attend to all tokens; those with windows of their own stay as they are
+    layers: int  # that attend to all tokens; those with windows of their own are not changed
     heads: int
     head_dim: int
-    tokens: int  # of a picture of the usual size, or the most of a text
+    tokens: int  # of a picture of the usual size, or the maximum of a text
     layer_parameters: int  # outside of embeddings: a token is multiplied by each
     first: int = 0  # tokens before the patches of a picture, or special ones before a text
     last: int = 0  # special ones after a text
@@ -39,7 +39,7 @@ class EncoderInspection(ModelFacts):
         return attention / (attention + self.layer_parameters)
 
     def describe_shape(self) -> list[tuple[str, str]]:
-        """Describe layers, tokens and what attention costs, as pairs of a name and words."""
+        """Describe layers, tokens and the cost of attention, as pairs of a name and words."""
         texts, longest = self.reads == "texts", self.tokens
         lengths = LENGTHS if texts else (longest, 4 * longest, 16 * longest)
         shares = ", ".join(f"{self.share(tokens):.0%} at {tokens:,}" for tokens in lengths)

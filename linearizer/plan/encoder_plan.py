@@ -11,7 +11,7 @@ from linearizer.plan.options import check_options, option, write_options
 
 @dataclass(frozen=True)
 class EncoderPlan(JsonProduct):
-    """All that decides what a run of an encoder makes."""
+    """Everything that decides the result of an encoder's run."""
 
     json_indent = 1
 
@@ -26,7 +26,7 @@ class EncoderPlan(JsonProduct):
     texts: int = option(16, "how many texts or pictures to judge on", least=4)
     steps: int = option(32, "steps of distillation", least=0)
     batch: int = option(4, "texts or pictures of a step", least=1)
-    seed: int = option(0, "the seed of what is drawn", least=0)
+    seed: int = option(0, "the seed of everything that is drawn at random", least=0)
     device: str = option("auto", "the device to compute on: auto, cpu or cuda")
 
     def __post_init__(self) -> None:
@@ -34,22 +34,22 @@ class EncoderPlan(JsonProduct):
 
     @property
     def learnt(self) -> int:
-        """How many texts or pictures are learnt from."""
+        """The number of texts or pictures for training."""
         return self.steps * self.batch
 
     @property
     def least(self) -> int:
-        """How many of these there must be."""
+        """The number of these that there must be at least."""
         return min(self.steps, 1) * self.batch
 
     @property
     def dial(self) -> str:
-        """What the plan spends, in words."""
+        """The plan's budget, in words."""
         return f"{self.budget} keys a token"
 
     @property
     def in_brief(self) -> str:
-        """What the plan spends, and how."""
+        """The plan's budget and method, in words."""
         return f"{self.dial}, {'slots' if self.slots else 'a window alone'}"
 
     def command(self) -> str:

@@ -14,9 +14,9 @@ from linearizer.student.update_rules import UPDATE_RULES
 CACHED = 2  # bytes of a cached number
 BITS = (4, 5, 6, 8, 16)  # that a number in keys and values may have
 SUMMED = 4  # bytes of a number in a running state
-SINKS = 4  # tokens at the start of a text that most models lean on
+SINKS = 4  # tokens at the start of a text that most models rely on
 TILE = 16  # features that a kernel computes at once, and the fewest of a head
-BLOCK = 16  # tokens that leave a window at once, at the least, where slots take them and the window has room
+BLOCK = 16  # tokens that leave a window at once, at least, if slots take them and the window has room
 FEATURE_MAPS = ("clusters", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
@@ -28,7 +28,7 @@ class Layer:
     kv_heads: int
     key_dim: int
     value_dim: int
-    native_window: int | None = None  # the teacher already bounds this layer: it stays as it is
+    native_window: int | None = None  # the teacher already bounds this layer: it is not changed
 
 
 @dataclass(frozen=True)
@@ -40,26 +40,26 @@ class Head:
     softmax: bool = False
     slots: int = 0  # tokens, each merged of several
     bits: int = 16  # of a number in keys and values
-    memory: str = ""  # what `features` count the rows of (update_rules.py); none: features, log sums
+    memory: str = ""  # a rule (update_rules.py): `features` count its rows; none: features, log sums
 
     @property
     def block(self) -> int:
-        """How many tokens are merged at once; more where there are many slots, since each time costs slots².
+        """The number of tokens that are merged at once; more for many slots, since each merge costs slots².
 
-        Half of a window stays exact: a head that looks at the token before would find it merged where all have left.
+        Half of a window stays exact: a head that attends to the previous token must not find it merged.
         """
         return min(max(1, self.window // 2), max(BLOCK, self.slots // 8))
 
     @property
     def in_brief(self) -> str:
-        """What the head holds apart from its sinks: a window of 16 tokens, or 16 + 48 slots, 4 bits."""
-        few = f", {self.bits} bits" if self.bits < 8 else ""
+        """The contents of the head without its sinks: a window of 16 tokens, or 16 + 48 slots, 4 bits."""
+        bits = f", {self.bits} bits" if self.bits < 8 else ""
         if self.softmax:
-            return f"softmax{few}"
+            return f"softmax{bits}"
         rows = f"rows of {self.memory}" if self.memory else "features"
         far = [f"{count} {name}" for count, name in ((self.features, rows), (self.slots, "slots")) if count]
         near = [f"{self.window}" if far else f"{self.window} tokens"] if self.window else []
-        return (" + ".join(near + far) or "nothing") + few
+        return (" + ".join(near + far) or "nothing") + bits
 
     @property
     def held(self) -> list[int | str] | str:
@@ -132,7 +132,7 @@ def state_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], s
 
 
 def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
-    """Price one KV head and the queries of its group; a feature map counts as one product, key_dim × features."""
+    """Count the operations of one KV head and its queries; a feature map counts as one product, key_dim × features."""
     group = layer.query_heads // layer.kv_heads
     if head.softmax:
         return group * pair_operations(layer) * length
@@ -144,7 +144,7 @@ def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
 
 
 def pair_operations(layer: Layer) -> int:
-    """Price one query with one cached token: a score, and its value added."""
+    """Count the operations of one query with one cached token: a score, and adding its value."""
     return 2 * (layer.key_dim + layer.value_dim)
 
 
@@ -163,7 +163,7 @@ def breakeven_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer
 
 
 def find_breakeven(fixed: int, growth: int) -> int | None:
-    """Return the least n with growth · n ≥ fixed."""
+    """Return the smallest n with growth · n ≥ fixed."""
     if fixed == 0:
         return 0
     return -(-fixed // growth) if growth > 0 else None

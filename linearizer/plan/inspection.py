@@ -36,7 +36,7 @@ class ModelFacts(JsonProduct):
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(ModelFacts):
-    """Facts about a causal language model; its layers only as far as its code could be followed."""
+    """Facts about a causal language model; its layers only as far as its code could be run."""
 
     supported: bool
     reason: str | None  # why it is not supported
@@ -48,22 +48,22 @@ class Inspection(ModelFacts):
     weight_bytes: int
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
-    tower_of: str | None = None  # the class of the whole model, of which this is the text tower
+    tower_of: str | None = None  # the class of the whole model, if this is its text tower
     quantised: str | None = None  # how its weights are quantised
     packed: bool = False  # whether they stay so while it computes
-    links: bool = True  # whether a student loads from its files as they are
+    links: bool = True  # whether a student loads from its unchanged files
     vocabulary: int = 0  # entries; 0 where its config does not say
-    gguf: str | None = None  # the file of its weights, where that is one of GGUF
-    resting: int = 0  # parameters that a token does without: of the experts that it is not sent to
+    gguf: str | None = None  # the file of its weights, if that is a GGUF file
+    resting: int = 0  # parameters that a token does not use: those of other experts
 
     @property
     def active(self) -> int:
-        """The parameters that work for a token."""
+        """The parameters that a token uses."""
         return self.parameters - self.resting
 
     @property
     def number_bytes(self) -> int:
-        """The bytes of a number in a floating type, as far as its files tell: a smaller number is packed.
+        """The bytes of a number in a floating type, judging by its files: a smaller number is packed.
 
         The small numbers of a GGUF file are expanded to float32.
         """
@@ -72,7 +72,7 @@ class Inspection(ModelFacts):
 
     @property
     def expanded_bytes(self) -> int:
-        """The bytes of its weights once they are held: more than its files have, where these are expanded."""
+        """The bytes of its weights in memory: more than in its files, if they are expanded."""
         expanded = self.quantised is not None and not self.packed
         return self.parameters * self.number_bytes if expanded else self.weight_bytes
 
@@ -94,6 +94,6 @@ class Inspection(ModelFacts):
         ]
 
     def require_support(self) -> None:
-        """Raise an error that says why the model cannot be linearized, if it cannot."""
+        """Raise an error with the reason if the model cannot be linearized."""
         if not self.supported:
             raise UnsupportedModel(f"{self.name!r} cannot be linearized, because {self.reason}: {self.remedy}")

@@ -25,7 +25,7 @@ FAULTS = {  # by pydantic's names
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON; text that is nested too deeply raises ValueError, as any other that cannot be read."""
+    """Parse JSON; text that is nested too deeply raises ValueError, like any other invalid text."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -42,7 +42,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 class JsonProduct:
     """A frozen dataclass of numbers, text, tuples, dictionaries and other dataclasses, which is written as JSON."""
 
-    # no annotations: what reads the types of the fields, as Gradio does, would read these, too
+    # no annotations: code that reads the types of the fields, such as Gradio's, would also read these
     json_indent = None  # type: int | None  # spaces a level, where people read the file
 
     def to_json(self) -> str:
@@ -50,17 +50,17 @@ class JsonProduct:
 
     @classmethod
     def from_json(cls: type[P], text: str) -> P:
-        """Read what `to_json` wrote; an error names the field that is missing, unknown or of another kind."""
+        """Read the output of `to_json`; an error names the field that is missing, unknown or of another type."""
         return read_json(cls, text)
 
 
 def read_plain(kind: Any, plain: Mapping[str, Any], extra: Extra = "forbid") -> Any:
-    """Make a dataclass of plain values by their names, lists as tuples."""
+    """Make a dataclass from plain values by their names, with lists as tuples."""
     return read_json(kind, json.dumps(plain), extra)
 
 
 def read_json(kind: Any, text: str, extra: Extra = "forbid") -> Any:
-    """Read a value of a type from JSON; `extra` says what becomes of names that no field has."""
+    """Read a value of a type from JSON; `extra` says whether unknown names are refused or ignored."""
     with explained_faults():
         return adapter_of(kind).validate_json(text, strict=True, extra=extra)
 
@@ -75,23 +75,23 @@ def adapter_of(kind: Any) -> TypeAdapter[Any]:
 
 @contextmanager
 def explained_faults(name: str = "", refusal: type[RequestError] = RequestError) -> Iterator[None]:
-    """Turn what pydantic finds into a sentence: the first value at fault, and what it should be."""
+    """Turn pydantic's errors into a sentence: the first wrong value, and what it should be."""
     from pydantic import ValidationError
 
     try:
         yield
     except ValidationError as error:
         fault = error.errors()[0]
-        place = name + "".join(f".{each}" if str(each).isidentifier() else f"[{quote(each)}]" for each in fault["loc"])
+        place = name + "".join(f".{key}" if str(key).isidentifier() else f"[{quote(key)}]" for key in fault["loc"])
         if fault["type"] in FAULTS:
             wrong = FAULTS[fault["type"]].format(**fault.get("ctx", {}))
         else:
-            wanted = fault["msg"].replace("Input", "it", 1).partition(", unable to parse")[0]  # which says no more
-            wrong = f"{quote(fault['input'])} is not allowed: {wanted}"
+            rule = fault["msg"].replace("Input", "it", 1).partition(", unable to parse")[0]  # which adds nothing
+            wrong = f"{quote(fault['input'])} is not allowed: {rule}"
         raise refusal(f"{place.removeprefix('.') or 'it'} {wrong}") from error
 
 
 def quote(value: object) -> str:
-    """Repeat a value in a message, cut where it is long."""
+    """Write a value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -1,4 +1,4 @@
-"""Options: the fields of a dataclass say what they may be and mean; checks, `--help` and forms derive from them."""
+"""Options: dataclass fields that declare their limits and meaning, from which checks, `--help` and forms derive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FieldLimits:
     most: float | None = None
     choices: tuple[Any, ...] = ()
     group: str = ""  # the title under which `--help` shows the option; none: it is not an option of a command
-    error: type[RequestError] = RequestError  # what a value out of bounds raises
+    error: type[RequestError] = RequestError  # raised for a value out of bounds
 
 
 def option(default: Any, about: str = "", default_text: str = "", **limits: Any) -> Any:
@@ -60,7 +60,7 @@ class Option:
 
     @property
     def value_kind(self) -> Any:
-        """The type of a value; of each value where the option is a list."""
+        """The type of a value, or of each value of a list."""
         return get_args(self.kind)[0] if self.is_list or self.is_optional else self.kind
 
     @property
@@ -73,28 +73,28 @@ class Option:
 
     @property
     def usual(self) -> str:
-        """The default in words; empty where there is none."""
+        """The default in words; empty if there is none."""
         return self.limits.default_text or ("" if self.default is None else str(self.default))
 
     @cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """What checks a value: its type, the choices, and the bounds; whole numbers have 63 bits."""
+        """The check of a value: its type, the choices, and the bounds; whole numbers have 63 bits."""
         from pydantic import Field
 
         bounds: dict[str, Any] = {"ge": self.limits.least, "gt": self.limits.above, "le": self.limits.most}
         if self.value_kind is int:
-            bounds = {"ge": -LARGEST, "le": LARGEST} | {name: each for name, each in bounds.items() if each is not None}
-        each: Any = Literal[self.limits.choices] if self.limits.choices else Annotated[self.value_kind, Field(**bounds)]
-        kind = GenericAlias(tuple, (each, ...)) if self.is_list else each
+            bounds = {"ge": -LARGEST, "le": LARGEST} | {name: x for name, x in bounds.items() if x is not None}
+        kind: Any = Literal[self.limits.choices] if self.limits.choices else Annotated[self.value_kind, Field(**bounds)]
+        kind = GenericAlias(tuple, (kind, ...)) if self.is_list else kind
         return adapter_of(kind | None if self.is_optional else kind)
 
     def check(self, value: Any) -> None:
-        """Refuse a value that is of another kind or out of bounds."""
+        """Refuse a value of another type or out of bounds."""
         with self.explained_faults():
             self.adapter.validate_python(value, strict=True)
 
     def parse(self, text: str) -> Any:
-        """Read a value that was written as text; commas stand between the values of a list."""
+        """Read a value from text; commas separate the values of a list."""
         parts = [part.strip() for part in text.split(",") if part.strip()]
         with self.explained_faults():
             value = adapter_of(self.kind).validate_python(parts if self.is_list else text)
@@ -107,7 +107,7 @@ class Option:
 
 @cache
 def options_of(kind: Any) -> Mapping[str, Option]:
-    """Describe the fields of a dataclass by their names; a field that says nothing takes every value of its type."""
+    """Describe the fields of a dataclass by their names; a field without limits takes every value of its type."""
     options, types = {}, get_type_hints(kind)
     for declared in fields(kind):
         of_type, limits = types[declared.name], declared.metadata.get("limits", FieldLimits())
@@ -119,14 +119,14 @@ def options_of(kind: Any) -> Mapping[str, Option]:
 
 
 def check_options(product: object) -> None:
-    """Refuse a dataclass with a field that is of another kind or out of bounds."""
+    """Refuse a dataclass with a field of another type or out of bounds."""
     kind: Any = type(product)
-    for each in options_of(kind).values():
-        each.check(getattr(product, each.name))
+    for declared in options_of(kind).values():
+        declared.check(getattr(product, declared.name))
 
 
 def write_options(product: object, usual: Mapping[str, Any]) -> list[str]:
-    """Write the options of a dataclass whose values are not the usual, as the words of a command."""
+    """Write the options of a dataclass that differ from the usual values, as the words of a command."""
     kind: Any = type(product)
     words = list[str]()
     for name, choice in usual.items():
@@ -136,6 +136,6 @@ def write_options(product: object, usual: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Name the values of `mine` that are others in `other`."""
-    return [f"{name} {mine[name]!r} instead of {other.get(name)!r}" for name in mine if mine[name] != other.get(name)]
+def differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Describe the values of `new` that differ from those of `old`."""
+    return [f"{name} {value!r} instead of {old.get(name)!r}" for name, value in new.items() if value != old.get(name)]

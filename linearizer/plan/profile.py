@@ -14,13 +14,13 @@ from linearizer.plan.json_products import JsonProduct
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
+    """How to measure. The paper uses all tokens and does not centre keys: sinks=0, gauge="raw", per="query"."""
 
     text: str = ""  # its source
     samples: int = 1024  # queries and keys of a head, half and half: a multiple of 8
     sinks: int = 4  # first tokens of each text that are left out
-    per: Literal["kv", "query"] = "kv"  # one curve for every KV head; or for every query head, too
-    gauge: Literal["raw", "centred"] = "centred"  # keys as they are, or less their mean, to which a softmax is blind
+    per: Literal["kv", "query"] = "kv"  # one curve for every KV head; or also for every query head
+    gauge: Literal["raw", "centred"] = "centred"  # unchanged keys, or minus their mean, to which a softmax is blind
     seed: int = 0
     ridges: tuple[float, ...] = tuple(2.0**-exponent for exponent in range(21))  # falling
     reference: float = 2.0**-8  # the λ of the paper's table of heads

@@ -1,8 +1,8 @@
 """Recipes: published methods and ours, each as the choices of a plan; other options take precedence.
 
-Each is its authors' form, as far as one run can hold it, at the bytes that the budget gives. Where a model adapts, that
-is LoRA on q, k, v and o: the teacher's own weights stay. A strategy says what heads may hold, and which measurement
-decides how the budget is shared out among them.
+Each has its authors' form, as far as one run allows, at the bytes of the budget. Where a model adapts, it does so by
+LoRA on q, k, v and o: the teacher's own weights do not change. A strategy says what heads may hold, and which
+measurement decides how the budget is shared out among them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any, Literal
 from linearizer.plan.json_products import read_json
 from linearizer.student.update_rules import UPDATE_RULES
 
-SUMMARY = Path(__file__).with_name("quality.json")  # which the benchmark writes
+SUMMARY = Path(__file__).with_name("quality.json")  # written by the benchmark
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a budget becomes an allocation."""
+    """Describes how a budget becomes an allocation."""
 
     about: str
     decided_by: Literal["prices", "gates", "freedoms", "budget"]  # "budget": nothing has to be measured
     far_field: Literal["slots", "features", ""] = ""  # what heads may hold in addition to a window
     bits: tuple[int, ...] = (16,)  # that a number in keys and values may have; the first is the default
-    fewer: tuple[int, ...] = ()  # that heads may have where that pays, unless bits are asked for
+    fewer: tuple[int, ...] = ()  # that heads may have where that pays, unless the plan sets bits
 
     @property
     def spends_tokens(self) -> bool:
-        """Whether the budget is given in tokens of cache; otherwise it may be a mean number of features."""
+        """Whether the budget is in tokens of cache; otherwise it may be a mean number of features."""
         return self.decided_by != "freedoms"
 
     @property
     def product(self) -> str:
-        """Name the product of a run that is measured last, and that decides; every run has a profile."""
+        """Name the last measured product of a run, by which it decides; every run has a profile."""
         return self.decided_by if self.decided_by in ("prices", "gates") else "profile"
 
 
@@ -59,7 +59,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 
 
-WITHOUT_WINDOW = {"window": 0, "sinks": 0}  # features alone, as these authors have it
+WITHOUT_WINDOW = {"window": 0, "sinks": 0}  # features alone, as in these papers
 WITH_ADAPTERS = {"lora": 8, "steps": 60}
 
 
@@ -70,11 +70,11 @@ class Recipe:
     label: str  # on the page
     about: str  # what it is
     choices: Mapping[str, Any] = field(default_factory=dict)
-    reference: str = ""  # authors, title, where it was published; none: ours
+    reference: str = ""  # authors, title and place of publication; none: ours
 
     @property
     def origin(self) -> str:
-        """What it is, with its reference."""
+        """The description with its reference."""
         return f"{self.about} ({self.reference})" if self.reference else self.about
 
 
@@ -164,13 +164,13 @@ def choices_of(recipe: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Quality:
-    """How a recipe did with the demo model at one budget: means over seeds, from the quality table."""
+    """The quality of a recipe with the demo model at one budget: means over seeds, from the quality table."""
 
     budget: int  # tokens of the teacher's cache
     kl: float  # nats from the teacher, at the output
-    recall: float  # what a student gains when a passage comes again, as a share of what its teacher gains
+    recall: float  # the student's gain on a repeated passage, as a share of its teacher's gain
     seeds: int
-    untrained: bool = False  # measured as the recipe begins: its training was not
+    untrained: bool = False  # measured without the recipe's training
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The bytes that a run writes, estimated before anything is downloaded."""
+"""Estimates the bytes that a run writes, before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from linearizer.plan.plan import Plan
 from linearizer.student.update_rules import UPDATE_RULES
 
 NUMBER = 4  # bytes of a float32
-KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments
-FILES = 2  # of a state of training: the newest, and the one that is being written
+KEPT = 4  # numbers that training stores for a parameter: itself, an earlier good one, two moments
+FILES = 2  # of a training's state: the newest, and the one that is being written
 SAVE_EVERY = 25  # steps of a training
-SMALL_FILES, TOKEN = 1_000_000, 64  # bytes of what every run writes, and of an entry in a tokenizer's file
+SMALL_FILES, TOKEN = 1_000_000, 64  # bytes of small files of every run, and of an entry in a tokenizer's file
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
-    """Estimate what a student takes on the disk: its features, and its teacher's weights where they cannot be linked.
+    """Estimate the bytes of a student: its features, and its teacher's weights if they cannot be linked.
 
     Weights that training changed are written again, in no larger type than the teacher's.
     """
     weights = 0 if linked and inspection.links else inspection.weight_bytes
     if not inspection.links and (inspection.tower_of or inspection.quantised):
-        weights = inspection.parameters * inspection.number_bytes  # a part of the files, or more than they hold
+        weights = inspection.parameters * inspection.number_bytes  # less than in the files (a tower), or more
     if plan.changes_weights:
         weights = min(inspection.expanded_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
     return weights + map_bytes(plan, inspection)
@@ -35,7 +35,7 @@ def run_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
 
 
 def map_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate the size of the feature maps, or of the memories, whose rows are what a query and a key are."""
+    """Estimate the size of the feature maps, or of memories, which have rows as long as a query or key."""
     if not plan.may_hold_features:
         return 0
     rows = {"mlp": 6}.get(plan.feature_map, 3 if plan.memory else 2)  # numbers for each number of a key
@@ -51,11 +51,11 @@ def rows_of(plan: Plan, layer: Layer) -> int:
 
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate what resuming needs: samples of queries, keys and values, texts, and the state of training."""
+    """Estimate the bytes for resuming: samples of queries, keys and values, texts, and the state of training."""
     plan = plan.sized(inspection.max_positions)
     length = plan.kept_length(None)
-    kept = plan.samples // 2 + (length if plan.memory else 0)
-    samples = kept * sum(
+    sampled = plan.samples // 2 + (length if plan.memory else 0)
+    samples = sampled * sum(
         layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)
         for layer in inspection.layers
     )
@@ -64,7 +64,7 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
 
 
 def training_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate the size of the state of training, at the most."""
+    """Estimate an upper bound of the size of the training's state."""
     if not plan.trains:
         return 0
     widths = sum(layer.query_heads * layer.key_dim for layer in inspection.replaced_layers)

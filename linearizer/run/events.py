@@ -1,4 +1,4 @@
-"""A log of events, one JSON object a line; a line that a kill or a full disk cut off is not an event."""
+"""A log of events, one JSON object per line; a line that a kill or a full disk cut off is not an event."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EventName(str, Enum):
     TRIED = "tried"
     PRICED = "priced"
     DROPPED = "dropped"  # a damaged file is not used
-    CHECKED = "checked"  # the student that was allocated, with plain students of the same bytes
+    CHECKED = "checked"  # the allocated student, with plain students of the same bytes
     ALLOCATED = "allocated"
     DISTILLED = "distilled"
     EVALUATED = "evaluated"  # the student, when it was made
@@ -49,7 +49,7 @@ class EventName(str, Enum):
     PUBLISHED = "published"
     UNPUBLISHED = "unpublished"  # a student that was made in a job could not be published: {"error"}
 
-    # of a run in jobs of the Hub: the beginning {"id", "url", "flavor", "cap"}, or the end {"id", "stage"} of a job
+    # of a run in jobs of the Hub: the start {"id", "url", "flavor", "cap"}, or the end {"id", "stage"} of a job
     HUB_JOB = "hub job"
 
     __str__ = str.__str__
@@ -84,12 +84,12 @@ def read_lines(path: Path, begin: int = 0) -> bytes:
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[Event]:
-    """Parse the lines that are events, each when it is asked for."""
+    """Parse the lines that are events, each on demand."""
     return (event for line in lines if (event := parse_line(line)) is not None)
 
 
 def read_events(path: Path, begin: int = 0) -> tuple[list[Event], int]:
-    """Read the events from a byte on, and the byte where the next begins; an incomplete line is left for then."""
+    """Read the events from a byte on; return also the byte where the next begins, without an incomplete line."""
     content = read_lines(path, begin)
     return list(parse_lines(content.split(b"\n"))), begin + len(content)
 
@@ -99,27 +99,27 @@ def first_event(path: Path) -> Event | None:
 
 
 def newest_events(path: Path, name: str = "") -> Iterator[Event]:
-    """Read the events backwards, or those of one name; lines are parsed only as far as events are asked for."""
+    """Read the events backwards, or those of one name; parse lines on demand."""
     lines = (line for line in reversed(read_lines(path).split(b"\n")) if name.encode() in line)
     return (event for event in parse_lines(lines) if name in ("", event["event"]))
 
 
 def events_of_student(events: Sequence[Event], name: str) -> list[Event]:
-    """Keep the events of one name since the student was last allocated another budget."""
-    kept: list[Event] = []
+    """List the events of one name since another budget was last allocated to the student."""
+    matching: list[Event] = []
     for event in events:
         if event["event"] == EventName.ALLOCATED and event.get("changed"):
-            kept = []
+            matching = []
         elif event["event"] == name:
-            kept.append(event)
-    return kept
+            matching.append(event)
+    return matching
 
 
 def parse_line(line: bytes) -> Event | None:
-    """Parse a line; None: it is not an event, with a name and a time that a calendar has."""
+    """Parse a line; None: it is not an event with a name and a valid time."""
     try:
         event = parse_json(line)
-    except ValueError:  # also where it is not UTF-8
+    except ValueError:  # also if it is not UTF-8
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None

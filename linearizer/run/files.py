@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, what the system says about it in a sentence, and what the package carries."""
+"""Writes files completely or not at all, turns the system's errors into sentences, and finds the package's files."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from linearizer.errors import FolderError
 
 PACKAGE = Path(__file__).parents[1]
 SEAL = "sha256"  # the name of a digest in a JSON object
-UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed process leaves it behind
+UNFINISHED = ".unfinished"  # suffix of a file or folder that is being written; a killed process leaves it behind
 
 
 def find_carried(name: str) -> Path:
-    """Find what comes with the package: inside it where it was installed, next to it in a checkout."""
+    """Find a file or folder of the package: inside it if it is installed, next to it in a checkout."""
     return PACKAGE / name if (PACKAGE / name).exists() else PACKAGE.parent / name
 
 
 def project_folder() -> Path:
-    """Find the folder next to the package in a checkout, or inside it where it was installed."""
+    """Find the folder with the project's files: the package's parent in a checkout, or inside an installed package."""
     carried = find_carried("project")
     return carried if carried.is_dir() else PACKAGE.parent
 
 
 def seal(text: str) -> str:
-    """Add the digest of a JSON object to it, by which a later change of any bit is seen."""
+    """Add the digest of a JSON object to it, which reveals a later change of any bit."""
     return f'{text.rstrip()[:-1]},\n"{SEAL}": "{hashlib.sha256(text.rstrip().encode()).hexdigest()}"}}'
 
 
@@ -41,17 +41,17 @@ def unseal(text: str, check: bool = True) -> str:
     if sealed is None:
         return text
     if check and hashlib.sha256(f"{sealed[1]}}}".encode()).hexdigest() != sealed[2]:
-        raise ValueError("its content is not what was written")
+        raise ValueError("its content has changed since it was written")
     return f"{sealed[1]}}}"
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says about a path that cannot be written into a sentence."""
+    """Turn the system's error about a path that cannot be written into a sentence."""
     try:
         yield
     except Exception as error:
-        # By its name: a signal's handler writes, too, and importing there breaks the import that the signal came into.
+        # By its name: a signal's handler also writes, and an import there breaks the import that it interrupts.
         in_rust = type(error).__name__ == "SafetensorError" or "(os error " in str(error)
         if not isinstance(error, OSError) and not in_rust:
             raise
@@ -59,25 +59,25 @@ def writing(path: Path) -> Iterator[None]:
             raise link_error(Path(error.filename or path)) from error  # type: ignore[attr-defined]
         reason = getattr(error, "strerror", None) or error
         raise FolderError(
-            f"{str(path)!r} cannot be written ({reason}): free the disk, or name a folder that is yours to write; "
-            "what was there is untouched"
+            f"{str(path)!r} cannot be written ({reason}): free the disk, or name a folder that you may write to; "
+            "older files are unchanged"
         ) from error
 
 
 def link_error(path: Path) -> FolderError:
     return FolderError(
-        f"{str(path)!r} is a link, and only files of the folder itself are written: remove it, or put in its place a "
-        "copy of what it points to"
+        f"{str(path)!r} is a link, and only files of the folder itself are written: remove it, or replace it by a "
+        "copy of its target"
     )
 
 
 def open_in_place(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file that is written where it is (for `open`'s opener); not through a link, which may lead anywhere."""
+    """Open a file that is written in place (for `open`'s opener); refuse a link, which may lead anywhere."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file at once, so that a reader or a crash never meets half of it."""
+    """Replace a file at once, so that no reader and no crash leaves half of it."""
     unfinished = path.with_name(path.name + UNFINISHED)
     with writing(path):
         try:
@@ -91,7 +91,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk: a crash of the machine later loses nothing of it."""
+    """Wait until a file or folder is on the disk, safe from a later crash of the machine."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -116,7 +116,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, if it is there."""
+    """Remove a file, or a folder with its contents, if it exists."""
     with writing(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -125,7 +125,7 @@ def remove(path: Path) -> None:
 
 
 def check_free_disk(folder: Path, needed: int) -> None:
-    """Refuse to start what the disk has no room for."""
+    """Refuse to start if the disk has no room."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise FolderError(

@@ -1,6 +1,6 @@
 """A run is a folder: its plan, its products, and a log of events, which alone decides the state of the run.
 
-RUN/begun.json      the id of the run, and the choices of the caller that plan.json holds as decided
+RUN/begun.json      the id of the run, and the caller's choices of options that were decided for plan.json
 RUN/plan.json inspection.json profile.json prices.json gates.json allocation.json events.jsonl
 RUN/state/          files for resuming: samples of queries and keys, the training
 RUN/checkpoint/     the student, which transformers loads
@@ -54,14 +54,14 @@ UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set
 
 @dataclass(frozen=True)
 class Begun(JsonProduct):
-    """The beginning of a run: its id, and the choices of the caller that its plan holds as decided."""
+    """The start of a run: its id, and the caller's choices of options that were decided for its plan."""
 
     id: str
     model: str
     dtype: str
     texts: int | None
     length: int | None
-    settled: bool  # whether all is decided that depends on the machine that works on the run
+    settled: bool  # whether everything is decided that depends on the machine of the run
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,15 @@ class Run:
 
     @staticmethod
     def is_begun(folder: Path, resume: bool = False) -> bool:
-        """Whether a folder holds a run to resume; a folder where a run can neither begin nor resume is refused."""
+        """Whether a folder holds a run to resume; refuse a folder where a run can neither begin nor resume."""
         with writing(folder):  # a name may be too long, or a loop of links
             begun = (folder / Run(folder).plan_file).exists()
         if begun and not resume:
             raise FolderError(
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
             )
-        present = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
-        if folder.exists() and (not folder.is_dir() or present - FILES_OF_RUN):
+        names = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
+        if folder.exists() and (not folder.is_dir() or names - FILES_OF_RUN):
             raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
         return begun
 
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """The id of the run; a later run in a folder of the same name has another."""
+        """The id of the run; a later run in the same folder has another id."""
         return self.begun.id
 
     @property
@@ -125,7 +125,7 @@ class Run:
         return self.parse_file("begun.json", Begun.from_json, again=False)
 
     def settle(self, plan: Plan) -> None:
-        """Write a plan in which all is decided."""
+        """Write a plan in which everything is decided."""
         self.write_product(PLAN, plan.to_json())
         self.write_product("begun.json", replace(self.begun, settled=True).to_json())
 
@@ -136,16 +136,16 @@ class Run:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The values with which the run was begun, of the options that were then decided for it."""
+        """The caller's values of the options that were decided for the run."""
         begun = self.begun
         return {name: getattr(begun, name) for name in DECIDED}
 
     def check_same(self, plan: Plan | EncoderPlan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
         undecided = {name: value for name, value in self.given.items() if getattr(plan, name, None) == value}
-        if others := differences(asdict(plan), asdict(self.any_plan) | undecided):
+        if changes := differences(asdict(plan), asdict(self.any_plan) | undecided):
             raise RequestError(
-                f"{str(self.folder)!r} was begun with another plan ({'; '.join(others)}): ask for the same, or "
+                f"{str(self.folder)!r} was begun with another plan ({'; '.join(changes)}): ask for the same, or "
                 "name another folder"
             )
 
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def of_encoder(self) -> bool:
-        """Whether this is the run of an encoder, whose folder encoders/encoder_folder.py reads."""
+        """Whether this is the run of an encoder; encoders/encoder_folder.py reads its folder."""
         return self.has_file(ENCODER_PLAN)
 
     @property
@@ -203,7 +203,7 @@ class Run:
 
     @property
     def gates(self) -> list[list[float]] | None:
-        """How much each KV head needs its whole cache, where gates were learned."""
+        """How much each KV head needs its whole cache, if gates were learned."""
         return self.product("gates.json", lambda text: read_json(dict[str, list[list[float]]], text)["gates"])
 
     @property
@@ -216,7 +216,7 @@ class Run:
         return self.product(CANDIDATES, Candidates.from_json)
 
     def product(self, name: str, parse: Callable[[str], Product]) -> Product | None:
-        """Return a product of the run; None: it is not there yet."""
+        """Return a product of the run; None: it does not exist yet."""
         return self.parse_file(name, parse) if self.has_file(name) else None
 
     def require_student(self) -> None:
@@ -254,7 +254,7 @@ class Run:
             raise FolderError(f"{path!r} cannot be read ({error}): remove it, and evaluate again") from error
 
     def write_evaluation(self, **changes: Any) -> None:
-        """Write `parts` or `made_with`; keep what is not named."""
+        """Write `parts` or `made_with`; do not change the other."""
         self.write_product("evaluation.json", json.dumps({**self.evaluation_file, **changes}))
 
     @property
@@ -285,25 +285,25 @@ class Run:
         except (ValueError, TypeError, KeyError, RequestError) as error:
             raise self.damaged_file_error(name, error, name if again else "") from error
 
-    def damaged_file_error(self, name: str, what: object, remove: str) -> FolderError:
-        """Return the error of a damaged file, with what to remove so that resuming makes it again, if it can."""
+    def damaged_file_error(self, name: str, fault: object, remove: str) -> FolderError:
+        """Return the error of a damaged file, with the file to remove so that resuming makes it again, if it can."""
         remedy = "start a new run"
         if remove and not self.checkpoint.exists():  # a run with a student makes nothing again
-            it = "it" if remove == name else repr(str(self.folder / remove))
-            remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it again"
-        return FolderError(f"{str(self.folder / name)!r} cannot be read ({what}): {remedy}")
+            target = "it" if remove == name else repr(str(self.folder / remove))
+            remedy = f"remove {target}, and `linearizer runs resume {self.folder}` makes it again"
+        return FolderError(f"{str(self.folder / name)!r} cannot be read ({fault}): {remedy}")
 
     def write(self, name: str, text: str) -> None:
         write_whole(self.folder / name, text)
 
     def write_product(self, name: str, text: str) -> None:
-        """Write a JSON object with its digest: what decides the student must be read as it was written."""
+        """Write a JSON object with its digest: damage of what decides the student must be noticed."""
         self.write(name, seal(text))
 
     def remove(self, started: bool = True) -> None:
         """Remove the files of the run, and its folder if nothing else is in it.
 
-        Where it has not started, a `state` or `checkpoint` that holds anything was there before it, and stays.
+        If it has not started, a `state` or `checkpoint` that is not empty existed before it, and is not removed.
         """
         last = [self.plan_file, "lock"]  # while these are present, removing can be repeated
         for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
@@ -325,12 +325,12 @@ class Run:
 
     @property
     def published(self) -> Event | None:
-        """Where the student was published last: {"repo_id", "revision", "url", "snippet", "private", "time"}."""
+        """The last publication of the student: {"repo_id", "revision", "url", "snippet", "private", "time"}."""
         return next(newest_events(self.log_file, EventName.PUBLISHED), None)
 
     @property
     def unpublished(self) -> str | None:
-        """Why a job could not publish the student that it made; None where that was not tried, or done since."""
+        """Why a job could not publish its student; None if it did not try, or the student was published since."""
         newest = next(newest_events(self.log_file, EventName.UNPUBLISHED), None)
         if newest is None or ((published := self.published) and published["time"] > newest["time"]):
             return None
@@ -362,10 +362,10 @@ class Run:
         """Whether a live process holds this run."""
         return locks.is_held(self.folder / "lock")
 
-    def make_request(self, name: str, why: str = "") -> None:
-        """Request of the process that works on this run to `stop`, or to `use` the training as it is."""
-        if why:
-            self.write(name, why)
+    def make_request(self, name: str, reason: str = "") -> None:
+        """Ask the process that works on this run to `stop`, or to end the training and `use` its result."""
+        if reason:
+            self.write(name, reason)
             return
         with writing(self.folder):
             os.close(open_in_place(self.folder / name, os.O_WRONLY | os.O_CREAT))
@@ -403,13 +403,13 @@ def parse_plan(name: str, content: bytes) -> Plan:
 
 def newest_request(run: Run) -> tuple[Request, bool, tuple[str, ...]]:
     """Return the newest request for an evaluation, whether it measures all again, and the parts done since."""
-    done: list[str] = []
+    finished: list[str] = []
     for event in newest_events(run.log_file):
         if run.evaluating.owns_event(event):
             if event["event"] == EventName.EXAMINED:
-                done.append(event["part"])
+                finished.append(event["part"])
             if "request" in event:
-                return Request.of(event["request"]), event.get("again", False), tuple(done)
+                return Request.of(event["request"]), event.get("again", False), tuple(finished)
     raise RequestError(f"{str(run.folder)!r} has no request for an evaluation: `linearizer evaluate` makes it")
 
 
@@ -433,5 +433,5 @@ def read_training(run: Run) -> Trained:
 
 
 def ends_of_phases(run: Run) -> dict[int, Event]:
-    """Read from the log of a run how each phase of its training ended; a resumed phase counts as it ended last."""
+    """Read from the log of a run how each phase of its training ended; of a resumed phase the last end counts."""
     return {event.get("phase", 0): event for event in events_of_student(run.events(), EventName.DISTILLED)}

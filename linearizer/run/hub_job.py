@@ -1,4 +1,4 @@
-"""A run that works in jobs of the Hub: on which hardware, for how long at most, and on whose account."""
+"""The terms of a run in jobs of the Hub: its hardware, its maximum time and the account that pays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "hub_job.json"
 class HubJob(JsonProduct):
     """The terms that a run's owner agreed to: a job costs at most `cap`, and a resumed run may need another job."""
 
-    owner: str  # the account that pays, and that the bucket belongs to
+    owner: str  # the account that pays and owns the bucket
     flavor: str  # of the hardware
     minutes: int  # after which the Hub ends the job
     usd_per_hour: float
@@ -36,19 +36,19 @@ class HubJob(JsonProduct):
 
 
 def read_hub_job(run: Run) -> HubJob | None:
-    """Read where a run works; None: on this machine."""
+    """Read the terms of a run in jobs; None: it works on this machine."""
     if run.job is not None or not run.has_file(FILE):
         return None
     return run.parse_file(FILE, HubJob.from_json, again=False)
 
 
 def open_job(run: Run) -> Event | None:
-    """Return the beginning of the newest job, {"id", "url", "flavor", "cap"}, if its end is not known yet."""
+    """Return the start of the newest job, {"id", "url", "flavor", "cap"}, if its end is not known yet."""
     newest = next(newest_events(run.log_file, EventName.HUB_JOB), None)
     return None if newest is None or "stage" in newest else newest
 
 
 def agreed_cap(run: Run) -> float:
-    """Return the USD that were agreed to when the run was queued last; 0: no new job may begin."""
+    """Return the amount in USD that was agreed to when the run was last queued; 0: no new job may begin."""
     queued = filter(run.owns_event, newest_events(run.log_file, EventName.QUEUED))
     return float(next(queued, {}).get("cap", 0.0))

@@ -1,8 +1,8 @@
-"""Locks on files, which the system frees when their process dies; a process that is started may be handed one.
+"""Locks on files, which the system frees when their process dies; a new process may inherit one.
 
 A lock belongs to the open file, not to the process: it lasts until the last process that has the file open closes it.
-A process that is forked closes what it inherited at once: its parent's locks are its parent's.
-Handing over keeps a lock held without a gap. A process takes seconds to start. If it took its lock by itself, as with
+A forked process closes the files that it inherited at once: its parent's locks remain its parent's.
+Handing over leaves no gap without the lock. A process takes seconds to start. If it took its lock by itself, as with
 the packages for locks, the run would look lost meanwhile, and another start could take it.
 """
 
@@ -19,18 +19,18 @@ from pathlib import Path
 LOCK_SECONDS = 0.5  # seconds: a process that checks a lock holds it for a moment
 
 
-OPEN: set[int] = set()  # files that locks are on
-CHANGING = threading.Lock()  # OPEN
+OPEN: set[int] = set()  # files with locks
+CHANGING = threading.Lock()  # of OPEN
 
 
 @dataclass
 class Lock:
-    """A lock that this process holds, alone or since it was handed over."""
+    """A lock that this process holds, perhaps together with a process that inherited it."""
 
     fd: int
 
     def release(self) -> None:
-        """Close the file; without a process that was handed it, that frees the lock."""
+        """Close the file; unless another process inherited it, that frees the lock."""
         if self.fd >= 0:
             close(self.fd)
         self.fd = -1
@@ -44,7 +44,7 @@ class Lock:
 
 def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
     """Take a lock; None if another process keeps it for the whole time."""
-    last = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while True:
         fd = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -55,8 +55,8 @@ def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), path.stat()):
                     return Lock(fd)
-            close(fd)  # it was deleted meanwhile, and a lock on it excludes nobody
-        if time.monotonic() >= last:
+            close(fd)  # the file was deleted meanwhile, and a lock on it excludes nobody
+        if time.monotonic() >= deadline:
             return None
         time.sleep(0.01)
 
@@ -65,10 +65,10 @@ def is_held(path: Path) -> bool:
     """Whether a live process holds a lock."""
     try:
         fd = open_file(path, os.O_RDONLY)
-    except OSError:  # there is none, or a link in its place, which no process of ours holds
+    except OSError:  # there is no file, or a link, which no process of ours holds
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not meet each other
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two checks do not disturb each other
     except BlockingIOError:
         return True
     finally:
@@ -76,23 +76,23 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def open_file(path: Path, how: int) -> int:
+def open_file(path: Path, flags: int) -> int:
     """Open a file for a lock on it."""
     with CHANGING:
-        fd = os.open(path, how | os.O_NOFOLLOW, 0o644)
+        fd = os.open(path, flags | os.O_NOFOLLOW, 0o644)
         OPEN.add(fd)
     return fd
 
 
 def close(fd: int) -> None:
-    """Close a file, and so free the lock on it."""
+    """Close a file, which frees the lock on it."""
     with CHANGING:
         OPEN.discard(fd)
         os.close(fd)
 
 
 def leave_to_parent() -> None:
-    """Close the files that were inherited, in a process that was forked a moment ago."""
+    """Close the inherited files in a process that was just forked."""
     for fd in OPEN:
         os.close(fd)
     OPEN.clear()

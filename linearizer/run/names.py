@@ -20,14 +20,14 @@ MAX_MODEL = 100  # letters of a model that are part of the name of a run
 
 
 def runs_root() -> Path:
-    """Return the folder of runs unless another is named."""
+    """Return the default folder of runs."""
     return Path(os.environ.get("LINEARIZER_RUNS") or "runs")
 
 
 def find_run(name: str, root: Path | None = None, encoders: bool = False) -> Run:
-    """Open a run by its name under the root, or by its folder; where there is none, say which may be meant.
+    """Open a run by its name under the root, or by its folder; if there is none, suggest similar names.
 
-    The run of an encoder is refused unless the caller serves these, too.
+    Refuse the run of an encoder unless the caller also serves `encoders`.
     """
     root = root or runs_root()
     for folder in (root / name, Path(name)):
@@ -36,19 +36,19 @@ def find_run(name: str, root: Path | None = None, encoders: bool = False) -> Run
             if not encoders:
                 refuse_encoder(run)
             return run
-    known = sorted(plan.parent.name for file in (PLAN, ENCODER_PLAN) for plan in root.glob(f"*/{file}"))
-    if near := get_close_matches(name, known, n=3, cutoff=0.5):
-        said = f"did you mean {' or '.join(near)}?"
-    elif known:
-        said = f"{str(root)!r} has {', '.join(known[:MAX_NAMES])}{', …' if len(known) > MAX_NAMES else ''}"
+    names = sorted(plan.parent.name for file in (PLAN, ENCODER_PLAN) for plan in root.glob(f"*/{file}"))
+    if similar := get_close_matches(name, names, n=3, cutoff=0.5):
+        advice = f"did you mean {' or '.join(similar)}?"
+    elif names:
+        advice = f"{str(root)!r} has {', '.join(names[:MAX_NAMES])}{', …' if len(names) > MAX_NAMES else ''}"
     else:
-        said = f"{str(root)!r} has none; start a run with `linearizer run MODEL`"
+        advice = f"{str(root)!r} has none; start a run with `linearizer run MODEL`"
     hint = "that folder holds no run; " if os.path.isdir(name) else ""
-    raise FolderError(f"there is no run {name!r}: {hint}{said}")
+    raise FolderError(f"there is no run {name!r}: {hint}{advice}")
 
 
 def refuse_encoder(run: Run) -> None:
-    """Refuse the run of an encoder, where only those of causal language models are served."""
+    """Refuse the run of an encoder: the caller serves only causal language models."""
     if run.of_encoder:
         raise RequestError(f"{str(run.folder)!r} is of an encoder, which writes no text and keeps no state: {USES}")
 
@@ -70,7 +70,7 @@ GGUF_NAME = re.compile(r"([^:@]+)(?:@([^:@]+))?:([^:@]+\.gguf)(?:@([^:@]+))?")
 
 @dataclass(frozen=True)
 class HubName:
-    """A model of the Hub: its repository, a revision, and the file of its weights where these are GGUF."""
+    """A model of the Hub: its repository, a revision, and the file of its weights if these are GGUF."""
 
     repo_id: str
     revision: str | None = None
@@ -79,8 +79,8 @@ class HubName:
     @staticmethod
     def of(name: str) -> HubName:
         """Read `org/name`, `org/name@revision`, `org/name:FILE.gguf` or `org/name:FILE.gguf@revision`."""
-        if found := GGUF_NAME.fullmatch(name):
-            return HubName(found[1], found[2] or found[4], found[3])
+        if match := GGUF_NAME.fullmatch(name):
+            return HubName(match[1], match[2] or match[4], match[3])
         repo_id, _, revision = name.partition("@")
         return HubName(repo_id, revision or None)
 
@@ -91,19 +91,19 @@ class HubName:
 
 def absolute_source(source: str) -> str:
     """Name a source of text so that it is found from any folder."""
-    kind, _, rest = source.partition(":")
-    place, colon, options = (rest, "", "") if kind == "file" else rest.partition(":")
+    kind, _, name = source.partition(":")
+    place, colon, options = (name, "", "") if kind == "file" else name.partition(":")
     return f"{kind}:{absolute_path(place)}{colon}{options}" if kind in ("file", "dataset") else source
 
 
 def absolute_path(name: str) -> str:
-    """Write out where a file or folder lies; a name that is none stays."""
+    """Return the absolute path of a file or folder; return a name of neither unchanged."""
     path = os.path.expanduser(name)
     return os.path.abspath(path) if name and os.path.exists(path) else name
 
 
 def id_of_address(name: str) -> str:
-    """Turn the address of a model's page on the Hub into its id, with the revision and the GGUF file that it names."""
+    """Turn the address of a model's page on the Hub into its id, with the revision and GGUF file in the address."""
     page = ADDRESS.fullmatch(name)
     if page is None:
         return name

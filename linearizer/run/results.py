@@ -1,6 +1,6 @@
-"""The request for an evaluation, and its results: one frozen dataclass for every part, as evaluation.json holds it.
+"""The request for an evaluation, and its results: one frozen dataclass for every part of evaluation.json.
 
-A comparison is what teacher, student and a window wrote after the same prompt; no file holds it.
+A comparison has the texts of teacher, student and a window after the same prompt; it is not stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over tokens, and where it may lie."""
+    """A mean over tokens, and its interval of confidence."""
 
     mean: float
     interval: Interval
@@ -26,16 +26,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Tail:
-    """What a mean hides of how a subject differs from the teacher; quantised weights are judged by the same."""
+    """The largest differences of a subject from the teacher, which a mean hides; also used for quantised weights."""
 
-    kl_99: float  # nats that 99% of the tokens stay below
+    kl_99: float  # nats: 99% of the tokens stay below
     kl_999: float  # 99.9%
-    probability_change: float  # of the token that came: the root of the mean square
+    probability_change: float  # of the actual next token: the root of the mean square
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """One subject, in nats; comparisons with the teacher are None where there is no teacher."""
+    """One subject, in nats; comparisons with the teacher are None if there is no teacher."""
 
     name: str
     state_bytes: int  # of cache or state at the end of a text
@@ -50,7 +50,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class ShortPredictions:
-    """One subject on the beginnings of texts, in nats; comparisons are None where there is no teacher."""
+    """One subject on the beginnings of texts, in nats; comparisons are None if there is no teacher."""
 
     name: str
     loss: Estimate
@@ -67,9 +67,9 @@ class LengthResult:
     count: int  # how many of these there are
     window: int  # tokens that a window of the student's bytes holds at this length, with its sinks
     subjects: tuple[ShortPredictions, ...]
-    # the student's kl less that of the window, token by token; the losses where there is no teacher
+    # the student's kl minus that of the window, token by token; without a teacher the losses
     difference: Estimate | None  # None: one text or document shows no difference
-    strained: bool = False  # whether the teacher itself predicts what only these texts have worse than the window does
+    strained: bool = False  # whether the teacher predicts the tokens of only this length worse than the window does
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Repeated:
-    """One subject's loss on passages that come twice, gap by gap."""
+    """One subject's loss on repeated passages, gap by gap."""
 
     name: str
     first: tuple[float, ...]
@@ -128,14 +128,14 @@ class Needle:
 
 @dataclass(frozen=True)
 class Written:
-    """Measures of what one subject wrote; comparisons with the teacher are None where there is no teacher."""
+    """Measures of one subject's texts; comparisons with the teacher are None if there is no teacher."""
 
     name: str
     sampled: bool  # drawn, or the likeliest tokens
     diverged: tuple[int, ...] | None  # tokens of each text before the first that is not the teacher's
-    repeated: float  # share of the runs of four tokens that stood in the same text before
-    distinct: tuple[float, ...]  # share of the runs of one, two, three tokens that are different
-    loss: float | None  # of the teacher on what was written, in nats per token
+    repeated: float  # share of the runs of four tokens that occurred earlier in the same text
+    distinct: tuple[float, ...]  # share of distinct runs of one, two, three tokens
+    loss: float | None  # of the teacher on these texts, in nats per token
     likeliest: float | None  # share of the tokens that are the teacher's first choice at their place
 
 
@@ -151,7 +151,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one subject, [layer][KV head]; no heads where the teacher bounds the layer itself."""
+    """Errors of one subject, [layer][KV head]; no heads where the teacher bounds the layer itself."""
 
     name: str
     rows: tuple[tuple[float | None, ...], ...]  # None: a memory that a rule writes
@@ -169,15 +169,15 @@ class Approximation:
 
 @dataclass(frozen=True)
 class Pace:
-    """One subject at one length; None where it was not measured."""
+    """One subject at one length; None: not measured."""
 
     length: int
     batch: int
     read_rate: float | None  # tokens per second, of all texts together
     write_rate: float | None
-    peak_bytes: int | None  # apart from the weights; None where the system does not tell
-    state_bytes: int | None  # that are remembered
-    predicted_bytes: int  # that the shape of the state says are remembered
+    peak_bytes: int | None  # apart from the weights; None if the system does not report them
+    state_bytes: int | None  # of cache or state
+    predicted_bytes: int  # of cache or state, from its shape
     predicted_operations: int  # of attention for one token
     extrapolated: str | None = None  # why it was not measured: memory or time
 
@@ -193,7 +193,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Breakeven:
-    """From which length on the student is no worse than the teacher; None: never."""
+    """The length from which on the student is no worse than the teacher; None: never."""
 
     predicted_bytes: int | None
     predicted_operations: int | None
@@ -206,7 +206,7 @@ class Speed:
 
     lengths: tuple[int, ...]
     beyond: tuple[bool, ...]  # whether a length lies beyond the teacher's positions
-    seconds: float  # that one measurement might take
+    seconds: float  # limit of one measurement
     subjects: tuple[Course, ...]
     breakeven: Breakeven | None  # None without a teacher
 
@@ -218,7 +218,7 @@ class Score:
     task: str
     metric: str
     value: float
-    error: float | None  # standard; None where the harness gives none
+    error: float | None  # standard; None if the harness returns none
     samples: int
 
 
@@ -237,7 +237,7 @@ class Tasks:
 
     tasks: tuple[str, ...]
     limit: int | None  # samples of a task; None: all
-    few_shot: int | None  # examples before each; None: as the task says
+    few_shot: int | None  # examples before each; None: the task's number
     subjects: tuple[Scored, ...]
 
 
@@ -272,9 +272,7 @@ class Request:
     )
     limit: int | None = option(None, "samples of a task", "all", least=1)
     few_shot: int | None = option(None, "examples before each sample", "as the task says", least=0)
-    task_folder: str | None = option(
-        None, "a folder of tasks of your own, as YAML files, which may run code that you put there"
-    )
+    task_folder: str | None = option(None, "a folder with your own tasks as YAML files; its code may be run")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -282,9 +280,9 @@ class Request:
             raise RequestError("no task was named: add --tasks, as in --tasks piqa,arc_easy")
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> Request:
-        """Read a request from plain values, lists for tuples; None stands for the default."""
-        return read_plain(Request, {name: value for name, value in given.items() if value is not None})
+    def of(plain: Mapping[str, Any]) -> Request:
+        """Read a request from plain values, with lists as tuples; None stands for the default."""
+        return read_plain(Request, {name: value for name, value in plain.items() if value is not None})
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -320,7 +318,7 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True)
 class Part(Generic[R]):
-    """One part of an evaluation: its result, and what it was measured on and with."""
+    """One part of an evaluation: its result, its texts, and its software and device."""
 
     asked: dict[str, Any]  # the fields of the request that the part uses
     made_with: MadeWith
@@ -328,13 +326,13 @@ class Part(Generic[R]):
     read: TextRead | None = None  # None: the part reads no text of a source
 
     def to_plain(self) -> dict[str, Any]:
-        """Lay the part out as evaluation.json holds it."""
+        """Return the part in the form of evaluation.json."""
         asked = {**self.asked, "made_with": asdict(self.made_with)}
         return {"asked": asked, **({} if self.read is None else asdict(self.read)), **asdict(self.result)}
 
 
 def read_part(name: str, plain: Mapping[str, Any]) -> Part:
-    """Read what `Part.to_plain` laid out."""
+    """Read the form of `Part.to_plain`."""
     asked = dict(plain["asked"])
     made_with = read_plain(MadeWith, asked.pop("made_with"))
     source = read_plain(TextRead, plain, "ignore") if "text" in plain else None
@@ -343,7 +341,7 @@ def read_part(name: str, plain: Mapping[str, Any]) -> Part:
 
 @dataclass(frozen=True)
 class Side:
-    """What one model has written, its speed, and what it remembers, in the units of every other size."""
+    """The text of one model, its speed, and the size of its state, in the units of every other size."""
 
     text: str
     tokens: int
@@ -356,9 +354,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that a model chose otherwise than the teacher."""
+    """The first token in which a model differs from the teacher."""
 
-    place: int  # tokens that both wrote alike
+    place: int  # number of equal tokens before it
     alike: str  # the text of these
     teacher: str  # the token of each
     own: str
@@ -377,9 +375,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Held:
-    """What models remember while they read a text, by their names."""
+    """The sizes of the models' states while they read a text, by their names."""
 
     tokens: int  # of the text that are read
     total: int
     bytes: dict[str, int]
-    again: bool = False  # it was read before, and the states are gone
+    again: bool = False  # the text was read before, but the states were dropped

@@ -1,4 +1,4 @@
-"""A run while it is worked on: held, logged, and stopped when that is asked for.
+"""Logs the progress and the end of a run, and stops it on request.
 
 Nothing here imports torch before it is used: a run that waits for its turn needs little memory.
 """
@@ -24,8 +24,8 @@ Product = TypeVar("Product")
 NO_MEMORY = ("not enough memory", "can't allocate memory")  # PyTorch says so on a CPU
 MIN_EVENT_SECONDS = 0.25  # seconds between two events of a step, and more in a long one:
 EVENT_SHARE = 1e-3  # of the time that the step has taken
-MIN_GUESS_SECONDS = 2.0  # seconds of a step after which the rest of it can be guessed
-STOP_POLL_SECONDS = 0.2  # seconds between two looks for a request where nothing is yielded
+MIN_GUESS_SECONDS = 2.0  # seconds of a step after which its remaining seconds can be estimated
+STOP_POLL_SECONDS = 0.2  # seconds between two checks for a request while nothing is yielded
 INTERRUPT_SECONDS = 1.0  # seconds until work that did not stop is interrupted again
 YIELD_SECONDS = 3.0  # seconds that a step has to yield, and to save its state, before it is interrupted
 INTERRUPT = signal.SIGUSR1  # not SIGINT, which a shell lets its background jobs ignore
@@ -33,13 +33,13 @@ INTERRUPT = signal.SIGUSR1  # not SIGINT, which a shell lets its background jobs
 
 @contextmanager
 def log_end(run: Run) -> Iterator[None]:
-    """Log it if a run is stopped, or fails with a sentence."""
+    """Log the stop of a run, or its failure with a sentence."""
     try:
         with memory_explained():
             yield
     except (Stopped, KeyboardInterrupt, GeneratorExit):
-        why = run.request_reason("stop")
-        run.log(EventName.STOPPED, **({"error": why} if why else {}))
+        reason = run.request_reason("stop")
+        run.log(EventName.STOPPED, **({"error": reason} if reason else {}))
         run.clear_request("stop")
         raise
     except LinearizerError as error:
@@ -49,7 +49,7 @@ def log_end(run: Run) -> Iterator[None]:
 
 @contextmanager
 def memory_explained() -> Iterator[None]:
-    """Turn what a device says when its memory is full into a sentence."""
+    """Turn a device's error about full memory into a sentence."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -57,7 +57,7 @@ def memory_explained() -> Iterator[None]:
             raise
         raise FaultError(
             "the memory of the device is full: free it, or begin again with a smaller --length or --batch; "
-            "what was finished is kept"
+            "finished steps are kept"
         ) from error
 
 
@@ -69,9 +69,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def log_progress(
     run: Run, steps: Steps[Product], patience: float = YIELD_SECONDS, step: str | None = None, **details: object
 ) -> Steps[Product]:
-    """Write a step's progress into the run's log, too, and end it early if the run is to stop.
+    """Yield a step's progress, write it into the run's log, and end it early if the run is to stop.
 
-    The step has some seconds of patience to end by itself. Its progress gets other details, and another name.
+    The step has `patience` seconds to end by itself. `step` replaces its name, `details` are added to its progress.
     """
     pace = LogPace()
     with closing(steps):  # a step that is stopped saves its state
@@ -85,18 +85,18 @@ def log_progress(
             stop = run.has_request("stop")
             if pace.due(progress) or stop:
                 counts = {"done": progress.done, "total": progress.total, "unit": progress.unit}
-                run.log(progress.step, **counts, **pace.left(progress), **progress.details)
+                run.log(progress.step, **counts, **pace.remaining(progress), **progress.details)
             yield progress
             check_stop(run)
 
 
 def check_stop(run: Run) -> None:
-    """End the work if a stop is requested, or if the folder of the run is gone."""
+    """End the work if a stop is requested, or if the folder of the run was deleted."""
     if run.has_request("stop"):
-        why = run.request_reason("stop")
-        raise Stopped(f"stopped{f': {why}' if why else ' on request'}; what was finished is kept in {run.folder}")
+        reason = run.request_reason("stop")
+        raise Stopped(f"stopped{f': {reason}' if reason else ' on request'}; finished steps are kept in {run.folder}")
     if not run.has_file(run.plan_file):
-        raise FolderError(f"{str(run.folder)!r} was deleted while it was worked on: start a new run")
+        raise FolderError(f"{str(run.folder)!r} was deleted during the run: start a new run")
 
 
 class LogPace:
@@ -107,7 +107,7 @@ class LogPace:
         self.first, self.done = 0, 0
 
     def due(self, progress: Progress) -> bool:
-        """Whether an event is to be logged: the first, the last, every warning, and some between."""
+        """Whether to log an event: the first, the last, every warning, and some between."""
         now, part = time.monotonic(), (progress.step, progress.unit)
         if part != self.part or progress.done < self.done:
             self.part, self.begin, self.last, self.first = part, now, -math.inf, progress.done
@@ -117,18 +117,18 @@ class LogPace:
         self.last = now if due else self.last
         return bool(due)
 
-    def left(self, progress: Progress) -> dict[str, float]:
+    def remaining(self, progress: Progress) -> dict[str, float]:
         """Estimate the remaining seconds of a step that has lasted for a while and does not report them itself."""
-        taken, made = time.monotonic() - self.begin, progress.done - self.first
-        if taken < MIN_GUESS_SECONDS or made <= 0 or "seconds_left" in progress.details:
+        seconds, count = time.monotonic() - self.begin, progress.done - self.first
+        if seconds < MIN_GUESS_SECONDS or count <= 0 or "seconds_left" in progress.details:
             return {}
-        return {"seconds_left": taken * (progress.total - progress.done) / made}
+        return {"seconds_left": seconds * (progress.total - progress.done) / count}
 
 
 def interruptible(run: Run, patience: float = 0.0) -> AbstractContextManager[None]:
-    """While this lasts, let a request to stop act as ctrl-C does: for work that is long and yields nothing.
+    """Let a request to stop act like ctrl-C while the context lasts: for long work that yields nothing.
 
-    The work has some seconds of patience to end by itself.
+    The work has `patience` seconds to end by itself.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals are handled
     return Interruption(run, patience) if in_main_thread else nullcontext()
@@ -154,16 +154,16 @@ class Interruption(AbstractContextManager[None]):
             check_stop(self.run)
 
     def watch(self) -> None:
-        """Send the signal again and again: a download waits for its threads after the first."""
+        """Send the signal repeatedly: a download waits for its threads after the first."""
         while not self.over.wait(STOP_POLL_SECONDS):
             if self.run.has_request("stop") and not self.over.wait(self.patience):
                 signal.pthread_kill(self.main, INTERRUPT)
                 self.over.wait(INTERRUPT_SECONDS)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Interrupt the work; what is just beginning or ending it must do so whole, or the signals would never end."""
+        """Interrupt the work, but not its start or end: without a complete `__exit__` the signals would never end."""
         while frame is not None:
             if frame.f_code in (Interruption.__enter__.__code__, Interruption.__exit__.__code__):
-                return  # the request is still there for the next look
+                return  # the next check finds the request again
             frame = frame.f_back
         raise KeyboardInterrupt

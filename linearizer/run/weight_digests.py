@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's weights, config and tokenizer: damage is seen before a student is loaded or published."""
+"""Digests of a checkpoint's weights, config and tokenizer, to notice damage before a student is loaded or published."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from linearizer.plan.json_products import parse_object
 from linearizer.run.folder import Run
 
 DIGESTS = "state/checkpoint.json"  # of a run's folder
-KNOWN_FILES = 256  # whose digests a process remembers
-TOKENIZER = (  # the files of one, of any kind
+KNOWN_FILES = 256  # digests that a process remembers
+TOKENIZER = (  # files of a tokenizer of any kind
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja"
 )  # fmt: skip
-CONFIG = ("config.json", "*.index.json")  # a digit of it makes another model, which answers as well
-OF_THIS_MACHINE = ("is_local", "local_files_only")  # what transformers writes into a tokenizer's settings
+CONFIG = ("config.json", "*.index.json")  # another digit in them makes another model, which also answers
+OF_THIS_MACHINE = ("is_local", "local_files_only")  # transformers writes them into a tokenizer's settings
 
 
 def write_digests(run: Run, linked: Sequence[Path] = ()) -> None:
-    """Note the digests of a checkpoint's files; a linked file of the Hub's cache has its digest for a name."""
+    """Store the digests of a checkpoint's files; the name of a linked file of the Hub's cache is its digest."""
     blobs = [path.resolve() for path in linked]
     known = {path.stat().st_ino: path.name for path in blobs if re.fullmatch("[0-9a-f]{64}", path.name)}
     files = digested_files(run.checkpoint)
@@ -44,12 +44,12 @@ def check_weights(run: Run) -> None:
 
 
 def read_digests(run: Run) -> dict[str, str]:
-    """Read the digests of the files that a run wrote; none until they are noted."""
+    """Read the digests of the files that a run wrote; none until they are stored."""
     return run.parse_file(DIGESTS, parse_object, again=False) if run.has_file(DIGESTS) else {}
 
 
 def digested_files(folder: Path) -> list[Path]:
-    """List the files of a checkpoint whose damage nothing else shows before it matters."""
+    """List the files of a checkpoint in which damage would not be noticed otherwise."""
     small = {path for pattern in (*CONFIG, *TOKENIZER) for path in folder.glob(pattern) if path.is_file()}
     return [*weight_files(folder), *sorted(small)]
 
@@ -61,12 +61,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 @lru_cache(maxsize=KNOWN_FILES)
 def known_digest(path: Path, size: int, changed: int, node: int) -> str:
-    """Hash a file once, as long as it does not change: what was previewed is then published."""
+    """Hash a file once while it does not change, so that a publication equals its preview."""
     return hash_file(path)
 
 
 def hash_file(path: Path) -> str:
-    """Hash a file, however large."""
+    """Hash a file of any size."""
     hashed = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):

@@ -69,7 +69,7 @@ def test_a_changed_digit_of_a_product_is_seen(run):
     for name in ("profile.json", "plan.json", "inspection.json"):
         read(run, name)
         flip_a_digit(run.folder / name)
-        with pytest.raises(FolderError, match="its content is not what was written"):
+        with pytest.raises(FolderError, match="its content has changed since it was written"):
             read(run, name)
 
 
@@ -78,7 +78,7 @@ def test_a_changed_bit_of_the_samples_is_seen(run):
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
-    with pytest.raises(FolderError, match="its content is not what was written"):
+    with pytest.raises(FolderError, match="its content has changed since it was written"):
         samples_of(run)
 
 
