@@ -42,7 +42,7 @@ __all__ = ["__version__", *HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: torch and transformers take seconds."""
+    """Import a public name at its first use: torch and transformers take seconds."""
     if name not in HOMES:
         raise AttributeError(f"module 'linearizer' has no attribute {name!r}")
     return getattr(import_module(f"linearizer.{HOMES[name]}"), name)

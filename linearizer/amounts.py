@@ -1,4 +1,4 @@
-"""Amounts as people write them."""
+"""Writes amounts for people: numbers, times, bytes, tables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def from_length(begin: int | None) -> str:
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
-    """Lay out rows of cells, the first column to the left and the others to the right."""
+    """Lay out rows of cells, with the first column aligned left and the others aligned right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
     lines = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in texts)

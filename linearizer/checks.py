@@ -1,4 +1,4 @@
-"""The decisions and refusals before any work of a run, which `pipeline.begin` asks for in order."""
+"""The decisions and refusals before any work of a run, in the order of `pipeline.begin`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AnyPlan = TypeVar("AnyPlan", Plan, EncoderPlan)
 
 
 def with_absolute_paths(plan: AnyPlan) -> AnyPlan:
-    """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
+    """Make the paths of a plan absolute, so that the run can be resumed from any working directory."""
     places: dict[str, Any] = {"model": plan.model if plan.model == "demo" else absolute_path(plan.model)}
     if isinstance(plan, EncoderPlan) and plan.pictures is not None:
         places["pictures"] = absolute_source(absolute_path(plan.pictures))
@@ -40,7 +40,7 @@ def with_absolute_paths(plan: AnyPlan) -> AnyPlan:
 
 
 def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
-    """Choose the type that this machine computes in, and refuse what it cannot do with weights that it cannot hold."""
+    """Choose the type that this machine computes in; refuse a plan that needs all weights in memory without room."""
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
     places = place_weights(config, source, computing_dtype(dtype, config), plan.device)
     if places is not None and OFFLOADED & set(places.values()):
@@ -51,7 +51,7 @@ def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
 
 
 def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
-    """Shrink the options that yield to what the text of a plan has."""
+    """Shrink the yielding options of a plan to the length of its source."""
     plan = plan.sized(inspection.max_positions)
     if plan.text != "self":
         tokens = count_tokens(plan.text, load_tokenizer(source, token), needed_tokens(plan), token)
@@ -67,12 +67,12 @@ def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Colle
 
 
 def check_plan(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
-    """Refuse a plan that no work can serve; whether the layers are a chain takes a while to tell."""
+    """Refuse a plan that cannot be carried out; `is_chain` takes a while."""
     check_dials(plan, inspection.layers)
     check_source(plan.text)
     settings = training_settings(plan)
     if plan.trains:
-        check_peft(max(each.lora for each in settings))
+        check_peft(max(phase.lora for phase in settings))
     check_packed(plan, inspection)
     check_chain(plan, inspection, is_chain)
 
@@ -80,45 +80,45 @@ def check_plan(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool])
 def check_packed(plan: Plan, inspection: Inspection) -> None:
     """Refuse to change weights that stay quantised."""
     if plan.changes_weights and inspection.packed:
-        what, remedy = ("adapters", "--lora 0") if plan.kept_lora else ("what is fitted", "--steps 0")
+        change, remedy = ("adapters", "--lora 0") if plan.kept_lora else ("fitted maps", "--steps 0")
         raise RequestError(
-            f"{inspection.name!r} is quantised ({inspection.quantised}), and {what} cannot be merged into such "
+            f"{inspection.name!r} is quantised ({inspection.quantised}), and {change} cannot be merged into such "
             f"weights: ask for {remedy}, or name the model that it was quantised from"
         )
 
 
 def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
-    """Refuse to fit what layers write where a layer is given more than what the layer before it writes."""
+    """Refuse to fit the outputs of layers if a layer receives more than the output of the layer before it."""
     if plan.trains and FITTED in plan.kept_loss.split("+") and not is_chain():
         raise RequestError(
-            f"the layers of {inspection.name!r} are not a chain, so what they write cannot be fitted: ask for --loss "
+            f"the layers of {inspection.name!r} are not a chain, so their outputs cannot be fitted: ask for --loss "
             "logits, or train nothing (--steps 0)"
         )
 
 
 def check_spread(plan: Plan) -> None:
-    """Refuse what needs all weights, or a second copy of them, on one device, where several hold them together."""
+    """Refuse a method that needs all weights, or a second copy of them, on one device, if they take several."""
     if plan.changes_weights or plan.rules.decided_by == "gates":
-        what = "lora" if plan.kept_lora else "fitting them" if plan.changes_weights else "learning gates"
+        step = "lora" if plan.kept_lora else "fitting them" if plan.changes_weights else "learning gates"
         raise RequestError(
-            f"the weights do not fit into the memory of one device and are spread over several, which {what} does not "
+            f"the weights do not fit into the memory of one device and are spread over several, which {step} does not "
             "serve: choose another recipe, or leave adapters (--lora 0) or training (--steps 0) out"
         )
 
 
 def check_streamed(plan: Plan) -> None:
-    """Refuse what needs the gradients of a whole model, whose weights memory cannot hold."""
-    end_to_end = [each.loss for each in training_settings(plan) if plan.trains and each.loss not in LAYERWISE]
+    """Refuse a method that needs the gradients of a whole model, if its weights do not fit into memory."""
+    end_to_end = [phase.loss for phase in training_settings(plan) if plan.trains and phase.loss not in LAYERWISE]
     if end_to_end or plan.kept_lora or plan.rules.decided_by == "gates":
-        what = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.kept_lora else "learning gates"
+        method = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.kept_lora else "learning gates"
         raise RequestError(
-            f"the weights do not fit into memory and are read block by block, which {what} cannot be computed with: "
+            f"the weights do not fit into memory and are read block by block, which {method} cannot be computed with: "
             f"train layer by layer ({', '.join(sorted(LAYERWISE))}), choose another recipe, or use a larger machine"
         )
 
 
 def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
-    """Refuse a run that its own disk, or the disk of the models, has no room for."""
+    """Refuse a run without enough room on its own disk or on the disk of the models."""
     download, weights = download_bytes(source), source.folder or cache_folder()
     weights = next(path for path in (weights, *weights.absolute().parents) if path.is_dir())
     together = weights.stat().st_dev == folder.stat().st_dev

@@ -12,7 +12,7 @@ LinearizerError
 ├── FaultError            an unexpected exception: exit code 1
 └── Stopped               the user stopped it: exit code 130
 
-A message says what was received, why it cannot be, and what to do.
+A message says what was received, why it is refused, and what to do.
 """
 
 import re
@@ -22,7 +22,7 @@ LONG_QUOTATION = re.compile(rf"'[^']{{{MAX_QUOTED},}}'")
 
 
 class LinearizerError(Exception):
-    """Base of all errors that this package raises on purpose. A message repeats at most 300 letters of a quotation."""
+    """Base of all errors that this package raises on purpose. A message has at most 300 letters of a quotation."""
 
     exit_code = 1
 
@@ -71,7 +71,7 @@ class Stopped(LinearizerError):
 
 
 def first_line(error: BaseException) -> str:
-    """Shorten an error to its first line that says something, for use inside a sentence."""
+    """Shorten an error to its first meaningful line, for use inside a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     text = lines[-1] if lines[0].endswith(":") else f"{type(error).__name__}: {lines[0]}"
     return text[:200].rstrip(".:!")

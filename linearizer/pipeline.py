@@ -1,6 +1,6 @@
 """The table of contents: begin -> profile -> allocate -> make the student -> train -> judge -> save.
 
-Each step stores its product in the folder of the run, and a step whose product is stored is not repeated. Afterwards a
+Each step stores its product in the folder of the run, and a step with a stored product is not repeated. Afterwards a
 student is evaluated, and compared with its teacher.
 """
 
@@ -66,11 +66,11 @@ def begin(
     yielding: Collection[str] = (),
     here: bool = True,
 ) -> Run:
-    """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
+    """Begin a run, or open the run to resume. All refusals before the work happen here, and only here.
 
-    plan.json holds what is decided here: the revision of the model, the type to compute in, and the numbers of texts
-    and of their tokens. These numbers shrink to what the text has where the plan leaves them out, or
-    where `yielding` names them. Where the work is not `here`, `settle` decides what depends on the machine.
+    This decides the revision of the model, the type to compute in, and the numbers of texts and of their tokens, and
+    writes them into plan.json. The numbers shrink to the length of the source if the plan leaves them out, or if
+    `yielding` names them. If the run works elsewhere (not `here`), `settle` decides what depends on the machine.
     """
     plan = checks.with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -85,10 +85,10 @@ def begin(
     model = source.pinned or plan.model
     dtype = checks.decide_dtype(plan, source, config) if here else plan.dtype
     left_out: dict[str, Any] = dict.fromkeys(yielding)
-    given = replace(plan, **left_out)
-    yielding = [name for name in YIELDING if getattr(given, name) is None]
+    requested = replace(plan, **left_out)
+    yielding = [name for name in YIELDING if getattr(requested, name) is None]
     decided = replace(checks.fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
-    run = Run.create(folder, decided, inspection, given, settled=here)
+    run = Run.create(folder, decided, inspection, requested, settled=here)
     try:
         if here:
             checks.check_disks(folder, plan, source, inspection)
@@ -99,7 +99,7 @@ def begin(
 
 
 def settle(run: Run, token: str | None = None) -> None:
-    """Decide here what depends on the machine, for a run that was begun on another machine."""
+    """Decide what depends on this machine, for a run that was begun on another machine."""
     if run.begun.settled:
         return
     plan, source = run.plan, find_model(run.plan.model, token)
@@ -108,14 +108,14 @@ def settle(run: Run, token: str | None = None) -> None:
     run.settle(replace(plan, dtype=dtype))
 
 
-def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers | None = None) -> Steps[None]:
-    """Make the student of a run from where the run stands; `held`: the caller holds its lock.
+def linearize(run: Run, token: str | None = None, locked: bool = False, helpers: Helpers | None = None) -> Steps[None]:
+    """Continue a run until it has its student; `locked`: the caller holds its lock.
 
     The work begins at once. `workers.control.start` and the command line wait for their turn at the device. Helpers are
     other processes, with a device each, that price some of the heads.
     """
     if not run.done:
-        with logged_work(run, held):
+        with logged_work(run, locked):
             if run.of_encoder:
                 encoder = EncoderRun(run)
                 yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
@@ -132,13 +132,13 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
 
 
 def make_student(run: Run, token: str | None, helpers: Helpers | None = None) -> Steps[None]:
-    """Do all steps from the teacher to the checkpoint; a step whose product is stored is not repeated."""
+    """Take all steps from the teacher to the checkpoint; do not repeat a step with a stored product."""
     weights = run.inspection, run.plan.dtype, run.plan.device
-    if streams(*weights) or spreads(*weights):  # one disk is not read faster by more processes; no device is free
+    if streams(*weights) or spreads(*weights):  # more processes do not read a disk faster, or no device is free
         helpers = None
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
-        learnt, judged = training_and_judging_texts(run, teacher, token)  # reads all that the steps take parts of
+        learnt, judged = training_and_judging_texts(run, teacher, token)  # reads the texts of all steps
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token, helpers))
@@ -148,7 +148,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     student = begin_student(run, teacher, allocation)
     yield from train(run, student, allocation, learnt)
-    if run.plan.changes_weights:  # what is judged is what is saved
+    if run.plan.changes_weights:  # the judged student is the saved one
         checkpoint.round_to_type(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
@@ -159,8 +159,8 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
-    kept = teacher.inspection.links and not run.plan.changes_weights
-    files = local_weight_files(teacher.source) if kept else ()
+    links = teacher.inspection.links and not run.plan.changes_weights
+    files = local_weight_files(teacher.source) if links else ()
     remove(run.folder / DIGESTS)  # of an earlier checkpoint: a kill from here on must not leave them beside the new one
     checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
     write_digests(run, files)
@@ -168,7 +168,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
 
 def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> LinearizedForCausalLM:
     """Put an untrained student into the layers of a teacher."""
-    name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
+    name = teacher.source.repo_id or Path(teacher.source.name).name  # do not publish the path of a folder
     origin = {"name": name, "revision": teacher.source.revision}
     origin |= {"file": teacher.inspection.gguf} if teacher.inspection.gguf else {}
     layers = teacher.inspection.layers
@@ -176,29 +176,29 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
 
 
 def help_with(run: Run, sinks: int, share: Share, token: str | None = None) -> None:
-    """Do a share of the pricing that the process of a run hands to its helpers."""
+    """Do a helper's share of a run's pricing."""
     finish(help_pricing(run, load_teacher_of(run.plan, token, run.inspection), token, sinks, share))
 
 
 def training_and_judging_texts(run: Run, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take texts to train on, and later texts to judge by, which nothing was trained, measured or priced on."""
+    """Take texts to train on, and later texts to judge by, which are not used for training, measuring or pricing."""
     plan = run.plan
-    wanted, least = plan.steps * plan.batch, min_texts(plan)
-    texts = texts_of_run(run, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
+    trained, least = plan.steps * plan.batch, min_texts(plan)
+    texts = texts_of_run(run, teacher, max(trained, plan.texts_measured) + JUDGING.texts, token, least=least)
     judged = min(JUDGING.texts, len(texts) - least + 1)
-    return texts[:-judged][:wanted], texts[-judged:]
+    return texts[:-judged][:trained], texts[-judged:]
 
 
 def reallocate(run: Run, plan: Plan) -> Allocation:
-    """Allocate another budget from the measurements of a run; the run takes it over unless its student exists."""
+    """Allocate another budget from the measurements of a run; change the run unless its student exists."""
     allocation = decide(run, plan, run.layers)
     if not run.checkpoint.exists():
         with run.take_lock():
             changed = allocation != run.allocation
             details = {"strategy": allocation.strategy, "features_mean": allocation.features_mean, "changed": changed}
-            # first: a kill from here on can repeat a training, but not end it early
+            # first: a kill after this can repeat a training, but not end it early
             run.log(EventName.ALLOCATED, **details)
-            if changed:  # another student needs another training, of other length
+            if changed:  # another student needs another training
                 remove(run.folder / "state" / "training")
                 remove(run.folder / CANDIDATES)
             run.write_product("plan.json", plan.to_json())
@@ -207,14 +207,14 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 
 
 def evaluate(
-    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
+    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, locked: bool = False
 ) -> Steps[dict[str, Any]]:
-    """Evaluate the student of a run; `anew` names parts to measure again although their results answer the request.
+    """Evaluate the student of a run; `anew` names parts to measure again although their results are stored.
 
-    The student of an encoder is judged as a whole: again if any part is named.
+    The student of an encoder is judged as a whole: again if `anew` names any part.
     """
     run, measured = run.evaluating, dict[str, Any]()
-    with logged_work(run, held):
+    with logged_work(run, locked):
         if run.of_encoder:
             encoder = EncoderRun(run)
             judgement = yield from kind_of(encoder.inspection).evaluate(encoder, request, bool(anew), token)
@@ -228,11 +228,11 @@ def evaluate(
 
 
 def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
-    """Resume the evaluation that was last requested; the caller holds the lock of the run."""
+    """Resume the last requested evaluation; the caller holds the lock of the run."""
     with log_end(run.evaluating):
         request, again, done = newest_request(run)
     anew = tuple(part for part in request.chosen if again and part not in done)
-    return (yield from evaluate(run, request, anew, token, held=True))
+    return (yield from evaluate(run, request, anew, token, locked=True))
 
 
 def compare_run(run: Run, prompt: str, new_tokens: int, seed: int, sample: bool) -> Steps[Comparison]:
@@ -240,19 +240,19 @@ def compare_run(run: Run, prompt: str, new_tokens: int, seed: int, sample: bool)
     with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-        readers = [Reader.of(each) for each in setup.subjects(run.positions)]
+        readers = [Reader.of(subject) for subject in setup.subjects(run.positions)]
         tokens = setup.tokenizer(prompt)["input_ids"]
-        for now in write_in_turns(readers, setup.tokenizer, prompt, tokens, new_tokens, seed, sample):
-            if isinstance(now, Comparison):
-                yield Progress("compare", now.student.tokens, new_tokens, "tokens")
-    assert isinstance(now, Comparison), "the last value is of all that was written"
-    return now
+        for update in write_in_turns(readers, setup.tokenizer, prompt, tokens, new_tokens, seed, sample):
+            if isinstance(update, Comparison):
+                yield Progress("compare", update.student.tokens, new_tokens, "tokens")
+    assert isinstance(update, Comparison), "the last value has the complete texts"
+    return update
 
 
 @contextmanager
-def logged_work(run: Run, held: bool = False) -> Iterator[None]:
-    """Lock a run while it is worked on, unless the caller holds its lock, and log how the work began and ended."""
-    with nullcontext() if held else run.take_lock(), quiet(), log_end(run):
+def logged_work(run: Run, locked: bool = False) -> Iterator[None]:
+    """Lock a run for the context, unless the caller holds its lock, and log the start and the end of the work."""
+    with nullcontext() if locked else run.take_lock(), quiet(), log_end(run):
         run.log(EventName.STARTED)
         yield
         run.clear_request("stop")

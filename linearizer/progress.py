@@ -1,4 +1,4 @@
-"""The progress that a long step yields; the command line and the page render the same events."""
+"""The progress that long steps yield; the command line and the page show the same events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Steps = Generator[Progress, None, Product]
 
 
 def finish(steps: Generator[Piece, None, Product], show: Callable[[Piece], object] | None = None) -> Product:
-    """Run a generator to its end and return its product; `show` takes what it yields."""
+    """Run a generator to its end and return its product; `show` receives each value that it yields."""
     while True:
         try:
             piece = next(steps)

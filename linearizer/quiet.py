@@ -9,13 +9,13 @@ from typing import Any
 
 
 @contextmanager
-def quiet(*others: Any) -> Iterator[None]:
-    """Keep transformers from printing, and the `logging` of others that have the same: what matters is raised."""
+def quiet(*loggings: Any) -> Iterator[None]:
+    """Keep transformers, and libraries with the same kind of `logging`, from printing: they raise their errors."""
     from transformers.utils import logging
 
     accelerate = getLogger("accelerate")
     its_level = accelerate.level
-    before = [(each, each.get_verbosity(), each.is_progress_bar_enabled()) for each in (logging, *others)]
+    before = [(each, each.get_verbosity(), each.is_progress_bar_enabled()) for each in (logging, *loggings)]
     accelerate.setLevel(ERROR)
     for each, *_ in before:
         each.set_verbosity_error()

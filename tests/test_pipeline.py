@@ -50,8 +50,8 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
     monkeypatch.setattr(allocate_run, "options_to_price", lambda *offered: options_to_price(*offered)[::3])
     plan = Plan("demo", target_length=64, steps=4, **{**QUICK, "budget": 24, "strategy": strategy})
     plan = replace(plan, bits=8 if strategy == "gain" else None)
-    whole, run = begin("whole", plan), begin("run", plan)
-    finish(linearize(whole))
+    unstopped, run = begin("whole", plan), begin("run", plan)
+    finish(linearize(unstopped))
     steps = ["profile", "price" if strategy == "gain" else "distill", "evaluate"]
     for name in steps:
         with pytest.raises(Stopped):
@@ -65,17 +65,17 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
         assert (result.state, result.step["event"], result.step["done"]) == ("stopped", name, reached)
         assert not run.has_request("stop") and not run.is_locked
     finish(linearize(run))
-    assert student(run) == student(whole)
+    assert student(run) == student(unstopped)
     assert control.status(run).state == "done"
 
 
 def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
     hub.add("org/slow", find_model("demo").folder)
-    served, over = Handler.file, threading.Event()
+    served, ended = Handler.file, threading.Event()
 
     def slow(self, repo, revision, path):
         if path.endswith(".safetensors") and self.command == "GET" and "Range" not in self.headers:
-            over.wait(600)
+            ended.wait(600)
         served(self, repo, revision, path)
 
     monkeypatch.setattr(Handler, "file", slow)
@@ -85,12 +85,12 @@ def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
     with pytest.raises(Stopped):
         finish(linearize(run))
     assert time.monotonic() - begun < 60 and control.status(run).state == "stopped"
-    over.set()
+    ended.set()
 
 
 def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
     run = begin(plan=LONG)
-    with pytest.raises(RequestError, match="is stopped: only a run that is at work"):
+    with pytest.raises(RequestError, match="is stopped: only a running run"):
         control.use_now(run)
     steps = linearize(run)
     assert next(steps).step == "profile"
@@ -137,10 +137,10 @@ def stop_at(run, step, done):
 
 
 def test_a_training_that_was_done_does_not_end_the_one_of_another_budget_early(begin):
-    run, other = begin(plan=Plan("demo", steps=4, **QUICK)), Plan("demo", steps=4, **{**QUICK, "budget": 48})
+    run, smaller = begin(plan=Plan("demo", steps=4, **QUICK)), Plan("demo", steps=4, **{**QUICK, "budget": 48})
     stop_at(run, "evaluate", 1)
     assert read_training(run) == Trained(4, 4)
-    reallocate(run, other)
+    reallocate(run, smaller)
     assert read_training(run) == Trained(0, 0)
     stop_at(run, "distill", 2)
     assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [3, 4]
@@ -160,7 +160,7 @@ def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
 def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
     run = begin(plan=Plan("demo", steps=0, **QUICK))
     finish(linearize(run))
-    made = student(run)
+    weights = student(run)
     lines = run.log_file.read_text().splitlines(keepends=True)
     assert '"done"' in lines.pop()
     run.log_file.write_text("".join(lines))
@@ -170,7 +170,7 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
     assert control.status(run).state == "lost"
     assert list(linearize(run)) == []
     assert digests and read_digests(run) == digests
-    assert control.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
+    assert control.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == weights
     (run.folder / "allocation.json").unlink()
     with pytest.raises(FolderError, match=r"has lost its allocation\.json: start a new run"):
         run.require_allocation()
@@ -199,11 +199,11 @@ def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begi
 
 def test_a_run_that_is_refused_leaves_what_was_in_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline.checks, "check_disks", refuse)
-    (own := tmp_path / "checkpoint").mkdir()
-    (own / "model.bin").write_bytes(b"of others")
+    (folder := tmp_path / "checkpoint").mkdir()
+    (folder / "model.bin").write_bytes(b"of others")
     with pytest.raises(RequestError, match="no room"):
         pipeline.begin(tmp_path, LONG)
-    assert [*tmp_path.rglob("*")] == [own, own / "model.bin"]
+    assert [*tmp_path.rglob("*")] == [folder, folder / "model.bin"]
     with pytest.raises(RequestError, match="no room"):
         pipeline.begin(tmp_path / "new", LONG)
     assert not (tmp_path / "new").exists()

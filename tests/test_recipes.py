@@ -64,8 +64,8 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}, may_grow=True))
     teacher = teacher_module.load_teacher_of(run.plan)
     judged = pipeline.training_and_judging_texts(run, teacher, None)[1]
-    seen = teacher_module.texts_of(run.plan, teacher, len(allocate_run.texts_to_price_on(run, teacher, None)), None)
-    assert len(seen) == 1 and not (judged[:, None] == seen).all(-1).any()
+    texts = teacher_module.texts_of(run.plan, teacher, len(allocate_run.texts_to_price_on(run, teacher, None)), None)
+    assert len(texts) == 1 and not (judged[:, None] == texts).all(-1).any()
 
 
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
@@ -125,8 +125,8 @@ def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
 def test_training_without_features_fits_what_layers_write_or_adapters(tmp_path):
     for recipe in ("best", "windows", "swa"):
         plan = Plan.of(recipe, model="demo", budget=64, steps=10)
-        for given, loss, rank in (({}, "squares", 0), ({"loss": "logits"}, "logits", 8), ({"lora": 4}, "logits", 4)):
-            (settings,) = training_settings(replace(plan, **given))
+        for options, loss, rank in (({}, "squares", 0), ({"loss": "logits"}, "logits", 8), ({"lora": 4}, "logits", 4)):
+            (settings,) = training_settings(replace(plan, **options))
             assert (settings.loss, settings.lora, settings.window_dropout) == (loss, rank, 0.0)
         assert plan.changes_weights and not replace(plan, steps=0).changes_weights
     (settings,) = training_settings(Plan.of("features", model="demo", budget=64))

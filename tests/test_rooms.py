@@ -62,20 +62,18 @@ def inside(path, places):
 
 def test_imports_go_down():
     for path in FILES:
-        own = room(path)
-        for name in imports(path) if own not in ("__init__", "__main__") else ():
+        importing = room(path)
+        for name in imports(path) if importing not in ("__init__", "__main__") else ():
             if name.startswith("linearizer.") and not name.startswith(TABLES):
-                other = name.split(".")[1]
-                assert own == other or rank(own) < rank(other), f"{path} imports {name}"
+                imported = name.split(".")[1]
+                assert importing == imported or rank(importing) < rank(imported), f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("name", ORDER)
 def test_no_room_imports_in_a_circle(name):
     paths = {".".join(path.with_suffix("").parts): path for path in FILES if room(path) == name}
-    graph = {
-        own: {m for i in imports(path) for m in (i, i.rpartition(".")[0])} & paths.keys() for own, path in paths.items()
-    }
-    list(TopologicalSorter({own: others - {own} for own, others in graph.items()}).static_order())
+    graph = {key: {m for i in imports(p) for m in (i, i.rpartition(".")[0])} & paths.keys() for key, p in paths.items()}
+    list(TopologicalSorter({key: imported - {key} for key, imported in graph.items()}).static_order())
 
 
 def test_no_room_is_a_drawer():

@@ -1,6 +1,6 @@
 """Errors of the Hub as sentences: what failed, why, what to do, and whether the same request may succeed later.
 
-Reading, publishing and jobs differ in a few remedies, which their `Use` holds.
+Reading, publishing and jobs differ in a few remedies, each in its `Use`.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ class Use:
     signed_in: bool = True
 
 
-def describe_error(what: str, error: BaseException, use: Use, kept: str = "") -> LinearizerError:
-    """Describe an error of the Hub; `kept` says what it did not destroy."""
+def describe_error(subject: str, error: BaseException, use: Use, note: str = "") -> LinearizerError:
+    """Describe an error of the Hub about a `subject`; `note` ends the sentence."""
     error = find_cause(error)
-    cannot, end = f"{what} cannot be {use.verb}", f"; {kept}" if kept else ""
+    cannot, end = f"{subject} cannot be {use.verb}", f"; {note}" if note else ""
     if use.page and isinstance(error, GatedRepoError):
-        return use.refusal(f"{what} is gated: accept its terms at {use.page}, then {sign_in_advice()}{end}")
+        return use.refusal(f"{subject} is gated: accept its terms at {use.page}, then {sign_in_advice()}{end}")
     if use.page and isinstance(error, RepositoryNotFoundError):
-        return use.refusal(describe_missing(what, use.signed_in) + end)
+        return use.refusal(describe_missing(subject, use.signed_in) + end)
     if isinstance(error, HfHubHTTPError) and not is_temporary(error):
         return use.refusal(f"{cannot}, {describe_refusal(error, use)}{end}")
     if isinstance(error, HfHubHTTPError):
-        when = f"in {seconds} seconds" if (seconds := requested_wait(error)) else "later"
-        return use.failure(f"{cannot} now, {name_reason(error)}: try again {when}{end}")
+        time = f"in {seconds} seconds" if (seconds := requested_wait(error)) else "later"
+        return use.failure(f"{cannot} now, {name_reason(error)}: try again {time}{end}")
     if isinstance(error, (*ANSWER_ERRORS, JSONDecodeError)):
         return use.failure(f"{cannot}, {name_reason(error)}: {use.connect}{end}")
     return use.failure(f"{cannot}, the transfer broke ({redact(error)}): try again{end}")
 
 
-def describe_missing(what: str, signed_in: bool) -> str:
-    """Describe a repository that is missing or hidden, which the Hub does not tell apart."""
+def describe_missing(name: str, signed_in: bool) -> str:
+    """Describe a repository that is missing or hidden: the Hub does not distinguish these."""
     if signed_in:
         return (
-            f"{what} is not on the Hub, or is private and the token in use may not see it: check the spelling, or "
+            f"{name} is not on the Hub, or is private and the token in use may not see it: check the spelling, or "
             "use a token of its owner"
         )
     return (
-        f"{what} is not a folder here and not on the Hub, or it is private: check the spelling, or {sign_in_advice()}"
+        f"{name} is not a folder here and not on the Hub, or it is private: check the spelling, or {sign_in_advice()}"
     )
 
 
@@ -84,7 +84,7 @@ def describe_refusal(error: HfHubHTTPError, use: Use) -> str:
 
 
 def find_cause(error: BaseException) -> BaseException:
-    """Find the error beneath the client's `Error while uploading`."""
+    """Return the cause of the client's `Error while uploading`."""
     return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
 
 
@@ -108,14 +108,14 @@ def name_reason(error: BaseException) -> str:
     if not isinstance(error, HfHubHTTPError):
         return "the Hub does not answer"
     status = error.response.status_code
-    return "the Hub is asked too often (429)" if status == 429 else f"the Hub answered {status}"
+    return "the Hub received too many requests (429)" if status == 429 else f"the Hub answered {status}"
 
 
 def redact(error: BaseException) -> str:
-    """Shorten an error to its first line, without the signed addresses and tokens that a client may put there."""
+    """Shorten an error to its first line, without signed addresses and tokens, which a client may put there."""
     return re.sub(r"\?\S+|hf_\w+", "…", first_line(error))
 
 
 def sign_in_advice() -> str:
-    """Describe how to sign in: on a Space there is a button."""
+    """Describe how to sign in: on a Space, by a button."""
     return "press the button that signs in" if os.environ.get("SPACE_ID") else SIGN_IN

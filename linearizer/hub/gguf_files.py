@@ -1,8 +1,8 @@
 """GGUF files as teachers: the head of a file describes the model; transformers expands its weights.
 
-A head holds metadata, and names, shapes and types of all tensors; it precedes the weights. Of a file on the Hub the
-head alone is fetched: in its stand-in, a file of the same length in which the weights are a hole, transformers and
-`gguf` read the same config and the same tokenizer as in the complete file.
+A head holds metadata, and names, shapes and types of all tensors; it precedes the weights. Only the head of a file on
+the Hub is fetched: from its stand-in, a file of the same length in which the weights are a hole, transformers and
+`gguf` read the same config and the same tokenizer as from the complete file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY = 8, 9
 FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 ALIGNMENT = 32  # of the weights, unless the metadata say otherwise
-FIRST_BYTES, MOST_BYTES = 2**22, 2**27  # of a head, that are read at first and at most
+FIRST_BYTES, MOST_BYTES = 2**22, 2**27  # of a head: the first read, and the maximum
 MAX_DIMENSIONS, MAX_NESTED = 8, 4
-KEPT_ITEMS = 64  # of a list; the longer ones are a tokenizer's
-FLOATING = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # types that hold a weight by itself
-EXPANDED = "float32"  # what other types become: a smaller type would round them once more
+KEPT_ITEMS = 64  # of a list; longer lists are a tokenizer's
+FLOATING = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # types of single weights
+EXPANDED = "float32"  # the type that other types are expanded to: a smaller type would round them once more
 MADE_FROM = "name the model that it was made from"
 
 
@@ -73,7 +73,7 @@ class Head:
 
     @property
     def stored(self) -> str:
-        """How the weights are stored, as the files are named: Q4_K_M."""
+        """The storage of the weights as in names of files: Q4_K_M."""
         from gguf import LlamaFileType
 
         stated = self.metadata.get("general.file_type")
@@ -83,7 +83,7 @@ class Head:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """Licence and languages, as its author states them."""
+        """Licence and languages, as stated by its author."""
         stated = {"license": "general.license", "license_link": "general.license.link", "language": "general.languages"}
         return {name: self.metadata[key] for name, key in stated.items() if key in self.metadata}
 
@@ -115,14 +115,14 @@ class Reader:
             return self.number(FORMATS[kind])
         if kind != ARRAY or nested > MAX_NESTED:
             raise ValueError(f"it has a value of the type {kind}")
-        of, count = self.number("<I"), self.number("<Q")
+        item_kind, count = self.number("<I"), self.number("<Q")
         if count <= KEPT_ITEMS:
-            return [self.value(of, nested + 1) for _ in range(count)]
-        if of in FORMATS:
-            self.take(struct.calcsize(FORMATS[of]) * count)
+            return [self.value(item_kind, nested + 1) for _ in range(count)]
+        if item_kind in FORMATS:
+            self.take(struct.calcsize(FORMATS[item_kind]) * count)
         else:
             for _ in range(count):
-                self.value(of, nested + 1)
+                self.value(item_kind, nested + 1)
         return None
 
     def tensor(self) -> Tensor:
@@ -134,10 +134,10 @@ class Reader:
 
 
 def parse_head(data: bytes) -> Head:
-    """Read the head of a file; raise TooShort where the bytes end within it, and ValueError for other content."""
+    """Read the head of a file; raise TooShort if the bytes end within it, and ValueError for other content."""
     reader = Reader(data)
     if reader.take(4) != MAGIC:
-        raise ValueError("it does not begin as a GGUF file")
+        raise ValueError("it does not begin like a GGUF file")
     version = reader.number("<I")
     if version not in VERSIONS:
         raise ValueError(f"it has version {version} of the format, where {VERSIONS[0]} and {VERSIONS[1]} are read")
@@ -149,7 +149,7 @@ def parse_head(data: bytes) -> Head:
     entries = [reader.tensor() for _ in range(tensors)]
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or not entries:
-        raise ValueError("it holds no tensors" if not entries else f"it has an alignment of {alignment}")
+        raise ValueError("it contains no tensors" if not entries else f"it has an alignment of {alignment}")
     return Head(metadata, tuple(entries), -(-reader.place // alignment) * alignment)
 
 
@@ -174,16 +174,16 @@ def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head,
             f"{name!r} is a GGUF file, and the package that reads these is not installed: `pip install gguf`, or "
             f"{MADE_FROM}"
         )
-    wanted = FIRST_BYTES
+    count = FIRST_BYTES
     while True:
-        data = read(min(wanted, size))
+        data = read(min(count, size))
         try:
             head = parse_head(data)
             break
         except TooShort:
-            if wanted >= min(size, MOST_BYTES):
+            if count >= min(size, MOST_BYTES):
                 raise damaged_weights(name, "its head does not end") from None
-            wanted *= 4
+            count *= 4
         except (ValueError, OverflowError) as error:
             raise damaged_weights(name, error) from error
     try:
@@ -197,22 +197,22 @@ def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head,
 
 
 def check_head(name: str, head: Head) -> None:
-    """Refuse what transformers would read as another model than the one in the file."""
+    """Refuse a file that transformers would read as another model."""
     parts = head.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        part = f"{name!r} is one of {parts} parts of a model, which transformers does not join"
-        raise UnsupportedModel(f"{part}: name a file that holds all of it, or {MADE_FROM}")
+        fault = f"{name!r} is one of {parts} parts of a model, which transformers does not join"
+        raise UnsupportedModel(f"{fault}: name a file with the whole model, or {MADE_FROM}")
     kind = str(head.metadata.get("general.architecture"))
     scaling = head.metadata.get(f"{kind}.rope.scaling.type", "none")
     factor = head.metadata.get(f"{kind}.rope.scaling.factor", 1)
     scaled = any(tensor.name.startswith("rope_") for tensor in head.tensors)
     if (scaling != "none" and factor != 1) or scaled:
-        scaled_positions = "scaled rotary positions, which transformers leaves out when it reads a GGUF file"
+        scaled_positions = "scaled rotary positions, which transformers ignores when it reads a GGUF file"
         raise UnsupportedModel(f"{name!r} has {scaled_positions}: {MADE_FROM}")
 
 
 def weigh_head(file: str, head: Head, size: int) -> Weights:
-    """Count the parameters; their names are not those that transformers gives them."""
+    """Count the parameters; their names differ from those in transformers."""
     return Weights((file,), sum(math.prod(tensor.shape) for tensor in head.tensors), size)
 
 
@@ -233,14 +233,14 @@ def head_of_file(name: str, path: Path, size: int, changed: int) -> Head:
 
 @cache
 def stand_ins() -> Path:
-    """Make the folder of the stand-ins, which ends with this process."""
+    """Make the folder of the stand-ins, which is removed at the end of this process."""
     folder = Path(tempfile.mkdtemp(prefix="linearizer-gguf-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 def write_stand_in(path: Path, head: bytes, size: int) -> None:
-    """Write a file of the same length that begins with the head; the hole takes no room on the disk."""
+    """Write a file of the same length that begins with the head; the hole takes no space on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_bytes(head)
@@ -249,7 +249,7 @@ def write_stand_in(path: Path, head: bytes, size: int) -> None:
 
 
 def load_gguf_config(name: str, path: Path) -> PreTrainedConfig:
-    """Load the config that transformers makes of a head; it names the format of the weights, too."""
+    """Load the config that transformers makes from a head; add the format of the weights."""
     import torch
     import transformers
 
@@ -263,7 +263,7 @@ def load_gguf_config(name: str, path: Path) -> PreTrainedConfig:
                 f"({first_line(error)}): {MADE_FROM}, or update transformers"
             ) from error
     config.dtype = getattr(torch, head.dtype)
-    config.__dict__.pop("_model_name_or_path", None)  # which is a title here, not a path
+    config.__dict__.pop("_model_name_or_path", None)  # here a title, not a path
     config.quantization_config = {"quant_method": GGUF, "file": path.name, "stored": head.stored}
     return config
 
@@ -276,13 +276,13 @@ def config_of_file(path: Path, size: int, changed: int) -> PreTrainedConfig:
 
 
 def read_gguf(path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Let transformers make a model of a file, every weight expanded; report what did not fit."""
+    """Let transformers make a model from a file, with every weight expanded; report missing and wrong weights."""
     from tqdm import tqdm  # type: ignore[import-untyped]
     from transformers import AutoModelForCausalLM
 
     plain = deepcopy(config)
-    del plain.quantization_config  # which is ours
+    del plain.quantization_config  # our own entry
     options = {name: value for name, value in options.items() if name != "use_safetensors"}
-    # its bar follows none of its settings
+    # its progress bar ignores all settings
     with patch("transformers.modeling_gguf_pytorch_utils.tqdm", partial(tqdm, disable=True), create=True):
         return AutoModelForCausalLM.from_pretrained(path.parent, config=plain, gguf_file=path.name, **options)

@@ -1,6 +1,6 @@
 """Jobs and buckets of the Hub, through the Hub's own client: hardware, files of a bucket, a job and its log.
 
-Everything is done with the token of the account that pays. Errors become a sentence: what failed, why, what to do.
+All requests use the token of the account that pays. Errors become a sentence: what failed, why, what to do.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from linearizer.hub.errors import HUB_ERRORS, Use, describe_error, sign_in_advic
 from linearizer.hub.models import access_token
 from linearizer.hub.repository import organisations_of, without_bars
 
-BUCKET = "linearizer-runs"  # of every account, private
+BUCKET = "linearizer-runs"  # name of each account's private bucket
 LABEL = "linearizer-run"  # of a job: the id of its run
 HOURS = {"second": 3600, "minute": 60, "hour": 1}  # units in an hour
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")  # stages of a job
 NOTHING_BEGUN = "nothing was begun, and nothing is charged"
-TROUBLE = (*HUB_ERRORS, OSError)  # what a call may raise
+TROUBLE = (*HUB_ERRORS, OSError)  # errors that a call may raise
 JOBS = Use(
     "used",
     remedies={
@@ -40,7 +40,7 @@ JOBS = Use(
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine that jobs can have, and what it costs."""
+    """A machine for jobs, and its price."""
 
     name: str
     title: str
@@ -58,12 +58,12 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> float:
-        """The bytes of the memory that holds weights: of all its GPUs, if it has any; 0: unknown."""
+        """The bytes of the memory for weights: of all its GPUs, if it has any; 0: unknown."""
         return self.gpus * parse_bytes(self.gpu_memory) if self.gpus else parse_bytes(self.memory)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Name the devices that a plan may ask for."""
+        """The devices that a plan may name."""
         numbered = [f"cuda:{number}" for number in range(self.gpus)]
         return "auto", "cpu", *["cuda"] * bool(self.gpus), *numbered
 
@@ -75,7 +75,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Job:
-    """A job as the Hub knows it."""
+    """A job on the Hub."""
 
     id: str
     url: str
@@ -88,17 +88,17 @@ class Job:
 
 
 def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
-    """List the machines that jobs can have, with their current prices, the cheapest first."""
+    """List the machines for jobs, with their current prices, the cheapest first."""
     with explain_job_errors("the hardware of jobs"):
         machines = HfApi(token=access_token(token)).list_jobs_hardware()
-    return tuple(sorted(map(read_hardware, machines), key=lambda each: each.usd_per_hour))
+    return tuple(sorted(map(read_hardware, machines), key=lambda hardware: hardware.usd_per_hour))
 
 
 def read_hardware(machine: Any) -> Hardware:
-    """Take the hardware out of the Hub's answer; an unknown unit may mean any price, so nobody can agree to it."""
+    """Read the hardware from the Hub's answer; refuse an unknown unit, which may mean any price."""
     if machine.unit_label not in HOURS:
         raise RequestError(
-            f"the Hub gives the price of {machine.name!r} for each {machine.unit_label!r}, which is not one of "
+            f"the Hub states the price of {machine.name!r} per {machine.unit_label!r}, which is not one of "
             f"{', '.join(HOURS)}: look for a newer Linearizer; {NOTHING_BEGUN}"
         )
     price, disk = machine.unit_cost_usd * HOURS[machine.unit_label], getattr(machine, "ephemeral_storage", "")
@@ -135,19 +135,19 @@ class Account:
         self.bucket = f"{self.name}/{BUCKET}"
 
     def make_bucket(self) -> None:
-        """Make the bucket unless it is there, and refuse one that others can see."""
+        """Make the bucket unless it exists, and refuse a public one."""
         with explain_job_errors(f"the bucket {self.bucket!r}"):
             self.api.create_bucket(self.bucket, private=True, exist_ok=True)
             if not self.api.bucket_info(self.bucket).private:
                 raise RequestError(
-                    f"the bucket {self.bucket!r} is public, and runs are sent to a private one only: make it private "
+                    f"the bucket {self.bucket!r} is public, and runs are only sent to a private one: make it private "
                     f"at {constants.ENDPOINT}/buckets/{self.bucket}; {NOTHING_BEGUN}"
                 )
 
     def list_files(self, prefix: str) -> list[str]:
         """List the files below a prefix by their paths in the bucket."""
         tree = self.api.list_bucket_tree(self.bucket, prefix=prefix, recursive=True)
-        return [each.path for each in tree if each.type == "file" and each.path.startswith(prefix + "/")]
+        return [entry.path for entry in tree if entry.type == "file" and entry.path.startswith(prefix + "/")]
 
     def send(self, files: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
         """Write files by their paths in the bucket, and remove others, in one request."""
@@ -156,17 +156,17 @@ class Account:
             self.api.batch_bucket_files(self.bucket, add=add, delete=list(removed))
 
     def send_folder(self, folder: Path, prefix: str, exclude: Sequence[str], include: Sequence[str] = ()) -> None:
-        """Make what is below a prefix of the bucket as a folder is; or only write what patterns name of it."""
-        place, out, only = f"hf://buckets/{self.bucket}/{prefix}", [*exclude], [*include]
-        self.api.sync_bucket(str(folder), place, delete=not only, exclude=out, include=only, quiet=True)
+        """Make the bucket below a prefix equal to a folder; or only write the files that `include` names."""
+        place, only = f"hf://buckets/{self.bucket}/{prefix}", [*include]
+        self.api.sync_bucket(str(folder), place, delete=not only, exclude=[*exclude], include=only, quiet=True)
 
     def fetch_folder(self, prefix: str, folder: Path, exclude: Sequence[str] = (), include: Sequence[str] = ()) -> None:
-        """Download what has changed below a prefix of the bucket, or what patterns name of it."""
+        """Download changed files below a prefix of the bucket, perhaps only those that `include` names."""
         place = f"hf://buckets/{self.bucket}/{prefix}"
         self.api.sync_bucket(place, str(folder), exclude=[*exclude], include=[*include], quiet=True)
 
     def begin_job(self, image: str, command: list[str], flavor: str, minutes: int, run_id: str) -> Job:
-        """Begin a job, which the account pays; the token is a secret of the job."""
+        """Begin a job that the account pays for; the token is a secret of the job."""
         environment = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         if constants.ENDPOINT != "https://huggingface.co":
             environment["HF_ENDPOINT"] = constants.ENDPOINT
@@ -188,20 +188,20 @@ class Account:
         return described(self.api.inspect_job(job_id=job_id, namespace=self.name))
 
     def find_live_job(self, run_id: str) -> Job | None:
-        """Find a job of a run that has not ended, also where its beginning was not logged, as after a crash."""
-        jobs = (each for each in self.api.list_jobs(namespace=self.name) if (each.labels or {}).get(LABEL) == run_id)
+        """Find a job of a run that has not ended, even if its start was not logged because of a crash."""
+        jobs = (job for job in self.api.list_jobs(namespace=self.name) if (job.labels or {}).get(LABEL) == run_id)
         return next((job for job in map(described, jobs) if not job.ended), None)
 
     def cancel_job(self, job_id: str) -> None:
         self.api.cancel_job(job_id=job_id, namespace=self.name)
 
     def read_log(self, job_id: str) -> Iterable[str]:
-        """Return the lines that a job has written."""
+        """Return the lines of a job's log."""
         return self.api.fetch_job_logs(job_id=job_id, namespace=self.name)
 
 
 def described(info: Any) -> Job:
-    """Take the job out of the Hub's answer."""
+    """Read the job from the Hub's answer."""
     stage = getattr(info.status.stage, "value", info.status.stage)
     return Job(info.id, info.url, str(stage), info.status.message or "")
 
@@ -212,9 +212,9 @@ def status_of(error: BaseException) -> int | None:
 
 
 @contextmanager
-def explain_job_errors(what: str, kept: str = NOTHING_BEGUN) -> Iterator[None]:
+def explain_job_errors(subject: str, note: str = NOTHING_BEGUN) -> Iterator[None]:
     """Turn an error of the Hub into a sentence."""
     try:
         yield
     except TROUBLE as error:
-        raise describe_error(what, error, JOBS, kept) from error
+        raise describe_error(subject, error, JOBS, note) from error

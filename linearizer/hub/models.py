@@ -1,6 +1,6 @@
-"""Reads the Hub: finds a model, pins its revision, downloads its files, and streams data sets. No code of it is run.
+"""Reads the Hub: finds a model, pins its revision, downloads its files, and streams data sets. Runs no code of it.
 
-hub/repository.py writes to the Hub. A token is sent only if the caller gives one, or if its owner uses this machine:
+hub/repository.py writes to the Hub. A token is sent only if the caller passes one, or if its owner uses this machine:
 a Space never uses its own token for a visitor.
 """
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 DEMO = "demo"
 CONFIG = "config.json"
 TERMS = ("license", "license_name", "license_link", "language")  # of a model's card
-SEARCH_SECONDS = 4  # that the Hub may take to answer a search
-HUB_SECONDS = 10  # that the Hub may take to answer a request
+SEARCH_SECONDS = 4  # limit for the Hub's answer to a search
+HUB_SECONDS = 10  # limit for the Hub's answer to a request
 MAX_NAME_CHARACTERS = 250  # of an id with its revision
 NAMES = "name a folder, a GGUF file, `org/name`, `org/name@revision`, `org/name:FILE.gguf` or `demo`"
 
@@ -73,8 +73,8 @@ class Source:
     revision: str | None  # the commit; None for a local model
     gated: bool
     weights: Weights
-    terms: dict[str, Any] = field(default_factory=dict)  # TERMS, as far as its author states them
-    head: Path | None = None  # of a GGUF file: the file itself, or a stand-in that holds all but its weights
+    terms: dict[str, Any] = field(default_factory=dict)  # those of TERMS that its author states
+    head: Path | None = None  # of a GGUF file: the file itself, or a stand-in without its weights
 
     @property
     def licence(self) -> str | None:
@@ -85,12 +85,12 @@ class Source:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What an inspection repeats of it."""
+        """The fields that an inspection copies."""
         return {name: getattr(self, name) for name in ("name", "revision", "licence", "gated", "terms")}
 
     @property
     def pinned(self) -> str | None:
-        """The name by which the Hub gives the same weights at any time; None for a local model."""
+        """The name under which the Hub has the same weights at any time; None for a local model."""
         if self.repo_id is None:
             return None
         return str(HubName(self.repo_id, self.revision, self.weights.files[0] if self.head else None))
@@ -131,14 +131,14 @@ def find_model(name: str, token: str | None = None) -> Source:
 def search_models(query: str, count: int, token: str | None = None) -> list[str]:
     """List the text-generating models of the Hub whose name contains a query, the most downloaded first.
 
-    A single request: the Hub's client would repeat it for half a minute where there is no network.
+    A single request: without a network the Hub's client would repeat it for half a minute.
     """
-    wanted = {"filter": "text-generation", "sort": "downloads", "limit": str(count)} | (
+    fields = {"filter": "text-generation", "sort": "downloads", "limit": str(count)} | (
         {"search": query} if query else {}
     )
     try:
         headers, address = build_hf_headers(token=access_token(token)), f"{constants.ENDPOINT}/api/models"
-        answer = get_session().get(address, params=wanted, headers=headers, timeout=SEARCH_SECONDS)
+        answer = get_session().get(address, params=fields, headers=headers, timeout=SEARCH_SECONDS)
         hf_raise_for_status(answer)
         return [model["id"] for model in answer.json()]
     except HUB_ERRORS as error:
@@ -147,7 +147,7 @@ def search_models(query: str, count: int, token: str | None = None) -> list[str]
 
 
 def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -> Path:
-    """Download the files of a model that match and are not in the cache; return their folder."""
+    """Download the matching files of a model that are not in the cache; return their folder."""
     if source.folder is not None:
         return source.folder
     assert source.repo_id is not None
@@ -189,7 +189,7 @@ def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
         yield
     except RevisionNotFoundError as error:
         raise ModelNotAvailable(
-            f"{name!r} names a revision that the model does not have: see {page}/tree/main for its branches and commits"
+            f"{name!r} names a revision that does not exist: see {page}/tree/main for the model's branches and commits"
         ) from error
     except RemoteEntryNotFoundError as error:
         raise damaged_weights(name, "a file that it names is missing") from error
@@ -211,9 +211,9 @@ def stream_dataset(identifier: str, config: str | None, token: str | None = None
         HfApi(token=access_token(token)).auth_check(identifier, repo_type="dataset")
     check_data_files(identifier, token)
     if config is not None:
-        known = get_dataset_config_names(identifier, token=access_token(token))
-        if config not in known:
-            raise TextError(f"{identifier!r} has no config {config!r}: it has {', '.join(known)}")
+        configs = get_dataset_config_names(identifier, token=access_token(token))
+        if config not in configs:
+            raise TextError(f"{identifier!r} has no config {config!r}: it has {', '.join(configs)}")
     return load_dataset(identifier, config, streaming=True, token=access_token(token))
 
 
@@ -237,8 +237,8 @@ def list_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from list_texts(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from list_texts(item)
 
 
 @contextmanager
@@ -272,25 +272,25 @@ def describe_folder(name: str, folder: Path) -> Source:
 
 
 def describe_on_hub(name: str, token: str | None) -> Source:
-    """Describe a model of the Hub from its headers; of a GGUF file only the head is fetched."""
-    asked, hub, path = HubName.of(name), HfApi(token=access_token(token)), None
+    """Describe a model of the Hub from its headers; fetch only the head of a GGUF file."""
+    parsed, hub, path = HubName.of(name), HfApi(token=access_token(token)), None
     with explain_model_errors(name, token):
-        info = hub.model_info(asked.repo_id, revision=asked.revision, files_metadata=True, timeout=HUB_SECONDS)
+        info = hub.model_info(parsed.repo_id, revision=parsed.revision, files_metadata=True, timeout=HUB_SECONDS)
         sizes, terms = {file.rfilename: file.size or 0 for file in info.siblings or ()}, terms_of(info.card_data)
-        if asked.file:
-            path = find_head(name, HubName(info.id, info.sha, asked.file), sizes, token)
+        if parsed.file:
+            path = find_head(name, HubName(info.id, info.sha, parsed.file), sizes, token)
             head = read_local_head(name, path)
-            weights, terms = weigh_head(asked.file, head, sizes[asked.file]), {**terms_of(head.terms), **terms}
+            weights, terms = weigh_head(parsed.file, head, sizes[parsed.file]), {**terms_of(head.terms), **terms}
         else:
             weights = weigh_repository(name, hub, info.id, info.sha, sizes)
     return Source(name, None, info.id, info.sha, bool(info.gated), weights, terms, path)
 
 
 def find_head(name: str, pinned: HubName, sizes: Mapping[str, int], token: str | None) -> Path:
-    """Return a file of the Hub where it is in the cache, or else its stand-in."""
+    """Return a file of the Hub if it is in the cache, or else its stand-in."""
     if (file := str(pinned.file)) not in sizes:
-        files = ", ".join(sorted(each for each in sizes if each.endswith(f".{GGUF}")))
-        raise ModelNotAvailable(f"{name!r} names a file that is not there: it has {files or 'no GGUF'}")
+        files = ", ".join(sorted(path for path in sizes if path.endswith(f".{GGUF}")))
+        raise ModelNotAvailable(f"{name!r} names a file that does not exist: there is {files or 'no GGUF file'}")
     if isinstance(cached := try_to_load_from_cache(pinned.repo_id, file, revision=pinned.revision), str):
         return Path(cached)
     path = stand_ins() / repo_folder_name(repo_id=pinned.repo_id, repo_type="model") / str(pinned.revision) / file
@@ -309,7 +309,7 @@ def find_head(name: str, pinned: HubName, sizes: Mapping[str, int], token: str |
 
 
 def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
-    """Count the parameters of a repository from its headers, which must fit the length of each file."""
+    """Count the parameters of a repository from its headers, which must match the length of each file."""
     if CONFIG not in sizes:
         check_other_format(name, sizes)
         raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
@@ -333,16 +333,16 @@ def terms_of(card: Any) -> dict[str, Any]:
     """Keep the terms that a student's card copies from its teacher's, if they are texts or lists of texts."""
     stated = {name: card.get(name) for name in TERMS} if card else {}
     texts = {name: value if isinstance(value, list) else [value] for name, value in stated.items() if value != ""}
-    return {name: stated[name] for name, each in texts.items() if all(isinstance(text, str) for text in each)}
+    return {name: stated[name] for name, values in texts.items() if all(isinstance(text, str) for text in values)}
 
 
 def advise_offline(name: str) -> str:
     """Describe what to do without a network: name a copy in the cache, which has a folder for each revision."""
-    asked = HubName.of(name)
-    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=asked.repo_id, repo_type="model") / "snapshots"
-    for folder in snapshots.glob(asked.revision or "*"):
-        if asked.file and (folder / asked.file).exists():
-            return f"a copy is in the cache, so name that file instead ({folder / asked.file}), or connect"
+    parsed = HubName.of(name)
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=parsed.repo_id, repo_type="model") / "snapshots"
+    for folder in snapshots.glob(parsed.revision or "*"):
+        if parsed.file and (folder / parsed.file).exists():
+            return f"a copy is in the cache, so name that file instead ({folder / parsed.file}), or connect"
         if (folder / CONFIG).exists() and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
             return f"a copy is in the cache, so name its folder instead ({folder}), or connect"
     return "it is not in the cache either, so connect, or name a local folder"

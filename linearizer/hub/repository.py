@@ -1,6 +1,6 @@
-"""The repositories of the Hub that an account may publish in: they are found, and files are written as one commit.
+"""Finds the repositories of the Hub that an account may publish in, and writes files there as one commit.
 
-An upload that broke is repeated by the same call: the client asks the Hub which large files it has, and skips them.
+The same call repeats an upload that broke: the client asks the Hub which large files it has, and skips them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from linearizer.hub.models import HUB_SECONDS, access_token
 from linearizer.progress import Progress, Steps
 
 Info = Any  # ModelInfo or SpaceInfo
-NOBODY = "YOUR-ACCOUNT"  # owns what is named while nobody is signed in
+NOBODY = "YOUR-ACCOUNT"  # owner in names while nobody is signed in
 INITIAL_FILES = {".gitattributes", "README.md"}  # of a repository that was just created
 NOTHING_SENT = "nothing was sent"
-KEPT = "what is here is untouched, and what has arrived is not sent again"
+KEPT = "local files are unchanged, and uploaded files will not be sent again"
 
 WRITING = Use(
     "written",
@@ -54,7 +54,7 @@ WRITING = Use(
     remedies={
         402: "the account's plan does not allow it ({detail}): change the plan, or choose another owner",
         403: "the token in use may not write there ({detail}): use another token, or choose another owner",
-        404: "it is not there, or hidden from this token: check the name, and whether it was deleted meanwhile",
+        404: "it does not exist, or is hidden from this token: check the name, and whether it was deleted meanwhile",
         409: "the name is taken, or it is being changed by someone else ({detail}): try again, or choose another name",
         412: "someone else has changed it meanwhile: look at it, then try again",
     },
@@ -71,7 +71,7 @@ Content = Path | bytes
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository of the Hub, existing or to be created, that the account may write."""
+    """A repository of the Hub that the account may write to, and that may not exist yet."""
 
     repo_id: str
     private: bool
@@ -81,7 +81,7 @@ class Repository:
 
     @property
     def fresh(self) -> bool:
-        """Whether the repository holds nothing that a user put there."""
+        """Whether the repository contains no file of a user."""
         return self.files <= INITIAL_FILES
 
     @property
@@ -91,20 +91,20 @@ class Repository:
 
 
 @contextmanager
-def explain_publish_errors(what: str, kept: str = NOTHING_SENT) -> Iterator[None]:
-    """Turn an error of the Hub into one sentence: what failed, why, what to do, and what was kept."""
+def explain_publish_errors(subject: str, note: str = NOTHING_SENT) -> Iterator[None]:
+    """Turn an error of the Hub into one sentence: what failed, why and what to do; `note` ends it."""
     try:
         yield
     except HFValidationError as error:
         raise PublishError(
-            f"{what} is not a name for a repository: write OWNER/NAME, of at most 96 letters, digits, - _ and .; {kept}"
+            f"{subject} is not a name for a repository: write OWNER/NAME, at most 96 letters, digits, - _ and .; {note}"
         ) from error
     except HUB_ERRORS as error:
-        raise describe_error(what, error, WRITING, kept) from error
+        raise describe_error(subject, error, WRITING, note) from error
     except (ValueError, OSError) as error:  # a card that the Hub refuses; a file that cannot be read
         raise PublishError(
-            f"{what} cannot be written, something is wrong with what would be sent ({redact(error)}): repair it, "
-            f"then try again; {kept}"
+            f"{subject} cannot be written, since a file to be sent is wrong ({redact(error)}): repair it, then try "
+            f"again; {note}"
         ) from error
 
 
@@ -145,8 +145,8 @@ def unchecked_note() -> str:
 def find_repository(name: str, private: bool, token: str | None = None, kind: str = "model") -> Repository:
     """Find the repository NAME or OWNER/NAME, and check that the account may write there; send nothing."""
     owners = list_owners(token)
-    new = name_repository(name, private, kind, owners[0])
-    owner, repo_id = new.repo_id.partition("/")[0], new.repo_id
+    named = name_repository(name, private, kind, owners[0])
+    owner, repo_id = named.repo_id.partition("/")[0], named.repo_id
     if owner not in owners:
         raise PublishError(
             f"{owner!r} is not an owner that {owners[0]!r} may publish for: choose from {', '.join(owners)}"
@@ -156,12 +156,12 @@ def find_repository(name: str, private: bool, token: str | None = None, kind: st
         try:
             info = hub.repo_info(repo_id, repo_type=kind, timeout=HUB_SECONDS)
         except RepositoryNotFoundError:
-            return new
+            return named
         hub.auth_check(repo_id, repo_type=kind, write=True)
     if bool(info.private) != private:
         visibility, remedy = ("private", "leave out --public") if info.private else ("public", "add --public")
         raise PublishError(
-            f"{repo_id!r} exists and is {visibility}: {remedy}, change that in its settings, or choose another name; "
+            f"{repo_id!r} exists and is {visibility}: {remedy}, change this in its settings, or choose another name; "
             f"{NOTHING_SENT}"
         )
     return Repository(repo_id, private, kind, info.sha, frozenset(list_files(info)))
@@ -173,7 +173,7 @@ def list_files(info: Info) -> dict[str, Any]:
 
 
 def refuse_other_content(repo: Repository) -> None:
-    """Raise the error for a repository that holds something else."""
+    """Raise the error for a repository with other content."""
     files = f"{len(repo.files)} files: {', '.join(sorted(repo.files - INITIAL_FILES)[:3])}, …"
     raise PublishError(
         f"{repo.repo_id!r} exists and holds something else ({files}): choose another name, or delete it on its "
@@ -190,7 +190,7 @@ def fetch_file(repo: Repository, path: str, revision: str, token: str | None = N
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Keep the Hub's client from drawing bars: our own progress shows what it does."""
+    """Keep the Hub's client from drawing progress bars: we show our own progress."""
     were_disabled = are_progress_bars_disabled()
     disable_progress_bars()
     try:
@@ -202,20 +202,20 @@ def without_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Preview:
-    """The files that would be published, and where."""
+    """The files to be published, and their repository."""
 
     repo_id: str
     private: bool
     card: str
     files: tuple[tuple[str, int], ...]  # name, bytes
     bytes: int
-    notes: tuple[str, ...] = ()  # what the user should know before publishing
-    checked: bool = True  # whether the Hub was asked if it may be published there, which needs an account
+    notes: tuple[str, ...] = ()  # for the user to know before publishing
+    checked: bool = True  # whether the Hub was asked if the account may publish there
 
 
 @dataclass(frozen=True)
 class Published:
-    """The repository that was published, its revision, and the lines that load it."""
+    """The published repository, its revision, and the lines that load it."""
 
     repo_id: str
     revision: str
@@ -226,7 +226,7 @@ class Published:
 def upload(
     repo: Repository, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
 ) -> Steps[str]:
-    """Make a repository hold these files as of one commit, check them by their hashes, and return the revision."""
+    """Write files to a repository in one commit, check them by their hashes, and return the revision."""
     hub = HfApi(token=access_token(token))
     with explain_publish_errors(repr(repo.repo_id)):
         check_card(repo, files["README.md"])
@@ -245,12 +245,12 @@ def upload(
         at = Progress("publish", 0, len(additions), "files checked")
         info = yield from retry(lambda: look(hub, repo, revision), at)
         for path in list_differing(info, additions):
-            raise FaultError(f"{repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
+            raise FaultError(f"{repo.repo_id!r} at {revision} has another {path} than was sent: try again; {KEPT}")
         return revision
 
 
 def upload_large(hub: HfApi, repo: Repository, additions: list[CommitOperationAdd]) -> Steps[int]:
-    """Upload what is too large for a commit, one file after the other; the client retries by itself."""
+    """Upload files that are too large for a commit, one after the other; the client retries by itself."""
     total, done = sum(file.upload_info.size for file in additions), 0
     small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
     for group in [small, *([file] for file in additions if file.upload_info.size >= LARGE_BYTES)]:
@@ -263,20 +263,20 @@ def upload_large(hub: HfApi, repo: Repository, additions: list[CommitOperationAd
 
 
 def look(hub: HfApi, repo: Repository, revision: str | None = None) -> Info:
-    """Ask the Hub what a repository holds."""
+    """Ask the Hub for the content of a repository."""
     return hub.repo_info(repo.repo_id, repo_type=repo.kind, revision=revision, files_metadata=True)
 
 
 def commit(
     hub: HfApi, repo: Repository, additions: list[CommitOperationAdd], obsolete: Collection[str], message: str
 ) -> str:
-    """Make a commit, unless the repository holds all files already: the answer to an earlier try may be lost."""
+    """Make a commit, unless the repository already has all files: the answer to an earlier try may be lost."""
     info = look(hub, repo)
     deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
     if info.sha and not deletions and not list_differing(info, additions):
         return str(info.sha)
-    how = {"repo_type": repo.kind, "parent_commit": info.sha}
-    return hub.create_commit(repo.repo_id, [*additions, *deletions], commit_message=message, **how).oid
+    options = {"repo_type": repo.kind, "parent_commit": info.sha}
+    return hub.create_commit(repo.repo_id, [*additions, *deletions], commit_message=message, **options).oid
 
 
 def bytes_of(content: Content) -> bytes:
@@ -296,23 +296,23 @@ def check_card(repo: Repository, content: Content) -> None:
 
 
 def list_differing(info: Info, additions: list[CommitOperationAdd]) -> list[str]:
-    """List the files that a repository lacks or holds with other content."""
+    """List the files that a repository lacks or has with other content."""
     files = list_files(info)
     return [sent.path_in_repo for sent in additions if not same_content(files.get(sent.path_in_repo), sent)]
 
 
-def same_content(found: Any, sent: CommitOperationAdd) -> bool:
-    """Compare a file of a repository, or None, with one of ours by the hash that the Hub keeps of it."""
-    if found is None:
+def same_content(remote: Any, sent: CommitOperationAdd) -> bool:
+    """Compare a file of a repository, or None, with one of ours by the Hub's hash of it."""
+    if remote is None:
         return False
-    if found.lfs is not None:
-        return bool(found.lfs.sha256 == sent.upload_info.sha256.hex())
+    if remote.lfs is not None:
+        return bool(remote.lfs.sha256 == sent.upload_info.sha256.hex())
     with sent.as_file() as file:
-        return bool(found.blob_id == git_hash(file.read()))
+        return bool(remote.blob_id == git_hash(file.read()))
 
 
 def retry(call: Callable[[], Product], at: Progress) -> Steps[Product]:
-    """Repeat a request that the Hub cannot serve for a while, after growing pauses or as long as the Hub requests."""
+    """Repeat a request that the Hub cannot serve at the moment, after growing pauses or those that the Hub requests."""
     for pause in RETRY_SECONDS:
         try:
             return (yield from watch(call, at))
@@ -321,14 +321,14 @@ def retry(call: Callable[[], Product], at: Progress) -> Steps[Product]:
             requested = requested_wait(cause)
             if not is_temporary(cause) or requested > MAX_WAIT_SECONDS:
                 raise
-            for left in range(max(pause, requested), 0, -1):
-                yield replace(at, details={**at.details, "waiting": left, "because": name_reason(cause)})
+            for seconds in range(max(pause, requested), 0, -1):
+                yield replace(at, details={**at.details, "waiting": seconds, "because": name_reason(cause)})
                 time.sleep(1)
     return (yield from watch(call, at))
 
 
 def watch(call: Callable[[], Product], at: Progress) -> Steps[Product]:
-    """Wait for a call in a daemon thread: progress goes on every second, and the wait can be left at once."""
+    """Wait for a call in a daemon thread; yield progress every second, so that the wait can be ended at once."""
     answer: Future[Product] = Future()
 
     def answer_call() -> None:

@@ -1,4 +1,4 @@
-"""Checks by its headers that a model's weights are complete; writes and reads our own tensors with a digest."""
+"""Checks that a model's weights are complete, by their headers; writes and reads our own tensors with a digest."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_NAME = 255  # letters of a file
-TEACHER_FILES = "teacher_files"  # in the metadata of a student's index: its teacher's files, by their names there
+TEACHER_FILES = "teacher_files"  # in the metadata of a student's index: names of files, and the teacher's names of them
 SEAL = "linearizer"  # the name of our entry in the metadata of a file
-GGUF = "gguf"  # a format, and how quantisation by it is called
+GGUF = "gguf"  # the name of the format, and of its quantisation
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -47,22 +47,22 @@ def check_format(name: str, files: Collection[str]) -> None:
     pickles = sorted(file for file in files if file.endswith(PICKLES) and file != "training_args.bin")
     if pickles:
         raise ModelNotAvailable(
-            f"{name!r} holds its weights only as a pickle ({pickles[0]}), which can run any code when it is opened: "
+            f"{name!r} has its weights only as a pickle ({pickles[0]}), which can run any code when it is opened: "
             f"ask its author for safetensors, or convert it yourself with save_pretrained where that code is harmless"
         )
     check_other_format(name, files)
-    others = sorted(file for file in files if file.endswith((".safetensors", ".h5", ".msgpack", ".onnx")))
-    instead = f"only {others[0]}" if others else "and no other weights"
+    unsupported = sorted(file for file in files if file.endswith((".safetensors", ".h5", ".msgpack", ".onnx")))
+    instead = f"only {unsupported[0]}" if unsupported else "and no other weights"
     raise ModelNotAvailable(
-        f"{name!r} holds neither {SINGLE} nor {INDEX}, {instead}: name a model that transformers can load"
+        f"{name!r} has neither {SINGLE} nor {INDEX}, {instead}: name a model that transformers can load"
     )
 
 
 def check_other_format(name: str, files: Collection[str]) -> None:
-    """Refuse a model that holds its weights as GGUF alone: its files are named one by one."""
+    """Refuse a model with weights in GGUF files only: the user must name one of these."""
     if file := min((file for file in files if file.endswith(f".{GGUF}")), default=None):
         full = os.path.join(name, file) if os.path.isdir(name) else f"{name}:{file}"
-        raise ModelNotAvailable(f"{name!r} holds its weights as GGUF: name one of its files, such as {full!r}")
+        raise ModelNotAvailable(f"{name!r} has its weights as GGUF: name one of its files, such as {full!r}")
 
 
 def read_json(name: str, path: Path) -> dict[str, Any]:
@@ -70,19 +70,19 @@ def read_json(name: str, path: Path) -> dict[str, Any]:
     try:
         return parse_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or f"it is not JSON: {error}"
+        reason = getattr(error, "strerror", None) or f"it is not JSON: {error}"
         raise ModelNotAvailable(
-            f"{name!r} has a {path.name} that cannot be read ({why}): repair that file, or download the model again"
+            f"{name!r} has a {path.name} that cannot be read ({reason}): repair that file, or download the model again"
         ) from error
 
 
-def damaged_weights(name: str, what: object) -> ModelNotAvailable:
+def damaged_weights(name: str, fault: object) -> ModelNotAvailable:
     """Return the error of damaged weights."""
-    return ModelNotAvailable(f"{name!r} has damaged weights ({what}): download the model again")
+    return ModelNotAvailable(f"{name!r} has damaged weights ({fault}): download the model again")
 
 
 def weigh_folder(name: str, folder: Path) -> Weights:
-    """Count the parameters of a local model from its headers, which must fit the length of each file."""
+    """Count the parameters of a local model from its headers, which must match the length of each file."""
     check_format(name, [path.name for path in folder.iterdir()])
     files = (SINGLE,) if (folder / SINGLE).exists() else list_shards(name, read_json(name, folder / INDEX))
     missing = [file for file in files if not (folder / file).is_file()]
@@ -113,7 +113,7 @@ def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged_weights(name, f"{INDEX} names no files")
     if not all(isinstance(file, str) and len(file) <= MAX_NAME for file in weight_map.values()):
-        raise damaged_weights(name, f"{INDEX} names files as no disk does")
+        raise damaged_weights(name, f"{INDEX} contains impossible names of files")
     if not isinstance(index.get("metadata"), dict):  # transformers looks into it
         raise damaged_weights(name, f"{INDEX} has no metadata")
     return tuple(sorted({*weight_map.values()}))
@@ -131,16 +131,16 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = 
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    unfinished = path.with_name(path.name + UNFINISHED)  # a folder, for the temporary file of safetensors, too
+    unfinished = path.with_name(path.name + UNFINISHED)  # a folder, which also takes safetensors' temporary file
     with writing(path):
         remove(unfinished)
         unfinished.mkdir()
         try:
-            whole = unfinished / path.name
-            # One entry: the order of several changes from file to file.
-            save_file(tensors, whole, {SEAL: json.dumps({"facts": facts, "digest": digest(tensors, facts)})})
-            sync(whole)
-            whole.replace(path)
+            target = unfinished / path.name
+            # A single entry: the order of several differs between files.
+            save_file(tensors, target, {SEAL: json.dumps({"facts": facts, "digest": digest(tensors, facts)})})
+            sync(target)
+            target.replace(path)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -1,7 +1,7 @@
-"""Runs as processes of their own: page, command line and Python start, watch, stop and delete them with these.
+"""Starts, watches, stops and deletes runs, which are processes of their own, for the page, command line and Python.
 
-What a run is doing is read from its log, and from whether a live process holds its lock: nothing is kept in memory,
-so every process that looks sees the same.
+The state of a run is read from its log, and from whether a live process holds its lock: nothing is kept in memory, so
+all processes see the same.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ STATE_AFTER = {
     EventName.DONE: "done",
 }
 LIVE = ("queued", "running", "stopping")
-LOG_POLL_SECONDS = 0.25  # seconds between two looks at a log
-MAX_QUOTED_CHARACTERS = 200  # letters that are quoted of a log
+LOG_POLL_SECONDS = 0.25  # seconds between two reads of a log
+MAX_QUOTED_CHARACTERS = 200  # letters of a log that are quoted
 DAMAGED = "damaged"  # a file of the run cannot be read
-LOST_ERROR = "its process is gone (killed, or the machine was): resume it, and it goes on from what was saved"
+LOST_ERROR = "its process is gone (killed, or the machine stopped): resume it, and it continues from its last save"
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class Status:
     """The state of a run, and how far it has come."""
 
     run: Run
-    plan: Plan | EncoderPlan | None  # None where the run is damaged
+    plan: Plan | EncoderPlan | None  # None if the run is damaged
     state: str
     step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
-    error: str | None  # why it failed, was stopped by others than its owner, or is not published, in a sentence
+    error: str | None  # why it failed, was stopped by someone else, or is not published, in a sentence
     begun: float  # seconds since 1970
     changed: float
     disk_bytes: int
     saved: float | None  # when the state of training was last written
-    published: Event | None = None  # where its student was published last, at which revision, and how to load it
-    evaluation: Status | None = None  # how the evaluation of its student goes; None where none was asked for
+    published: Event | None = None  # the last publication of its student: place, revision, and how to load it
+    evaluation: Status | None = None  # of the evaluation of its student; None if none was requested
 
     @property
     def live(self) -> bool:
@@ -68,12 +68,12 @@ class Status:
 
 
 def start(run: Run, token: str | None = None, **details: Any) -> None:
-    """Queue a run and start its process, which goes on from where the run stands and outlives this one.
+    """Queue a run and start its process, which continues the run and outlives this process.
 
     The process reads the details in the log.
     """
     check_start(run, token)
-    with lock_and_queue(run, **details) as lock:  # the process that is started holds it, too
+    with lock_and_queue(run, **details) as lock:  # the new process also holds it
         request = {"folder": str(run.folder), "job": run.job, "token": token, "lock": lock.fd}
         try:
             with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
@@ -94,11 +94,11 @@ def evaluate(
     token: str | None = None,
     begin: Callable[..., None] = start,
 ) -> None:
-    """Begin to evaluate a run's student, in a process unless otherwise; without a request the newest goes on."""
+    """Begin to evaluate a run's student, by default in a process; without a request continue the newest."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: wait until it is done, or end its training")
     if request is None:
-        newest_request(run)  # raises where there is none
+        newest_request(run)  # raises if there is none
         begin(run.evaluating, token)
     else:
         begin(run.evaluating, token, request=dict(request), again=again)
@@ -109,7 +109,7 @@ def check_start(run: Run, token: str | None) -> None:
     if run.job is None and run.done:
         raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
     if token and not re.fullmatch(r"[!-~]+", token):
-        raise RequestError("the token holds characters that no token has: copy it again")
+        raise RequestError("the token contains characters that no token has: copy it again")
 
 
 def lock_and_queue(run: Run, **details: Any) -> Lock:
@@ -127,13 +127,13 @@ def start_process(
 ) -> subprocess.Popen[str]:
     """Start a process that works on the folder of a request, which only that process can read; it outlives this one.
 
-    It can import this package, and nothing from the working directory.
+    It can import this package, but nothing from the working directory.
     """
     home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH", "")
-    if home.name not in ("site-packages", "dist-packages"):  # which a process searches after the standard library
+    if home.name not in ("site-packages", "dist-packages"):  # a process searches these after the standard library
         paths = os.pathsep.join(filter(None, (str(home), paths)))
     process = subprocess.Popen(
-        [sys.executable, "-m", module, request["folder"]],  # the folder is for who reads a list of processes
+        [sys.executable, "-m", module, request["folder"]],  # the folder is for readers of a list of processes
         stdin=subprocess.PIPE,
         text=True,
         start_new_session=True,  # ctrl-C is for this process alone
@@ -147,7 +147,7 @@ def start_process(
 
 
 def end_process(work: Callable[[], int]) -> NoReturn:
-    """Do the work of a process that was started, and end it with the exit code that this gives."""
+    """Do the work of a started process, and end it with the exit code of the work."""
     code = 1
     try:
         code = work()
@@ -155,15 +155,15 @@ def end_process(work: Callable[[], int]) -> NoReturn:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
-        os._exit(code)  # without waiting for the threads of an abandoned download, or that listen
+        os._exit(code)  # without waiting for threads of an abandoned download, or listening threads
 
 
 def stop(run: Run, why: str = "") -> None:
     """Request that a run, or its evaluation, finishes its step, saves and stops; `why` is shown to its owner."""
     state = state_of(run)
     if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
-        what = "the evaluation of " if run.job else ""
-        raise RequestError(f"{what}{str(run.folder)!r} is {state}: there is nothing to stop")
+        job = "the evaluation of " if run.job else ""
+        raise RequestError(f"{job}{str(run.folder)!r} is {state}: there is nothing to stop")
     run.make_request("stop", why)
 
 
@@ -172,9 +172,9 @@ def use_now(run: Run) -> None:
     refuse_encoder(run)
     current = status(run)
     if current.state not in ("queued", "running"):
-        raise RequestError(f"{str(run.folder)!r} is {current.state}: only a run that is at work can end its training")
+        raise RequestError(f"{str(run.folder)!r} is {current.state}: only a running run can end its training")
     if current.step is None or current.step["event"] != EventName.DISTILL:
-        raise RequestError(f"{str(run.folder)!r} is not training: there is nothing to use yet, or nothing left to end")
+        raise RequestError(f"{str(run.folder)!r} is not training: it has not begun to train, or has ended training")
     run.make_request("use")
 
 
@@ -186,7 +186,7 @@ def delete(run: Run) -> None:
 
 
 def rename(run: Run, name: str) -> Run:
-    """Give a run that is not at work another name in its folder of runs; nothing that is there is replaced."""
+    """Give a run that is not running another name in its folder of runs; replace nothing."""
     Run.open(run.folder)
     folder = run.folder.with_name(name)
     with run.take_lock(), writing(folder):
@@ -199,22 +199,22 @@ def rename(run: Run, name: str) -> Run:
 def status(run: Run) -> Status:
     """Return the status of a run."""
     Run.open(run.folder)
-    found = read_state(run)
+    log = read_state(run)
     first, files = first_event(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
-    kept = (path for path in files if training in path.parents and path.parent.suffix != UNFINISHED)
-    saved = (files[path].st_mtime for path in kept)
+    states = (path for path in files if training in path.parents and path.parent.suffix != UNFINISHED)
+    saved = (files[path].st_mtime for path in states)
     evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
     return Status(
         run=run,
         plan=run.any_plan,
-        state=found.state,
-        step=found.step,
-        error=run.unpublished if found.state == "done" and run.job is None else found.error,
+        state=log.state,
+        step=log.step,
+        error=run.unpublished if log.state == "done" and run.job is None else log.error,
         begun=begun,
-        changed=found.newest["time"] if found.newest else begun,
-        disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's
+        changed=log.newest["time"] if log.newest else begun,
+        disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # linked: the teacher's
         saved=max(saved, default=None),
         published=run.published if run.checkpoint.is_dir() else None,
         evaluation=evaluation,
@@ -240,21 +240,21 @@ def read_state(run: Run) -> LogState:
     """Read the state of a run from its lock and its log."""
     while True:
         locked = run.is_locked
-        found = read_log_state(run)
-        if found.state not in LIVE:
-            return found
+        log = read_log_state(run)
+        if log.state not in LIVE:
+            return log
         if locked == run.is_locked:  # otherwise the run began or ended meanwhile
             break
     if locked:
-        return replace(found, state="stopping" if run.has_request("stop") else found.state)
-    log = run.folder / "worker.log"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ()
-    return replace(found, state="lost", error=LOST_ERROR + quote_last(lines))
+        return replace(log, state="stopping" if run.has_request("stop") else log.state)
+    file = run.folder / "worker.log"
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ()
+    return replace(log, state="lost", error=LOST_ERROR + quote_last(lines))
 
 
 def read_log_state(run: Run) -> LogState:
     """Read the log from its end until the state and the newest progress are known; progress implies a start."""
-    newest = last = step = None
+    newest = decisive = step = None
     steps = STEPS if run.job is None else PARTS
     for event in newest_events(run.log_file):
         if not run.owns_event(event):
@@ -265,22 +265,23 @@ def read_log_state(run: Run) -> LogState:
         if event["event"] in steps and "done" in event and "total" in event:
             step = event
         if event["event"] in STATE_AFTER or step:
-            last = last or event
+            decisive = decisive or event
         if step:
             break
-    state = "stopped" if last is None else STATE_AFTER.get(last["event"], "running")
-    return LogState(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
+    state = "stopped" if decisive is None else STATE_AFTER.get(decisive["event"], "running")
+    error = decisive.get("error") if decisive and state in ("failed", "stopped") else None
+    return LogState(state, error, newest, step)
 
 
 def quote_last(lines: Sequence[str]) -> str:
-    """Quote the last line that a process or a job wrote, without folders, signed addresses and tokens."""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    last = re.sub(r"\?\S+|hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
-    return f"; its last words: {last[:MAX_QUOTED_CHARACTERS]}" if last else ""
+    """Quote the last line of a process or a job, without folders, signed addresses and tokens."""
+    text = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    text = re.sub(r"\?\S+|hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", text))
+    return f"; its last words: {text[:MAX_QUOTED_CHARACTERS]}" if text else ""
 
 
 def files_of(folder: Path) -> dict[Path, os.stat_result]:
-    """List the files of a run; a file that vanishes meanwhile is left out."""
+    """List the files of a run, without those that vanish meanwhile."""
     files = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place) / name for name in names):
@@ -290,22 +291,22 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
 
 
 def runs_in(root: Path, newest: int | None = None) -> list[Status]:
-    """Return the status of every run under a folder, or of some whose plans are newest; the newest first."""
+    """Return the status of all runs under a folder, or of the `newest` ones by their plans; the newest first."""
     plans = [path for name in (PLAN, ENCODER_PLAN) for path in root.glob(f"*/{name}")]
     plans = plans if newest is None else nlargest(newest, plans, modified)
-    found = (status_or_damage(Run(file.parent)) for file in plans)
-    return sorted(filter(None, found), key=lambda each: each.begun, reverse=True)
+    statuses = (status_or_damage(Run(file.parent)) for file in plans)
+    return sorted(filter(None, statuses), key=lambda status: status.begun, reverse=True)
 
 
 def modified(path: Path) -> float:
-    """Return when a file was written; 0: it is gone."""
+    """Return when a file was written; 0: it was deleted."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def status_or_damage(run: Run) -> Status | None:
-    """Return the status of a run, also where its files are damaged; None: it was deleted meanwhile, or is hidden."""
+    """Return the status of a run, even if its files are damaged; None: it was deleted meanwhile, or is hidden."""
     with suppress(FileNotFoundError, PermissionError):
         try:
             return status(run)

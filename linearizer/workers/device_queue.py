@@ -4,7 +4,7 @@ A process that waits or works holds the lock of a ticket: a file named NUMBER@DE
 on several devices, with the folder of the run. A ticket without a lock belongs to a dead process and does not count.
 NUMBER-short@DEVICE is the ticket of short work, which goes before the OVERTAKEN tickets that were taken before it. A
 run works once no live ticket for one of its devices is before its own, and it holds the locks of its devices. It gives
-these back, and pauses, while short work that came later is before it.
+these back, and pauses, while short work with a later ticket is before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from linearizer.errors import FolderError
 from linearizer.run.files import writing
 from linearizer.run.locks import Lock, is_held, take_lock
 
-SHORT, OVERTAKEN = "-short", 20  # so one run waits for no more than that many short pieces of work that came later
+SHORT, OVERTAKEN = "-short", 20  # so a run waits for at most 20 pieces of short work with later tickets
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Ticket:
         return True
 
     def pause(self) -> None:
-        """Give the devices back, and stay in the queue."""
+        """Release the devices, and stay in the queue."""
         for path, lock in self.devices.items():
             path.unlink(missing_ok=True)
             lock.release()
@@ -73,7 +73,7 @@ def take_ticket(run: Path, devices: Sequence[str], short: bool = False) -> Ticke
     except OSError as error:
         raise FolderError(
             f"{str(folder)!r}, where runs wait for their turn, cannot be made ({error.strerror}): set LINEARIZER_QUEUE "
-            "to a folder that is yours to write"
+            "to a folder that you may write to"
         ) from error
     lock = None
     with writing(folder):
@@ -81,9 +81,9 @@ def take_ticket(run: Path, devices: Sequence[str], short: bool = False) -> Ticke
             if (dead := take_lock(path, 0.0)) is not None:
                 with dead:  # so that no other process takes it meanwhile
                     path.unlink(missing_ok=True)
-        while lock is None:  # another process took the same number, or for a moment looked whether it is held
-            last = max((number_of(path) for path in tickets()), default=0)
-            path = folder / f"{last + 1:08d}{SHORT * short}@{'+'.join(dict.fromkeys(devices))}"
+        while lock is None:  # another process took the same number, or is checking for a moment whether it is held
+            newest = max((number_of(path) for path in tickets()), default=0)
+            path = folder / f"{newest + 1:08d}{SHORT * short}@{'+'.join(dict.fromkeys(devices))}"
             lock = take_lock(path, 0.0)
         path.write_text(str(run.resolve()), encoding="utf-8")
     return Ticket(path, lock)
@@ -95,17 +95,18 @@ def tickets() -> list[Path]:
 
 
 def tickets_before(path: Path) -> list[Path]:
-    """List the live tickets before a ticket that share a device with it, the first of them first."""
-    own, devices = parse_ticket(path)
-    others = sorted((*parse_ticket(other), other) for other in tickets())
-    return [other for place, of, other in others if place < own and not devices.isdisjoint(of) and is_held(other)]
+    """List the live tickets before a ticket that share a device with it, in their order."""
+    own_place, own_devices = parse_ticket(path)
+    queue = sorted((*parse_ticket(ticket), ticket) for ticket in tickets())
+    before = [ticket for place, devices, ticket in queue if place < own_place and devices & own_devices]
+    return [ticket for ticket in before if is_held(ticket)]
 
 
 def runs_before(run: Path) -> list[Path]:
-    """List the folders of the runs that a run waits for, the run at work first."""
+    """List the folders of the runs that a run waits for, the running one first."""
     folders = {path: Path(path.read_text(encoding="utf-8")) for path in tickets()}
-    own = max((path for path, folder in folders.items() if folder == run.resolve()), default=None)
-    return [] if own is None else [folders[path] for path in tickets_before(own) if path in folders]
+    ticket = max((path for path, folder in folders.items() if folder == run.resolve()), default=None)
+    return [] if ticket is None else [folders[path] for path in tickets_before(ticket) if path in folders]
 
 
 def parse_ticket(path: Path) -> tuple[tuple[int, int], set[str]]:

@@ -31,25 +31,25 @@ from linearizer.teacher.logits import MAX_LOGITS
 from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.streaming import bytes_for_weights, bytes_in_memory, rooms_for_weights, streams
 
-SIZE = 64  # of the heads that a student's speed is measured with
+SIZE = 64  # of the heads for measuring a student's speed
 SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
 START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
 READ_RATE = 4e8  # bytes of weights in a second
-PROCESS_BYTES = 620e6  # of Python, PyTorch and what runs import
-BOTH_WAYS = 12.0  # times as long as with SDPA a key takes a student that reads in both directions (both-ways.md)
+PROCESS_BYTES = 620e6  # of Python, PyTorch and other imports
+BOTH_WAYS = 12.0  # seconds per key of an encoder's student, as a multiple of SDPA's (both-ways.md)
 TIMING_SECONDS = 6.0  # for the times of a layer at several lengths
-WEIGHTS = 1.2  # times the bytes of weights are in memory: of some there are two forms while they load or compute
+WEIGHTS = 1.2  # memory of weights as a multiple of their bytes: some have two forms while they load or compute
 LOGITS = 6.5  # copies of the logits of texts that are in memory at once
-GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of its hidden state
-LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, apart from its product
-JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and on from one place for every gap
+GRAPH_WIDTHS = 24  # numbers in a block's graph for each token, in sizes of its hidden state
+LOGIT_OPERATIONS = 1000  # of judging for each entry of a token's logits, apart from its product
+JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and its end once more for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
-SHORT_SECONDS = 180.0  # of an evaluation that a run pauses for
-SUBJECTS = 4  # that read the texts of an evaluation, in mean over its parts
-WRITING = 10.0  # times as long as reading it a token takes to be written
-SPEED_MEASUREMENTS = 8  # that take as long as one may, of teacher, student and window
+SHORT_SECONDS = 180.0  # of an evaluation for which a run pauses
+SUBJECTS = 4  # that read the texts of an evaluation, as a mean over its parts
+WRITING = 10.0  # seconds to write a token, as a multiple of those to read it
+SPEED_MEASUREMENTS = 8  # of the maximum time, for teacher, student and window
 COMPARED = 6  # students that are measured before one of them is made
-HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
+HEALING_PASSES = 3  # of the student, forward and back, for every text in the training of adapters
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
 
@@ -58,11 +58,11 @@ class Speeds:
     """Amounts of work that a machine does in a second."""
 
     products: float  # multiplications and additions of matrices in float32
-    small_products: float  # likewise in bfloat16
+    small_products: float  # the same in bfloat16
     students: float  # tokens of a KV head of size 64 with a window and slots
     spectra: float  # cubed points of a spectrum
     reads: float  # bytes of weights
-    room: float | None = None  # bytes of weights that memory holds; None: what is free here
+    room: float | None = None  # bytes of weights that fit into memory; None: the free memory here
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RunForecast:
 
 @cache
 def measure_speeds(device: str) -> Speeds:
-    """Measure this machine, in well under a second; only once."""
+    """Measure this machine once, in well under a second."""
     size = 2048 if device_kind(device) == "cuda" else 512  # large enough for a device to show its speed
     matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     points = torch.randn(SPECTRUM_POINTS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
@@ -98,12 +98,12 @@ def students_speed(device: str, heads: int = 4, tokens: int = 256) -> float:
 
 
 def seconds_of(work: Callable[[], object], times: int) -> float:
-    """Time a piece of work, the fastest of a few times; one time before warms up."""
+    """Return the seconds of the fastest of several repetitions, after one to warm up."""
     return min(timeit.repeat(work, repeat=times + 1, number=1)[1:])
 
 
 def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:
-    """Forecast a plan on a machine; `download`: the bytes that are still to be downloaded."""
+    """Forecast a plan on a machine; `download`: the bytes that must still be downloaded."""
     seconds, memory = forecast_seconds(plan, inspection, speeds), run_memory(plan, inspection)
     return RunForecast(seconds, memory, run_bytes(plan, inspection) + download, download)
 
@@ -127,21 +127,21 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
 
 
 def forecast_encoder(plan: EncoderPlan, inspection: EncoderInspection, speeds: Speeds, download: float) -> RunForecast:
-    """Forecast the run of an encoder, whose student attends more slowly than as many operations in one product take."""
+    """Forecast the run of an encoder: its student takes longer than the same number of operations in one product."""
     tokens, weights = plan.length or inspection.tokens, NUMBER * inspection.parameters
     teacher, student = (
         tokens * (inspection.layer_parameters + keys * inspection.pair_operations) / speeds.products
         for keys in (tokens, BOTH_WAYS * plan.budget)
     )
-    made = 2 if plan.steps and plan.slots else 1  # the window, too
-    judging = plan.texts * (teacher + (2 + made) * student)
-    training = made * plan.learnt * (teacher + HEALING_PASSES * student) if plan.steps else 0.0
+    students = 2 if plan.steps and plan.slots else 1  # the second is the window
+    judging = plan.texts * (teacher + (2 + students) * student)
+    training = students * plan.learnt * (teacher + HEALING_PASSES * student) if plan.steps else 0.0
     seconds = START_SECONDS + TIMING_SECONDS + weights / speeds.reads + judging + training
-    return RunForecast(seconds, encoder_memory(plan, inspection), made * weights + download, download)
+    return RunForecast(seconds, encoder_memory(plan, inspection), students * weights + download, download)
 
 
 def encoder_memory(plan: EncoderPlan, inspection: EncoderInspection) -> float:
-    """Estimate the bytes of memory of an encoder's run: weights with what training keeps of them, and a graph."""
+    """Estimate the bytes of memory of an encoder's run: weights with their training state, and a graph."""
     tokens, width = plan.length or inspection.tokens, inspection.heads * inspection.head_dim
     graph = plan.batch * tokens * inspection.layers * GRAPH_WIDTHS * width * bool(plan.steps)
     return PROCESS_BYTES + NUMBER * ((5 if plan.steps else 2) * inspection.parameters + graph + 2 * tokens**2)
@@ -158,7 +158,7 @@ def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[fl
 
 
 def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
-    """Estimate the seconds of an evaluation from the tokens that its parts read; how long tasks take is not known."""
+    """Estimate the seconds of an evaluation from the tokens that its parts read; for tasks they are unknown."""
     if "tasks" in request.chosen:
         return math.inf
     usual = plan.kept_length(inspection.max_positions)
@@ -177,7 +177,7 @@ def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, spe
 
 
 def short_evaluation(run: Run) -> bool:
-    """Whether the evaluation that a run was asked for takes a few minutes at most, and finds room in what is free."""
+    """Whether the requested evaluation of a run takes a few minutes at most, and fits into the free memory."""
     plan, inspection, device = run.plan, run.inspection, choose_device(run.plan.device)
     if evaluation_seconds(newest_request(run)[0], plan, inspection, measure_speeds(device)) > SHORT_SECONDS:
         return False
@@ -191,7 +191,7 @@ def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float
         return inspection.weight_bytes / speeds.reads
     length = plan.kept_length(inspection.max_positions)
     batches = min(JUDGING.texts, math.ceil(JUDGING.texts * length * inspection.vocabulary / MAX_LOGITS))
-    count = 2.0 + 2 * 3 * batches  # two parts are judged, of three subjects
+    count = 2.0 + 2 * 3 * batches  # two parts of judging, with three subjects
     if plan.rules.decided_by == "prices":
         count += 4 + COMPARED
     if plan.trains:
@@ -207,7 +207,7 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
 
 
 def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: float, operation: float) -> float:
-    """Estimate the seconds of training; `operation`: those of one operation for every token of a text."""
+    """Estimate the seconds of training; `operation`: the seconds of one operation on every token of a text."""
     step = teacher + (HEALING_PASSES if plan.kept_lora else 1) * (teacher + student)
     if not plan.heals:
         products = sum(layer.query_heads * layer.key_dim * rows_of(plan, layer) for layer in layers)
@@ -242,11 +242,11 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """The device of a plan, with what is free on it."""
+    """The device of a plan, with its free memory and the free disk."""
 
-    device: str  # as its maker names it
-    free_memory: int  # bytes, of the device, or of all GPUs where any will do
-    free_disk: int  # bytes, where runs are
+    device: str  # its product name
+    free_memory: int  # bytes, of the device, or of all GPUs if the plan names none
+    free_disk: int  # bytes, on the disk of the runs
 
     def fits(self, forecast: RunForecast) -> bool:
         """Whether there is room for the forecast memory and disk of a run."""
@@ -254,7 +254,7 @@ class Machine:
 
 
 def describe_machine(plan: Plan | EncoderPlan, runs: Path) -> Machine:
-    """Describe what a plan would run on."""
+    """Describe the machine that a plan would run on."""
     device = torch.device(choose_device(plan.device))
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
     return Machine(

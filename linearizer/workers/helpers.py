@@ -1,7 +1,7 @@
 """Other processes that price some of the heads of a run, one for each further device.
 
-python -m linearizer.workers.helpers FOLDER is such a process. Its request comes through standard input, and the prices
-are in files of the run, which itself measures what a helper that ended early has not. It ends when standard input does,
+python -m linearizer.workers.helpers FOLDER is such a process. It reads its request from standard input, and writes its
+prices into files of the run, whose own process measures what a dead helper has not. It ends when standard input does,
 so that it dies with the process that started it.
 """
 
@@ -26,19 +26,19 @@ from linearizer.teacher.devices import choose_device, device_kind, device_name, 
 from linearizer.workers.control import end_process, start_process
 
 Product = TypeVar("Product")
-PROCESSES = "LINEARIZER_PROCESSES"  # how many price the heads of a run; else one for each GPU
-POLL_SECONDS = 0.1  # between two looks for their end, and for a request to stop
+PROCESSES = "LINEARIZER_PROCESSES"  # number of processes that price heads; default: one for each GPU
+POLL_SECONDS = 0.1  # between two checks for their end, and for a request to stop
 
 
 def devices_of(run: Run) -> list[str]:
-    """Name the devices that a run works on, its own first: several only while its heads are to be priced."""
+    """Name the devices that a run works on, its own first: several only if its heads have no prices yet."""
     device, processes = choose_device(run.plan.device), os.environ.get(PROCESSES, "")
     if device not in ("cpu", "cuda"):
         return [device_name(device)]
     count = max(1, int(processes)) if processes.isdigit() else None
     if run.job is not None or run.prices is not None or run.plan.rules.decided_by != "prices":
         count = 1
-    if device == "cpu":  # several processes share it if they are asked for
+    if device == "cpu":  # several processes share it if the user asks for them
         return [device_name(device)] * (count or 1)
     import torch
 
@@ -79,7 +79,7 @@ class HelperProcesses:
         return len(self.devices)
 
     def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
-        """Let the helpers price their shares while the steps of this process's share are taken."""
+        """Let the helpers price their shares while this process takes the steps of its own share."""
         helpers = [self.start(number, sinks) for number in range(1, self.count)]
         try:
             product = yield from steps
@@ -95,12 +95,12 @@ class HelperProcesses:
 
     def start(self, number: int, sinks: int) -> subprocess.Popen[str]:
         request = dict(folder=str(self.run.folder), number=number, count=self.count, sinks=sinks, token=self.token)
-        seen = seen_by(number, self.devices[number])
-        return start_process("linearizer.workers.helpers", request, seen, stdout=subprocess.DEVNULL)
+        variables = seen_by(number, self.devices[number])
+        return start_process("linearizer.workers.helpers", request, variables, stdout=subprocess.DEVNULL)
 
 
 def main() -> int:
-    """Price a share of a run's heads; where that cannot be, standard error says why."""
+    """Price a share of a run's heads; on failure write the reason to standard error."""
     request = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_run, daemon=True).start()
     from linearizer.method.head_prices import Share

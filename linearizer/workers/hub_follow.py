@@ -1,8 +1,8 @@
-"""Follow the job of a run: its log becomes the run's log, and its products the run's; begin a job where there is none.
+"""Follows the job of a run, and begins one if there is none: its log and its products become the run's.
 
-A bucket holds the folder of the run while the job works. The lines of its log are appended unchanged to the log here,
-so everything that reads a run needs nothing new. The lines that end a run wait until its products are here. Whoever
-follows after a crash skips the lines that are there already.
+A bucket holds the folder of the run while the job works. The lines of its log are appended unchanged to the local log,
+so that readers of a run need not know about jobs. The lines that end a run are appended once its products are here.
+After a crash, lines that are already in the local log are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ nvidia-smi > /dev/null 2>&1 || export UV_TORCH_BACKEND=cpu
 uv venv --quiet env
 uv pip install --quiet --python env {packages}
 exec env/bin/python "$@"
-"""  # without a GPU the build of PyTorch that has no CUDA, which is ten times as small
+"""  # without a GPU, the build of PyTorch without CUDA, which is a tenth of the size
 BEGIN = """import os, sys
 from huggingface_hub import HfApi
 HfApi().sync_bucket(f"hf://buckets/{sys.argv[1]}/runs/{sys.argv[2]}/code", "code", quiet=True)
@@ -42,8 +42,8 @@ NO_CODE = ("*__pycache__*", ".*", "*/.*", "*.egg-info*", *(f"{name}/*" for name 
 REQUESTS = ("stop", "use")
 NOT_SENT = ("lock", "worker.log", FILE, "checkpoint/teacher-*", f"*{UNFINISHED}*")  # with FILE a job would begin jobs
 ENDINGS = (EventName.DONE, EventName.STOPPED, EventName.FAILED)
-LOOK_SECONDS = 0.2  # between two looks for requests
-POLL_SECONDS = 5.0  # between two questions for the log and the stage of a job
+LOOK_SECONDS = 0.2  # between two checks for requests
+POLL_SECONDS = 5.0  # between two requests for the log and the stage of a job
 STOP_SECONDS = 90.0  # that a job may take to stop and to save, before it is cancelled
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # between tries to read from the Hub
 
@@ -54,7 +54,7 @@ def bucket_folder(run_id: str) -> str:
 
 
 def retried(call: Callable[[], Product]) -> Product:
-    """Call, and again after pauses where the Hub does not answer."""
+    """Call, and repeat the call after pauses while the Hub does not answer."""
     for pause in PAUSES:
         with suppress(*TROUBLE):
             return call()
@@ -63,13 +63,13 @@ def retried(call: Callable[[], Product]) -> Product:
 
 
 def follow_job(run: Run, token: str | None) -> None:
-    """Follow the job of a run to its end; begin one where none is open, if its cost was agreed to."""
+    """Follow the job of a run to its end; begin one if none is open and its cost was agreed to."""
     with log_end(run):
         hub_job = read_hub_job(run)
         assert hub_job is not None
         account = Account(token, hub_job.owner)
-        kept = f"what was finished is kept in the bucket {account.bucket!r}, and a running job goes on: resume the run"
-        with explain_job_errors("the job", kept):
+        note = f"finished steps are in the bucket {account.bucket!r}, and a running job continues: resume the run"
+        with explain_job_errors("the job", note):
             begun = open_job(run)
             if begun is not None:
                 had_ended = Follower(run, account, hub_job, begun["id"]).follow(again=True)
@@ -79,7 +79,7 @@ def follow_job(run: Run, token: str | None) -> None:
 
 
 def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
-    """Begin a job, unless one of this run is at work already; return its id."""
+    """Begin a job, unless one of this run is already running; return its id."""
     if run.has_request("stop"):
         raise Stopped("stopped before its job began")
     job = account.find_live_job(run.id)
@@ -95,7 +95,7 @@ def find_or_begin(run: Run, account: Account, hub_job: HubJob) -> str:
 def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     """Send the code and the folder of a run, and return the command of its job."""
     code = f"runs/{run.id}/code"
-    if stale := account.list_files(code):  # times of files do not tell one version of the code from another
+    if stale := account.list_files(code):  # times of files do not distinguish versions of the code
         account.send({}, stale)
     account.send_folder(run.folder, bucket_folder(run.id), NOT_SENT)
     account.send_folder(PACKAGE, f"{code}/linearizer", NO_CODE)
@@ -111,30 +111,30 @@ class Follower:
 
     def __init__(self, run: Run, account: Account, hub_job: HubJob, job_id: str) -> None:
         self.run, self.account, self.hub_job, self.id = run, account, hub_job, job_id
-        self.arrived = run.folder / f"state{UNFINISHED}"  # what is fetched comes here first
-        self.asked: set[str] = set()  # requests that were passed on
+        self.arrived = run.folder / f"state{UNFINISHED}"  # files are fetched to here first
+        self.passed_on: set[str] = set()  # requests
         self.cancel_at = float("inf")
 
     def follow(self, again: bool = False) -> bool:
-        """Follow the job to its end; return whether it had ended before. `again`: another process began it."""
+        """Follow the job to its end; return whether it had already ended. `again`: another process began it."""
         job = retried(self.read_stage)
         had_ended = job.ended
         if again and job.stage == "RUNNING":
             self.run.log(EventName.STARTED)
-        asked = time.monotonic()
+        polled = time.monotonic()
         while not job.ended:
             self.pass_requests_on(job)
             time.sleep(LOOK_SECONDS)
-            if time.monotonic() > asked + POLL_SECONDS:
+            if time.monotonic() > polled + POLL_SECONDS:
                 with suppress(*TROUBLE):
                     job = self.read_stage()
                     self.take_events()
-                asked = time.monotonic()
+                polled = time.monotonic()
         self.finish(job)
         return had_ended
 
     def read_stage(self) -> Job:
-        """Ask the Hub for the job; a job that it does not know was deleted."""
+        """Ask the Hub for the job; an unknown job was deleted."""
         try:
             return self.account.find_job(self.id)
         except TROUBLE as error:
@@ -143,23 +143,23 @@ class Follower:
             return Job(self.id, "", "DELETED", "")
 
     def take_events(self) -> list[bytes]:
-        """Append the lines that are new in the job's log, up to those that end the run; return these."""
+        """Append the new lines of the job's log, up to those that end the run; return the latter."""
         self.account.fetch_folder(bucket_folder(self.run.id), self.arrived, include=["events.jsonl"])
-        known = {*read_lines(self.run.log_file).split(b"\n")}  # each line has its time
+        local = {*read_lines(self.run.log_file).split(b"\n")}  # each line has its time
         lines = read_lines(self.arrived / "events.jsonl").split(b"\n")
-        new = [(line, event) for line in lines if line not in known and (event := parse_line(line)) is not None]
-        new = [(line, event) for line, event in new if event["event"] != EventName.QUEUED]
-        end = next((place for place, (_, event) in enumerate(new) if event["event"] in ENDINGS), len(new))
-        for line, _ in new[:end]:
+        pairs = [(line, event) for line in lines if line not in local and (event := parse_line(line)) is not None]
+        pairs = [(line, event) for line, event in pairs if event["event"] != EventName.QUEUED]
+        end = next((place for place, (_, event) in enumerate(pairs) if event["event"] in ENDINGS), len(pairs))
+        for line, _ in pairs[:end]:
             append_line(self.run.log_file, line)
-        return [line for line, _ in new[end:]]
+        return [line for line, _ in pairs[end:]]
 
     def pass_requests_on(self, job: Job) -> None:
-        """Pass on what the run is requested to do; cancel a job that has not begun, or that does not stop."""
-        if not self.run.has_file("plan.json"):  # a run that was deleted by hand costs no more
+        """Pass on the requests of the run; cancel a job that has not begun, or that does not stop."""
+        if not self.run.has_file("plan.json"):  # a run that was deleted by hand must not cost more
             self.account.cancel_job(self.id)
             raise FaultError(f"{str(self.run.folder)!r} was deleted while its job was running: the job is cancelled")
-        for name in [name for name in REQUESTS if name not in self.asked and self.run.has_request(name)]:
+        for name in [name for name in REQUESTS if name not in self.passed_on and self.run.has_request(name)]:
             with suppress(*TROUBLE):
                 wait = 0.0
                 if name == "use" or job.stage != "SCHEDULING":
@@ -168,7 +168,7 @@ class Follower:
                     wait = STOP_SECONDS
                 if name == "stop":
                     self.cancel_at = time.monotonic() + wait
-                self.asked.add(name)
+                self.passed_on.add(name)
         if time.monotonic() > self.cancel_at:
             with suppress(*TROUBLE):
                 self.account.cancel_job(self.id)
@@ -182,42 +182,42 @@ class Follower:
         except TROUBLE as error:
             raise FaultError(
                 f"the job has ended, and its results cannot be fetched ({redact(error)}): resume the run, which tries "
-                "again and begins no other job"
+                "again and does not begin another job"
             ) from error
         self.run.log(EventName.HUB_JOB, id=self.id, stage=job.stage)
-        if "use" in self.asked:
+        if "use" in self.passed_on:
             self.run.clear_request("use")
-        made = any(event["event"] == EventName.DONE for event in parse_lines(end))
-        if end and (not made or self.run.checkpoint.is_dir()):
+        is_done = any(event["event"] == EventName.DONE for event in parse_lines(end))
+        if end and (not is_done or self.run.checkpoint.is_dir()):
             for line in end:
                 append_line(self.run.log_file, line)
-        elif "stop" in self.asked or job.stage == "CANCELED":
-            why = self.run.request_reason("stop") if "stop" in self.asked else "its job was cancelled on the Hub"
-            self.run.log(EventName.STOPPED, **({"error": why} if why else {}))
+        elif "stop" in self.passed_on or job.stage == "CANCELED":
+            reason = self.run.request_reason("stop") if "stop" in self.passed_on else "its job was cancelled on the Hub"
+            self.run.log(EventName.STOPPED, **({"error": reason} if reason else {}))
         else:
             self.run.log(EventName.FAILED, error=self.describe_end(job))
         self.run.clear_request("stop")
         remove(self.arrived)
 
     def describe_end(self, job: Job) -> str:
-        """Describe how a job ended whose log has no end; quote the last line that it wrote."""
+        """Describe the end of a job without an end in its log; quote its last line."""
         if job.stage == "DELETED":
-            how = "was deleted"
+            ending = "was deleted"
         elif "time" in job.message.lower():
-            how = f"reached its limit of {self.hub_job.minutes} minutes"
+            ending = f"reached its limit of {self.hub_job.minutes} minutes"
         else:
-            how = f"ended before its work ({job.stage}{': ' + job.message if job.message else ''})"
-        last = ""
+            ending = f"ended before its work ({job.stage}{': ' + job.message if job.message else ''})"
+        quotation = ""
         with suppress(*TROUBLE):
-            last = quote_last([*self.account.read_log(self.id)])
-        return f"the job {how}: resume the run, and another job goes on from what was saved{last}"
+            quotation = quote_last([*self.account.read_log(self.id)])
+        return f"the job {ending}: resume the run, and another job continues from its last save{quotation}"
 
     def bring_products(self) -> None:
-        """Fetch what the job left in the bucket; each file or folder takes the place of ours whole, or not at all."""
+        """Fetch the job's files from the bucket; each file or folder replaces ours completely, or not at all."""
         remove(self.arrived)
         self.arrived.mkdir()
-        own = ["checkpoint/*"] * self.run.checkpoint.is_dir()
-        self.account.fetch_folder(bucket_folder(self.run.id), self.arrived, exclude=["events.jsonl", *REQUESTS, *own])
+        excluded = ["events.jsonl", *REQUESTS, *["checkpoint/*"] * self.run.checkpoint.is_dir()]
+        self.account.fetch_folder(bucket_folder(self.run.id), self.arrived, exclude=excluded)
         for path in self.arrived.iterdir():
             if path.is_dir():
                 remove(self.run.folder / path.name)

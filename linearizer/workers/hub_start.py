@@ -1,4 +1,4 @@
-"""Begin a run in a job of the Hub: its maximum cost, the consent to it, and what is refused before."""
+"""Begins a run in a job of the Hub: checks the plan, computes its maximum cost, and requires consent to it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from linearizer.teacher.streaming import FILLED
 from linearizer.workers import control
 from linearizer.workers.forecast import READ_RATE, Speeds, forecast_seconds
 
-MIN_MINUTES, MAX_MINUTES = 15, 7 * 60  # that a job may take: the token of a sign-in lasts for eight hours
-MACHINE_SECONDS = 300.0  # until a machine is there and has installed what it needs
-MARGIN = 2.0  # by which a forecast may be wrong
-# The least that hardware on offer does in a second, whichever machine asks: of a CPU with two cores, and of a GPU,
-# where students and spectra are taken to be no faster.
+MIN_MINUTES, MAX_MINUTES = 15, 7 * 60  # limits of a job: the token of a sign-in lasts for eight hours
+MACHINE_SECONDS = 300.0  # until a machine is ready and has installed the packages
+MARGIN = 2.0  # factor for errors of a forecast
+# The speeds of the slowest hardware on offer: a CPU with two cores, and a GPU, on which students and spectra are
+# assumed not to be faster.
 CPU_SPEEDS = Speeds(products=3e10, small_products=1e10, students=2e5, spectra=8e8, reads=READ_RATE)
 GPU_SPEEDS = replace(CPU_SPEEDS, products=8e12, small_products=3e13)
 DOWNLOAD_RATE = 1e8  # bytes in a second, inside the Hub
-INSTALLED_BYTES = 1.2e10  # of PyTorch and what it needs
+INSTALLED_BYTES = 1.2e10  # of PyTorch and its dependencies
 
 
 def run_in_job(
@@ -49,7 +49,7 @@ def run_in_job(
     """Begin a run in a job of the Hub, which a process in the background follows.
 
     Nothing begins unless `yes` agrees to the maximum cost, which the error states, or `most_usd` covers it. `push`: the
-    repository in which the job publishes the student. `owner`: the organisation that pays in place of the account.
+    repository in which the job publishes the student. `owner`: the organisation that pays instead of the account.
     """
     check_elsewhere(plan)
     fresh = not Run.is_begun(folder, resume)
@@ -68,28 +68,28 @@ def run_in_job(
 
 
 def check_elsewhere(plan: Plan) -> None:
-    """Refuse what a job cannot see: files of this machine."""
-    kind, _, rest = plan.text.partition(":")
+    """Refuse files of this machine, which a job cannot read."""
+    kind, _, name = plan.text.partition(":")
     refused = [f"the model {plan.model!r}"] if plan.model != "demo" and is_path(plan.model) else []
-    if kind == "file" or (kind == "dataset" and is_path(rest.partition(":")[0])):
+    if kind == "file" or (kind == "dataset" and is_path(name.partition(":")[0])):
         refused.append(f"the text {plan.text!r}")
     if refused:
         raise RequestError(
-            f"{' and '.join(refused)} is on this machine, which a job cannot read: name one of the Hub; {NOTHING_BEGUN}"
+            f"{' and '.join(refused)} is on this machine, which a job cannot read: name one on the Hub; {NOTHING_BEGUN}"
         )
 
 
 def is_path(name: str) -> bool:
-    """Whether a name stands for a file or folder of this machine."""
+    """Whether a name is that of a file or folder of this machine."""
     path = os.path.expanduser(name)
     return os.path.exists(path) or path.startswith(("/", "."))
 
 
 def choose_hardware(flavor: str, token: str | None = None) -> Hardware:
     """Find a kind of hardware by its name."""
-    offered = {each.name: each for each in list_hardware(token)}
+    offered = {hardware.name: hardware for hardware in list_hardware(token)}
     if flavor not in offered:
-        names = ", ".join(f"{each.name} (${each.usd_per_hour:.2f} an hour)" for each in offered.values())
+        names = ", ".join(f"{name} (${hardware.usd_per_hour:.2f} an hour)" for name, hardware in offered.items())
         raise RequestError(f"jobs have no hardware {flavor!r}: choose from {names or 'nothing now'}; {NOTHING_BEGUN}")
     return offered[flavor]
 
@@ -104,7 +104,7 @@ def offer_job(
     owner: str | None = None,
     token: str | None = None,
 ) -> HubJob:
-    """Return the terms of a job for a plan, which the hardware can do."""
+    """Return the terms of a job for a plan; refuse hardware that cannot do it."""
     check_elsewhere(plan)
     account = Account(token, owner)
     hardware = choose_hardware(flavor, account.token)
@@ -132,13 +132,13 @@ def guess_minutes(plan: Plan, inspection: Inspection, hardware: Hardware) -> int
     room = FILLED * hardware.memory_bytes or math.inf
     speeds = replace(GPU_SPEEDS if hardware.gpu else CPU_SPEEDS, room=room)
     dtype = "float32" if plan.dtype == "auto" and not hardware.gpu else plan.dtype
-    there = replace(plan, device="cuda" if hardware.gpu else "cpu", dtype=dtype)
-    seconds = MACHINE_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE + forecast_seconds(there, inspection, speeds)
+    placed = replace(plan, device="cuda" if hardware.gpu else "cpu", dtype=dtype)
+    seconds = MACHINE_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE + forecast_seconds(placed, inspection, speeds)
     return min(MAX_MINUTES, max(MIN_MINUTES, round(MARGIN * seconds / 60)))
 
 
 def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: str = "add --yes") -> None:
-    """Go on with a run in its job, if that is at work or its results are not here yet, or else in another job."""
+    """Continue a run in its job, if that is running or its results are not here yet, or else in another job."""
     job = read_hub_job(run)
     assert job is not None
     job = replace(job, usd_per_hour=choose_hardware(job.flavor, token).usd_per_hour)
@@ -154,7 +154,7 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
 
 
 def forget_in_bucket(run: Run, token: str | None = None) -> None:
-    """Remove what the jobs of a run left in the bucket; where the Hub cannot be asked, it stays there."""
+    """Remove the files of a run's jobs from the bucket, if the Hub can be reached."""
     with suppress(RequestError, *TROUBLE):
         if (job := read_hub_job(run)) is not None:
             account = Account(token, job.owner)

@@ -1,7 +1,7 @@
-"""Work on a run inside a job of the Hub: its folder comes from the bucket, and goes back there while it grows.
+"""Works on a run inside a job of the Hub: fetches its folder from the bucket, and sends it back there as it grows.
 
-python -m linearizer.workers.hub_work BUCKET RUN PUSH is what a job does. Its log is soon in the bucket, where
-`hub_follow` reads it, and all of its folder from time to time.
+python -m linearizer.workers.hub_work BUCKET RUN PUSH is the program of a job. It sends its log to the bucket every few
+seconds, where `hub_follow` reads it, and its whole folder from time to time.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from linearizer.workers.control import end_process, lock_and_queue
 from linearizer.workers.hub_follow import NOT_SENT, REQUESTS, bucket_folder, retried
 from linearizer.workers.worker import keep_faults, stop_on_sigterm, work_in_turn, work_on
 
-SAVE_SECONDS = 60.0  # between two savings of the run's folder
-ASK_SECONDS = 3.0  # between two looks for requests
+SAVE_SECONDS = 60.0  # between two saves of the run's folder
+ASK_SECONDS = 3.0  # between two checks for requests
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Work on a run from where it stands in the bucket; return an exit code."""
+    """Continue a run from its folder in the bucket; return an exit code."""
     bucket, run_id, push = arguments
     account, run = Account(os.environ.get("HF_TOKEN")), Run(Path(tempfile.mkdtemp(prefix="linearizer-"), "run"))
     account.bucket, place = bucket, bucket_folder(run_id)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def publish_student(run: Run, repo_id: str, token: str) -> None:
-    """Publish the student; where that fails, the run is done all the same, and its log says why."""
+    """Publish the student; if that fails, the run is done nevertheless, and its log says why."""
     from linearizer.method.checkpoint import link_missing_weights
     from linearizer.publish import push
 
@@ -64,22 +64,22 @@ def publish_student(run: Run, repo_id: str, token: str) -> None:
 
 @contextmanager
 def exchanging(run: Run, account: Account, place: str) -> Iterator[None]:
-    """While this lasts, send the log and take requests, and save; save at the end, too."""
-    over = threading.Event()
-    thread = threading.Thread(target=exchange, args=(run, account, place, over), daemon=True)
+    """Send the log, fetch requests, and save while the context lasts; save once more at its end."""
+    ended = threading.Event()
+    thread = threading.Thread(target=exchange, args=(run, account, place, ended), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        ended.set()
         thread.join(SAVE_SECONDS)
         retried(lambda: save(run, account, place))
 
 
-def exchange(run: Run, account: Account, place: str, over: threading.Event) -> None:
-    """Exchange until all is over; what the Hub did not serve is done the next time."""
+def exchange(run: Run, account: Account, place: str, ended: threading.Event) -> None:
+    """Exchange until the work has ended; repeat later what the Hub did not serve."""
     saved = time.monotonic()
-    while not over.wait(ASK_SECONDS):
+    while not ended.wait(ASK_SECONDS):
         try:
             account.fetch_folder(place, run.folder, include=REQUESTS)
             account.send_folder(run.folder, place, (), ["events.jsonl"])
@@ -91,7 +91,7 @@ def exchange(run: Run, account: Account, place: str, over: threading.Event) -> N
 
 
 def save(run: Run, account: Account, place: str) -> None:
-    """Make the bucket's folder as the run's is."""
+    """Make the bucket's folder equal to the run's."""
     account.send_folder(run.folder, place, (*NOT_SENT, *REQUESTS))
 
 

@@ -1,4 +1,4 @@
-"""Resume and delete a run wherever it works: in a process of this machine, or in jobs of the Hub."""
+"""Resumes and deletes a run wherever it works: in a process of this machine, or in jobs of the Hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def resume_run(
     agree: str = "add --yes",
     begin: Callable[..., None] = control.start,
 ) -> None:
-    """Resume a run; where it is done, the evaluation of its student.
+    """Resume a run; if it is done, resume the evaluation of its student.
 
     `yes` agrees to the maximum cost of another job; the error of a run that needs one says how to `agree`.
     """
@@ -32,7 +32,7 @@ def resume_run(
 
 
 def delete_run(run: Run, token: str | None = None) -> None:
-    """Delete a run that is not at work, and the files of its jobs on the Hub."""
+    """Delete a run that is not running, and the files of its jobs on the Hub."""
     if read_hub_job(run) is not None and not control.status(run).live:
         from linearizer.workers.hub_start import forget_in_bucket
 

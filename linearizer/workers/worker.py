@@ -1,7 +1,7 @@
-"""Work on a run: wait for the device, do what the plan asks for, and log how that ended.
+"""Works on a run: waits for the device, takes the steps of the plan, and logs the end.
 
-python -m linearizer.workers.worker FOLDER is the process of a run, or of its evaluation. Its request, with the token
-and the numbers of the locks that it is handed, comes through standard input.
+python -m linearizer.workers.worker FOLDER is the process of a run, or of its evaluation. It reads its request, with the
+token and the number of the lock that it inherits, from standard input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
 
 
 def work(lock: int, folder: str, job: str | None, token: str | None) -> int:
-    """Work on a run that was handed over, and return an exit code; errors are in the run's log."""
+    """Work on a run with an inherited lock, and return an exit code; errors are in the run's log."""
     os.set_inheritable(lock, False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run = Run(Path(folder), job)
@@ -59,7 +59,7 @@ def work_on(run: Run, token: str | None = None) -> Steps[Any]:
 
     if run.job is not None:
         return pipeline.resume_evaluation(run, token)
-    return pipeline.linearize(run, token, held=True, helpers=HelperProcesses(run, token))
+    return pipeline.linearize(run, token, locked=True, helpers=HelperProcesses(run, token))
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
@@ -74,7 +74,7 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
 
 
 def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | None = None) -> Steps[Product]:
-    """Work on a run when its devices, or the one named, are free; the caller holds the run."""
+    """Work on a run when its devices, or the named one, are free; the caller holds its lock."""
     with ExitStack() as undo:
         with log_end(run):
             # Nothing needs to go before others where there are none, and a forecast takes a second.
@@ -86,7 +86,7 @@ def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | No
 
 
 def is_short(run: Run) -> bool:
-    """Whether an evaluation takes so little time and memory that a run may pause for it."""
+    """Whether an evaluation is so short and small that a run may pause for it."""
     from linearizer.workers.forecast import short_evaluation
 
     return not run.of_encoder and short_evaluation(run)
@@ -101,19 +101,19 @@ def wait_for_turn(run: Run, ticket: Ticket) -> Steps[None]:
 
 
 def give_way(run: Run, ticket: Ticket, steps: Steps[Product]) -> Steps[Product]:
-    """Take steps, and pause between two of them while short work goes before."""
-    looked = time.monotonic()
+    """Take steps, and pause between two of them while short work goes first."""
+    checked = time.monotonic()
     with closing(steps):  # a step that is stopped in a pause saves its state
         while True:
             try:
                 yield next(steps)
             except StopIteration as end:
                 return end.value
-            if time.monotonic() - looked > QUEUE_POLL_SECONDS:
+            if time.monotonic() - checked > QUEUE_POLL_SECONDS:
                 if ticket.count_before():
                     ticket.pause()
                     yield from wait_for_turn(run, ticket)
-                looked = time.monotonic()
+                checked = time.monotonic()
 
 
 @contextmanager
@@ -126,18 +126,18 @@ def keep_faults(run: Run, token: str | None = None, file: Path | None = None) ->
     except Exception as fault:
         text = "".join(traceback.format_exception(fault))
         error = f"{type(fault).__name__}, a fault of Linearizer itself"
-        where = "on standard error, which a run in the background keeps in its folder as worker.log"
+        place = "on standard error, which a run in the background stores in its folder as worker.log"
         with suppress(OSError, FolderError):  # neither can be written
-            with nullcontext(sys.stderr) if file is None else open(file, "a", opener=open_in_place) as kept:
-                kept.write(text.replace(token, "…") if token else text)
-                kept.flush()
-            run.log(EventName.FAILED, error=f"{error}: its traceback is {where}")
+            with nullcontext(sys.stderr) if file is None else open(file, "a", opener=open_in_place) as target:
+                target.write(text.replace(token, "…") if token else text)
+                target.flush()
+            run.log(EventName.FAILED, error=f"{error}: its traceback is {place}")
         raise FaultError(error) from None
 
 
 @contextmanager
 def stop_on_sigterm(run: Run) -> Iterator[None]:
-    """While this lasts, let SIGTERM stop the run as `control.stop` does."""
+    """Let SIGTERM stop the run like `control.stop` while the context lasts."""
     before = signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
     try:
         yield

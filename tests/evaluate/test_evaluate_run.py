@@ -125,10 +125,8 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_i
         assert [subject.name for subject in setup.subjects(64)] == ["teacher", "student", "window"]
         assert setup.control is setup.student
         joined, _ = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
-        losses, short_losses = (
-            [scores.loss.mean().item() for scores in read_scores(setup.subjects(64), ids)]
-            for ids in (joined, texts[::2, :16])
-        )
+        losses = [scores.loss.mean().item() for scores in read_scores(setup.subjects(64), joined)]
+        short_losses = [scores.loss.mean().item() for scores in read_scores(setup.subjects(64), texts[::2, :16])]
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
     lengths = run.results["language"].result.lengths
     assert [result.length for result in lengths] == [16, 64, 128]  # a quarter of a text, a text and two

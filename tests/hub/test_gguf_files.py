@@ -60,22 +60,22 @@ def test_weights_are_expanded_to_what_they_stand_for(kind, tmp_path):
     assert torch.allclose(teacher(tokens(1, 20)).logits, expected(tokens(1, 20)).logits, atol=1e-5)
 
 
-def test_it_is_forecast_by_its_weights_as_they_are_held(file):
+def test_it_is_forecast_by_its_expanded_weights(file):
     source = find_model(str(file))
     inspection = inspect_model(source, load_config(source))
-    whole = 4 * inspection.parameters
-    assert inspection.expanded_bytes == whole > 3 * inspection.weight_bytes
-    assert streaming.bytes_in_memory(inspection, device="cpu") == whole
+    expanded = 4 * inspection.parameters
+    assert inspection.expanded_bytes == expanded > 3 * inspection.weight_bytes
+    assert streaming.bytes_in_memory(inspection, device="cpu") == expanded
     plan = Plan.of(model=str(file), budget=16)
-    assert run_memory(plan, inspection) > whole
-    assert checkpoint_bytes(plan, inspection) == whole
+    assert run_memory(plan, inspection) > expanded
+    assert checkpoint_bytes(plan, inspection) == expanded
     said = describe_inspection(inspection)
     assert "Q8_0; its weights are held expanded while they load" in said and "mit" in said
 
 
 def test_weights_that_memory_cannot_hold_once_they_are_expanded_are_refused(file, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "free_bytes", lambda device: file.stat().st_size * 2)
-    with pytest.raises(RequestError, match="its quantised weights take .* and are not read block by block"):
+    with pytest.raises(RequestError, match="its quantised weights take .* and cannot be read block by block"):
         pipeline.begin(tmp_path / "run", Plan(str(file), texts=2, length=32, budget=16))
 
 
@@ -131,18 +131,18 @@ def test_of_a_file_on_the_hub_the_head_alone_is_fetched_until_it_is_loaded(hub, 
     ],
 )
 def test_names_and_addresses_of_the_hub_say_revision_and_file(name, read):
-    found = HubName.of(id_of_address(name))
-    assert (found.repo_id, found.revision, found.file) == read and HubName.of(str(found)) == found
+    parsed = HubName.of(id_of_address(name))
+    assert (parsed.repo_id, parsed.revision, parsed.file) == read and HubName.of(str(parsed)) == parsed
 
 
 def test_a_model_that_is_gguf_alone_says_how_its_files_are_named(hub, file, tmp_path):
     shutil.copy(file, tmp_path / "a.gguf")
-    with pytest.raises(ModelNotAvailable, match=f"holds its weights as GGUF: name one of its files, .*{tmp_path}/a.gg"):
+    with pytest.raises(ModelNotAvailable, match=f"has its weights as GGUF: name one of its files, .*{tmp_path}/a.gg"):
         find_model(str(tmp_path))
     hub.add("org/only", {"a.gguf": b"x", "b.gguf": b"x"})
     with pytest.raises(ModelNotAvailable, match="name one of its files, such as 'org/only:a.gguf'"):
         find_model("org/only")
-    with pytest.raises(ModelNotAvailable, match="names a file that is not there: it has a.gguf, b.gguf"):
+    with pytest.raises(ModelNotAvailable, match="names a file that does not exist: there is a.gguf, b.gguf"):
         find_model("org/only:c.gguf")
     with pytest.raises(ModelNotAvailable, match="'org/gone:c.gguf' is not a folder here and not on the Hub"):
         find_model("org/gone:c.gguf")

@@ -49,7 +49,7 @@ def test_a_revision_is_resolved_to_its_commit_whose_files_are_fetched(hub, files
         ("org/private", None, "'org/private' is not a folder here and not on the Hub, or it is private"),
         ("org/gated", None, "'org/gated' is gated: accept its terms at http"),
         ("org/gated", "hf_fake_guest", "'org/gated' is gated: accept its terms at http"),
-        ("org/open@v9", None, "'org/open@v9' names a revision that the model does not have"),
+        ("org/open@v9", None, "'org/open@v9' names a revision that does not exist"),
         ("no such/thing", None, "'no such/thing' is neither a folder here nor an id of the Hub"),
         ("./nowhere", None, "'./nowhere' is not a folder here"),
         ("a/b/c", None, "'a/b/c' is not a folder here"),
@@ -91,7 +91,7 @@ def shard_of(files):
 
 
 def without(files, name):
-    return {other: data for other, data in files.items() if other != name}
+    return {file: data for file, data in files.items() if file != name}
 
 
 DAMAGES = {
@@ -104,7 +104,7 @@ DAMAGES = {
     "no config": (lambda f: without(f, "config.json"), r"(a folder without|has no) config\.json"),
     "no weights": (lambda f: {"config.json": f["config.json"]}, "index.json, and no other weights: name a model"),
     "pickle": (lambda f: {"config.json": f["config.json"], "pytorch_model.bin": b"x"}, "a pickle .* can run any code"),
-    "other format": (lambda f: {"config.json": f["config.json"], "m.gguf": b"x"}, "holds its weights as GGUF"),
+    "other format": (lambda f: {"config.json": f["config.json"], "m.gguf": b"x"}, "has its weights as GGUF"),
 }
 
 

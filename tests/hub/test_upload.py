@@ -31,7 +31,7 @@ def large(run):
 
 def test_files_that_arrived_before_an_upload_broke_are_not_sent_again(hub, sharded):
     hub.fail_next("PUT /lfs/", 403, skip=3)
-    with pytest.raises(PublishError, match="has arrived is not sent again"):
+    with pytest.raises(PublishError, match="uploaded files will not be sent again"):
         publish(sharded)
     arrived = set(hub.objects)
     assert len(arrived) == 3 < len(large(sharded))
@@ -65,7 +65,7 @@ def test_a_process_that_is_killed_while_it_sends_leaves_no_half_repository_and_i
 def test_the_published_revision_is_loaded_by_its_config_before_it_is_called_published(hub, sharded):
     hub.fail_next("/resolve/", 404)
     before = len(sharded.events())
-    with pytest.raises(LinearizerError, match="has arrived is not sent again"):
+    with pytest.raises(LinearizerError, match="uploaded files will not be sent again"):
         publish(sharded, "me/unread")
     assert len(sharded.events()) == before
     done = publish(sharded, "me/unread")

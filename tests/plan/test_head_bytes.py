@@ -55,8 +55,8 @@ def test_breakeven_is_the_first_length_at_which_the_teacher_is_no_cheaper(cross,
 
 
 def test_all_softmax_is_even_from_the_start_and_a_bounded_teacher_is_never_passed():
-    whole = ((Head(softmax=True),) * 2, ())
-    assert head_bytes.breakeven_tokens(whole, LAYERS, 4) == 0
+    softmax = ((Head(softmax=True),) * 2, ())
+    assert head_bytes.breakeven_tokens(softmax, LAYERS, 4) == 0
     assert head_bytes.find_breakeven(fixed=1, growth=0) is None
 
 

@@ -31,7 +31,7 @@ class Oven:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("values", "sentence"),
     [
         ({"heat": -1}, "heat -1 is not allowed: it should be greater than or equal to 0"),
         ({"heat": True}, "heat True is not allowed: it should be a valid integer"),
@@ -43,10 +43,10 @@ class Oven:
         ({"mode": "x" * 90}, "mode 'x{39}… is not allowed: it should be"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_the_values_that_can(given, sentence):
+def test_a_value_that_cannot_be_is_refused_with_the_values_that_can(values, sentence):
     with pytest.raises(RequestError, match=sentence) as refused:
-        Oven(**given)
-    assert isinstance(refused.value, BudgetError) == ("heat" in given)
+        Oven(**values)
+    assert isinstance(refused.value, BudgetError) == ("heat" in values)
 
 
 def test_values_are_read_from_text():
@@ -98,7 +98,7 @@ def test_a_window_beyond_the_budget_is_refused():
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"budget": 0},
         {"budget": math.nan},
@@ -111,9 +111,9 @@ def test_a_window_beyond_the_budget_is_refused():
         {"budget": 64, "window": 61},
     ],
 )
-def test_what_buys_nothing_is_refused(asked):
+def test_what_buys_nothing_is_refused(options):
     with pytest.raises(BudgetError):
-        Plan.of("features", model="demo", **asked)
+        Plan.of("features", model="demo", **options)
 
 
 def test_what_recipes_decide_is_said_to_be_theirs():

@@ -19,7 +19,7 @@ def test_an_upload_that_broke_goes_on_where_it_was(hub, run):
     hub.fail_next("/commit/", 503, times=9)
     sentence = refused(run, kind=FaultError)
     assert "'me/student' cannot be written now, the Hub answered 503: try again later" in sentence
-    assert "has arrived is not sent again" in sentence and set(files_of(hub)) == {".gitattributes"}
+    assert "uploaded files will not be sent again" in sentence and set(files_of(hub)) == {".gitattributes"}
     hub.faults.clear()
     hub.requests.clear()
     publish(run)
@@ -60,7 +60,7 @@ def test_the_hub_says_how_long_to_wait(hub, run, slept):
     assert sum(slept) == 7
     hub.clear()
     hub.fail_next("/commit/", 429, **{"Retry-After": "3600"})
-    assert "asked too often (429): try again in 3600 seconds" in refused(run, kind=FaultError)
+    assert "received too many requests (429): try again in 3600 seconds" in refused(run, kind=FaultError)
 
 
 REFUSALS = {
@@ -81,7 +81,7 @@ def test_what_the_hub_refuses_is_a_sentence_that_says_what_was_kept(hub, run, st
     hub.fail_next(place, status)
     sentence = refused(run)
     assert "'me/student' cannot be written" in sentence and REFUSALS[status] in sentence
-    assert ("nothing was sent" if "create" in place else "what has arrived is not sent again") in sentence
+    assert ("nothing was sent" if "create" in place else "uploaded files will not be sent again") in sentence
     assert WEIGHTS not in (files_of(hub) if hub.repos else {})
     publish(run)
     assert WEIGHTS in files_of(hub)
@@ -127,7 +127,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_sent(hub, run, name, 
 def test_what_differs_on_the_hub_from_what_was_sent_is_found(hub, run):
     sha = hashlib.sha256((run.checkpoint / WEIGHTS).read_bytes()).hexdigest()
     hub.objects[sha] = b"something else"
-    assert f"does not hold {WEIGHTS} as it was sent" in refused(run, kind=FaultError)
+    assert f"has another {WEIGHTS} than was sent" in refused(run, kind=FaultError)
 
 
 def test_a_card_that_the_hub_finds_wrong_is_said(hub, run):

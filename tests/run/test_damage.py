@@ -61,8 +61,8 @@ def flip_a_digit(path):
     """Change one digit of a number in a file, as a failing disk may."""
     content = path.read_bytes()
     place = next(i for i in range(len(content) // 2, len(content)) if content[i : i + 1].isdigit())
-    other = b"7" if content[place : place + 1] != b"7" else b"3"
-    path.write_bytes(content[:place] + other + content[place + 1 :])
+    digit = b"7" if content[place : place + 1] != b"7" else b"3"
+    path.write_bytes(content[:place] + digit + content[place + 1 :])
 
 
 def test_a_changed_digit_of_a_product_is_seen(run):

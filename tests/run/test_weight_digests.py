@@ -42,9 +42,9 @@ def test_a_linked_file_of_the_hubs_cache_is_not_read_for_its_digest(tmp_path):
     file = (tmp_path / "teacher" / "model.safetensors").rename(tmp_path / ("0" * 64))
     save(student_of("llama"), None, run.checkpoint, [file])
     write_digests(run, [file])
-    found = read_digests(run)
-    assert found["teacher-00001-of-00001.safetensors"] == "0" * 64
-    assert found["student.safetensors"] == hash_file(run.checkpoint / "student.safetensors")
+    digests = read_digests(run)
+    assert digests["teacher-00001-of-00001.safetensors"] == "0" * 64
+    assert digests["student.safetensors"] == hash_file(run.checkpoint / "student.safetensors")
     with pytest.raises(FolderError, match="teacher-00001-of-00001.safetensors' is not as the run wrote it"):
         check_weights(run)
 
@@ -68,14 +68,14 @@ def test_a_damaged_tokenizer_is_refused_in_a_sentence(with_tokenizer, name, dama
     """Also where it was damaged before its digest was noted."""
     run, path = with_tokenizer, with_tokenizer.checkpoint / name
     write_digests(run)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     path.write_bytes(damage)
     with pytest.raises(FolderError, match=f"{name}' is not as the run wrote it: remove the folder checkpoint"):
         load_of_run(run)
     write_digests(run)
     with pytest.raises(FolderError, match="checkpoint' has no tokenizer that can be loaded"):
         load_of_run(run)
-    path.write_bytes(whole)
+    path.write_bytes(content)
     write_digests(run)
     load_of_run(run)
 

@@ -61,7 +61,7 @@ def packed(weight, stated, generator):
     return {**words, "scales": scales, "g_idx": groups.int()}, meant
 
 
-def save_packed(model, folder, stated, more=None):
+def save_packed(model, folder, stated, extra=None):
     """Save a model with its matrices packed; give the model that they stand for."""
     for place in (folder, folder / "plain"):
         model.save_pretrained(place)
@@ -75,7 +75,7 @@ def save_packed(model, folder, stated, more=None):
             tensors |= {name.replace("weight", part): value for part, value in parts.items()}
         else:
             tensors[name] = x
-    save_file({**tensors, **(more or {})}, path, {"format": "pt"})
+    save_file({**tensors, **(extra or {})}, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
     save_file(state, folder / "plain" / "model.safetensors", {"format": "pt"})
@@ -92,13 +92,13 @@ def test_few_bits_are_expanded_to_what_they_stand_for(layout, tmp_path):
     assert not inspection.packed and not inspection.links
     assert inspection.parameters == sum(x.numel() for x in expected.parameters())
     teacher = load_teacher(find_model(str(tmp_path)), torch.float32)
-    own = dict(teacher.named_parameters())
-    assert all(torch.equal(x, own[name]) for name, x in expected.named_parameters())
+    parameters = dict(teacher.named_parameters())
+    assert all(torch.equal(x, parameters[name]) for name, x in expected.named_parameters())
     assert torch.equal(teacher(tokens(1, 20)).logits, expected(tokens(1, 20)).logits)
     if layout == "awq":
         teacher.save_pretrained(tmp_path / "again")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-        assert torch.equal(again(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
+        reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(reloaded(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
@@ -127,11 +127,11 @@ def test_activations_that_are_scaled_are_refused(tmp_path):
 
 def test_parts_that_are_missing_or_do_not_fit_are_damage(tmp_path):
     save_packed(teacher_of("llama"), tmp_path, LAYOUTS["gptq"])
-    whole = load((tmp_path / "model.safetensors").read_bytes())
+    intact = load((tmp_path / "model.safetensors").read_bytes())
     name = "model.layers.1.mlp.down_proj"
-    for part, other in (("scales", None), ("qzeros", None), ("qweight", torch.zeros(3, 64, dtype=torch.int32))):
-        tensors = {key: x for key, x in whole.items() if key != f"{name}.{part}"}
-        save_file(tensors | ({} if other is None else {f"{name}.{part}": other}), tmp_path / "model.safetensors")
+    for part, damaged in (("scales", None), ("qzeros", None), ("qweight", torch.zeros(3, 64, dtype=torch.int32))):
+        tensors = {key: x for key, x in intact.items() if key != f"{name}.{part}"}
+        save_file(tensors | ({} if damaged is None else {f"{name}.{part}": damaged}), tmp_path / "model.safetensors")
         with pytest.raises(ModelNotAvailable, match=rf"damaged weights \({name} cannot be unpacked"):
             load_teacher(find_model(str(tmp_path)))
 

@@ -22,10 +22,10 @@ def test_a_source_that_changes_meanwhile_changes_no_text_that_was_read(begun):
     first = texts_of_run(run, teacher, 4, None)
     source.write_text("\n".join(f"another line, {number}" for number in range(2000)))
     assert torch.equal(texts_of_run(run, teacher, 2, None), first[:2])
-    more = texts_of_run(run, teacher, 8, None)
-    assert torch.equal(more[:4], first) and more.shape == (8, 64)
+    eight = texts_of_run(run, teacher, 8, None)
+    assert torch.equal(eight[:4], first) and eight.shape == (8, 64)
     source.unlink()
-    assert torch.equal(texts_of_run(run, teacher, 8, None), more)
+    assert torch.equal(texts_of_run(run, teacher, 8, None), eight)
 
 
 def test_a_source_that_ended_is_not_read_again(begun):

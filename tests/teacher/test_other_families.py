@@ -34,12 +34,12 @@ def small_configs(kind):
         usual = CONFIG_MAPPING[kind]().to_dict()
     except Exception:
         return
-    own = {"num_key_value_heads": 4} if "kv_lora_rank" in usual else {}
+    special_sizes = {"num_key_value_heads": 4} if "kv_lora_rank" in usual else {}
     if kinds := usual.get("layer_types"):
-        own["layer_types"] = [kinds[0], kinds[-1], kinds[-1]]
-    sizes = {name: size for name, size in (SMALL | own).items() if name in usual}
+        special_sizes["layer_types"] = [kinds[0], kinds[-1], kinds[-1]]
+    sizes = {name: size for name, size in (SMALL | special_sizes).items() if name in usual}
     unset = [name for name in sizes if usual[name] is None]
-    for names in ([*unset, *some] for unset, some in product((unset, ()), WITHOUT)):
+    for names in ([*unset, *removed] for unset, removed in product((unset, ()), WITHOUT)):
         with suppress(Exception):
             yield AutoConfig.for_model(kind, **{name: x for name, x in sizes.items() if name not in names})
 
@@ -68,19 +68,19 @@ def differences(config, inspection):
     ]
     student = LinearizedForCausalLM.from_teacher(teacher, LinearizedConfig(base=teacher.config, layers=layers), 0)
     cache = student.empty_cache()
-    pieces = [student(some, past_key_values=cache).logits for some in ids.split((9, 1, LENGTH - 10), 1)]
+    pieces = [student(chunk, past_key_values=cache).logits for chunk in ids.split((9, 1, LENGTH - 10), 1)]
     scale = expected.std()
     return [float((logits - expected).abs().max() / scale) for logits in (student(ids).logits, torch.cat(pieces, 1))]
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_kind_that_inspection_takes_has_a_student_that_is_its_teacher():
-    same, others = [], {}
+    equal, different = [], {}
     for kind in KINDS:
-        if (found := inspected(kind)) and found[1].supported:
-            off = differences(*found)
-            if max(off) < 1e-3:
-                same.append(kind)
+        if (built := inspected(kind)) and built[1].supported:
+            distances = differences(*built)
+            if max(distances) < 1e-3:
+                equal.append(kind)
             else:
-                others[kind] = off
-    assert not others and len(same) >= LEAST, (same, others)
+                different[kind] = distances
+    assert not different and len(equal) >= LEAST, (equal, different)

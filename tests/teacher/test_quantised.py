@@ -53,17 +53,17 @@ BITS = [pytest.param(bits, marks=needs("bitsandbytes")) for bits in (4, 8)]
 def test_a_quantisation_that_is_no_object_is_refused_in_a_sentence(stated, tmp_path):
     source = find_model("demo")
     content = json.loads((source.folder / "config.json").read_text())
-    for more in ({"quantization_config": stated}, {"text_config": {"quantization_config": stated}}):
-        (tmp_path / "config.json").write_text(json.dumps({**content, **more}))
+    for fields in ({"quantization_config": stated}, {"text_config": {"quantization_config": stated}}):
+        (tmp_path / "config.json").write_text(json.dumps({**content, **fields}))
         with pytest.raises(UnsupportedModel, match="`quantization_config` that is not an object: repair that file"):
             load_config(replace(source, folder=tmp_path))
 
 
-def packed(bits, folder, **more):
+def packed(bits, folder, **sizes):
     """Save a teacher quantised by bitsandbytes; give it as transformers loads it."""
-    teacher_of("llama", intermediate_size=128, **more).save_pretrained(folder / "full")
-    how = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder / "full", quantization_config=how, dtype=torch.float32)
+    teacher_of("llama", intermediate_size=128, **sizes).save_pretrained(folder / "full")
+    quantisation = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "full", quantization_config=quantisation, dtype=torch.float32)
     model.save_pretrained(folder / "teacher")
     keep_as_stored(model)
     return model.eval()
@@ -118,8 +118,8 @@ def test_weights_are_expanded_to_what_they_stand_for(method, tmp_path):
         torch.float32
     }
     teacher.save_pretrained(tmp_path / "again")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.equal(again(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(reloaded(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
     assert f"{method}; its weights are held expanded while they load" in describe_inspection(inspection)
     assert f"({method}) and were expanded: all that is said of the teacher" in describe_teacher(inspection)
 
@@ -188,7 +188,7 @@ def test_a_run_with_a_packed_teacher_ends_in_a_student_that_is_evaluated(tmp_pat
     assert Run.open(run.folder).results["language"].result.subjects[0].loss.mean > 0
     with pytest.raises(RequestError, match="adapters cannot be merged into such weights"):
         pipeline.begin(tmp_path / "other", Plan.of(recipe="lolcats", model=str(tmp_path / "teacher"), budget=64))
-    with pytest.raises(RequestError, match="what is fitted cannot be merged into such weights: ask for --steps 0"):
+    with pytest.raises(RequestError, match="fitted maps cannot be merged into such weights: ask for --steps 0"):
         pipeline.begin(tmp_path / "other", Plan.of(model=str(tmp_path / "teacher"), budget=64, steps=2))
 
 

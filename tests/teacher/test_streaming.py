@@ -53,18 +53,18 @@ def places_of(name):
 @torch.no_grad()
 def test_streamed_weights_give_the_bits_of_resident_weights(family, little, tmp_path):
     teacher_of(family).save_pretrained(tmp_path / "model")
-    whole = load_teacher(find_model(str(tmp_path / "model")))
-    bytes_of_all = sum(x.nbytes for x in whole.parameters())
+    resident = load_teacher(find_model(str(tmp_path / "model")))
+    bytes_of_all = sum(x.nbytes for x in resident.parameters())
     little(bytes_of_all)
     assert places_of(tmp_path / "model") is None
     little(bytes_of_all - 1)
     streamed = load_teacher(find_model(str(tmp_path / "model")), places=places_of(tmp_path / "model"))
-    assert is_streamed(streamed) and not is_streamed(whole)
+    assert is_streamed(streamed) and not is_streamed(resident)
     for _ in range(2):
-        assert torch.equal(streamed(tokens(2, 20)).logits, whole(tokens(2, 20)).logits)
+        assert torch.equal(streamed(tokens(2, 20)).logits, resident(tokens(2, 20)).logits)
     inside = {id(x) for block in blocks_of(streamed) for x in block.parameters()}
     assert all(x.is_meta == (id(x) in inside) for x in streamed.parameters())
-    expected = dict(whole.named_parameters())
+    expected = dict(resident.named_parameters())
     assert all(torch.equal(x, expected[name]) for name, x in streamed_weights(streamed))
 
 
@@ -76,26 +76,26 @@ def test_too_little_memory_for_two_blocks_is_said_with_the_amounts(little, tiny_
 
 
 @pytest.mark.parametrize(
-    "asked", [{"recipe": "lolcats"}, {"recipe": "duo", "may_grow": True}, {"recipe": "features", "loss": "logits"}]
+    "options", [{"recipe": "lolcats"}, {"recipe": "duo", "may_grow": True}, {"recipe": "features", "loss": "logits"}]
 )
-def test_what_needs_the_whole_model_is_refused_before_any_work(asked, little, tmp_path):
+def test_what_needs_the_whole_model_is_refused_before_any_work(options, little, tmp_path):
     little(6_000_000)
     with pytest.raises(RequestError, match="the weights do not fit into memory and are read block by block, which"):
-        pipeline.begin(tmp_path / "run", Plan.of(**asked, model="demo", budget=64, dtype="bfloat16"))
+        pipeline.begin(tmp_path / "run", Plan.of(**options, model="demo", budget=64, dtype="bfloat16"))
     assert not (tmp_path / "run").exists()
 
 
 def test_inspect_and_forecast_say_that_a_model_is_read_block_by_block(little, said):
     from linearizer.workers.forecast import Speeds, forecast_run
 
-    found = pipeline.inspect("demo")
+    inspection = pipeline.inspect("demo")
     plan, machine = Plan("demo", budget=64, dtype="float32"), Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
     little(10**9)
-    fits = forecast_run(plan, found, machine, 0).seconds
+    fits = forecast_run(plan, inspection, machine, 0).seconds
     assert "of weights, fits here" in said("inspect", "demo")[1]
     little(6_000_000)
     assert "more than is free here, so they are read block by block" in said("inspect", "demo")[1]
-    assert forecast_run(plan, found, machine, 0).seconds > fits + 4 * found.parameters / 1e9
+    assert forecast_run(plan, inspection, machine, 0).seconds > fits + 4 * inspection.parameters / 1e9
 
 
 def test_a_mixture_whose_experts_no_file_holds_as_they_are_used_is_refused(little, tmp_path):
@@ -126,23 +126,23 @@ def test_weights_that_are_not_finite_are_named_where_they_are_streamed(little, t
 @pytest.fixture
 def reads(monkeypatch):
     """Count how often every weight is read that does not lie on the device."""
-    found, read = Counter(), OffloadedWeightsLoader.__getitem__
+    counts, read = Counter(), OffloadedWeightsLoader.__getitem__
 
     def counted(self, name):
-        found[name] += 1
+        counts[name] += 1
         return read(self, name)
 
     monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", counted)
-    return found
+    return counts
 
 
 @pytest.fixture
 def pair(little, tmp_path):
     """A teacher whose weights are resident, and the same with streamed weights."""
     teacher_of("llama").save_pretrained(tmp_path)
-    whole = load_teacher(find_model(str(tmp_path)))
+    resident = load_teacher(find_model(str(tmp_path)))
     little(400_000)
-    return whole, load_teacher(find_model(str(tmp_path)), places=places_of(tmp_path))
+    return resident, load_teacher(find_model(str(tmp_path)), places=places_of(tmp_path))
 
 
 def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, reads):
@@ -150,18 +150,18 @@ def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, rea
     chain_of(pair[1], texts)
     assert set(reads.values()) == {1} and set(reads) == {name for name, _ in streamed_weights(pair[1])}
     reads.clear()
-    given = (texts, layers_of(pair[0]), settings)
-    profiles = [finish(measure_profile(model, *given, batch_tokens=64)).profile for model in pair]
+    arguments = (texts, layers_of(pair[0]), settings)
+    profiles = [finish(measure_profile(model, *arguments, batch_tokens=64)).profile for model in pair]
     assert profiles[0] == profiles[1] and set(reads.values()) == {1}
 
 
 @pytest.mark.parametrize("gradients", [1, 2**40])
 def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pair, reads, gradients, monkeypatch):
     monkeypatch.setattr(head_prices, "MAX_GRADIENTS", gradients)  # one text at a time, or all
-    given = (tokens(6, 24), layers_of(pair[0]), (Head(window=8), Head(window=16)), 2, lambda student, index: None)
-    chain_of(pair[1], given[0])  # known from the profile
+    arguments = (tokens(6, 24), layers_of(pair[0]), (Head(window=8), Head(window=16)), 2, lambda student, index: None)
+    chain_of(pair[1], arguments[0])  # known from the profile
     reads.clear()
-    prices = [finish(estimate_prices(model, *given)) for model in pair]
+    prices = [finish(estimate_prices(model, *arguments)) for model in pair]
     assert prices[0] == prices[1] and set(reads.values()) == {2}  # forward and back
 
 
@@ -171,8 +171,8 @@ def two_devices(monkeypatch):
 
     def have(counts, patch=monkeypatch):
         rooms = {f"cpu:{place}": count for place, count in enumerate(counts)}
-        patch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *given, **more: None)
-        patch.setattr(accelerate.hooks, "send_to_device", lambda given, *where, **more: given)
+        patch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *args, **kwargs: None)
+        patch.setattr(accelerate.hooks, "send_to_device", lambda value, *args, **kwargs: value)
         patch.setattr(streaming, "rooms_for_weights", lambda device: rooms)
 
     return have
@@ -183,8 +183,8 @@ def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
     weights = streaming.WeightSizes(0, 0, False, blocks, {name: 20 if kind else 10 for name, kind in blocks.items()})
 
     def places(*rooms):
-        found = streaming.spread_blocks(weights, {f"cuda:{place}": room for place, room in enumerate(rooms)})
-        return None if found is None else [found[name].removeprefix("cuda:") for name in blocks]
+        placed = streaming.spread_blocks(weights, {f"cuda:{place}": room for place, room in enumerate(rooms)})
+        return None if placed is None else [placed[name].removeprefix("cuda:") for name in blocks]
 
     assert places(80, 80) == list("00001110")
     assert places(60, 100) == list("00011110")
@@ -196,16 +196,16 @@ def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
 SMALL = dict(texts=2, length=48, sinks=2, dtype="float32", budget=16)
 
 
-@pytest.mark.parametrize("where, strategy", [("streamed", "gain"), ("spread", "gain-features")])
+@pytest.mark.parametrize("way, strategy", [("streamed", "gain"), ("spread", "gain-features")])
 def test_a_run_that_no_device_can_hold_ends_in_the_bits_of_one_that_fits(
-    where, strategy, little, two_devices, monkeypatch, tmp_path
+    way, strategy, little, two_devices, monkeypatch, tmp_path
 ):
     plan = Plan("demo", strategy=strategy, **SMALL, steps=2 * (strategy == "gain-features"))  # or it heals
-    whole = pipeline.begin(tmp_path / "whole", plan)
-    finish(pipeline.linearize(whole))
-    request, runs, said = Request(("language",), texts=1), [whole], []
+    resident = pipeline.begin(tmp_path / "whole", plan)
+    finish(pipeline.linearize(resident))
+    request, runs, outputs = Request(("language",), texts=1), [resident], []
     with monkeypatch.context() as context:
-        if where == "streamed":
+        if way == "streamed":
             little(14_000_000, context)  # half of the demo model in float32
         else:
             two_devices((16_000_000, 20_000_000), context)
@@ -213,14 +213,14 @@ def test_a_run_that_no_device_can_hold_ends_in_the_bits_of_one_that_fits(
         runs.append(pipeline.begin(tmp_path / "run", plan))
         finish(pipeline.linearize(runs[1]))
         if strategy == "gain":
-            said.append(said_by(runs[1], request))
+            outputs.append(said_by(runs[1], request))
     if strategy == "gain":
-        said.append(said_by(whole, request))
-        assert said[0] == said[1]
+        outputs.append(said_by(resident, request))
+        assert outputs[0] == outputs[1]
     for product in ("profile.json", "prices.json", "allocation.json"):
-        assert runs[1].read(product) == whole.read(product)
-    assert weights_of(runs[1].checkpoint) == weights_of(whole.checkpoint)
-    assert strategy == "gain" or runs[1].evaluation_parts == whole.evaluation_parts
+        assert runs[1].read(product) == resident.read(product)
+    assert weights_of(runs[1].checkpoint) == weights_of(resident.checkpoint)
+    assert strategy == "gain" or runs[1].evaluation_parts == resident.evaluation_parts
 
 
 def said_by(run, request):
@@ -236,13 +236,13 @@ def said_by(run, request):
 
 def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(two_devices, quick_run):
     run = Run.open(quick_run)
-    whole, _ = checkpoint.load_of_run(run)
+    local, _ = checkpoint.load_of_run(run)
     two_devices((16_000_000, 20_000_000))
     student, tokenizer = checkpoint.load_of_run(run)
-    assert set(student.base.hf_device_map.values()) == {"cpu:0", "cpu:1"} and not hasattr(whole.base, "hf_device_map")
+    assert set(student.base.hf_device_map.values()) == {"cpu:0", "cpu:1"} and not hasattr(local.base, "hf_device_map")
     prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time there", "A", "The end of")]
     written = []
-    for model in (student, whole):
+    for model in (student, local):
         rows = [Row(prompt, lambda piece: None, tokenizer, 3 + len(prompt)) for prompt in prompts]
         engine = Engine(model, 0)
         for row in rows:
@@ -254,11 +254,11 @@ def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(
     assert written[0] == written[1]
 
 
-@pytest.mark.parametrize("recipe, what", [("lolcats", "lora"), ("duo", "learning gates")])
-def test_what_needs_one_device_is_refused_where_several_hold_a_model(recipe, what, two_devices, tmp_path):
+@pytest.mark.parametrize("recipe, step", [("lolcats", "lora"), ("duo", "learning gates")])
+def test_what_needs_one_device_is_refused_where_several_hold_a_model(recipe, step, two_devices, tmp_path):
     two_devices((16_000_000, 20_000_000))
     plan = Plan.of(recipe=recipe, model="demo", budget=64, dtype="float32", may_grow=recipe == "duo")
-    with pytest.raises(RequestError, match=f"are spread over several, which {what} does not serve"):
+    with pytest.raises(RequestError, match=f"are spread over several, which {step} does not serve"):
         pipeline.begin(tmp_path / "run", plan)
 
 

@@ -82,10 +82,10 @@ def test_tokenizer_without_end_separates_by_its_start(starting_tokenizer):
 
 
 def test_windows_of_one_token_are_refused_whether_or_not_texts_start_with_one(tokenizer, starting_tokenizer):
-    for one in (tokenizer, starting_tokenizer):
+    for kind_of_tokenizer in (tokenizer, starting_tokenizer):
         with pytest.raises(TextError, match="1 token has nothing to predict: ask for a --length of at least 2"):
-            read_texts("builtin", one, 1, 2)
-        assert read_texts("builtin", one, 2, 3).shape == (3, 2)
+            read_texts("builtin", kind_of_tokenizer, 1, 2)
+        assert read_texts("builtin", kind_of_tokenizer, 2, 3).shape == (3, 2)
 
 
 def test_file_is_the_same_text_however_it_is_read_in_pieces(tmp_path):
@@ -181,9 +181,9 @@ def test_model_writes_texts_that_its_seed_repeats(tokenizer):
 
 def test_the_first_texts_that_a_model_writes_are_the_same_however_many_it_writes(tokenizer):
     model = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
-    most = sample_from(model, tokenizer, 12, 20, seed=3)
+    texts = sample_from(model, tokenizer, 12, 20, seed=3)
     for count in (1, 2, 4, 8, 17):
-        assert torch.equal(most[:count], sample_from(model, tokenizer, 12, count, seed=3))
+        assert torch.equal(texts[:count], sample_from(model, tokenizer, 12, count, seed=3))
 
 
 @pytest.mark.parametrize("text", ["The quick  brown fox.\n\nx = 1", "naïve café — 東京 👩‍🚀!", " a"])
@@ -217,8 +217,8 @@ def pdf_of(text):
 def test_a_pdf_is_its_text_and_what_is_none_is_said(tmp_path, monkeypatch):
     (path := tmp_path / "a.pdf").write_bytes(pdf_of("The sea was calm."))
     assert read_whole(path).strip() == "The sea was calm."
-    for content, why in ((b"%PDF-1.4 nothing", "cannot be read as a PDF"), (pdf_of(""), "holds no text")):
-        with pytest.raises(TextError, match=f"'the file' {why}.*: send its text as a text file"):
+    for content, reason in ((b"%PDF-1.4 nothing", "cannot be read as a PDF"), (pdf_of(""), "holds no text")):
+        with pytest.raises(TextError, match=f"'the file' {reason}.*: send its text as a text file"):
             decode_document("the file", content)
     monkeypatch.setattr(pdf_files, "SECONDS", 0.01)
     with pytest.raises(TextError, match="takes longer than 0.01 s"):

@@ -51,10 +51,10 @@ SIGHT = {
 OLD = {"llava": ("model.language_model.", "language_model.model."), "qwen2_vl": ("model.language_model.", "model.")}
 
 
-def whole_model(family, **more):
+def whole_model(family, **options):
     text = TEXT.get(family, dict(GROUPED, model_type="llama"))
     sight = SIGHT.get(family, dict(EYE, model_type="clip_vision_model"))
-    config = AutoConfig.for_model(family, **{"text_config": text, "vision_config": sight, **more})
+    config = AutoConfig.for_model(family, **{"text_config": text, "vision_config": sight, **options})
     torch.manual_seed(0)
     return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
 
@@ -73,8 +73,8 @@ def test_a_tower_gives_text_the_logits_of_its_whole_model(family, tmp_path):
     verify_teacher(tower, inspection)
     assert inspection.parameters == sum(x.numel() for x in tower.parameters()) < source.weights.parameters
     assert inspection.tower_of == type(whole).__name__ and inspection.architecture == type(tower).__name__
-    said = f"the text tower of {type(whole).__name__}"
-    assert said in describe_inspection(inspection) and said in describe_teacher(inspection)
+    description = f"the text tower of {type(whole).__name__}"
+    assert description in describe_inspection(inspection) and description in describe_teacher(inspection)
 
 
 @pytest.mark.parametrize("family", OLD)
@@ -86,7 +86,7 @@ def test_a_tower_is_found_by_the_names_of_older_files(family, tmp_path):
     names = {name: name.replace(*OLD[family]) for name in load_file(path)}
     if family == "llava":
         names = {name: name.replace("lm_head", "language_model.lm_head") for name in names} | {
-            name: own for name, own in names.items() if "lm_head" not in name
+            name: new_name for name, new_name in names.items() if "lm_head" not in name
         }
     save_file({names[name]: x for name, x in load_file(path).items()}, path, {"format": "pt"})
     tower = load_teacher(find_model(str(tmp_path)))
@@ -127,8 +127,8 @@ def test_a_run_with_a_tower_ends_in_a_checkpoint_that_reads_text(tmp_path, monke
         finish(pipeline.linearize(runs[-1]))
     run = runs[0]
     assert weights_of(run.checkpoint) == weights_of(runs[1].checkpoint)
-    held = sum(path.stat().st_size for path in run.checkpoint.glob("*.safetensors"))
-    assert 0.99 * held < checkpoint_bytes(run.plan, run.inspection) < 1.1 * held
+    size = sum(path.stat().st_size for path in run.checkpoint.glob("*.safetensors"))
+    assert 0.99 * size < checkpoint_bytes(run.plan, run.inspection) < 1.1 * size
     student = AutoModelForCausalLM.from_pretrained(run.checkpoint, dtype=torch.float32)
     ids = tokens(1, 8)  # no longer than its windows
     assert torch.allclose(student(ids).logits, whole(input_ids=ids).logits, atol=1e-4)

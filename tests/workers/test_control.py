@@ -34,16 +34,16 @@ from tests.support.runs import (
 def done(tmp_path_factory):
     """A finished run that nothing interrupted; no test may change it."""
     run = pipeline.begin(tmp_path_factory.mktemp("done") / "run", PLAN)
-    finish(work_in_foreground(run, linearize(run, held=True)))
+    finish(work_in_foreground(run, linearize(run, locked=True)))
     return run
 
 
 def test_a_student_that_a_job_could_not_publish_is_said_until_it_is_published(done, tmp_path):
-    run, why = Run(shutil.copytree(done.folder, tmp_path / "run")), "the Hub has no room"
-    run.log(EventName.UNPUBLISHED, error=why)
+    run, reason = Run(shutil.copytree(done.folder, tmp_path / "run")), "the Hub has no room"
+    run.log(EventName.UNPUBLISHED, error=reason)
     status = control.status(run)
-    assert status.state == "done" and why in status.error and why in describe_runs([status])
-    assert why in run_cards([status]) and why in run_card(status, "run", 0.0)
+    assert status.state == "done" and reason in status.error and reason in describe_runs([status])
+    assert reason in run_cards([status]) and reason in run_card(status, "run", 0.0)
     run.log(EventName.PUBLISHED, repo_id="me/student")
     assert control.status(run).error is None
 
@@ -74,7 +74,7 @@ def test_a_finished_run_says_all_that_happened(done):
         control.start(done)
     with pytest.raises(RequestError, match="is done: there is nothing to stop"):
         control.stop(done)
-    with pytest.raises(RequestError, match="is done: only a run that is at work"):
+    with pytest.raises(RequestError, match="is done: only a running run"):
         control.use_now(done)
 
 
@@ -190,7 +190,7 @@ def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setenv("LINEARIZER_QUEUE", str(tmp_path / "file" / "queue"))
         control.start(run)
-        assert "set LINEARIZER_QUEUE to a folder that is yours to write" in wait_for(run, "failed").error
+        assert "set LINEARIZER_QUEUE to a folder that you may write to" in wait_for(run, "failed").error
     (run.folder / "events.jsonl").unlink()
     (run.folder / "events.jsonl").mkdir()
     with pytest.raises(FolderError, match="cannot be written"):

@@ -34,28 +34,28 @@ def test_an_evaluation_of_seconds_is_done_at_once_while_a_run_of_hours_pauses(qu
     wait_for_event(run, "distill")
     control.evaluate(done, SHORT)
     wait_for(done.evaluating, "done")
-    own = [event for event in done.events() if event.get("job")]
-    begun, ended = (next(e["time"] for e in own if e["event"] == name) for name in ("started", "done"))
+    events = [event for event in done.events() if event.get("job")]
+    begun, ended = (next(e["time"] for e in events if e["event"] == name) for name in ("started", "done"))
     steps = [event["time"] for event in run.events() if event["event"] == "distill"]
     assert not [time for time in steps if begun < time < ended], "nothing is measured while the run works, too"
     assert control.state_of(run) == "running"
     wait_until(lambda: run.events()[-1]["time"] > ended and run.events()[-1]["event"] == "distill")
-    other = take_ticket(queue / "other", ["cpu"], short=True)
-    wait_until(other.begin_work)
+    ticket = take_ticket(queue / "other", ["cpu"], short=True)
+    wait_until(ticket.begin_work)
     control.stop(run)  # in its pause, too
     wait_for(run, "stopped")
     assert control.status(run).saved is not None
-    other.remove()
+    ticket.remove()
     making.close()
     assert not list(device_queue.queue_folder().iterdir())
 
 
 def test_a_run_at_work_keeps_its_devices_until_it_pauses(queue):
-    long, short, other = (take_ticket(queue / name, [name]) for name in ("cpu", "cpu ", "cuda:0"))
+    long, short, gpu = (take_ticket(queue / name, [name]) for name in ("cpu", "cpu ", "cuda:0"))
     short.remove()
-    assert long.begin_work() and other.begin_work()
+    assert long.begin_work() and gpu.begin_work()
     short = take_ticket(queue / "short", ["cpu"], short=True)
-    assert long.count_before() == 1 and other.count_before() == 0 and not short.begin_work()
+    assert long.count_before() == 1 and gpu.count_before() == 0 and not short.begin_work()
     long.pause()
     assert short.begin_work() and not long.begin_work()
     short.remove()
@@ -64,18 +64,18 @@ def test_a_run_at_work_keeps_its_devices_until_it_pauses(queue):
 
 def test_a_run_is_overtaken_by_so_many_and_no_more(queue):
     long = take_ticket(queue / "long", ["cpu"])
-    late = [take_ticket(queue / f"short {n}", ["cpu"], short=True) for n in range(OVERTAKEN + 5)]
+    short = [take_ticket(queue / f"short {n}", ["cpu"], short=True) for n in range(OVERTAKEN + 5)]
     assert long.count_before() == OVERTAKEN - 1
-    assert late[-1].count_before() == len(late), "the last waits for the run, too"
-    for ticket in (*late, long):
+    assert short[-1].count_before() == len(short), "the last waits for the run, too"
+    for ticket in (*short, long):
         ticket.remove()
 
 
 def test_short_is_what_reads_little_and_tasks_are_never():
     inspection = inspection_of([Layer(4, 2, 32, 32)] * 4, parameters=10**7, weight_bytes=2 * 10**7)
     plan, speeds = Plan("demo", budget=64, texts=2, length=256, device="cpu"), Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
-    few, more, tasks = Request(texts=2, seconds=1.0), Request(texts=200), Request(tasks=("ruler",))
-    seconds = [evaluation_seconds(each, plan, inspection, speeds) for each in (few, more, tasks)]
+    few, many, tasks = Request(texts=2, seconds=1.0), Request(texts=200), Request(tasks=("ruler",))
+    seconds = [evaluation_seconds(each, plan, inspection, speeds) for each in (few, many, tasks)]
     assert seconds[0] < SHORT_SECONDS < seconds[1] < seconds[2]
     large = replace(inspection, parameters=10**10, weight_bytes=2 * 10**10)
     assert evaluation_seconds(few, plan, large, speeds) > SHORT_SECONDS

@@ -70,7 +70,7 @@ def test_it_works_in_the_background_and_the_run_stays_done(run, capsys):
     step = result.evaluation.step
     assert (step["part"], step["place"], step["parts"]) == ("recall", 2, 2)
     assert set(run.evaluation_parts) == {"language", "recall"} and run.done
-    assert not [event for some in control.follow(run) for event in some if "job" in event]
+    assert not [event for events in control.follow(run) for event in events if "job" in event]
 
 
 def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even_if_all_was_asked_anew(run, capsys):
@@ -80,7 +80,7 @@ def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even
     os.kill(int(process_of(run).name), signal.SIGKILL)
     result = wait_for(run.evaluating, "lost")
     assert "its process is gone" in result.error and control.status(run).state == "done"
-    kept = run.evaluation_parts
+    parts = run.evaluation_parts
     said(capsys, "runs", "resume", "run")
     reached(run, "speed")
     said(capsys, "runs", "stop", "run")
@@ -90,7 +90,7 @@ def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even
     control.evaluate(run)
     wait_for(run.evaluating, "done")
     assert examined(run) == ["language", "language", "speed"]
-    assert run.evaluation_parts["language"] == kept["language"]
+    assert run.evaluation_parts["language"] == parts["language"]
     assert run.evaluation_parts["speed"]["asked"]["lengths"] == LONG["lengths"]
 
 
@@ -110,9 +110,9 @@ def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     lines = run.log_file.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["event"] == "done"
     run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
-    finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(SHORT), held=True), request=SHORT))
+    finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(SHORT), locked=True), request=SHORT))
     assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
-    finish(work_in_foreground(run, linearize(run, held=True)))
+    finish(work_in_foreground(run, linearize(run, locked=True)))
     result = control.status(run).evaluation
     assert control.state_of(run) == "done"
     assert (result.state, result.step["part"], examined(run)) == ("done", "recall", ["language", "recall"])

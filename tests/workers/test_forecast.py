@@ -20,8 +20,8 @@ def test_a_forecast_counts_the_type_that_is_computed_in():
     assert forecast_run(replace(plan, dtype="float32"), result, slow_in_halves, 0).seconds == seconds
     assert forecast_run(plan, result, fast_in_halves, 0).seconds < seconds
     assert forecast_run(replace(plan, dtype="bfloat16"), result, slow_in_halves, 0).seconds > seconds
-    whole = replace(result, weight_bytes=4 * 10**9)
-    assert forecast_run(plan, whole, fast_in_halves, 0).seconds > forecast_run(plan, result, fast_in_halves, 0).seconds
+    large = replace(result, weight_bytes=4 * 10**9)
+    assert forecast_run(plan, large, fast_in_halves, 0).seconds > forecast_run(plan, result, fast_in_halves, 0).seconds
 
 
 def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs():
@@ -43,15 +43,15 @@ def test_where_a_loss_runs_through_the_whole_model_texts_are_short_and_the_graph
     adapters, features = (Plan.of(name, model="demo", budget=256) for name in ("lolcats", "features"))
     gates = Plan.of("duo", model="demo", budget=256, may_grow=True)
     assert [plan.usual_length for plan in (gates, adapters, features)] == [1024, 1024, 4096]
-    less = [run_memory(plan, result) for plan in (gates, adapters)]
-    more = [run_memory(replace(plan, length=4096), result) for plan in (gates, adapters)]
-    assert all(b - a > 1e10 for a, b in zip(less, more, strict=True))
+    short_texts = [run_memory(plan, result) for plan in (gates, adapters)]
+    long_texts = [run_memory(replace(plan, length=4096), result) for plan in (gates, adapters)]
+    assert all(b - a > 1e10 for a, b in zip(short_texts, long_texts, strict=True))
 
 
 @pytest.mark.parametrize("name", ["clusters", "mlp"])
 def test_the_disk_that_feature_maps_take_is_about_that_of_their_numbers(name):
     plan = Plan.of("features", model="demo", budget=256, feature_map=name)
     layer = Layer(4, 2, 64, 64)
-    made = FEATURE_MAPS[name](2, 64, rows_of(plan, layer))
-    numbers = sum(x.numel() for x in made.parameters())
+    feature_map = FEATURE_MAPS[name](2, 64, rows_of(plan, layer))
+    numbers = sum(x.numel() for x in feature_map.parameters())
     assert 0.67 < map_bytes(plan, inspection_of([layer])) / (4 * numbers) < 1.5

@@ -46,8 +46,8 @@ def products(run):
 
 
 def test_what_a_helper_that_dies_has_not_priced_the_run_prices_to_the_same_bits(tmp_path, monkeypatch):
-    whole, run = (pipeline.begin(tmp_path / name, PLAN) for name in ("whole", "helped"))
-    finish(pipeline.linearize(whole))
+    alone, run = (pipeline.begin(tmp_path / name, PLAN) for name in ("whole", "helped"))
+    finish(pipeline.linearize(alone))
     monkeypatch.setenv(helpers.PROCESSES, "2")
     control.start(run)
     wait_until(lambda: helpers_of(run))
@@ -56,7 +56,7 @@ def test_what_a_helper_that_dies_has_not_priced_the_run_prices_to_the_same_bits(
     wait_for_event(run, "price")
     os.kill(helper, signal.SIGKILL)
     wait_for(run, "done")
-    assert products(run) == products(whole)
+    assert products(run) == products(alone)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -83,13 +83,13 @@ def test_a_helper_that_cannot_work_says_why(tmp_path, monkeypatch, capfd):
 
 def helpers_of(run):
     """List the processes that help with a run."""
-    found = []
+    numbers = []
     for process in PROC.glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
             command = (process / "cmdline").read_bytes().split(b"\0")
             if b"linearizer.workers.helpers" in command and bytes(run.folder) in command:
-                found.append(int(process.name))
-    return found
+                numbers.append(int(process.name))
+    return numbers
 
 
 @pytest.mark.parametrize("visible", ["", "2,3", "GPU-a,GPU-b/1", "MIG-GPU-c/1/0, MIG-GPU-c/2/0"])
@@ -107,21 +107,21 @@ def test_several_processes_estimate_the_prices_of_one(tmp_path):
     finish(measure_teacher(run, teacher))
     texts = allocate_run.texts_to_price_on(run, teacher, None)
     finish(allocate_run.price_heads(run, teacher, texts))
-    whole = run.read("prices.json")
+    expected = run.read("prices.json")
     (run.folder / "prices.json").unlink()
     finish(allocate_run.price_heads(run, teacher, texts, InTurn(run)))
-    assert run.read("prices.json") == whole
+    assert run.read("prices.json") == expected
 
 
 def test_a_run_on_several_devices_waits_for_each(tmp_path):
     devices = (["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"], ["cuda:1"])
-    held = [device_queue.take_ticket(tmp_path, each) for each in devices]
-    assert [ticket.count_before() for ticket in held] == [0, 0, 2, 2]
-    held[0].remove()
-    assert held[2].count_before() == 1
-    held[1].remove()
-    assert (held[2].count_before(), held[3].count_before()) == (0, 1)
-    for ticket in held[2:]:
+    tickets = [device_queue.take_ticket(tmp_path, each) for each in devices]
+    assert [ticket.count_before() for ticket in tickets] == [0, 0, 2, 2]
+    tickets[0].remove()
+    assert tickets[2].count_before() == 1
+    tickets[1].remove()
+    assert (tickets[2].count_before(), tickets[3].count_before()) == (0, 1)
+    for ticket in tickets[2:]:
         ticket.remove()
 
 
@@ -129,7 +129,7 @@ def test_a_cpu_has_one_process_unless_more_are_asked_for_and_there_are_prices_to
     run = pipeline.begin(tmp_path / "run", PLAN)
     unpriced = pipeline.begin(tmp_path / "unpriced", replace(PLAN, strategy="common-lambda"))
     assert devices_of(run) == ["cpu"]
-    for asked, count in (("3", 3), ("0", 1), ("many", 1)):
-        monkeypatch.setenv(helpers.PROCESSES, asked)
+    for setting, count in (("3", 3), ("0", 1), ("many", 1)):
+        monkeypatch.setenv(helpers.PROCESSES, setting)
         assert devices_of(run) == ["cpu"] * count
         assert devices_of(unpriced) == devices_of(run.evaluating) == ["cpu"]

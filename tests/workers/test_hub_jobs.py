@@ -45,12 +45,12 @@ pytestmark = [  # how the Hub's client sends files
 
 @pytest.fixture
 def begin(hub, tmp_path):
-    """Begin runs in jobs; when the test is over none is at work any more."""
+    """Begin runs in jobs; wait at the end of the test until none is running."""
     begun = []
 
-    def run(plan=PLAN, **how):
-        how = {"flavor": "cpu-basic", "token": ME, "yes": True, **how}
-        begun.append(run_in_job(tmp_path / "runs" / "run", plan, **how))
+    def run(plan=PLAN, **options):
+        options = {"flavor": "cpu-basic", "token": ME, "yes": True, **options}
+        begun.append(run_in_job(tmp_path / "runs" / "run", plan, **options))
         return begun[-1]
 
     yield run
@@ -81,8 +81,8 @@ def follow(run, token=ME):
 def marks(run):
     """List the events of a log that do not depend on the speed of a machine, without times and the job itself."""
     events = [event for event in run.events() if event["event"] not in (EventName.HUB_JOB, EventName.QUEUED)]
-    kept = [event for event in events if event.get("done") == event.get("total")]
-    return [{key: event.get(key) for key in ("event", "done", "total", "unit", "layer")} for event in kept]
+    ends = [event for event in events if event.get("done") == event.get("total")]
+    return [{key: event.get(key) for key in ("event", "done", "total", "unit", "layer")} for event in ends]
 
 
 def test_a_job_makes_and_publishes_the_student_that_this_machine_makes(begin, hub, tmp_path):
@@ -167,7 +167,7 @@ def test_a_job_that_the_hub_refuses_costs_nothing(queued, hub, status, sentence)
         (
             "import time; time.sleep(60)",
             5e-4,
-            "reached its limit of 15 minutes: resume the run, and another job goes on",
+            "reached its limit of 15 minutes: resume the run, and another job continues",
         ),
         (EVENT % "done", 1, "ended before its work .COMPLETED.: resume the run"),
     ],
@@ -215,7 +215,7 @@ def test_what_was_not_agreed_to_begins_no_job(queued, hub):
     assert "nobody is signed in, so no job can be begun" in follow(queued, None).error
     hub.buckets[f"me/{BUCKET}"] = {"private": False, "files": {}}
     queued.log(EventName.QUEUED, cap=OFFER.cap)
-    assert "is public, and runs are sent to a private one only" in follow(queued).error and not hub.jobs
+    assert "is public, and runs are only sent to a private one" in follow(queued).error and not hub.jobs
 
 
 def test_an_organisation_pays_where_its_member_names_it(begin, hub):
@@ -232,7 +232,7 @@ def test_an_organisation_pays_where_its_member_names_it(begin, hub):
 
 
 def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_path):
-    for how, sentence in (
+    for options, sentence in (
         ({"yes": False}, r"a job on cpu-basic costs me \$0.01 an hour, and at most \$0.01 for 15 minutes: add --yes"),
         ({"flavor": "h1000"}, r"no hardware 'h1000': choose from .*l4x1 \(\$0.80 an hour\)"),
         ({"flavor": "tiny"}, "tiny has a disk of 1 GB, and 12 GB are needed"),
@@ -248,7 +248,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
         ({"plan": Plan(str(tmp_path), **QUICK)}, "the model .* is on this machine, which a job cannot read"),
     ):
         with pytest.raises(RequestError, match=sentence):
-            begin(**how)
+            begin(**options)
     hub.hardware.clear()
     with pytest.raises(RequestError, match="choose from nothing now; nothing was begun"):
         begin()
@@ -257,9 +257,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
 
 def test_a_price_for_a_unit_that_nobody_knows_is_refused(begin, hub):
     hub.unit = "fortnight"
-    sentence = (
-        "the price of 'cpu-basic' for each 'fortnight', which is not one of second, minute, hour: .*nothing was begun"
-    )
+    sentence = "the price of 'cpu-basic' per 'fortnight', which is not one of second, minute, hour: .*nothing was begun"
     with pytest.raises(RequestError, match=sentence):
         begin()
     assert not hub.jobs

@@ -23,21 +23,21 @@ def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
     refused, run = begin("refused", plan, TOKEN), begin("run", plan, TOKEN)
     control.start(refused)
     control.start(run, TOKEN)
-    seen, secret = 0, TOKEN.encode()
+    checks, secret = 0, TOKEN.encode()
     while control.state_of(run) in control.LIVE:
         with suppress(FileNotFoundError, ProcessLookupError):
             process = process_of(run)
             assert secret not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-            seen += 1
+            checks += 1
         time.sleep(0.1)
-    assert seen and control.status(run).state == "done", log_of(run)
+    assert checks and control.status(run).state == "done", log_of(run)
     assert "is not a folder here and not on the Hub, or it is private" in wait_for(refused, "failed").error
     for place in (tmp_path, device_queue.queue_folder(), Path(os.environ["HF_HOME"])):
         assert not [path for path in place.rglob("*") if path.is_file() and secret in path.read_bytes()]
 
 
 def test_a_token_that_cannot_be_one_is_refused_unsaid(begin):
-    with pytest.raises(RequestError, match="the token holds characters that no token has") as refusal:
+    with pytest.raises(RequestError, match="the token contains characters that no token has") as refusal:
         control.start(begin(), "hf_copied\nwith more")
     assert "hf_copied" not in str(refusal.value)
 
