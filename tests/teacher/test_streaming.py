@@ -70,7 +70,7 @@ def test_streamed_weights_give_the_bits_of_resident_weights(family, little, tmp_
 
 def test_too_little_memory_for_two_blocks_is_said_with_the_amounts(little, tiny_llama, tmp_path):
     little(10_000)
-    with pytest.raises(RequestError, match=r"its weights take [\d.]+ kB in float32, and .* may be taken: free memory"):
+    with pytest.raises(RequestError, match=r"its weights take [\d.]+ kB in float32, and .* are available: free memory"):
         pipeline.begin(tmp_path / "run", Plan(str(tiny_llama), budget=64, dtype="float32"))
     assert not (tmp_path / "run").exists()
 
