@@ -68,7 +68,7 @@ REFUSALS = {
     401: "the token in use was refused: sign in",
     402: "the account's plan does not allow it",
     403: "may not write there (injected fault)",
-    404: "it is not there",
+    404: "it does not exist",
     409: "the name is taken, or it is being changed",
     412: "someone else has changed it meanwhile",
 }
