@@ -186,7 +186,7 @@ class Plan(JsonProduct):
             )
         if self.rules.decided_by == "gates" and not self.may_grow:
             raise RequestError(
-                "duo always lets heads keep their whole cache, so its state grows with the text: add --may-grow, or "
+                "duo lets heads keep their whole cache by design, so its state grows with the text: add --may-grow, or "
                 "ask for another recipe"
             )
 
