@@ -1,4 +1,4 @@
 """The command line: options in, text or JSON out.
 
-The only room with argparse and a progress bar; it holds no logic that Python callers would miss.
+The only room with argparse and a progress bar. It has no logic that a Python caller would miss.
 """

@@ -1,7 +1,7 @@
-"""The command line: its parser, and how a command ends. `linearizer run MODEL --budget 256`
+"""The command line: its parser and exit codes. `linearizer run MODEL --budget 256`
 
-run_commands.py has the commands that make and judge a student, student_commands.py those that use one, and runs.py the
-command `runs`.
+run_commands.py has the commands that make and judge a student, student_commands.py the commands that use one, and
+runs.py the command `runs`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from linearizer.errors import LinearizerError, RequestError, Stopped
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises its errors, which `main` prints in a sentence as all others."""
+    """A parser that raises its errors, so that `main` prints them like all others."""
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")
@@ -55,5 +55,5 @@ def parser() -> Parser:
     runs.add_command(add)
     student_commands.add_commands(add)
     for command in commands.choices.values():
-        command.add_argument("--json", action="store_true", help="print the product, and nothing else")
+        command.add_argument("--json", action="store_true", help="print the product as JSON, and nothing else")
     return root

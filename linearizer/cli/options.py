@@ -1,4 +1,4 @@
-"""The options of the commands, derived from the fields of Plan and Request, and the plan that is made of them."""
+"""The options of the commands, derived from the fields of Plan and Request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from linearizer.run.results import Request
 from linearizer.student.update_rules import beginning
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
-AddCommand = Callable[..., Any]  # adds a command: its name, what serves it, what it is, its operand, its description
-OF_ENCODERS = ("pictures", "slots")  # options that only their runs have
+AddCommand = Callable[..., Any]  # adds a command: its name, its function, its help, its operand, its description
+OF_ENCODERS = ("pictures", "slots")  # options that only runs of encoders have
 OPERANDS = {
     "model": "a Hub id, id@revision, id:FILE.gguf, a local folder or GGUF file, or demo",
     "run": "a run's name as `linearizer runs` shows it, or its folder",
@@ -25,7 +25,7 @@ OPERANDS = {
 
 
 def add_plan_options(command: argparse.ArgumentParser, *titles: str) -> None:
-    """Add the plan's options of some groups; an option that is not given is None, and then the plan's."""
+    """Add the plan's options of some groups; an option that is not set is None, and the plan decides it."""
     for title in titles:
         group = command.add_argument_group(title)
         dial = group.add_mutually_exclusive_group() if title == ALLOCATION else group
@@ -41,15 +41,15 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         recipe.flag,
         action=ListRecipes,
         type=lambda text: text if text == ListRecipes.WORD else recipe.parse(text),
-        help=f"{recipe.help}; {ListRecipes.WORD}: what each is, and its results with the demo model",
+        help=f"{recipe.help}; {ListRecipes.WORD}: describe each, with its results on the demo model",
     )
     command.add_argument(
         "--plan",
         type=Path,
-        help="a plan.json, of a run or from the page; other options change it, and --recipe all that recipes decide",
+        help="a plan.json, of a run or from the page; other options change it, and --recipe changes all it decides",
     )
     command.add_argument("--out", type=read_folder, help="the run's folder (default: a new one under runs/)")
-    command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+    command.add_argument("--resume", action="store_true", help="resume the run in the folder")
     add_lines(command, "recipes", {name: recipe.origin for name, recipe in RECIPES.items()})
     add_plan_options(command, ALLOCATION, MEASURING, TRAINING, MACHINE)
     of_encoders = command.add_argument_group("an encoder: --budget counts the tokens that each token sees")
@@ -60,17 +60,17 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
 def add_job_options(command: argparse.ArgumentParser) -> None:
     """Add the options of a run in a job of the Hub."""
     group = command.add_argument_group("a job of the Hub, on your account, instead of this machine")
-    group.add_argument("--job", metavar="FLAVOR", help="the hardware; list: what there is, and what it costs now")
+    group.add_argument("--job", metavar="FLAVOR", help="the hardware; list: show all hardware and its current price")
     group.add_argument(
         "--job-minutes", type=int, metavar="N", help="after which the Hub ends the job (default: twice the forecast)"
     )
     group.add_argument("--job-owner", metavar="NAME", help="the organisation that pays (default: your own account)")
     group.add_argument("--push", metavar="OWNER/NAME", help="let the job publish the student, privately")
-    group.add_argument("--yes", action="store_true", help="agree to what the job costs at most, and begin it")
+    group.add_argument("--yes", action="store_true", help="agree to the job's maximum cost, and begin it")
 
 
 class ListRecipes(argparse.Action):
-    """Keeps the name of a recipe, or lists all recipes and ends."""
+    """Stores the name of a recipe, or lists all recipes and exits."""
 
     WORD = "list"
 
@@ -83,33 +83,33 @@ class ListRecipes(argparse.Action):
 
 def describe_recipes() -> str:
     """List the recipes with their references and results."""
-    lines = ["each recipe: what it is, its reference, and its results with the demo model:", ""]
+    lines = ["recipes, with their references and their results on the demo model:", ""]
     for name, recipe in RECIPES.items():
         lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
     return "\n".join(lines)
 
 
 def measured_lines(name: str) -> list[str]:
-    """List the results of a recipe in the quality table, and the memory that it begins like."""
-    alike, rows = [beginning(name)] * bool(beginning(name)), measured_quality().get(name)
+    """List the results of a recipe in the quality table, and the memory that it starts from."""
+    origin, rows = [beginning(name)] * bool(beginning(name)), measured_quality().get(name)
     if not rows:
-        return [*alike, "not measured here yet"]
+        return [*origin, "not measured here yet"]
     cells = (
         f"{row.budget} tokens {row.kl:.3g} (recall {row.recall:.0%}{', untrained' * row.untrained})" for row in rows
     )
-    return [*alike, f"KL at the bytes of {', '.join(cells)}"]
+    return [*origin, f"KL at the bytes of {', '.join(cells)}"]
 
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of a request to evaluate; an option that is not given has the request's default."""
+    """Add the options of a request to evaluate; an option that is not set has the request's default."""
     for option in options_of(Request).values():
         add_option(command.add_argument, option)
-    command.add_argument("--again", action="store_true", help="measure again what was measured")
-    command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
+    command.add_argument("--again", action="store_true", help="measure again what was measured before")
+    command.add_argument("--detach", action="store_true", help="run in the background: see `linearizer runs`")
 
 
 def read_folder(text: str) -> Path:
-    """Read the name of a folder that is there or may be made."""
+    """Read the name of a folder that exists or can be created."""
     try:
         if not text.strip():
             raise ValueError("it is empty")
@@ -117,17 +117,17 @@ def read_folder(text: str) -> Path:
         os.stat(text)
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:  # too long, a loop of links, no folder on the way, letters that are none
+    except (OSError, ValueError) as error:  # too long, a loop of links, a parent that is no folder, surrogates
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(f"{text!r} cannot be a folder ({reason}): name another") from error
     return Path(text)
 
 
 def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: int) -> None:
-    """Add how many tokens are written, and how they are chosen."""
+    """Add the number of tokens to write, and how they are chosen."""
     command.add_argument("--tokens", type=int, default=tokens, help=f"{about} (default: %(default)s)")
     command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="the seed of --sample (default: %(default)s)")
 
 
 def add_option(add_argument: Add, option: Option) -> None:
@@ -140,14 +140,14 @@ def add_option(add_argument: Add, option: Option) -> None:
 
 
 def add_lines(command: argparse.ArgumentParser, title: str, lines: dict[str, str]) -> None:
-    """Explain names below the options of a command, in a line each."""
+    """Explain names below the options of a command, each on a line."""
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     table = "\n".join(f"  {name:15}{about}" for name, about in lines.items())
     command.epilog = "\n\n".join(filter(None, (command.epilog, f"{title}:\n{table}")))
 
 
 def plan_changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a plan that were set; a budget replaces features, and the other way round."""
+    """Return the options of a plan that were set; a budget replaces features, and features a budget."""
     changes = {name: value for name, value in vars(arguments).items() if name in options_of(Plan) and value is not None}
     if "features" in changes:
         changes["budget"] = None

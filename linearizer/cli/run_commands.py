@@ -47,12 +47,12 @@ Product = TypeVar("Product")
 
 
 def add_commands(add: AddCommand) -> None:
-    add("inspect", serve_inspect, "what a model is, and whether it can be linearized", "model")
-    run = add("run", serve_run, "all the steps: measure, allocate, train if the recipe does, judge, save", "model")
+    add("inspect", serve_inspect, "describe a model, and whether it can be linearized", "model")
+    run = add("run", serve_run, "all steps: measure, allocate, train if the recipe does, judge, save", "model")
     add_run_options(run)
-    run.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
+    run.add_argument("--detach", action="store_true", help="run in the background: see `linearizer runs`")
     add_job_options(run)
-    about = "share out another budget, from the measurements of a run; other options stay as in its plan"
+    about = "allocate another budget from the measurements of a run; other options stay as in its plan"
     add_plan_options(add("allocate", serve_allocate, about, "run"), ALLOCATION)
     about = "what the student kept, what it costs, where it breaks"
     add_evaluate_options(add("evaluate", serve_evaluate, about, "run"))
@@ -63,13 +63,13 @@ def begin_run(arguments: argparse.Namespace) -> Run:
     from linearizer import checks, pipeline
     from linearizer.encoders.kinds import find_kind
 
-    plan = plan_of(arguments)  # refuses wrong values before a model is asked for
+    plan = plan_of(arguments)  # refuses wrong values before the model is looked up
     is_causal = arguments.plan is not None or (arguments.out is not None and (arguments.out / PLAN).exists())
     kind = None if is_causal else find_kind(arguments.model)
     if kind is not None:
         of_encoder = checks.with_absolute_paths(encoder_plan_of(arguments))
         return kind.begin(folder_of(arguments, of_encoder), of_encoder, resume=arguments.resume).run
-    refuse_encoder_options(arguments, f"and {plan.model!r} is none: leave it out")
+    refuse_encoder_options(arguments, f"and {plan.model!r} is not an encoder: leave it out")
     return pipeline.begin(folder_of(arguments, plan), plan, resume=arguments.resume)
 
 
@@ -83,16 +83,16 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def encoder_plan_of(arguments: argparse.Namespace) -> EncoderPlan:
     """Return the plan of an encoder's run; refuse options that it does not have."""
-    known, given = options_of(EncoderPlan), {name: each for name, each in vars(arguments).items() if each is not None}
-    if unknown := [name for name, value in plan_changes(arguments).items() if value is not None and name not in known]:
+    keys = options_of(EncoderPlan).keys()
+    if unknown := [name for name, value in plan_changes(arguments).items() if value is not None and name not in keys]:
         raise RequestError(f"--{unknown[0].replace('_', '-')} is for causal language models: leave it out")
-    return EncoderPlan(**{name: value for name, value in given.items() if name in known})
+    return EncoderPlan(**{name: value for name, value in vars(arguments).items() if name in keys and value is not None})
 
 
-def refuse_encoder_options(arguments: argparse.Namespace, why: str) -> None:
-    """Refuse what only the run of an encoder has, where there is none."""
-    if given := [name for name in OF_ENCODERS if getattr(arguments, name) is not None]:
-        raise RequestError(f"--{given[0]} is for encoders, {why}")
+def refuse_encoder_options(arguments: argparse.Namespace, reason: str) -> None:
+    """Refuse options that only the run of an encoder has."""
+    if named := [name for name in OF_ENCODERS if getattr(arguments, name) is not None]:
+        raise RequestError(f"--{named[0]} is for encoders, {reason}")
 
 
 def folder_of(arguments: argparse.Namespace, plan: Plan | EncoderPlan) -> Path:
@@ -145,7 +145,7 @@ def serve_run(arguments: argparse.Namespace) -> None:
 
 
 def print_run(arguments: argparse.Namespace, run: Run, judged: Collection[Judgement] = ()) -> None:
-    """Print the student of a run and how near it is to its teacher; of an encoder's, what was judged newly."""
+    """Print the student of a run and its quality; of an encoder's student, only what was `judged` now."""
     from linearizer.encoders.encoder_report import judge_any_run
 
     verdict = judge_any_run(run)
@@ -171,26 +171,26 @@ def values_of_encoder(run: Run, judged: Collection[Judgement]) -> dict[str, Any]
         "tokens": encoder.tokens,
         "attention": encoder.inspection.share(encoder.tokens),
         "ways": asdict(encoder.ways),
-        "quality": [asdict(each) for each in judged or encoder.judgements.values()],
-        "times": [asdict(each) for each in encoder.times],
+        "quality": [asdict(entry) for entry in judged or encoder.judgements.values()],
+        "times": [asdict(entry) for entry in encoder.times],
     }
 
 
 def serve_job(arguments: argparse.Namespace) -> None:
-    """Begin a run in a job of the Hub, or list what jobs can run on."""
+    """Begin a run in a job of the Hub, or list the hardware for jobs."""
     from linearizer.hub.jobs_api import list_hardware
     from linearizer.workers.hub_start import run_in_job
 
     if arguments.job == ListRecipes.WORD:
         offered = list_hardware()
-        text = "\n".join(f"{each.name:16}{each.in_words}" for each in offered)
-        print_product(arguments, [asdict(each) for each in offered], text)
+        text = "\n".join(f"{hardware.name:16}{hardware.in_words}" for hardware in offered)
+        print_product(arguments, [asdict(hardware) for hardware in offered], text)
         return
     refuse_encoder_options(arguments, "which no job runs: leave out --job for an encoder, else leave this out")
     plan = plan_of(arguments)
-    how = {"minutes": arguments.job_minutes, "push": arguments.push, "owner": arguments.job_owner}
+    options = {"minutes": arguments.job_minutes, "push": arguments.push, "owner": arguments.job_owner}
     folder = folder_of(arguments, plan)
-    run = run_in_job(folder, plan, arguments.job, **how, yes=arguments.yes, resume=arguments.resume)
+    run = run_in_job(folder, plan, arguments.job, **options, yes=arguments.yes, resume=arguments.resume)
     if arguments.detach:
         say_queued(arguments, run)
     else:
@@ -198,7 +198,7 @@ def serve_job(arguments: argparse.Namespace) -> None:
 
 
 def say_queued(arguments: argparse.Namespace, run: Run) -> None:
-    """Print how to attach to a run or an evaluation that works in the background."""
+    """Print how to attach to a run or an evaluation in the background."""
     text = f"{run.folder} is queued: linearizer runs attach {run.folder}"
     print_product(arguments, {"run": str(run.folder), "state": control.state_of(run)}, text)
 
@@ -218,10 +218,10 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
     run = find_run(arguments.run, encoders=True)
-    given = {name: value for name, value in vars(arguments).items() if name in options_of(Request)}
+    values = {name: value for name, value in vars(arguments).items() if name in options_of(Request)}
     if run.of_encoder and arguments.texts is None:
-        given["texts"] = run.encoder_plan.texts
-    request = Request.of(given)
+        values["texts"] = run.encoder_plan.texts
+    request = Request.of(values)
     if arguments.detach:
         control.evaluate(run, asdict(request), arguments.again)
         say_queued(arguments, run.evaluating)

@@ -1,4 +1,4 @@
-"""The command `linearizer runs`: list, attach to, stop, resume and delete runs, each in a process of its own."""
+"""The command `linearizer runs`: list, attach to, stop, resume and delete runs, which have processes of their own."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from linearizer.workers.runs import delete_run, resume_run
 
 ACTIONS = {
     "list": "all runs under the root (the default)",
-    "attach": "follow a run to its end; ctrl-C leaves it, and it goes on",
+    "attach": "follow a run to its end; ctrl-C leaves it running",
     "stop": "let it finish its step, save and stop",
-    "resume": "go on, in the background",
-    "use": "end its training at this step, judge and save what there is",
+    "resume": "continue it, in the background",
+    "use": "end its training at this step, judge and save the student",
     "delete": "remove its folder",
 }
 
 
 def add_command(add: AddCommand) -> None:
     command = add("runs", serve_runs, "see, attach to, stop, resume and delete runs")
-    said = "; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
-    command.add_argument("action", metavar="ACTION", nargs="?", default="list", choices=list(ACTIONS), help=said)
+    about = "; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
+    command.add_argument("action", metavar="ACTION", nargs="?", default="list", choices=list(ACTIONS), help=about)
     command.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or its name under the root")
-    command.add_argument("--yes", action="store_true", help="resume: agree to what another job costs at most")
+    command.add_argument("--yes", action="store_true", help="resume: agree to the maximum cost of another job")
     command.add_argument("--root", type=Path, help="where the runs are (default: LINEARIZER_RUNS, or runs)")
 
 
@@ -48,7 +48,7 @@ def serve_runs(arguments: argparse.Namespace) -> None:
     root = arguments.root or runs_root()
     if arguments.action == "list":
         if arguments.run is not None:
-            raise RequestError(f"list shows all runs, not {arguments.run!r}: leave it out, or name an action")
+            raise RequestError(f"list shows all runs, not {arguments.run!r}: leave that out, or name an action")
         statuses = control.runs_in(root)
         text = describe_runs(statuses) if statuses else f"no runs in {root}"
         print_product(arguments, [status_values(status) for status in statuses], text)
@@ -89,21 +89,21 @@ def attach(run: Run, as_lines: bool = False) -> None:
             if as_lines:
                 print(json.dumps(event), flush=True)  # noqa: T201
             elif "total" in event and "done" in event:
-                shown = Progress(event["event"], event["done"], event["total"], event.get("unit", ""))
-                bar.show(shown, event["time"])
+                progress = Progress(event["event"], event["done"], event["total"], event.get("unit", ""))
+                bar.show(progress, event["time"])
     except KeyboardInterrupt as left:
         raise Stopped(f"left {run.folder}, which goes on: linearizer runs attach {run.folder}") from left
     finally:
         bar.clear()
     status = control.status(run)
     if status.state == "stopped":
-        why = f" ({status.error})" if status.error else ""
-        raise Stopped(f"{run.folder} is stopped{why}: linearizer runs resume {run.folder}")
+        reason = f" ({status.error})" if status.error else ""
+        raise Stopped(f"{run.folder} is stopped{reason}: linearizer runs resume {run.folder}")
     if status.state != "done":
         raise FaultError(f"{run.folder} {'failed' if status.state == 'failed' else 'is lost'}: {status.error}")
     if not as_lines:
-        whole = run.job is None or run.of_encoder
-        print(describe_run(run) if whole else describe_newest_evaluation(run), *filter(None, [status.error]), sep="\n")  # noqa: T201
+        of_run = run.job is None or run.of_encoder
+        print(describe_run(run) if of_run else describe_newest_evaluation(run), *filter(None, [status.error]), sep="\n")  # noqa: T201
 
 
 def describe_newest_evaluation(run: Run) -> str:
@@ -120,20 +120,20 @@ def status_values(status: Status) -> dict[str, Any]:
 
 
 def dial_of(status: Status) -> dict[str, Any]:
-    """Return the model and the dial of a run's plan; of a damaged plan, None."""
+    """Return the model and the budget or features of a run's plan; None if the plan is damaged."""
     return {name: getattr(status.plan, name, None) for name in ("model", "budget", "features")}
 
 
 def describe_runs(statuses: Sequence[Status]) -> str:
-    """Describe the status of runs in a line each, and below why some failed and where some were published."""
+    """Describe the status of runs, each on a line, and below why some failed and where some were published."""
     rows: list[Sequence[object]] = [("run", "model", "budget", "state", "progress", "disk", "age")]
     errors, places = [], []
     for status in statuses:
         dial, name = dial_of(status), printable(status.run.folder.name)
         budget = f"C = {dial['features']}" if dial["features"] else dial["budget"] or "?"
-        shown = status.evaluation if status.evaluation is not None and status.state == "done" else status
-        state = shown.state if shown is status else f"done, evaluation {shown.state}"
-        step = "" if shown.step is None else f"{shown.step['event']} {shown.step['done']}/{shown.step['total']}"
+        work = status.evaluation if status.evaluation is not None and status.state == "done" else status
+        state = work.state if work is status else f"done, evaluation {work.state}"
+        step = "" if work.step is None else f"{work.step['event']} {work.step['done']}/{work.step['total']}"
         age = duration(time.time() - status.begun)
         rows.append((name, printable(dial["model"] or "?"), budget, state, step, size(status.disk_bytes), age))
         failures = status.error, status.evaluation and status.evaluation.error

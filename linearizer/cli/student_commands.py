@@ -1,4 +1,4 @@
-"""The commands that use a student, or show all of this on a page: compare, read, ask, serve, export, push, app."""
+"""The commands that use a student, and the page: compare, read, ask, serve, export, push, app."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from linearizer.serve.server import HOST, LOCAL_HOSTS, MAX_SECONDS, MAX_STATE_BY
 
 KEY_VARIABLE = "LINEARIZER_API_KEY"
 UNGUARDED = (
-    "linearizer: warning: whoever reaches this address may use the student, and learns by what is read from the cache "
-    f"which texts others sent: set --api-key, or {KEY_VARIABLE}"
+    "linearizer: warning: whoever reaches this address can use the student, and can find out from cache hits which "
+    f"texts others have sent: set --api-key, or {KEY_VARIABLE}"
 )
 
 
 def add_commands(add: AddCommand) -> None:
     command = add("compare", serve_compare, "teacher, student and a plain window continue the same prompt", "run")
-    command.add_argument("--prompt", default="The", help="what all continue (default: %(default)s)")
-    add_writing_options(command, "how many tokens they write", 64)
+    command.add_argument("--prompt", default="The", help="the text to continue (default: %(default)s)")
+    add_writing_options(command, "how many tokens each writes", 64)
     add_read(add)
     add_ask(add)
     add_serve(add)
     add_export(add)
     add_push(add)
-    command = add("app", serve_app, "the page: all of this in a browser")
+    command = add("app", serve_app, "serve the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
     command.add_argument("--port", type=int, help="the port (default: the first free port from 7860 on)")
 
@@ -55,9 +55,9 @@ def serve_compare(arguments: argparse.Namespace) -> None:
 def add_read(add: AddCommand) -> None:
     about = "let a run's student read a text once, and write its state to a file for `linearizer ask`"
     command = add("read", serve_read, about, "run")
-    command.add_argument("file", metavar="FILE", help="the text: a file of text, a PDF, or - for standard input")
+    command.add_argument("file", metavar="FILE", help="a text file, a PDF, or - for standard input")
     command.add_argument("--state", type=Path, required=True, help="the file of the state")
-    command.add_argument("--more", action="store_true", help="read on after what the state has read")
+    command.add_argument("--more", action="store_true", help="continue after what the state has read")
 
 
 def serve_read(arguments: argparse.Namespace) -> None:
@@ -74,15 +74,13 @@ def serve_read(arguments: argparse.Namespace) -> None:
 
 
 def add_ask(add: AddCommand) -> None:
-    about = "let a run's student continue a prompt, and with --state the text of that state"
+    about = "let a run's student continue a prompt, with --state after the text that it has read"
     command = add("ask", serve_ask, about, "run")
     wanted = command.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--prompt", help="what it continues")
-    wanted.add_argument(
-        "--take-back", action="store_true", help="return the state to before the last --keep, or `read --more`"
-    )
+    wanted.add_argument("--prompt", help="the text to continue")
+    wanted.add_argument("--take-back", action="store_true", help="undo the last --keep or `read --more` of the state")
     command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
-    command.add_argument("--keep", action="store_true", help="let the state have read prompt and answer, too")
+    command.add_argument("--keep", action="store_true", help="add prompt and answer to the state")
     add_writing_options(command, "how many tokens it writes", 256)
 
 
@@ -96,8 +94,8 @@ def serve_ask(arguments: argparse.Namespace) -> None:
         reading = kept_state.take_back(run, arguments.state)
         print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
         return
-    how = arguments.keep, arguments.tokens, arguments.seed, arguments.sample
-    answer = print_stream(kept_state.ask(run, arguments.prompt, arguments.state, *how), arguments.json)
+    options = arguments.keep, arguments.tokens, arguments.seed, arguments.sample
+    answer = print_stream(kept_state.ask(run, arguments.prompt, arguments.state, *options), arguments.json)
     if arguments.json:
         print_product(arguments, asdict(answer), "")
 
@@ -106,13 +104,13 @@ def add_serve(add: AddCommand) -> None:
     command = add(
         "serve",
         serve_serve,
-        "an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
+        "serve an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
         "run",
         description="Serve a run's student behind an endpoint like OpenAI's. Requests are computed together, and the "
-        "states of conversations are kept, so that a next turn reads only what is new. Beside OpenAI's fields it "
-        "serves top_k, min_p, repetition_penalty and chat_template_kwargs; it ignores fields that say nothing of the "
+        "states of conversations are kept, so that the next turn reads only new text. In addition to OpenAI's fields "
+        "it serves top_k, min_p, repetition_penalty and chat_template_kwargs; it ignores fields that do not affect the "
         "text (user, metadata, …) and refuses all others. "
-        "`transformers serve` and vLLM serve no student: they load no code of a checkpoint.",
+        "`transformers serve` and vLLM cannot serve a student, because they do not load a checkpoint's code.",
     )
     command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free port (default: %(default)s)")
     command.add_argument("--host", default=HOST, help="the address to listen at (default: this machine alone)")
@@ -120,10 +118,10 @@ def add_serve(add: AddCommand) -> None:
         "--max-state-bytes",
         type=int,
         default=MAX_STATE_BYTES,
-        help="for states kept between requests (default: %(default)s)",
+        help="of states kept between requests (default: %(default)s)",
     )
     command.add_argument(
-        "--max-seconds", type=float, default=MAX_SECONDS, help="after which a request ends (default: %(default)g)"
+        "--max-seconds", type=float, default=MAX_SECONDS, help="that a request may take (default: %(default)g)"
     )
     command.add_argument(
         "--api-key",
@@ -131,7 +129,7 @@ def add_serve(add: AddCommand) -> None:
         metavar="KEY",
         help=f"that requests must carry (default: ${KEY_VARIABLE}, which other users of this machine cannot read)",
     )
-    command.add_argument("--teacher", action="store_true", help="serve the teacher instead, to compare with")
+    command.add_argument("--teacher", action="store_true", help="serve the teacher instead, for comparison")
 
 
 def serve_serve(arguments: argparse.Namespace) -> None:
@@ -147,12 +145,12 @@ def serve_serve(arguments: argparse.Namespace) -> None:
 
 
 def add_export(add: AddCommand) -> None:
-    about = "write a run's student as a graph that other runtimes compute, with its state as inputs and outputs"
+    about = "write a run's student as a graph for other runtimes, with its state as inputs and outputs"
     command = add("export", serve_export, about, "run")
     command.add_argument("--to", choices=["onnx"], default="onnx", help="the format (default: %(default)s)")
     command.add_argument("--out", type=read_folder, help="the folder (default: onnx in the run's)")
-    command.add_argument("--texts", type=int, default=1, help="how many it reads side by side (default: %(default)s)")
-    command.add_argument("--tokens", type=int, default=1, help="of each text at a call (default: %(default)s)")
+    command.add_argument("--texts", type=int, default=1, help="texts that a call reads at once (default: %(default)s)")
+    command.add_argument("--tokens", type=int, default=1, help="tokens of each text in a call (default: %(default)s)")
 
 
 def serve_export(arguments: argparse.Namespace) -> None:
@@ -161,14 +159,14 @@ def serve_export(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run)
     folder = arguments.out or run.folder / arguments.to
     exported = show_progress(export.export_run(run, folder, arguments.texts, arguments.tokens))
-    print_product(arguments, asdict(exported), f"{exported.folder} is written; how to call it: README.md in it")
+    print_product(arguments, asdict(exported), f"{exported.folder} is written; its README.md shows how to call it")
 
 
 def add_push(add: AddCommand) -> None:
     command = add("push", serve_push, "publish a run's student on the Hub, private unless --public")
     command.add_argument("run", metavar="RUN", nargs="?", help=OPERANDS["run"])
-    command.add_argument("name", metavar="OWNER/NAME", nargs="?", help="the repository; NAME alone is your own")
-    command.add_argument("--space", metavar="OWNER/NAME", help="instead of a run: publish this app as a Space")
+    command.add_argument("name", metavar="OWNER/NAME", nargs="?", help="the repository; NAME alone: under your account")
+    command.add_argument("--space", metavar="OWNER/NAME", help="publish this app as a Space, instead of a run")
     command.add_argument("--public", action="store_true", help="let everyone see it")
     command.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
 
@@ -199,7 +197,7 @@ def serve_app(arguments: argparse.Namespace) -> None:
 
     if zerogpu.on_zerogpu():
         zerogpu.import_spaces()  # before anything else looks for a device
-    if arguments.port is not None or arguments.host:  # Gradio's own sentence names its parameters
+    if arguments.port is not None or arguments.host:  # Gradio's own error would name its parameters
         listen(arguments.host or HOST, arguments.port or 0).close()
     from linearizer.page import site
 

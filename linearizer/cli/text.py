@@ -1,4 +1,4 @@
-"""The text of the command line: progress while a step works, and tables of its product."""
+"""The text of the command line: the progress of a step, and tables of its product."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Product = TypeVar("Product")
 
 
 class ProgressBar:
-    """One line on a terminal: how far a step is, how fast it goes, how long the rest takes."""
+    """One line on a terminal: the progress of a step, its speed, and the time that remains."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.is_terminal = stream, stream.isatty()
@@ -43,7 +43,7 @@ class ProgressBar:
         """Show progress as of now, or as of a time in seconds."""
         now = time.monotonic() if now is None else now
         if (progress.step, progress.unit) != self.step:
-            if progress.step == "queue" and not self.is_terminal:  # a wait of hours is said on every stream
+            if progress.step == "queue" and not self.is_terminal:  # a wait of hours is announced on every stream
                 self.stream.write(f"waiting for the runs before this one: {progress.total}\n")
             self.step, self.step_began, self.done_before = (progress.step, progress.unit), now, progress.done
         done, seconds = progress.done - self.done_before, now - self.step_began
@@ -71,14 +71,14 @@ class ProgressBar:
 
 @contextmanager
 def kept_interrupts() -> Iterator[Callable[[], None]]:
-    """Keep ctrl-C that Python drops, as it does inside a destructor; the function that this yields raises it again."""
-    report, kept = sys.unraisablehook, threading.Event()
+    """Keep a ctrl-C that Python drops, as in a destructor; yield a function that raises it again."""
+    report, interrupted = sys.unraisablehook, threading.Event()
 
     def keep(dropped: sys.UnraisableHookArgs) -> None:
-        kept.set() if issubclass(dropped.exc_type, KeyboardInterrupt) else report(dropped)
+        interrupted.set() if issubclass(dropped.exc_type, KeyboardInterrupt) else report(dropped)
 
     def check() -> None:
-        if kept.is_set():
+        if interrupted.is_set():
             raise KeyboardInterrupt
 
     sys.unraisablehook = keep
@@ -89,7 +89,7 @@ def kept_interrupts() -> Iterator[Callable[[], None]]:
 
 
 def show_progress(steps: Steps[Product]) -> Product:
-    """Run a step to its end, with its progress on standard error if that is a terminal."""
+    """Run a step to its end; show its progress on standard error if that is a terminal."""
     bar = ProgressBar(sys.stderr)
     with closing(steps), kept_interrupts() as check:
 
@@ -107,7 +107,7 @@ def describe_inspection(inspection: Inspection) -> str:
     """Describe a model."""
     tower, revision = inspection.tower_of, inspection.revision
     part = f", the text tower of {tower}: its student reads no pictures" if tower else ""
-    working = f", {inspection.active:,} at work for a token" if inspection.resting else ""
+    working = f", {inspection.active:,} active per token" if inspection.resting else ""
     files = f"{size(inspection.weight_bytes)} in its files"
     facts = [
         ("model", inspection.name + (f" at {revision}" if revision else "")),
@@ -136,24 +136,24 @@ def describe_encoder(inspection: EncoderInspection, title: str) -> str:
 
 
 def describe_support(inspection: Inspection) -> str:
-    """Describe whether a model can be linearized, and if not, why, and the remedy."""
+    """Describe whether a model can be linearized, and if not, why, and what to do."""
     if not inspection.supported:
         return f"no, because {inspection.reason}: {inspection.remedy}"
     return "yes" if inspection.tested else "yes, by its interface; its family is not among the tested families"
 
 
 def describe_memory(inspection: Inspection) -> str:
-    """Describe the bytes of a model's weights here, and their place."""
+    """Describe the bytes of a model's weights, and where they fit on this machine."""
     from linearizer.teacher.streaming import bytes_in_memory, spreads, streams
 
-    where = "more than is free here, so they are read block by block" if streams(inspection) else "fits here"
+    place = "more than is free here, so they are read block by block" if streams(inspection) else "fits here"
     if spreads(inspection):
-        where = "more than is free on one device, so they are spread over several"
-    return f"{size(bytes_in_memory(inspection))} of weights, {where}"
+        place = "more than is free on one device, so they are spread over several"
+    return f"{size(bytes_in_memory(inspection))} of weights, {place}"
 
 
 def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
-    """Describe what every head holds, and the bytes of all after some lengths of text."""
+    """Describe what every head holds, and the bytes of all at several lengths of text."""
     rows: list[Sequence[object]] = [("layer", "by KV head: window + what stands for older tokens")]
     for index, heads in enumerate(allocation.heads):
         rows.append((index, " · ".join(head.in_brief for head in heads) or "stays as it is"))
@@ -168,10 +168,7 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
 
 
 def describe_run(run: Run, judged: Collection[Judgement] = ()) -> str:
-    """Describe a finished run: its student, how near that is to its teacher, and where it is.
-
-    Of all that was judged of an encoder's student, some may be chosen.
-    """
+    """Describe a finished run: its student, its quality, and its place; of an encoder's, all judgements or `judged`."""
     student = describe_encoders_student(run, judged) if run.of_encoder else describe_student(run)
     lines = [*verdict_lines(run), *student]
     if (published := run.published) is not None:
@@ -184,8 +181,8 @@ def describe_student(run: Run) -> list[str]:
     evaluation = "\n\n".join(
         write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
     )
-    where = f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"
-    return [describe_state(allocation, run.layers), *kl_sentences(run), evaluation, *where]
+    places = f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"
+    return [describe_state(allocation, run.layers), *kl_sentences(run), evaluation, *places]
 
 
 def describe_encoders_student(run: Run, judged: Collection[Judgement]) -> list[str]:
@@ -197,9 +194,9 @@ def describe_encoders_student(run: Run, judged: Collection[Judgement]) -> list[s
     share = f"attention is {encoder.inspection.share(encoder.tokens):.0%} of the teacher's operations"
     lines = [f"{encoder.tokens:,} tokens, {encoder.keys:.4g} keys each; {share}"]
     lines += filter(None, [describe_choice(encoder)])
-    if (where := crossing(encoder.times)) is not None:
-        lines.append(f"a layer is faster than SDPA from about {where:,.0f} tokens on, as timed in this run")
-    tables = [quality_table(encoder, each) for each in judged or encoder.judgements.values()]
+    if (meeting := crossing(encoder.times)) is not None:
+        lines.append(f"a layer is faster than SDPA from about {meeting:,.0f} tokens on, as timed in this run")
+    tables = [quality_table(encoder, judgement) for judgement in judged or encoder.judgements.values()]
     load = f"{encoder.inspection.auto_class}.from_pretrained({str(run.checkpoint)!r}, trust_remote_code=True)"
     return [*lines, "", write_tables(tables), "", load]
 
@@ -214,12 +211,12 @@ def verdict_lines(run: Run) -> list[str]:
 
 def describe_publication(event: Mapping[str, Any]) -> str:
     """Describe where a student was published."""
-    seen = "private" if event.get("private") else "public"
-    return f"published as {event['repo_id']} ({seen}), revision {event['revision']}: {event['url']}"
+    visibility = "private" if event.get("private") else "public"
+    return f"published as {event['repo_id']} ({visibility}), revision {event['revision']}: {event['url']}"
 
 
 def describe_comparison(comparison: Comparison) -> str:
-    """Describe what all wrote, where that differs from the teacher's, how fast, and the bytes of their states."""
+    """Describe what each model wrote, where that differs from the teacher's, its speed, and the bytes of its state."""
     rows: list[Sequence[object]] = [("", "tokens", "first token", "tokens/s", "remembers")]
     parts = [f"prompt: {comparison.prompt}"]
     apart = []
@@ -230,13 +227,13 @@ def describe_comparison(comparison: Comparison) -> str:
         speed = f"{side.first_token_seconds * 1000:.0f} ms", f"{side.tokens_per_second:.1f}"
         rows.append((name, side.tokens, *speed, size(side.state_bytes)))
         parts.append(f"{name}: {side.text}")
-        if (first := side.difference) is not None:
-            apart.append(f"the {name}: {first.place} tokens alike; then {first.own!r}, the teacher {first.teacher!r}")
+        if (split := side.difference) is not None:
+            apart.append(f"the {name}: {split.place} tokens alike; then {split.own!r}, the teacher {split.teacher!r}")
     return "\n\n".join([*parts, columns(rows), *apart])
 
 
 def describe_reading(reading: Reading, run: str, path: Path) -> str:
-    """Describe what was read, and the bytes that remember it."""
+    """Describe how much was read, and the bytes of the state."""
     return (
         f"{reading.tokens:,} tokens read into {path}: {size(reading.state_bytes)} of state; the teacher's cache would "
         f"be {size(reading.cache_bytes)}\nlinearizer ask {run} --state {path} --prompt …"
@@ -245,15 +242,15 @@ def describe_reading(reading: Reading, run: str, path: Path) -> str:
 
 def describe_preview(preview: Preview) -> str:
     """Describe what would be published: the notes first, then files and card."""
-    seen = "private" if preview.private else "public"
-    lines = [f"{preview.repo_id}, {seen}, {len(preview.files)} files, {size(preview.bytes)}; nothing was sent"]
+    visibility = "private" if preview.private else "public"
+    lines = [f"{preview.repo_id}, {visibility}, {len(preview.files)} files, {size(preview.bytes)}; nothing was sent"]
     lines += [f"note: {note}" for note in preview.notes]
     files = columns([(name, size(count)) for name, count in preview.files])
     return "\n".join([*lines, "", files, "", preview.card])
 
 
 def print_stream(pieces: Generator[str, None, Product], silent: bool) -> Product:
-    """Print a text as it comes, unless `silent`, and return the product at its end."""
+    """Print the pieces of a text as they arrive, unless `silent`; return the product at the end."""
     with closing(pieces):
         if silent:
             return finish(pieces)
@@ -264,5 +261,5 @@ def print_stream(pieces: Generator[str, None, Product], silent: bool) -> Product
 
 
 def print_product(arguments: Namespace, product: object, text: str) -> None:
-    """Print a product: as text, or as JSON and nothing else."""
+    """Print a product as text, or only as JSON."""
     print(json.dumps(product, indent=1) if arguments.json else text)  # noqa: T201

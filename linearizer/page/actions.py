@@ -1,10 +1,10 @@
-"""What a visitor can do. Every action is an endpoint of the API, for `gradio_client` and for agents.
+"""The actions of a visitor. Each is an endpoint of the API, for `gradio_client` and for agents.
 
-On a Space give a `secret` of your own (16 characters or more) with every call, or sign in: your runs
-are found by it. On your own machine it may be empty.
+On a Space, send a `secret` of your own (16 characters or more) with every call, or sign in: your runs are found by it.
+On your own machine it may be empty.
 
-Endpoints return dataclasses, which are sent as dictionaries; their types, and the words in braces in what describes
-them, come from the options of plans and requests.
+Endpoints return dataclasses, which are sent as dictionaries. The words in braces in their descriptions are replaced by
+the options of plans and requests.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def estimate_run(
     plan = make_plan(model, budget, effort, options or {})
     examined = examine_model(visitor, plan.model)
     if isinstance(examined, ExaminedEncoder):
-        raise RequestError(f"{plan.model!r} is an encoder, whose run start_encoder_run starts: it has other options")
+        raise RequestError(
+            f"{plan.model!r} is an encoder: start its run with start_encoder_run, which has other options"
+        )
     examined.inspection.require_support()
     return {**asdict(examined.forecast(plan)), "command": plan.command(), "plan": asdict(plan)}
 
@@ -123,7 +125,7 @@ def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Qu
 
 
 def start_encoder_run(visitor: Visitor, model: str, budget: int = 256, options: Options = None) -> str:
-    """Start the run of an encoder of texts or pictures, and return its name at once; all else is as for start_run.
+    """Start the run of an encoder of texts or pictures, and return its name at once, as start_run does.
 
     budget: how many tokens each token sees. options: {encoder}.
     """
@@ -131,7 +133,7 @@ def start_encoder_run(visitor: Visitor, model: str, budget: int = 256, options: 
     with limits.turn(visitor):
         examined = examine_model(visitor, plan.model)
         if not isinstance(examined, ExaminedEncoder):
-            raise RequestError(f"{plan.model!r} is no encoder: start_run starts its run")
+            raise RequestError(f"{plan.model!r} is not an encoder: start its run with start_run")
         limits.check_encoder_plan(plan, examined.inspection)
         run = examined.kind.begin(visitor.fresh_folder(plan), plan, visitor.token, False).run
         with deleted_on_refusal(run):
@@ -141,23 +143,23 @@ def start_encoder_run(visitor: Visitor, model: str, budget: int = 256, options: 
 
 def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
-    old = visitor.find_run(run)
-    plan_cards.require_profile(old)
-    plan = replace(old.plan, budget=budget, features=None)
-    with new_run(visitor, plan, ()) as new, writing(new.folder):
-        for file in filter(old.has_file, MEASURED_FILES):
-            shutil.copyfile(old.folder / file, new.folder / file)
-    return new.folder.name
+    measured = visitor.find_run(run)
+    plan_cards.require_profile(measured)
+    plan = replace(measured.plan, budget=budget, features=None)
+    with new_run(visitor, plan, ()) as branch, writing(branch.folder):
+        for file in filter(measured.has_file, MEASURED_FILES):
+            shutil.copyfile(measured.folder / file, branch.folder / file)
+    return branch.folder.name
 
 
 def yielding(options: Options) -> list[str]:
-    """Name what was not asked for, and so yields to texts that are few or short."""
+    """Name the options that were not set, and so yield where texts are few or short."""
     return [name for name in YIELDING if name not in (options or {})]
 
 
 @contextmanager
 def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator[Run]:
-    """Begin a run that a visitor may have, and start it once it is prepared; where that fails, no folder stays."""
+    """Begin a run within a visitor's limits, and start it after the `with` block; if that fails, delete its folder."""
     from linearizer import pipeline
 
     with limits.turn(visitor):
@@ -170,7 +172,7 @@ def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator
 
 @contextmanager
 def deleted_on_refusal(run: Run) -> Iterator[None]:
-    """Leave no folder of a run that cannot start."""
+    """Delete the folder of a run that cannot start."""
     try:
         yield
     except LinearizerError:
@@ -179,12 +181,12 @@ def deleted_on_refusal(run: Run) -> Iterator[None]:
 
 
 def choose_start(run: Run) -> Callable[..., None]:
-    """Return the starter of a run: of a process, or of a call for each step where ZeroGPU lends the device."""
+    """Return the function that starts a run: in a process, or on ZeroGPU in a call for each step."""
     return (zerogpu if zerogpu.on_zerogpu() and run.any_plan.device != "cpu" else control).start
 
 
 def list_hardware(visitor: Visitor) -> list[Hardware]:
-    """List what jobs of the Hub can run on, and what each costs in an hour now."""
+    """List the hardware that jobs of the Hub can run on, and the price of each per hour."""
     from linearizer.hub import jobs_api
 
     return list(jobs_api.list_hardware(visitor.token))
@@ -203,9 +205,9 @@ def start_job(
 ) -> str:
     """Start a run in a job of the Hub on your account, and return its name at once.
 
-    It begins only if it costs at most most_usd, else the error says what it costs. flavor: a name that list_hardware
-    gives. minutes: after which the Hub ends the job; 0: twice the forecast. push: the repository that the job publishes
-    the student in, privately; empty: none. budget: {budget}. effort: {efforts}. options: {plan}.
+    It begins only if it costs at most most_usd; otherwise the error states its cost. flavor: a name that list_hardware
+    returns. minutes: after which the Hub ends the job; 0: twice the forecast. push: the repository to which the job
+    publishes the student, privately; empty: none. budget: {budget}. effort: {efforts}. options: {plan}.
     """
     from linearizer.workers import hub_start
 
@@ -225,9 +227,7 @@ def start_job(
 
 
 def run_status(visitor: Visitor, run: str) -> RunStatus:
-    """Return what a run is doing: state, newest progress, error, disk, where it was published, its
-    evaluation, and the verdict on its student.
-    """
+    """Return a run's state, newest progress, error, disk, publication, evaluation, and the verdict on its student."""
     from linearizer.encoders.encoder_report import judge_any_run
 
     opened = visitor.find_run(run)
@@ -241,7 +241,7 @@ def list_runs(visitor: Visitor) -> list[RunStatus]:
 
 
 def describe_status(status: Status, evaluation: Any = None, verdict: Verdict | None = None) -> RunStatus:
-    """Describe a status in plain numbers and words, without paths of this machine."""
+    """Describe a status in plain values, without paths of this machine."""
     facts = {field.name: getattr(status, field.name) for field in fields(RunStatus)[1:-2]}
     facts["error"] = status.error and markup.without_folders(status.error)
     return RunStatus(status.run.folder.name, **facts, evaluation=evaluation, verdict=verdict)
@@ -249,34 +249,34 @@ def describe_status(status: Status, evaluation: Any = None, verdict: Verdict | N
 
 def stop_run(visitor: Visitor, run: str) -> str:
     """Ask a run to finish its step, save and stop; return its state."""
-    control.stop(own := visitor.find_own_run(run))
-    return control.state_of(own)
+    control.stop(opened := visitor.find_own_run(run))
+    return control.state_of(opened)
 
 
 def use_run(visitor: Visitor, run: str) -> str:
     """End a run's training at this step, and judge and save the student as it is; return its state."""
-    control.use_now(own := visitor.find_own_run(run))
-    return control.state_of(own)
+    control.use_now(opened := visitor.find_own_run(run))
+    return control.state_of(opened)
 
 
 def resume_run(visitor: Visitor, run: str, *, pay: bool = False) -> str:
-    """Go on with a run that was stopped, lost or failed; return its state. pay: agree to what another job costs."""
-    own = visitor.find_own_run(run)
+    """Resume a run that was stopped, lost or failed; return its state. pay: agree to the cost of another job."""
+    opened = visitor.find_own_run(run)
     with limits.turn(visitor):
-        runs.resume_run(own, visitor.token, yes=pay, agree="agree", begin=choose_start(own))
-    return control.state_of(own)
+        runs.resume_run(opened, visitor.token, yes=pay, agree="agree", begin=choose_start(opened))
+    return control.state_of(opened)
 
 
 def rename_run(visitor: Visitor, run: str, name: str) -> str:
-    """Give a run that does not work another name, of letters, digits and `._@+-`; return the name."""
-    own = visitor.find_own_run(run)
+    """Rename a run that is not running; return the new name, of letters, digits and `._@+-`."""
+    opened = visitor.find_own_run(run)
     check_name(name)
-    sending.refuse_while_sending(own)
-    return control.rename(own, name).folder.name
+    sending.refuse_while_sending(opened)
+    return control.rename(opened, name).folder.name
 
 
 def delete_run(visitor: Visitor, run: str) -> str:
-    """Delete a run that does not work; return its name."""
+    """Delete a run that is not running; return its name."""
     runs.delete_run(visitor.find_own_run(run), visitor.token)
     return run
 
@@ -286,11 +286,11 @@ def evaluate_run(visitor: Visitor, run: str, parts: list[str] | None = None, opt
 
     parts: some of {parts}; none: all but tasks. options: {request}.
     """
-    own, request = visitor.find_own_run(run), Request.of({**(options or {}), **({"parts": parts} if parts else {})})
+    opened, request = visitor.find_own_run(run), Request.of({**(options or {}), **({"parts": parts} if parts else {})})
     limits.check_request(request)
     with limits.turn(visitor):
-        control.evaluate(own, asdict(request), token=visitor.token, begin=choose_start(own))
-    return control.state_of(own.evaluating)
+        control.evaluate(opened, asdict(request), token=visitor.token, begin=choose_start(opened))
+    return control.state_of(opened.evaluating)
 
 
 def evaluation_status(visitor: Visitor, run: str) -> RunStatus:
@@ -301,13 +301,13 @@ def evaluation_status(visitor: Visitor, run: str) -> RunStatus:
 
 
 def stop_evaluation(visitor: Visitor, run: str) -> str:
-    """Stop the evaluation of a run, which keeps the parts that are finished; return its state."""
+    """Stop the evaluation of a run, keep its finished parts, and return its state."""
     control.stop(evaluation := visitor.find_own_run(run).evaluating)
     return control.state_of(evaluation)
 
 
 def share_budget(visitor: Visitor, run: str, budget: int) -> dict[str, Fact]:
-    """Share another budget out among the heads of a measured run; the model is not touched. budget: {budget}."""
+    """Divide another budget among the heads of a measured run; the model is not loaded. budget: {budget}."""
     plan, allocation = plan_cards.share_out(opened := visitor.find_run(run), budget)
     return allocation.summary(opened.layers, plan.target_tokens(opened.positions))
 
@@ -325,11 +325,11 @@ def compare_models(
     window: bool = True,
     chat: str = "",
 ) -> dict[str, Fact]:
-    """Let teacher, student and a plain window answer a prompt: what each wrote, tokens a second, bytes held.
+    """Let teacher, student and a plain window answer a prompt; return their texts, tokens per second and bytes.
 
-    prompt: {prompt}. tokens: {tokens}. seed: {seed}. as_chat: in the model's template, if it has a template; else all
-    continue the prompt. system: what the template tells the model first. window: whether the window takes part.
-    chat: a name of your own; what is sent under the same name goes on, after a document as after a turn.
+    prompt: {prompt}. tokens: {tokens}. seed: {seed}. as_chat: in the model's template, if it has one; else all
+    continue the prompt. system: the system message of the template. window: whether the window takes part.
+    chat: a name of your own; calls with the same name continue one chat, after a document as after a turn.
     """
     choices = prompt, tokens, seed, sample, Settings(as_chat, system, window), chat
     *_, (talk, _) = answers.compare_models(visitor, run, *choices)
@@ -346,23 +346,23 @@ def read_document(
     window: bool = True,
     chat: str = "",
 ) -> Held:
-    """Let teacher, student and a plain window read a document, with which a new chat begins; return what each holds.
+    """Let teacher, student and a plain window read a document, which begins a new chat; return the bytes of each.
 
     as_chat, system, window and chat: as for compare_models.
     """
-    *_, (_, held) = answers.read_document(visitor, run, text, Settings(as_chat, system, window), chat)
-    assert isinstance(held, Held), "nothing is written"
-    return held
+    *_, (_, progress) = answers.read_document(visitor, run, text, Settings(as_chat, system, window), chat)
+    assert isinstance(progress, Held), "nothing is written"
+    return progress
 
 
 def end_chat(visitor: Visitor, run: str, chat: str) -> str:
-    """Forget what was read and said in a chat of this name, and return the name."""
+    """Forget what was read and said in a chat, and return its name."""
     chats.end_chat(chats.key_of(visitor, visitor.find_run(run), chat))
     return chat
 
 
 def download_student(visitor: Visitor, run: str) -> str:
-    """Return the address, below that of this page, where the student is fetched as a zip within a minute."""
+    """Return an address, relative to the page's, from which the student can be downloaded as a zip for a minute."""
     return sending.offer_download(visitor.find_run(run))
 
 
@@ -374,12 +374,12 @@ def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool 
 
 
 def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Published:
-    """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
+    """Publish a run as OWNER/NAME, check the upload, and return repository, revision, link and snippet."""
     publication = sending.begin_publication(visitor.find_own_run(run), repo_id, private, visitor.token)
-    while not publication.over:
+    while not publication.is_over:
         time.sleep(0.1)
     if publication.published is None:
-        raise RequestError(publication.error or "publishing broke off: try again")
+        raise RequestError(publication.error or "publishing was interrupted: try again")
     return publication.published
 
 
@@ -389,7 +389,7 @@ ENDPOINTS = (
     stop_evaluation, share_budget, branch_run, compare_models, read_document, end_chat, download_student,
     preview_publication, publish_run,
 )  # fmt: skip
-OF_NO_RUN = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
+WITHOUT_SECRET = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
 ONE_AT_A_TIME = (compare_models, read_document)
 
 
@@ -397,7 +397,7 @@ def add_endpoints() -> None:
     """Make every action an endpoint under its own name."""
     for action in ENDPOINTS:
         gr.api(
-            endpoint(action, with_secret=action not in OF_NO_RUN),
+            endpoint(action, with_secret=action not in WITHOUT_SECRET),
             api_name=action.__name__,
             api_description=(inspect.getdoc(action) or "").format_map(described_options()),
             concurrency_limit=1 if action in ONE_AT_A_TIME else 4,
@@ -405,14 +405,14 @@ def add_endpoints() -> None:
 
 
 def described_options() -> dict[str, str]:
-    """Return the texts for the braces in the descriptions of endpoints: the values that options may have."""
+    """Return the texts that replace the braces in descriptions: the values that options may have."""
     plan, encoder, request = (options_of(kind) for kind in (Plan, EncoderPlan, Request))
     return {
         "budget": plan["budget"].limits.about,
         "seed": plan["seed"].limits.about,
         "efforts": ", ".join(EFFORTS),
         "parts": ", ".join(PARTS),
-        "prompt": "at most as many tokens as the model reads, less those to write",
+        "prompt": "at most as many tokens as the model reads, minus those it writes",
         "tokens": f"1 to {limits.MAX_COMPARED_TOKENS}",
         "plan": list_options({name: plan[name] for name in plan if name not in ("model", "budget")}),
         "encoder": list_options({name: encoder[name] for name in encoder if name not in ("model", "budget")}),
@@ -421,5 +421,5 @@ def described_options() -> dict[str, str]:
 
 
 def list_options(options: dict[str, Any]) -> str:
-    """List options with the values that each may have."""
+    """List options, each with the values that it may have."""
     return f"a dictionary of {'; '.join(f'{name}: {option.help}' for name, option in options.items())}"

@@ -1,9 +1,9 @@
-"""What every call of the page and of its API needs: whose call it is, and a refusal that is shown as a sentence.
+"""What every call of the page and of its API needs: its visitor, and refusals that are shown as sentences.
 
 The large libraries are imported once the page is open, so that neither the page nor the first inspection waits.
-transformers replaces its own module while it is imported, so another thread may see the first module, which lacks
-nearly everything. So one thread imports it, and all others wait for that thread. The end of the process waits, too,
-because libraries abort if the process ends while they are being loaded.
+While transformers is imported it replaces its own module, and another thread might see the first, nearly empty one. So
+one thread imports it, and all others wait for that thread. So does the end of the process, because libraries abort if
+the process ends while they are being loaded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from linearizer.run.folder import Run
 
 Profile: TypeAlias = gr.OAuthProfile | None
 Token: TypeAlias = gr.OAuthToken | None
-Memory = dict[str, Any]  # what a browser keeps: {"secret", "run"}
+Memory = dict[str, Any]  # that a browser stores: {"secret", "run"}
 USUAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 SECRET = inspect.Parameter("secret", USUAL, default="", annotation=str)
 ACCOUNT = (
     SECRET.replace(name="profile", default=None, annotation=Profile),
     SECRET.replace(name="token", default=None, annotation=Token),
-)  # Gradio gives both where a visitor signed in
+)  # Gradio passes both if the visitor has signed in
 FIRST_IMPORT, IMPORTED = threading.Lock(), threading.Event()
 
 
@@ -49,20 +49,20 @@ def import_libraries() -> None:
     try:
         import_module("transformers")
     finally:
-        IMPORTED.set()  # an error shows where the library is imported again
+        IMPORTED.set()  # an error is raised again by the next import
     import_module("linearizer.pipeline")
-    gc.freeze()  # later collections of garbage would visit all modules, and stop every thread for more than a second
+    gc.freeze()  # later garbage collections would visit all modules, and stop every thread for more than a second
 
 
 def identify_visitor(secret: str, profile: Profile, token: Token) -> Visitor:
-    """Return the visitor of a call. Every call asks this first, and may import anything after."""
+    """Return the visitor of a call. Every call begins with this, and may import anything afterwards."""
     begin_import()
     IMPORTED.wait()
     return find_visitor(profile.username if profile else None, token.token if token else None, secret)
 
 
 class Browser:
-    """A browser that asks: what it keeps, which may be anything, and the account that its visitor signed in with."""
+    """The browser of a call: the memory that it stores, which may be anything, and the account of its visitor."""
 
     def __init__(self, memory: object, profile: Profile = None, token: Token = None) -> None:
         self.memory: Memory = memory if isinstance(memory, dict) else {}
@@ -74,7 +74,7 @@ class Browser:
 
     @property
     def run_name(self) -> str:
-        """The name of the run that this browser watches; empty where it watches none."""
+        """The name of the run that this browser watches; empty if none."""
         name = self.memory.get("run")
         return name if isinstance(name, str) else ""
 
@@ -84,13 +84,13 @@ class Browser:
 
 
 def handler(function: Callable) -> Callable:
-    """Let Gradio call a function of a browser and of what the page sends, and show its refusals as sentences.
+    """Let Gradio call a function with a browser and the values that the page sends; show refusals as sentences.
 
-    Gradio sends the browser's memory first; whose account it is, it tells by the types of parameters.
+    Gradio sends the browser's memory first, and fills in the account by the types of parameters.
     """
-    own = list(inspect.signature(function).parameters.values())[1:]
+    sent_parameters = list(inspect.signature(function).parameters.values())[1:]
     types = {"memory": Memory, "profile": Profile, "token": Token} | get_type_hints(function)
-    first = [inspect.Parameter(name, USUAL) for name in ("memory", "profile", "token")]
+    browser_parameters = [inspect.Parameter(name, USUAL) for name in ("memory", "profile", "token")]
 
     @wraps(function)
     def answer(memory: object, profile: Profile, token: Token, *sent: Any) -> Any:
@@ -103,35 +103,36 @@ def handler(function: Callable) -> Callable:
             yield from function(Browser(memory, profile, token), *sent)
 
     call: Any = answers if inspect.isgeneratorfunction(function) else answer
-    call.__signature__ = inspect.Signature([*first, *own])
+    call.__signature__ = inspect.Signature([*browser_parameters, *sent_parameters])
     call.__annotations__ = types
     return call
 
 
 def endpoint(action: Callable[..., Any], with_secret: bool) -> Callable[..., Any]:
-    """Let a client call an action of a visitor: check what it sends, and send dataclasses as dictionaries.
+    """Let a client call an action: check its arguments, and send dataclasses as dictionaries.
 
-    In place of the visitor it sends a secret, before what is passed by keyword only, or has signed in.
+    In place of the visitor the client sends a secret, before the keyword-only arguments, or has signed in.
     """
     types = get_type_hints(action)
-    own = [each.replace(annotation=types[each.name]) for each in inspect.signature(action).parameters.values()][1:]
-    usual = [each for each in own if each.kind is USUAL]
-    by_name = [each.replace(kind=USUAL) for each in own if each.kind is not USUAL]
-    parameters = [*usual, *[SECRET] * with_secret, *by_name, *ACCOUNT]
+    declared = list(inspect.signature(action).parameters.values())[1:]
+    annotated = [entry.replace(annotation=types[entry.name]) for entry in declared]
+    positional = [entry for entry in annotated if entry.kind is USUAL]
+    keyword_only = [entry.replace(kind=USUAL) for entry in annotated if entry.kind is not USUAL]
+    parameters = [*positional, *[SECRET] * with_secret, *keyword_only, *ACCOUNT]
     signature = inspect.Signature(parameters, return_annotation=types["return"])
-    checked = validate_call(config={"allow_inf_nan": False})(action)
+    checked_action = validate_call(config={"allow_inf_nan": False})(action)
 
     @wraps(action)
     def call(*arguments: Any, **named: Any) -> Any:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
-        visitor = identify_visitor(*(bound.arguments.pop(each.name, each.default) for each in (SECRET, *ACCOUNT)))
+        visitor = identify_visitor(*(bound.arguments.pop(entry.name, entry.default) for entry in (SECRET, *ACCOUNT)))
         with refusals(on_page=False), explained_faults():
-            result = checked(visitor, **bound.arguments)
-        return [to_plain(each) for each in result] if isinstance(result, list) else to_plain(result)
+            result = checked_action(visitor, **bound.arguments)
+        return [to_plain(item) for item in result] if isinstance(result, list) else to_plain(result)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    call.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": types["return"]}
+    call.__annotations__ = {entry.name: entry.annotation for entry in parameters} | {"return": types["return"]}
     return call
 
 

@@ -1,4 +1,4 @@
-"""The HTML of runs: the work of each, its results, the list of runs, and two side by side."""
+"""The HTML of a run: its state and progress, its result, how to use its student, publishing and evaluation."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ STATE_SIGNS = {
 }  # fmt: skip
 STATE_SENTENCES = {
     "queued": "waiting for its turn",
-    "running": "at work",
-    "stopping": "finishes its step, saves, stops",
-    "stopped": "stopped; all that was finished is kept",
+    "running": "running",
+    "stopping": "finishes its step, saves, then stops",
+    "stopped": "stopped; everything that was finished is kept",
     "failed": "failed",
     "done": "done",
-    "lost": "its process is gone; resume it, and it goes on from what was saved",
+    "lost": "its process is gone; resume it, and it continues from what was saved",
 }
 STEP_SENTENCES = {
     "profile": "measures the teacher",
@@ -54,24 +54,24 @@ STEP_SENTENCES = {
 
 ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step of training
 EVALUATION_ENDS = {
-    "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
-    "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
+    "stopped": "Stopped; the finished parts are kept. Press Evaluate to continue.",
+    "lost": "Its process is gone; the finished parts are kept. Press Evaluate to continue.",
 }
 
 
 def run_card(status: Status, name: str, now: float) -> str:
     """Show the state of a run."""
     plan = status.run.any_plan
-    before = turn_line(status.run, now) if status.state in ("queued", "running") else ""  # a run at work may pause
-    state = STATE_SENTENCES[status.state] if before or status.state != "queued" else "starting"
+    turn = turn_line(status.run, now) if status.state in ("queued", "running") else ""  # a running run may pause
+    state = STATE_SENTENCES[status.state] if turn or status.state != "queued" else "starting"
     moving = status.step if status.state in LIVE else None
-    # in quarters, so that a screen reader speaks only four times
+    # in quarters, so that a screen reader speaks only four times a step
     done = f", {step_title(moving)}, {25 * int(4 * share_done(moving))}%" if moving else ""
     loud = announcement(f"{plan.model}: {state}{done}")
     lines = [state_line(status.state, state, loud)]
     if moving:
         lines.append(step_bar(moving, now))
-    lines.append(before)
+    lines.append(turn)
     if status.error and status.state in ("failed", "stopped", "done"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     facts = [plan.model, plan.dial, name, f"begun {ago(status.begun, now)}"]
@@ -79,35 +79,35 @@ def run_card(status: Status, name: str, now: float) -> str:
         facts.append(f"saved {ago(status.saved, now)}")
     facts.append(f"{size(status.disk_bytes)} of disk")
     if (job := read_hub_job(status.run)) is not None:
-        facts.append(f"works in a job on {job.flavor}, at most ${job.cap:.2f}")
+        facts.append(f"runs in a job on {job.flavor}, at most ${job.cap:.2f}")
     if status.published:
         facts.append(f"published as {status.published['repo_id']}")
     if status.live:
-        facts.append("you may close the page, the work goes on")
+        facts.append("you may close the page, the run goes on")
     return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))}</p>'
 
 
 def turn_line(run: Run, now: float) -> str:
-    """Name the run that another waits for, since when it is there, and how long it still takes where that is known."""
-    with suppress(OSError, LinearizerError):  # it ends just now
-        if not (before := device_queue.runs_before(run.folder)):
+    """Name the run that this one waits for, when it began, and how long its step still takes, if that is known."""
+    with suppress(OSError, LinearizerError):  # it may end meanwhile
+        if not (runs_ahead := device_queue.runs_before(run.folder)):
             return ""
-        status = control.status(Run(before[0]))
-        step = next((each.step for each in (status, status.evaluation) if each and each.state in LIVE), None)
+        status = control.status(Run(runs_ahead[0]))
+        step = next((work.step for work in (status, status.evaluation) if work and work.state in LIVE), None)
         name = escape(status.run.folder.name)
-        mine = before[0].parent == run.folder.resolve().parent
+        mine = runs_ahead[0].parent == run.folder.resolve().parent
         holder = f'<a href="?run={name}">{name}</a>' if mine else "another visitor’s run"
         facts = [f"begun {ago(status.begun, now)}", *([step_title(step), time_left(step, now)] if step else [])]
-        facts += [f"{len(before) - 1} more before this run"] * (len(before) > 1)
-        return f'<p class="lz-links">The machine works on {holder}: {escape(", ".join(filter(None, facts)))}.</p>'
+        facts += [f"{len(runs_ahead) - 1} more before this run"] * (len(runs_ahead) > 1)
+        return f'<p class="lz-links">The machine is running {holder}: {escape(", ".join(filter(None, facts)))}.</p>'
     return ""
 
 
 def time_left(step: Mapping[str, Any], now: float) -> str:
-    """Describe how long a step still takes; empty where that is not known."""
-    left = step.get("seconds_left")
-    known = isinstance(left, float) and math.isfinite(left) and step["done"] < step["total"]
-    return f"{duration(max(1.0, left - (now - step['time'])))} left" if known else ""
+    """Describe how long a step still takes; empty if that is not known."""
+    seconds = step.get("seconds_left")
+    is_known = isinstance(seconds, float) and math.isfinite(seconds) and step["done"] < step["total"]
+    return f"{duration(max(1.0, seconds - (now - step['time'])))} left" if is_known else ""
 
 
 def state_line(state: str, words: str, loud: str = "") -> str:
@@ -124,56 +124,56 @@ def share_done(step: Mapping[str, Any]) -> float:
 
 
 def step_bar(step: Mapping[str, Any], now: float) -> str:
-    """Draw how far a step is, and say how long it will take."""
+    """Draw how far a step is, and describe how long it still takes."""
     facts = f"{step['done']:,} of {step['total']:,} {step.get('unit', '')}", time_left(step, now)
     return progress_bar(step_title(step), share_done(step), " · ".join(filter(None, facts)))
 
 
 def progress_bar(title: str, share: float | None, text: str = "", loud: str = "") -> str:
-    """Draw how far some work is, where that is known."""
+    """Draw a progress bar under a title; a share of None: not known."""
     value = "" if share is None else f' value="{share:.3f}" max="1"'
-    below = f'<p class="lz-faint">{escape(text)}</p>' if text else ""
+    caption = f'<p class="lz-faint">{escape(text)}</p>' if text else ""
     return (
         f'<p class="lz-step"{loud}>{escape(title)}</p><progress aria-label="{escape(title, quote=True)}"{value}>'
-        f"</progress>{below}"
+        f"</progress>{caption}"
     )
 
 
 def trains(run: Run) -> bool:
     """Whether a run trains, as far as is known: features of its student, or copies of its teacher's weights."""
-    if run.of_encoder:  # whose training is shown above the steps alone
+    if run.of_encoder:  # its training is shown above the steps only
         return False
-    features = (held := run.allocation) is None or any(head.features for row in held.heads for head in row)
+    features = (allocation := run.allocation) is None or any(head.features for row in allocation.heads for head in row)
     return run.plan.trains and (features or run.plan.changes_weights)
 
 
 def training_card(status: Status, events: Sequence[Mapping[str, Any]]) -> str:
-    """Show what a training has reached; how far it is, the card of the run says."""
+    """Show the speed and errors of a training; the card of the run shows its progress."""
     if not events:
-        return message_box("Training begins when the teacher is measured.")
-    last = events[-1]
-    pairs = [("tokens a second", f"{last['tokens_per_second']:,.0f}")]
-    pairs += [(title, f"{last[name]:.4f}") for name, title in ERRORS.items() if last.get(name) is not None]
-    ended = status.state == "done" and last["done"] < last["total"]
-    early = message_box(f"Training was ended at {last['done']} of {last['total']} steps.") if ended else ""
+        return message_box("Training begins once the teacher is measured.")
+    newest = events[-1]
+    pairs = [("tokens a second", f"{newest['tokens_per_second']:,.0f}")]
+    pairs += [(title, f"{newest[name]:.4f}") for name, title in ERRORS.items() if newest.get(name) is not None]
+    ended_early = status.state == "done" and newest["done"] < newest["total"]
+    end_note = message_box(f"Training was ended at {newest['done']} of {newest['total']} steps.") if ended_early else ""
     warnings = [message_box(str(text)) for event in events for text in event.get("events", ())][-3:]
-    return values_list(pairs, "lz-wide") + early + "".join(warnings)
+    return values_list(pairs, "lz-wide") + end_note + "".join(warnings)
 
 
 def verdict_card(verdict: Verdict | None) -> str:
-    """Lead a result with its verdict: the first sentence in a box, what it was judged by below."""
+    """Show a verdict: its first sentence in a box, the others below."""
     if verdict is None:
         return ""
-    first, _, rest = verdict.sentence.partition(". ")
-    below = f'<p class="lz-note-below">{sentence_html(rest)}</p>' if rest else ""
-    return f'<div class="lz-verdict">{message_box(first + "." * bool(rest), verdict.kind)}{below}</div>'
+    headline, _, details = verdict.sentence.partition(". ")
+    details_html = f'<p class="lz-note-below">{sentence_html(details)}</p>' if details else ""
+    return f'<div class="lz-verdict">{message_box(headline + "." * bool(details), verdict.kind)}{details_html}</div>'
 
 
 def result_card(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     """Show the verdict on a student, four numbers, and two charts."""
     state, lengths = StateSize.of(allocation, run.layers), part.result.lengths
     verdict = judge_lengths(lengths, state)
-    judged = next(each for each in lengths if each.length == verdict.length)
+    judged = next(result for result in lengths if result.length == verdict.length)
     numbers = numbers_card(judged, state, run.positions)
     return verdict_card(verdict) + numbers + result_charts(run, allocation, part)
 
@@ -181,35 +181,33 @@ def result_card(run: Run, allocation: Allocation, part: Part[Language]) -> str:
 def numbers_card(judged: LengthResult, state: StateSize, length: int) -> str:
     """Show the four numbers of a result, on the texts that decide its verdict."""
     student, window = of_subject(judged, "student"), of_subject(judged, "window")
+    cache = size(state.teacher_bytes(length))
     pairs = [
         ("agrees with its teacher", with_half_width(student.agreement, ".1%")),
         ("a window of the same bytes does", with_half_width(window.agreement, ".1%")),
         (f"{'KL' if student.kl else 'loss'}, nats per token", with_half_width(student.kl or student.loss, ".4f")),
-        (
-            f"state; the cache at {length:,} tokens: {size(state.teacher_bytes(length))}",
-            size(state.student_bytes(length)),
-        ),
+        (f"state; the cache at {length:,} tokens: {cache}", size(state.student_bytes(length))),
     ]
     return values_list(pairs, "lz-wide")
 
 
 def use_card(run: Run) -> str:
-    """Show how a student is served and loaded at one's own machine."""
+    """Show the code that loads and serves a student on this machine."""
     from linearizer.publish.card import EncoderCard
 
     if not run.checkpoint.is_dir():
         return ""
     if on_space():
         return message_box("To use it elsewhere, download or publish it: the page then shows the lines that load it.")
-    ways = EncoderCard(run).write_ways_to_load() if run.of_encoder else ways_of_causal(run)
-    shown = "".join(
+    ways = EncoderCard(run).write_ways_to_load() if run.of_encoder else write_causal_ways(run)
+    blocks = "".join(
         f'<div><h3>{title}</h3>{copy_button("Copy", code)}<pre tabindex="0">{escape(code)}</pre></div>'
         for title, code in ways.items()
     )
-    return f'<div class="lz-lead"><h3>Use it</h3></div><div class="lz-card lz-use">{shown}</div>'
+    return f'<div class="lz-lead"><h3>Use it</h3></div><div class="lz-card lz-use">{blocks}</div>'
 
 
-def ways_of_causal(run: Run) -> dict[str, str]:
+def write_causal_ways(run: Run) -> dict[str, str]:
     """Write the code that loads and serves the student of a causal language model."""
     load = f'AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)'
     body = json.dumps({"prompt": "Once", "max_tokens": 40})
@@ -221,7 +219,7 @@ def ways_of_causal(run: Run) -> dict[str, str]:
 
 
 def copy_button(title: str, text: str) -> str:
-    """Make a button that copies a text, which head.html does."""
+    """Make a button with which head.html copies a text."""
     return f'<button type="button" data-act="copy" value="{escape(text, quote=True)}">{title}</button>'
 
 
@@ -238,14 +236,14 @@ def published_card(published: Mapping[str, Any]) -> str:
     return (
         f'<p class="lz-message lz-good"{loud}><span aria-hidden="true">✓</span> Published as {link}'
         f"{escape(published['repo_id'])}</a>, revision <code>{escape(published['revision'][:12])}</code>, and checked: "
-        "what is there is what was sent.</p>"
+        "the Hub has exactly what was sent.</p>"
     )
 
 
 def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
     """Show the progress of publishing."""
     if error is not None:
-        return message_box(f"{error}. Press Publish to go on.", "bad")
+        return message_box(f"{error}. Press Publish to continue.", "bad")
     share = None if step is None else share_done(asdict(step))
     return progress_bar(f"Sending to {repo_id}", share, loud=announcement(f"Sending to {repo_id}."))
 
@@ -260,11 +258,11 @@ def evaluation_card(status: Status | None, now: float) -> str:
         line = state_line(status.state, state, loud)
         return line + (turn_line(status.run, now) if status.state == "queued" or step is None else part_bar(step))
     if status.state == "failed":
-        return message_box(status.error or "it failed", "bad")
+        return message_box(status.error or "The evaluation failed.", "bad")
     if status.state == "done":
         return message_box("Evaluated. The model card will show it, too.", "good")
-    why = f"{status.error}. " if status.state == "stopped" and status.error else ""
-    return message_box(why + EVALUATION_ENDS[status.state])
+    reason = f"{status.error}. " if status.state == "stopped" and status.error else ""
+    return message_box(reason + EVALUATION_ENDS[status.state])
 
 
 def part_bar(step: Mapping[str, Any]) -> str:

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import MemoryPrompt, Reader
     from linearizer.run.results import Comparison, Held
 
-COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document
+COMPARISON_SECONDS = 120  # for which ZeroGPU lends its device to compare, or to read a document
 SAMPLE_PROMPTS = {  # of the kinds that the demo model knows, by their titles
     "A story": "The old man sat by the fire, and after a long silence he said that",
     "A manual": "The for statement is used to iterate over",
     "A speech": "Fellow citizens, we meet today to",
 }
 WORD, PASSAGE = "A word hidden 4 × the state back", "A passage again after 8 × the state"
-MEMORY_PROMPTS = {WORD: 4, PASSAGE: 8}  # times the state that a prompt goes back
-MIN_DISTANCE = 64  # tokens that it goes back at least
-ANSWER_ROOM, ANSWER_SHARE = 512, 4  # tokens, and share of a model's positions, that a document leaves to what is asked
-TOKEN_CHARACTERS = 32  # of a text are more than any token has: of a longer document the rest is not looked at
+MEMORY_PROMPTS = {WORD: 4, PASSAGE: 8}  # how far back a prompt reaches, in sizes of the state
+MIN_DISTANCE = 64  # tokens that it reaches back at least
+ANSWER_ROOM, ANSWER_SHARE = 512, 4  # a document leaves 512 tokens to a turn, or a quarter of the room if that is less
+TOKEN_CHARACTERS = 32  # more than any token has: what cannot fit into the room is not even tokenised
 Answers = Generator[tuple[Chat, "Held | Comparison"], None, None]
 
 
@@ -45,40 +45,40 @@ def compare_models(
     settings: Settings = USUAL,
     chat_name: str = "",
 ) -> Answers:
-    """Let all models of a run answer a prompt, side by side, in a chat that goes on where it has a name.
+    """Let all models of a run answer a prompt side by side; a chat with a name goes on.
 
-    Yield the chat with what the models hold while they read, and then with what they have written.
+    Yield the chat with the bytes of the models while they read, and then with what they have written.
     """
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     chat = chats.find_chat(key, settings)
-    yield from kept(key, chat, answer_in_turns(visitor, name, key, chat, prompt, tokens, seed, sample))
+    yield from keep_while_answering(key, chat, answer_in_turns(visitor, name, key, chat, prompt, tokens, seed, sample))
 
 
 def read_document(visitor: Visitor, name: str, text: str, settings: Settings, chat_name: str = "") -> Answers:
-    """Let all models of a run read a document, with which a new chat begins; a stop leaves what is read by then."""
+    """Let all models of a run read a document, which begins a new chat; after a stop, what was read is kept."""
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     chat = Chat(settings)
-    yield from kept(key, chat, read_in_turns(visitor, name, key, chat, text))
+    yield from keep_while_answering(key, chat, read_in_turns(visitor, name, key, chat, text))
 
 
-def kept(key: Key | None, chat: Chat, answers: Answers) -> Answers:
-    """Keep a chat as it goes on; if it is ended meanwhile, the models stop, too."""
+def keep_while_answering(key: Key | None, chat: Chat, answers: Answers) -> Answers:
+    """Keep a chat while the models answer; stop them if it is ended meanwhile."""
     chats.keep_chat(key, chat)
     try:
-        for chat, now in answers:
+        for chat, update in answers:
             if key is not None and chats.look_up(key) is None:
                 return
             chats.keep_chat(key, chat)
-            yield chat, now
+            yield chat, update
     finally:
         answers.close()
         if chats.look_up(key) is None:
-            chats.end_chat(key)  # the states of the last pieces, too
+            chats.end_chat(key)  # frees the states that were kept since
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
 def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text: str) -> Answers:
-    """Read a document, as much of it as the models read before a question and an answer."""
+    """Read a document, as far as it leaves room for a question and an answer."""
     from linearizer.evaluate import side_by_side
 
     run = require_student(visitor.find_run(name))
@@ -86,19 +86,19 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
     room = prompt_room(run)
     room -= min(ANSWER_ROOM, room // ANSWER_SHARE)
     with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
-        looked = text[: room * TOKEN_CHARACTERS]
-        ids = chats.document_tokens(chat.settings, models.tokenizer, looked)
-        whole, readers[:] = len(ids) <= room and looked == text, [reader.anew() for reader in readers]
-        for held in side_by_side.read_in_turns(readers, [ids[:room]] * len(readers)):
-            document = chats.Document(held.tokens, whole and held.tokens == held.total)
-            yield replace(chat, heard=heard_by(readers), document=document), held
+        excerpt = text[: room * TOKEN_CHARACTERS]
+        ids = chats.document_tokens(chat.settings, models.tokenizer, excerpt)
+        is_complete, readers[:] = len(ids) <= room and excerpt == text, [reader.anew() for reader in readers]
+        for progress in side_by_side.read_in_turns(readers, [ids[:room]] * len(readers)):
+            document = chats.Document(progress.tokens, is_complete and progress.tokens == progress.total)
+            yield replace(chat, heard=collect_heard(readers), document=document), progress
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
 def answer_in_turns(
     visitor: Visitor, name: str, key: Key | None, chat: Chat, prompt: str, tokens: int, seed: int, sample: bool
 ) -> Answers:
-    """Answer a prompt after what was heard; a template lets the chat go on, else each answer follows the document."""
+    """Answer a prompt after what was heard; with a template turns follow each other, else each follows the document."""
     from linearizer.evaluate import side_by_side
     from linearizer.run.results import Comparison
 
@@ -108,20 +108,20 @@ def answer_in_turns(
         ids = chats.turn_tokens(chat, models.tokenizer, prompt)
         goes_on = chats.is_templated(chat.settings, models.tokenizer)
         check_room(run, chat, len(ids), tokens)
-        for held in hear_again(readers, chat.heard):
-            yield chat, held
+        for progress in catch_up(readers, chat.heard):
+            yield chat, progress
         talking = readers if goes_on else [reader.fork() for reader in readers]
-        for now in side_by_side.write_in_turns(talking, models.tokenizer, prompt, ids, tokens, seed, sample):
-            if isinstance(now, Comparison):
-                heard = heard_by(talking) if goes_on else chat.heard
-                turns = (*chat.turns, now) if goes_on else (now,)
-                yield replace(chat, heard=heard, turns=turns, templated=goes_on), now
+        for update in side_by_side.write_in_turns(talking, models.tokenizer, prompt, ids, tokens, seed, sample):
+            if isinstance(update, Comparison):
+                heard = collect_heard(talking) if goes_on else chat.heard
+                turns = (*chat.turns, update) if goes_on else (update,)
+                yield replace(chat, heard=heard, turns=turns, templated=goes_on), update
             else:
-                yield chat, now
+                yield chat, update
 
 
-def hear_again(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Iterator[Held]:
-    """Let readers catch up with what their models have heard; readers whose states are gone read all of it again."""
+def catch_up(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Iterator[Held]:
+    """Let readers catch up with what their models have heard; a reader without its state reads all of it again."""
     from linearizer.evaluate.side_by_side import read_in_turns
 
     texts = [heard.get(reader.subject.name, []) for reader in readers]
@@ -131,7 +131,7 @@ def hear_again(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Ite
         yield from read_in_turns(readers, missing, again=any(not reader.tokens for reader in readers))
 
 
-def heard_by(readers: Sequence[Reader]) -> dict[str, list[int]]:
+def collect_heard(readers: Sequence[Reader]) -> dict[str, list[int]]:
     """Return the tokens that models have heard, without an end of text: the template writes it before the next turn."""
     heard = {}
     for reader in readers:
@@ -143,19 +143,19 @@ def heard_by(readers: Sequence[Reader]) -> dict[str, list[int]]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say in a sentence that a model broke off."""
+    """Turn the failure of a model into a sentence."""
     try:
         yield
     except LinearizerError:
         raise
-    except Exception as error:  # models of others raise errors of many types
-        raise FaultError(f"reading broke off ({type(error).__name__}): try again, with a shorter text") from error
+    except Exception as error:  # code of others raises errors of many types
+        raise FaultError(f"reading failed ({type(error).__name__}): try again, with a shorter text") from error
 
 
 def make_memory_prompt(visitor: Visitor, name: str, kind: str, tokens: int) -> tuple[MemoryPrompt, int]:
-    """Make a prompt that needs memory, of the kind that has this title, and count the tokens of the run's state.
+    """Make a prompt that needs memory, by the title of its kind; return it and the state's size in tokens of cache.
 
-    It goes back as many times the state as its kind says, as far as the model reads before it writes `tokens`.
+    It reaches as many sizes of the state back as its kind says, if the model can read that and then write `tokens`.
     """
     from linearizer.evaluate import side_by_side
     from linearizer.hub.models import find_model
@@ -169,7 +169,7 @@ def make_memory_prompt(visitor: Visitor, name: str, kind: str, tokens: int) -> t
 
 
 def has_student(run: Run) -> bool:
-    """Whether a run has a student, or is the example, whose student is made again."""
+    """Whether a run has a student, or is the example, whose student is built when it is loaded."""
     return run.checkpoint.is_dir() or is_example(run)
 
 
@@ -181,10 +181,10 @@ def require_student(run: Run) -> Run:
 
 
 def check_prompt(prompt: str, tokens: int, seed: int) -> None:
-    """Refuse, before models are loaded, a prompt that says nothing, and what is too long for a page."""
+    """Refuse, before models are loaded, an empty prompt, and too many characters or tokens for the page."""
     options_of(Plan)["seed"].check(seed)
     if not prompt.strip():
-        raise RequestError("the prompt is empty: write what is to be continued")
+        raise RequestError("the prompt is empty: write a text to continue")
     too_long = on_space() and len(prompt) > limits.MAX_DOCUMENT_CHARACTERS
     if too_long or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
@@ -194,12 +194,12 @@ def check_prompt(prompt: str, tokens: int, seed: int) -> None:
 
 
 def prompt_room(run: Run) -> int:
-    """Count the tokens that are read and written here: a model's positions, or the limit of a Space."""
+    """Return the tokens that may be read and written: a model's positions, or the limit of a Space."""
     return min(run.positions, limits.MAX_PROMPT_TOKENS) if on_space() else run.positions
 
 
 def check_document(text: str) -> None:
-    """Refuse a document that says nothing, or that is too long for a Space."""
+    """Refuse a document that is empty, or too long for a Space."""
     if not text.strip():
         raise RequestError("the document is empty: there is nothing to read")
     if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
@@ -210,12 +210,12 @@ def check_document(text: str) -> None:
 
 
 def check_room(run: Run, chat: Chat, count: int, tokens: int) -> None:
-    """Refuse a prompt that is longer than what is read here after what was heard."""
+    """Refuse a prompt that does not fit after what was heard."""
     room = prompt_room(run) - tokens - chat.tokens
     if count > room:
-        after = f", after {chat.tokens:,} tokens of this chat" if chat.tokens else ""
+        context = f", after {chat.tokens:,} tokens of this chat" if chat.tokens else ""
         remedy = ", ask for fewer tokens, or begin a new chat" if chat.tokens else ", or ask for fewer tokens"
         raise RequestError(
-            f"a prompt of {count:,} tokens is more than is read here before {tokens} are written "
-            f"({max(room, 0):,}{after}): give a shorter prompt{remedy}"
+            f"a prompt of {count:,} tokens does not fit: there is room for {max(room, 0):,}, beside the {tokens} to "
+            f"write{context}: give a shorter prompt{remedy}"
         )

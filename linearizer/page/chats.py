@@ -1,7 +1,7 @@
-"""What a server keeps of conversations: what each model has heard, turn by turn; and the models of one run in memory.
+"""The chats that a server keeps, what each model has heard turn by turn, and the models of one run in memory.
 
-A chat is data, tokens from which the states of the models can be made again. It is kept under a name that its visitor
-gave, for this visitor and this run alone: a page gives the name of its session, and ends its chats when it is left.
+A chat is data: tokens from which the models can build their states again. It is kept under a name that its visitor
+chose, for this visitor and this run alone. A page uses the name of its session, and ends its chats when it is left.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from linearizer.run.results import Comparison
 
 WAIT_SECONDS = 120  # for other visitors who use the models
-BETWEEN = "\n\n"  # a document and what is said of it
-MARKS = ("first turn", "second turn", "third turn")  # that a template writes, to see what it puts around them
+BETWEEN = "\n\n"  # a document and the question about it
+MARKS = ("first turn", "second turn", "third turn")  # turns with which a template shows what it writes around them
 MAX_NAME = 100  # characters of a chat's name
 Key = tuple[Path, tuple[Path, str], str]  # the folder of the visitor, the run, and the name of the chat
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a chat is held, from its beginning to its end."""
+    """The settings of a chat, which do not change until it ends."""
 
-    as_chat: bool = True  # in the template of the model, where it has a template; else all continue a text
-    system: str = ""  # what the template tells the model first
+    as_chat: bool = True  # in the template of the model, if it has one; else all continue a text
+    system: str = ""  # the system message of the template
     window: bool = True  # whether a plain window takes part
 
 
@@ -49,7 +49,7 @@ class Document:
     """A text that all models have read at the beginning of a chat."""
 
     tokens: int
-    whole: bool  # whether it was not cut to what the model reads
+    whole: bool  # not cut to the room of the model
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Chat:
     """A conversation so far."""
 
     settings: Settings
-    heard: dict[str, list[int]] = field(default_factory=dict)  # tokens that come before the next turn, model by model
+    heard: dict[str, list[int]] = field(default_factory=dict)  # tokens before the next turn, by model
     document: Document | None = None
     turns: tuple[Comparison, ...] = ()
     templated: bool = False  # whether turns follow each other; else each follows the document
@@ -80,13 +80,13 @@ def document_tokens(settings: Settings, tokenizer: Any, text: str) -> list[int]:
 
 
 def turn_tokens(chat: Chat, tokenizer: Any, prompt: str) -> list[int]:
-    """Turn what a visitor says into tokens that follow what was heard."""
+    """Turn a visitor's prompt into tokens that follow what was heard."""
     settings, joined = chat.settings, BETWEEN + prompt if chat.document else prompt
     if not is_templated(settings, tokenizer):
         return tokens_of(tokenizer, joined, not chat.document)
-    opening, between, closing = template_texts(tokenizer, settings.system)
-    before = between + prompt if chat.turns else joined if chat.document else opening + prompt
-    return tokens_of(tokenizer, before + closing, False)
+    opening, separator, closing = template_texts(tokenizer, settings.system)
+    turn_text = separator + prompt if chat.turns else joined if chat.document else opening + prompt
+    return tokens_of(tokenizer, turn_text + closing, False)
 
 
 def tokens_of(tokenizer: Any, text: str, special: bool) -> list[int]:
@@ -106,14 +106,14 @@ def template_texts(tokenizer: Any, system: str) -> tuple[str, str, str]:
     first, second, third = MARKS
     try:
         opening, closing = write(first).split(first)
-        between = write(*MARKS).split(second)[1].split(third)[0]
+        separator = write(*MARKS).split(second)[1].split(third)[0]
     except Exception as error:  # a template is a program, which may refuse with errors of many types
-        asked = "a system prompt" if system else "turns"
+        refused = "a system prompt" if system else "turns"
         raise RequestError(
-            f"the chat template of this model does not take {asked} ({error}): "
+            f"the chat template of this model does not take {refused} ({error}): "
             f"{'leave the system prompt empty, or' if system else ''} switch the template off"
         ) from error
-    return opening, between, closing
+    return opening, separator, closing
 
 
 CHATS: OrderedDict[Key, tuple[float, Chat]] = OrderedDict()
@@ -121,7 +121,7 @@ CHATS_LOCK = threading.Lock()
 
 
 def key_of(visitor: Visitor, run: Run, name: str) -> Key | None:
-    """Return the key of a chat; None without a name: it is not kept."""
+    """Return the key of a chat; None: it has no name, and is not kept."""
     if len(name) > MAX_NAME:
         raise RequestError(f"the name of a chat has {len(name)} characters: give it at most {MAX_NAME}")
     return (visitor.home, run.key, name) if name else None
@@ -133,7 +133,7 @@ def look_up(key: Key | None) -> Chat | None:
 
 
 def find_chat(key: Key | None, settings: Settings) -> Chat:
-    """Return the chat that goes on, or a new chat; what a document was read with cannot change."""
+    """Return the chat that goes on, or a new chat; the settings of a document that was read cannot change."""
     chat = look_up(key)
     if chat is None or chat.settings == settings:
         return chat or Chat(settings)
@@ -147,25 +147,25 @@ def find_chat(key: Key | None, settings: Settings) -> Chat:
 
 
 def keep_chat(key: Key | None, chat: Chat) -> None:
-    """Keep a chat, and no more than a server keeps: the visitor who has most of them loses their oldest."""
+    """Keep a chat; beyond MAX_CHATS, the visitor with the most chats loses their oldest."""
     if key is None:
         return
     with CHATS_LOCK:
         CHATS.pop(key, None)
         CHATS[key] = (now := time.monotonic()), chat
-        old = [each for each, (used, _) in CHATS.items() if used < now - limits.CHAT_SECONDS]
-        left = [each for each in CHATS if each not in old]
-        if len(left) > limits.MAX_CHATS:
-            counts = Counter(home for home, *_ in left)
-            old.append(max(left, key=lambda each: counts[each[0]]))
-    for each in old:
-        end_chat(each)
+        expired = [kept_key for kept_key, (used_at, _) in CHATS.items() if used_at < now - limits.CHAT_SECONDS]
+        remaining = [kept_key for kept_key in CHATS if kept_key not in expired]
+        if len(remaining) > limits.MAX_CHATS:
+            counts = Counter(home for home, *_ in remaining)
+            expired.append(max(remaining, key=lambda kept_key: counts[kept_key[0]]))
+    for kept_key in expired:
+        end_chat(kept_key)
 
 
 def end_chat(key: Key | None) -> None:
     """Forget a chat, and the states of the models."""
     if key is not None:
-        with CHATS_LOCK:  # others may go through all chats just now
+        with CHATS_LOCK:  # another thread may be going through all chats
             CHATS.pop(key, None)
         forget_states(key)
 
@@ -178,7 +178,7 @@ def end_chats_named(name: str) -> None:
 
 @dataclass(frozen=True)
 class Models:
-    """Teacher, student and a plain window of its bytes."""
+    """Teacher, student and a plain window of the student's bytes."""
 
     run_key: tuple[Path, str]
     subjects: tuple[Subject, ...]
@@ -187,15 +187,15 @@ class Models:
 
     @contextmanager
     def readers(self, key: Key | None, window: bool) -> Iterator[list[Reader]]:
-        """Lend the readers of a chat, with the states that are kept of it, and keep them afterwards.
+        """Lend the readers of a chat with their states, and keep them afterwards.
 
-        The caller may put others in their place. After an error they are gone, as they may have read half a text.
+        The caller may replace them in the list. After an error they are dropped, as they may have read half a text.
         """
         from linearizer.evaluate.side_by_side import Reader
 
-        subjects = [each for each in self.subjects if window or each.name != "window"]
-        kept = self.kept.pop(key, None) if key else None
-        readers = kept or [Reader.of(each) for each in subjects]
+        subjects = [subject for subject in self.subjects if window or subject.name != "window"]
+        kept_readers = self.kept.pop(key, None) if key else None
+        readers = kept_readers or [Reader.of(subject) for subject in subjects]
         try:
             yield readers
         except GeneratorExit:  # it was stopped between two pieces or tokens
@@ -204,11 +204,11 @@ class Models:
         self.keep(key, readers)
 
     def keep(self, key: Key | None, readers: list[Reader]) -> None:
-        """Keep the states of a chat; those that were used longest ago make room."""
+        """Keep the states of a chat, and drop the least recently used states beyond the limit."""
         if key is None or not any(reader.tokens for reader in readers):
             return
         self.kept[key] = readers
-        sizes = {each: sum(reader.bytes() for reader in held) for each, held in [*self.kept.items()]}
+        sizes = {old_key: sum(reader.bytes() for reader in group) for old_key, group in [*self.kept.items()]}
         while len(sizes) > 1 and sum(sizes.values()) > limits.MAX_STATE_BYTES:
             oldest = next(iter(sizes))
             self.kept.pop(oldest, None)  # a visitor who leaves may have ended it meanwhile
@@ -221,7 +221,7 @@ LOADED: list[Models] = []
 
 @contextmanager
 def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
-    """Lend the models of a run to one call after the other; those that were loaded last stay in memory."""
+    """Lend the models of a run to one call at a time; those that were loaded last stay in memory."""
     if not MODELS_LOCK.acquire(timeout=WAIT_SECONDS):
         raise RequestError("other visitors are comparing: try again in a minute")
     try:
@@ -234,7 +234,7 @@ def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
 
 
 def load(run: Run, visitor: Visitor) -> Models:
-    """Load the models of a run; the example's student is made again."""
+    """Load the models of a run; the example's student is built from its teacher."""
     from linearizer.evaluate.setup import assembled, make_again
 
     if is_example(run):

@@ -1,4 +1,4 @@
-"""The HTML of encoders: what a model is, what a budget of keys buys, a run's plan, and its result on one screen."""
+"""The HTML of encoders: a model, what a budget of keys buys, the plan of a run, and its result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from linearizer.report.tables import Table, with_half_width
 if TYPE_CHECKING:
     from linearizer.plan.encoder_inspection import EncoderInspection
 
-NO_BYTES = "An encoder reads a text or picture at once and keeps no cache, so operations are bought, and no bytes."
+NO_BYTES = "An encoder reads a text or picture at once and keeps no cache, so a budget buys operations, not bytes."
 NO_CHAT = (
-    "There is no chat to compare here: an encoder writes no text. `linearizer evaluate` judges its student on other "
+    "There is no chat here, because an encoder writes no text. `linearizer evaluate` judges its student on other "
     "lengths."
 )
-LOOKS = {STUDENT: "lz-student", WINDOW: "lz-window"}  # of lines; of others lz-other
-SHORT = {UNTRAINED: "untrained", ALIKE: "heads alike", MERGED: "merged"}  # names of lines, where the whole has no room
+LOOKS = {STUDENT: "lz-student", WINDOW: "lz-window"}  # classes of lines; the others have lz-other
+SHORT = {UNTRAINED: "untrained", ALIKE: "heads alike", MERGED: "merged"}  # names of lines, for which there is room
 
 
 def model_card(inspection: EncoderInspection) -> str:
@@ -42,7 +42,7 @@ def model_card(inspection: EncoderInspection) -> str:
 
 
 def keys_card(plan: EncoderPlan, inspection: EncoderInspection) -> str:
-    """Show how many tokens a token sees with a budget, and the operations that this saves, by length."""
+    """Show how many tokens a token sees at a budget, and the operations that this saves by length."""
     tokens, keys = plan.length or inspection.tokens, attention_of(plan, inspection).keys
     rows = []
     for length in (tokens, 4 * tokens, 16 * tokens):
@@ -76,66 +76,66 @@ def plan_card(plan: EncoderPlan) -> str:
 
 
 def result_card(encoder: EncoderRun) -> str:
-    """Show the verdict on a student, what it was judged by, and how long a layer takes; empty until it is judged."""
+    """Show the verdict on a student, its measurements, and the time of a layer; empty until it is judged."""
     if not (judged := [*encoder.judgements.values()]):
         return ""
-    own, times = judged[0], encoder.times
-    named = {STUDENT: "KL to the teacher", WINDOW: "a window of as many keys has", MERGED: "merged tokens have"}
-    numbers = [(title, with_half_width(own.rows[name].kl, ".4f")) for name, title in named.items() if name in own.rows]
-    numbers.append(("tokens that a token sees", f"{encoder.keys:.4g} of {own.tokens:,}"))
+    first, rows, times = judged[0], judged[0].rows, encoder.times
+    titles = {STUDENT: "KL to the teacher", WINDOW: "a window of as many keys has", MERGED: "merged tokens have"}
+    numbers = [(title, with_half_width(rows[name].kl, ".4f")) for name, title in titles.items() if name in rows]
+    numbers.append(("tokens that a token sees", f"{encoder.keys:.4g} of {first.tokens:,}"))
     charts = "".join(
         f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
         for title, drawn in [
             *([draw_times(times)] if len(times) > 1 else []),
-            draw_quality(encoder, own),
+            draw_quality(encoder, first),
             *([draw_keys(encoder)] if encoder.ways.kl and encoder.inspection.layers > 1 else []),
         ]
     )
-    tables = [quality_table(encoder, each) for each in judged] + [times_table(times)] * bool(times)
-    rest = "".join(table_html(f"Result, {number}", each) for number, each in enumerate(tables, 1))
+    tables = [quality_table(encoder, entry) for entry in judged] + [times_table(times)] * bool(times)
+    lists = "".join(table_html(f"Result, {number}", entry) for number, entry in enumerate(tables, 1))
     chosen = describe_choice(encoder)
     choice = f'<p class="lz-faint">How each head attends: {escape(chosen)}.</p>' if chosen else ""
     return (
         f"{verdict_card(judge_encoder(encoder))}{values_list(numbers, 'lz-wide')}"
-        f'<div class="lz-real lz-charts">{charts}</div>{choice}{folded("In numbers", rest)}{message_box(NO_CHAT)}'
+        f'<div class="lz-real lz-charts">{charts}</div>{choice}{folded("In numbers", lists)}{message_box(NO_CHAT)}'
     )
 
 
 def draw_times(times: Sequence[LayerTime]) -> tuple[str, str]:
-    """Draw the time of a layer over the tokens; a line stands where student and SDPA take as long."""
-    x = Axis(times[0].tokens, times[-1].tokens, [(each.tokens, short(each.tokens)) for each in times])
-    y = Axis.round(second for each in times for second in (each.student, each.sdpa))
+    """Draw the time of a layer over the tokens, with a line where student and SDPA take equally long."""
+    x = Axis(times[0].tokens, times[-1].tokens, [(time.tokens, short(time.tokens)) for time in times])
+    y = Axis.round(second for time in times for second in (time.student, time.sdpa))
     lines = [
-        Line("student", [(each.tokens, each.student) for each in times], "lz-student"),
-        Line("SDPA", [(each.tokens, each.sdpa) for each in times], "lz-window"),
+        Line("student", [(time.tokens, time.student) for time in times], "lz-student"),
+        Line("SDPA", [(time.tokens, time.sdpa) for time in times], "lz-window"),
     ]
-    where = crossing(times)
+    meeting = crossing(times)
     faster = times[-1].sdpa > times[-1].student
-    title = f"equal at about {where:,.0f} tokens" if where else f"the student’s is {'less' if faster else 'more'}"
-    about = "; ".join(f"{each.tokens:,} tokens {each.student:.2g} s, SDPA {each.sdpa:.2g} s" for each in times)
-    if where is not None:
-        lines.append(Line("", [(where, y.low), (where, y.high)], "lz-other", marked=False))
+    title = f"equal at about {meeting:,.0f} tokens" if meeting else f"the student’s is {'less' if faster else 'more'}"
+    about = "; ".join(f"{time.tokens:,} tokens {time.student:.2g} s, SDPA {time.sdpa:.2g} s" for time in times)
+    if meeting is not None:
+        lines.append(Line("", [(meeting, y.low), (meeting, y.high)], "lz-other", marked=False))
     return f"Seconds of a layer over the tokens: {title}", draw_lines(f"Time of a layer, {title}: {about}", x, y, lines)
 
 
 def draw_quality(encoder: EncoderRun, judgement: Judgement) -> tuple[str, str]:
     """Draw the KL of a student and its controls with their intervals, each a line of its own."""
     ends = {name: (*row.kl.interval, row.kl.mean) for name, row in judgement.rows.items()}
-    most = max(high for _, high, _ in ends.values()) or 1.0
-    x = Axis(0.0, most, [(share * most, f"{share * most:.2g}") for share in (0.0, 0.5, 1.0)], log=False)
+    highest = max(high for _, high, _ in ends.values()) or 1.0
+    x = Axis(0.0, highest, [(share * highest, f"{share * highest:.2g}") for share in (0.0, 0.5, 1.0)], log=False)
     y = Axis(-0.5, len(ends) - 0.5, (), log=False)
     lines = [
         Line(SHORT.get(name, name), [(low, place), (mean, place), (high, place)], LOOKS.get(name, "lz-other"))
         for place, (name, (low, high, mean)) in enumerate(reversed(ends.items()))
     ]
     about = "; ".join(f"{name} {mean:.4f} ({low:.4f} to {high:.4f})" for name, (low, high, mean) in ends.items())
-    where = describe_inputs(encoder, judgement.tokens)
-    return f"KL to the teacher on {where}, with 95% intervals", draw_lines(f"KL to the teacher: {about}", x, y, lines)
+    inputs = describe_inputs(encoder, judgement.tokens)
+    return f"KL to the teacher on {inputs}, with 95% intervals", draw_lines(f"KL to the teacher: {about}", x, y, lines)
 
 
 def draw_keys(encoder: EncoderRun) -> tuple[str, str]:
-    """Draw how many keys a token sees in the heads of each layer: in the mean, and in those with most and least."""
-    layers = [sorted(how.keys for how in layer.ways) for layer in encoder.ways.layers]
+    """Draw how many keys a token sees in each layer: the mean over heads, the most and the least."""
+    layers = [sorted(way.keys for way in layer.ways) for layer in encoder.ways.layers]
     x = Axis(1, len(layers), [(number, f"layer {number}") for number in (1, len(layers))], log=False)
     y = Axis.round(keys for layer in layers for keys in layer)
     of_layers = {"most": [layer[-1] for layer in layers], "least": [layer[0] for layer in layers]}
@@ -151,8 +151,8 @@ def times_table(times: Sequence[LayerTime]) -> Table:
     """Lay out the time of a layer by length."""
     rows = [("tokens", "student", "SDPA", "times faster")]
     rows += [
-        (f"{each.tokens:,}", f"{each.student:.2g} s", f"{each.sdpa:.2g} s", f"{each.sdpa / each.student:.2f}")
-        for each in times
+        (f"{time.tokens:,}", f"{time.student:.2g} s", f"{time.sdpa:.2g} s", f"{time.sdpa / time.student:.2f}")
+        for time in times
     ]
     return Table(rows, ("Attention of one layer on one text or picture, where the run worked",))
 

@@ -25,22 +25,29 @@ from linearizer.workers import control
 if TYPE_CHECKING:
     from linearizer.run.results import Comparison, Held
 
-SOON_SECONDS = 0.2  # until the page polls, once something was asked
-IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
+SOON_SECONDS = 0.2  # until the page polls after an action
+IDLE_POLL_SECONDS = 5.0  # between two polls while nothing is running
 MAX_LINKED_RUNS = 4  # of a visitor, on the first page
-SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
-WRITTEN = ("prompt_note", "meter", "teacher", "student", "window", "compare_note")  # of Compare, empty in a new chat
+SPEED_SECONDS = 5.0  # that a measurement of speed may take: visitors wait for it
+WRITTEN = (
+    "prompt_note",
+    "meter",
+    "teacher",
+    "student",
+    "window",
+    "compare_note",
+)  # of Compare; a new chat empties them
 LOADING = "Loading the models."
 WATCHED_PARTS = ("memory", "seen", "walk", "timer", "touched", "note")
 COMPARED = ("prompt", *WRITTEN, "teacher_card", "student_card", "window_card")
-ASKED: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
+RUN_ACTIONS: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
     "stop": actions.stop_run,
     "resume": actions.resume_run,
     "use": actions.use_run,
     "pay": partial(actions.resume_run, pay=True),
 }
 
-ACTS = {"stop": actions.stop_run, "resume": actions.resume_run, "delete": actions.delete_run}  # by buttons of cards
+CARD_ACTIONS = {"stop": actions.stop_run, "resume": actions.resume_run, "delete": actions.delete_run}
 
 
 def show_note(box: str) -> gr.HTML:
@@ -50,25 +57,25 @@ def show_note(box: str) -> gr.HTML:
 
 @handler
 def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
-    """Show the run that the address names; without any, the page is home."""
+    """Show the run that the address names, or the first page."""
     begin_import()
     secret, note = str(browser.memory.get("secret") or ""), ""
     if on_space() and len(secret) < MIN_SECRET_CHARACTERS:
-        secret = secrets.token_urlsafe(24)  # by which the browser is known again
-    kept: Memory = {"secret": secret, "run": address or None}
-    if kept["run"]:
+        secret = secrets.token_urlsafe(24)  # by which the browser is recognised
+    memory: Memory = {"secret": secret, "run": address or None}
+    if memory["run"]:
         try:
-            kept["run"] = Browser(kept, browser.profile, browser.token).find_run().folder.name
+            memory["run"] = Browser(memory, browser.profile, browser.token).find_run().folder.name
         except LinearizerError as error:
-            kept["run"] = None
+            memory["run"] = None
             note = markup.message_box(str(error), "bad")
-    poll_seconds = SOON_SECONDS if kept["run"] else IDLE_POLL_SECONDS
-    return kept, show_note(note), gr.Timer(poll_seconds, active=True)
+    poll_seconds = SOON_SECONDS if memory["run"] else IDLE_POLL_SECONDS
+    return memory, show_note(note), gr.Timer(poll_seconds, active=True)
 
 
 @handler
 def list_last_runs(browser: Browser) -> str:
-    """Link to the runs that the visitor began last; there are none of a visitor who is not known."""
+    """Link to the runs that the visitor began last; an unknown visitor has none."""
     with suppress(LinearizerError):
         return run_list.last_runs(control.runs_in(browser.visitor.home, MAX_LINKED_RUNS))
     return ""
@@ -76,16 +83,16 @@ def list_last_runs(browser: Browser) -> str:
 
 @handler
 def search_models(browser: Browser, key: gr.KeyUpData) -> Any:
-    """Search while the visitor types; without a network the field says so."""
+    """Search while the visitor types; without a network, the field tells."""
     try:
         names, about = actions.search_models(browser.visitor, key.input_value), SEARCH_ABOUT
-    except RequestError as error:  # what was typed may be a folder, or in the cache
+    except RequestError as error:  # the text may still be a folder, or a model in the cache
         names, about = [], markup.without_folders(str(error))
     return gr.Dropdown(choices=names, info=about)
 
 
 def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
-    """Show a run from its profile step on; nothing of it was drawn yet. The order is that of WATCHED_PARTS."""
+    """Show a run, of which nothing was drawn yet, from its profile step on; return WATCHED_PARTS in their order."""
     step = 1 if not name else 5 if browser.visitor.find_run(name).of_encoder else 3
     return (
         {**browser.memory, "run": name},
@@ -93,7 +100,7 @@ def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
         gr.Tabs(selected=step),
         gr.Timer(SOON_SECONDS, active=True),
         False,
-        show_note(""),  # what was said of another run
+        show_note(""),  # the old note was about another run
     )
 
 
@@ -110,7 +117,7 @@ def leave_run(browser: Browser) -> tuple[Any, ...]:
 
 
 def ask_run(action: Callable[[Visitor, str], str]) -> Callable:
-    """Return the handler of a button that asks the run for an action; what costs money is asked once more."""
+    """Return the handler of a button that acts on the run; what costs money must be confirmed first."""
 
     @handler
     def ask(browser: Browser) -> tuple[Any, Any, Any]:
@@ -125,7 +132,7 @@ def ask_run(action: Callable[[Visitor, str], str]) -> Callable:
 
 @handler
 def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
-    """Share out another budget without the model. The bars travel with the card, and the browser draws them."""
+    """Share out another budget without the model. The card carries the figure of the bars, which the browser draws."""
     try:
         if not browser.run_name or not browser.find_run().has_file("profile.json"):
             return "", False
@@ -136,7 +143,7 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
 
 
 def name_chat(request: gr.Request) -> str:
-    """Name the chat of a page by its session, which a browser may choose: as no client names a chat."""
+    """Name the chat of a page by its session, in a form that no client uses: a browser may choose its session."""
     return f"page {request.session_hash}"
 
 
@@ -147,34 +154,34 @@ def leave_page(request: gr.Request) -> None:
 
 @handler
 def compare_models(
-    browser: Browser, name: str, prompt: str, tokens: float, seed: float, sample: bool, *how: Any
+    browser: Browser, name: str, prompt: str, tokens: float, seed: float, sample: bool, *manner: Any
 ) -> Iterator[list[Any]]:
-    """Let all models answer; a chat empties the field for the next turn."""
+    """Let all models answer; in a chat, empty the field for the next turn."""
     choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)  # a field of the page may be empty
     yield show_chat(compare_note=markup.message_box(LOADING))
     talk: chats.Chat | None = None
     course: list[Held] = []
-    for talk, now in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*how), name):
-        yield show_progress(talk, now, course)
+    for talk, news in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*manner), name):
+        yield show_progress(talk, news, course)
     if talk is not None and talk.turns:
-        said = {"prompt": ""} if talk.templated else {}
-        yield show_chat(**show_turns(talk), **said, compare_note=chat_cards.comparison_note(talk.turns[-1]))
+        emptied = {"prompt": ""} if talk.templated else {}
+        yield show_chat(**show_turns(talk), **emptied, compare_note=chat_cards.comparison_note(talk.turns[-1]))
 
 
 @handler
-def read_document(browser: Browser, name: str, path: str | None, *how: Any) -> Iterator[list[Any]]:
-    """Let all models read a file, of which nothing else is kept."""
+def read_document(browser: Browser, name: str, path: str | None, *manner: Any) -> Iterator[list[Any]]:
+    """Let all models read a file; nothing else of it is kept."""
     text, course = take_text(path), list["Held"]()
-    empty = dict.fromkeys(("prompt", *WRITTEN), "")  # from here on a question may be typed
+    empty = dict.fromkeys(("prompt", *WRITTEN), "")  # now, as a question may be typed while they read
     yield show_chat(**{**empty, "compare_note": markup.message_box(LOADING)})
-    for talk, held in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*how), name):
-        yield show_progress(talk, held, course)
-    asked = dict.fromkeys(chat_cards.HOLDS, "")  # an answer may have been on its way
-    yield show_chat(**asked, compare_note=markup.message_box("Now ask about the document."))
+    for talk, news in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), name):
+        yield show_progress(talk, news, course)
+    emptied = dict.fromkeys(chat_cards.HOLDS, "")  # an answer may have been on its way
+    yield show_chat(**emptied, compare_note=markup.message_box("Now ask about the document."))
 
 
 def take_text(path: str | None) -> str:
-    """Take the text of a file that a visitor has sent, and delete it."""
+    """Return the text of a file that a visitor has sent, and delete the file."""
     from linearizer.teacher.text import decode_document
 
     try:
@@ -190,34 +197,34 @@ def read_settings(as_chat: bool, system: str, window: bool) -> chats.Settings:
     return chats.Settings(bool(as_chat), (system or "").strip(), bool(window))
 
 
-def show_progress(talk: chats.Chat, now: Comparison | Held, course: list[Held]) -> list[Any]:
-    """Show what models have written, or the course of their memory while they read."""
+def show_progress(talk: chats.Chat, progress: Comparison | Held, course: list[Held]) -> list[Any]:
+    """Show what the models have written, or how their memory grows while they read."""
     from linearizer.run.results import Held
 
-    if not isinstance(now, Held):
+    if not isinstance(progress, Held):
         return show_chat(**show_turns(talk), compare_note="")
-    course.append(now)
-    metered = now.total >= chat_cards.MIN_METERED_TOKENS
+    course.append(progress)
+    metered = progress.total >= chat_cards.MIN_METERED_TOKENS
     return show_chat(compare_note="", **({"meter": chat_cards.meter_card(course, talk)} if metered else {}))
 
 
 def show_turns(talk: chats.Chat) -> dict[str, str]:
     """Show the turns of a chat, a column for each model, and the speed of each in the last turn."""
-    shown = {}
+    columns = {}
     for name in chat_cards.HOLDS:
-        shown[name] = chat_cards.column(talk.turns, name)
-        shown[f"{name}_card"] = chat_cards.side_card(getattr(talk.turns[-1], name))
-    return shown
+        columns[name] = chat_cards.column(talk.turns, name)
+        columns[f"{name}_card"] = chat_cards.side_card(getattr(talk.turns[-1], name))
+    return columns
 
 
-def show_chat(**shown: Any) -> list[Any]:
-    """Return the parts of Compare that change, in the order of COMPARED."""
-    return [shown.get(name, gr.skip()) for name in COMPARED]
+def show_chat(**parts: Any) -> list[Any]:
+    """Return updates of the parts of Compare, in the order of COMPARED; the other parts stay."""
+    return [parts.get(name, gr.skip()) for name in COMPARED]
 
 
 @handler
 def show_stopped(browser: Browser, name: str) -> list[Any]:
-    """Say what of a chat stays after a stop."""
+    """Say how much of a document was read before a stop."""
     talk = chats.look_up(chats.key_of(browser.visitor, browser.find_run(), name))
     document = talk and talk.document
     read = f" {document.tokens:,} tokens of the document are read: ask about these." if document else ""
@@ -226,19 +233,19 @@ def show_stopped(browser: Browser, name: str) -> list[Any]:
 
 @handler
 def end_chat(browser: Browser, name: str) -> list[Any]:
-    """Begin a new chat, as the template of the model has it: what was read and said is forgotten."""
+    """Begin a new chat, in the template of the model; forget what was read and said."""
     return [True, *show_ended(browser, name)]
 
 
-def show_ended(browser: Browser, name: str, **shown: str) -> list[Any]:
-    """End a chat, and empty what shows it."""
+def show_ended(browser: Browser, name: str, **parts: str) -> list[Any]:
+    """End a chat, and empty the parts that show it."""
     actions.end_chat(browser.visitor, browser.run_name, name)
     empty = {f"{side}_card": chat_cards.side_card(None) for side in chat_cards.HOLDS}
-    return show_chat(**{**dict.fromkeys(WRITTEN, ""), **empty, **shown})
+    return show_chat(**{**dict.fromkeys(WRITTEN, ""), **empty, **parts})
 
 
 def take_prompt(title: str) -> Callable:
-    """Return the handler of a button that fills in a prompt; what needs memory is a text of its own, not a chat."""
+    """Return the handler of a button that fills in a prompt; one that needs memory is a plain text, not a chat."""
 
     @handler
     def take(browser: Browser, name: str, tokens: float) -> list[Any]:
@@ -258,7 +265,7 @@ def start_evaluation(browser: Browser, parts: list[str], texts: float, tasks: st
         raise RequestError("no part was chosen: choose what to measure")
     named = [name for name in (tasks or "").replace(",", " ").split() if name] if "tasks" in parts else []
     if "tasks" in parts and not named:
-        raise RequestError("no task was named: write some of lm_eval's, such as piqa,arc_easy")
+        raise RequestError("no task was named: name tasks of lm_eval, such as piqa,arc_easy")
     options: dict[str, Any] = {"parts": list(parts), "texts": int(texts), "seconds": SPEED_SECONDS}
     options |= {"tasks": named, "limit": int(limit) if limit else None} if named else {}
     actions.evaluate_run(browser.visitor, browser.run_name, options=options)
@@ -273,7 +280,7 @@ def list_owners(browser: Browser) -> tuple[Any, str, str]:
     suggested, token = sending.student_name(browser.find_run()), browser.visitor.token
     owners, note = list[str](), ""
     if on_space() and token is None:
-        note = "To publish, sign in at the top right. What would be sent can be shown without."
+        note = "To publish, sign in at the top right. You can see what would be sent without signing in."
     else:
         try:
             owners = list(repository.list_owners(token))
@@ -310,7 +317,7 @@ def download_student(browser: Browser) -> str:
 
 @handler
 def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
-    """Publish; the page may be closed meanwhile."""
+    """Begin to publish, which goes on without the page."""
     run = browser.visitor.find_own_run(browser.run_name)
     sending.begin_publication(run, repo_id_of(owner, repo), private, browser.visitor.token)
     return gr.Timer(SOON_SECONDS)
@@ -318,7 +325,7 @@ def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
 
 @handler
 def list_runs(browser: Browser, busy: bool) -> list[Any]:
-    """List the visitor's runs, unless they are `busy` with a card; two of them that are not damaged can be compared."""
+    """List the visitor's runs, unless they are `busy` with a card; offer the undamaged ones for a comparison."""
     if busy:
         return [gr.skip()] * 4
     try:
@@ -330,22 +337,22 @@ def list_runs(browser: Browser, busy: bool) -> list[Any]:
 
 
 @handler
-def compare_runs(browser: Browser, first: str | None, second: str | None) -> str:
+def compare_runs(browser: Browser, first_name: str | None, second_name: str | None) -> str:
     """Set two runs side by side."""
-    if not first or not second:
+    if not first_name or not second_name:
         return ""
     try:
-        return run_list.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
+        return run_list.comparison_card(browser.visitor.find_run(first_name), browser.visitor.find_run(second_name))
     except LinearizerError as error:
         return markup.message_box(str(error), "bad")
 
 
 @handler
 def act_on_run(browser: Browser, event: gr.EventData) -> None:
-    """Do what a button of a run's card asks for; a browser may send anything."""
+    """Do what a button on a run's card asks for; a browser may send anything."""
     sent = event._data if isinstance(event._data, dict) else {}
     act, run, value = (str(sent.get(name, "")) for name in ("act", "run", "value"))
     if act == "rename":
         actions.rename_run(browser.visitor, run, value)
-    elif act in ACTS:
-        ACTS[act](browser.visitor, run)
+    elif act in CARD_ACTIONS:
+        CARD_ACTIONS[act](browser.visitor, run)

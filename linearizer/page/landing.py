@@ -1,6 +1,6 @@
-"""What is gained, on the first page: recorded measurements of a real model, and a question that was asked of it.
+"""The gain, on the first page: recorded measurements of a real model, and a question that it was asked.
 
-real_model.json holds them; `python -m tests.benchmarks.landing` writes it from the results of the benchmarks.
+They are in real_model.json, which `python -m tests.benchmarks.landing` writes from the results of the benchmarks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIDES = (("teacher", "The model as it was"), (STUDENT, "Its student"), (WINDOW, 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a student, or of what could stand in its place, at every length."""
+    """The measurements of a student, or of what could replace it, at every length."""
 
     name: str
     kl: tuple[tuple[float, float, float], ...]  # mean, and its interval
@@ -44,7 +44,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions that need memory: how many were asked, how many each side answered right, and one of them."""
+    """Questions that need memory: their count, how many each side answered right, and one of them."""
 
     count: int
     budget: int
@@ -68,7 +68,7 @@ class RealModel(JsonProduct):
 
     @property
     def first(self) -> int:
-        """The place of the budget that is shown first: that of the questions."""
+        """The place of the budget that is shown first: the budget of the questions."""
         return [budget.tokens for budget in self.budgets].index(self.asked.budget)
 
 
@@ -78,7 +78,7 @@ def read_model() -> RealModel:
 
 
 def gain_sentence() -> str:
-    """Say in a sentence what a student of the budget shown first keeps, and what it saves."""
+    """Say in a sentence what the student of the first budget keeps, and what it saves."""
     model = read_model()
     budget = model.budgets[model.first]
     return (
@@ -89,25 +89,25 @@ def gain_sentence() -> str:
 
 
 def real_model_html() -> str:
-    """Show the measurements of every budget, of which a slider chooses one, and the question."""
+    """Show the measurements of the budget that a slider chooses, and the question."""
     model = read_model()
     dial = (
         '<label class="lz-dial">Budget, in tokens of the cache'
         f'<input type="range" id="real-budget" min="0" max="{len(model.budgets) - 1}" value="{model.first}" '
         f'aria-valuetext="{model.budgets[model.first].tokens} tokens"></label>'
     )
-    shown = "".join(
+    budgets = "".join(
         f'<div data-budget="{place}" data-tokens="{budget.tokens} tokens"{"" if place == model.first else " hidden"}>'
         f"{budget_html(model, budget)}</div>"
         for place, budget in enumerate(model.budgets)
     )
     about = (
-        f"{escape(model.model)}, nothing trained, judged on {model.documents} documents of code and prose that it was "
-        "not priced on. KL is in nats per token, lower is better."
+        f"{escape(model.model)}, without training, judged on {model.documents} documents of code and prose that were "
+        "not used to price its heads. KL is in nats per token, lower is better."
     )
-    lead = f'<div class="lz-lead"><h2 id="gained">What is gained</h2><p>{about}</p></div>'
-    rest = numbers_html(model) + asked_html(model.asked)
-    return f'<section class="lz-real" aria-labelledby="gained">{lead}{dial}{shown}{rest}</section>'
+    lead = f'<div class="lz-lead"><h2 id="gained">What you gain</h2><p>{about}</p></div>'
+    sections = numbers_html(model) + asked_html(model.asked)
+    return f'<section class="lz-real" aria-labelledby="gained">{lead}{dial}{budgets}{sections}</section>'
 
 
 def budget_html(model: RealModel, budget: Budget) -> str:
@@ -134,14 +134,14 @@ def budget_html(model: RealModel, budget: Budget) -> str:
     )
     drawn = ""
     for title, axis, lines in charts:
-        ends = ", ".join(f"{each.name} {each.points[0][1]:.4g} to {each.points[-1][1]:.4g}" for each in lines)
+        ends = ", ".join(f"{curve.name} {curve.points[0][1]:.4g} to {curve.points[-1][1]:.4g}" for curve in lines)
         about = f"{title}, over texts of {model.lengths[0]:,} to {longest:,} tokens: {ends}"
         drawn += f"<figure><figcaption>{title}</figcaption>{draw_lines(about, lengths, axis, lines)}</figure>"
     return f'{values_list(pairs, "lz-wide")}<div class="lz-charts">{drawn}</div>'
 
 
 def numbers_html(model: RealModel) -> str:
-    """Write the KL of all rows as a table, which is folded."""
+    """Write the KL of all rows as a folded table."""
     head = ("", "budget", *(f"{length:,} tokens" for length in model.lengths))
     rows = [
         [row.name, str(budget.tokens), *(f"{mean:.4f} [{low:.4f}, {high:.4f}]" for mean, low, high in row.kl)]
@@ -153,7 +153,7 @@ def numbers_html(model: RealModel) -> str:
 
 
 def asked_html(asked: Asked) -> str:
-    """Show a question that needs memory, with the answers, and how many of all such questions each side answered."""
+    """Show a question that needs memory, its answers, and how many such questions each side answered right."""
     answers = "".join(
         f"<div><h3>{title}</h3><p>{escape(asked.answers[side])}</p>"
         f'<p class="lz-faint">{asked.right[side]} of {asked.count} such questions right</p></div>'

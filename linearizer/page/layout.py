@@ -1,4 +1,4 @@
-"""What is where on the page; site.py connects it with handlers."""
+"""The parts of the page and their places; site.py connects them with handlers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from linearizer.report.markup import glossary_html, message_box
 from linearizer.report.parts import PART_VIEWS
 
 SEARCH_ABOUT = "a name on the Hub, a folder, or a GGUF file"
-MODELS = {  # to begin with, by the titles of their buttons
+MODELS = {  # suggestions, by the titles of their buttons
     "Take the demo (14 MB)": "demo",
     "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
@@ -27,22 +27,22 @@ MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 ABOUT_BUDGET = (
     "The student’s memory (its state) may take as many bytes as the teacher’s KV cache takes after this many tokens."
 )
-LEADS = {  # of the second step, and the name of its slider
+LEADS = {  # of the second step: its title and text
     "causal": ("How much may it remember?", ABOUT_BUDGET),
     "encoder": (
         "How many tokens may each token see?",
-        "A token of the student costs what a token of the teacher costs among so many tokens, however many there are.",
+        "A token of the student costs what a token of the teacher costs among this many tokens, however long the text.",
     ),
 }
 SLIDERS = {"causal": "Tokens of cache", "encoder": "Tokens that each token sees"}
 ABOUT_COMPARE = (
-    "One chat with three models, which answer in turns, a token each. All of them read a file, and then answer from "
-    "what each remembers of it."
+    "One chat with three models, which take turns, a token each. They can all read a file, and then each answers from "
+    "what it remembers."
 )
 COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 ABOUT_JOBS = (
-    "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
-    "a private bucket of yours, and this page follows it as any other."
+    "The same run on hardware that the Hub rents by the minute. Only your account pays. The run is kept in a private "
+    "bucket of yours, and this page follows it as any other run."
 )
 
 
@@ -54,10 +54,10 @@ def lead_html(title: str, text: str, level: str = "h2") -> str:
     return f'<div class="lz-lead"><{level}>{title}</{level}><p>{text}</p></div>'
 
 
-def chart(title: str, text: str, name: str | None = None, later: str = "") -> gr.Plot:
-    """Place a figure under its title and a sentence that says what it shows; `later` says when, until it is drawn."""
+def chart(title: str, text: str, name: str | None = None, pending: str = "") -> gr.Plot:
+    """Place a figure under its title and a sentence of what it shows; `pending` is shown until it is drawn."""
     with gr.Column(visible=True, elem_classes=["lz-chart", "lz-figure"]):
-        awaited = f'<p class="lz-later">{later}</p>' if later else ""
+        awaited = f'<p class="lz-later">{pending}</p>' if pending else ""
         gr.HTML(f'<div class="lz-chart"><h3>{title}</h3><p>{text}</p>{awaited}</div>')
         return gr.Plot(show_label=False, label=title, container=False, elem_id=name)
 
@@ -68,13 +68,13 @@ def header(level: str = "h1") -> None:
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
-        "<p>Most language models of the Hub, with a memory that does not grow.</p></header>"
+        "<p>Most language models on the Hub, with a memory that does not grow.</p></header>"
     )
     gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
 
 def run_above_steps(ui: SimpleNamespace) -> None:
-    """Place the state of a run, and the actions on it, above the steps, where every screen shows them."""
+    """Place the state of a run and the actions on it above the steps, where every screen shows them."""
     ui.run_card = gr.HTML(elem_id="run-card")
     names = {"stop": "Stop", "use": "End training now", "resume": "Resume", "pay": "Agree, and begin another job"}
     with gr.Row(elem_id="acts"):
@@ -84,9 +84,9 @@ def run_above_steps(ui: SimpleNamespace) -> None:
 
 
 def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: SimpleNamespace) -> None:
-    """Place the choice of a visitor, and the choice of a run to read; one of both is shown."""
+    """Place the form of a choice, and the card of what a run has chosen; one of the two is shown."""
     with gr.Column(visible=False) as of_run:
-        lead(f"The {name}", f"This is the {name} of the run that you see. Another run can start with the same choices.")
+        lead(f"The {name}", f"This is the {name} of this run. Another run can start with the same choices.")
         setattr(ui, f"run_{name}", gr.HTML(elem_id=f"run-{name}"))
         setattr(ui, f"change_{name}", gr.Button("Change and start again", elem_id=f"change-{name}"))
     with gr.Column() as choice:
@@ -116,7 +116,7 @@ def choose_model(ui: SimpleNamespace) -> None:
 
 
 def choose_plan(ui: SimpleNamespace) -> None:
-    """Place the budget, what it takes here, and Start; all else that can be chosen is folded."""
+    """Place the budget, its forecast, and Start; all other choices are folded."""
     ui.plan_lead = lead(*LEADS["causal"])
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
@@ -134,7 +134,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
         with gr.Column() as ui.causal_form:
             place_ways(ui)
             with gr.Accordion("Advanced", open=False, elem_id="advanced"):
-                gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
+                gr.HTML('<p class="lz-faint">The way chosen above decides the fields that are empty.</p>')
                 ui.fields = plan_form.place_options()
         with gr.Column(visible=False) as ui.encoder_form:
             fields |= plan_form.place_encoder_options(in_sight=False)
@@ -147,13 +147,13 @@ def choose_plan(ui: SimpleNamespace) -> None:
         place_job(ui)
 
 
-def describe_reach(most: int) -> str:
-    return f"a whole number from {MIN_BUDGET} to {most:,}"
+def describe_reach(max_budget: int) -> str:
+    return f"a whole number from {MIN_BUDGET} to {max_budget:,}"
 
 
 def place_ways(ui: SimpleNamespace) -> None:
-    """Place the ways to a student and the efforts, and what each takes here."""
-    lead("In which way?", "All spend the same bytes.", "h3")
+    """Place the ways to a student and the efforts, with the time that each takes here."""
+    lead("Which way?", "All use the same bytes.", "h3")
     tiles: dict[str, Any] = {"elem_classes": "lz-tiles"}
     ui.way = gr.Radio(way_choices({}), value="measured", show_label=False, label="Way", elem_id="way", **tiles)
     listed: dict[str, Any] = {"value": USUAL_PAPER, "label": "Recipe", "visible": False, "elem_id": "recipe", **tiles}
@@ -171,8 +171,8 @@ def place_ways(ui: SimpleNamespace) -> None:
 
 
 def place_job(ui: SimpleNamespace) -> None:
-    """Place the choices of a job; what is paid for is asked once more."""
-    with gr.Accordion("Work in a job on your account instead", open=False, elem_id="job") as ui.job_part:
+    """Place the choices of a job, whose cost must be agreed to."""
+    with gr.Accordion("Run it in a job on your account instead", open=False, elem_id="job") as ui.job_part:
         gr.HTML(f'<p class="lz-faint">{ABOUT_JOBS}{" Sign in first." if signs_in() else ""}</p>')
         with gr.Row(elem_classes="lz-options"):
             ui.flavor = gr.Dropdown(
@@ -192,25 +192,25 @@ def place_job(ui: SimpleNamespace) -> None:
 
 def profile_step(ui: SimpleNamespace) -> None:
     about = (
-        "A head is a part of the model that looks back at earlier tokens. The model as it was, the teacher, reads "
-        "text, and each head is measured."
+        "A head is a part of the model that looks back at earlier tokens. The original model, the teacher, reads text, "
+        "and each head is measured."
     )
     lead("What does each head need?", about)
-    later = "It is drawn once all heads are measured."
+    pending = "It is drawn once all heads are measured."
     with gr.Column(min_width=320) as ui.prices_place:
         ui.prices = chart(
             "Price of every head",
-            "The KL at the model's output, in thousandths of a nat per token, if this head alone gets an equal "
-            "share of the budget. Bytes help most where it is large.",
-            later=later,
+            "The KL at the model's output, in thousandths of a nat per token, if this head alone has only an "
+            "equal share of the budget. Bytes help most where it is large.",
+            pending=pending,
         )
     with gr.Column(visible=False) as ui.freedoms_place:
         about = "How many features the attention of each head needs for a given error."
-        ui.map = chart("Degrees of freedom", about, later=later)
+        ui.map = chart("Degrees of freedom", about, pending=pending)
     ui.other = gr.Slider(
         MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
     )
-    ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", later)
+    ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", pending)
     ui.other_card = gr.HTML(elem_id="other-card")
     ui.branch = gr.Button("Start a run with this budget, without measuring again", elem_id="branch", interactive=False)
 
@@ -222,8 +222,8 @@ def distil_step(ui: SimpleNamespace) -> None:
         "student fits copies of some of its teacher's weights.",
     )
     ui.training = gr.HTML(elem_id="training")
-    about, later = "Distance to the smallest possible loss.", "It is drawn once training has begun."
-    ui.losses = chart("Loss of each layer", about, later=later)
+    about, pending = "Distance to the smallest possible loss.", "It is drawn once training has begun."
+    ui.losses = chart("Loss of each layer", about, pending=pending)
 
 
 def result_step(ui: SimpleNamespace) -> None:
@@ -238,7 +238,7 @@ def result_step(ui: SimpleNamespace) -> None:
 
 
 def compare_step(ui: SimpleNamespace) -> None:
-    """Place a chat with three models: what is said to all of them, and a column for each."""
+    """Place a chat with three models: a prompt for all of them, and a column for each."""
     lead("Compare", ABOUT_COMPARE)
     ui.chat = gr.State("")  # its name
     ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
@@ -265,12 +265,12 @@ def compare_step(ui: SimpleNamespace) -> None:
 
 
 def place_manner(ui: SimpleNamespace) -> None:
-    """Place how the models are asked, and how they write."""
+    """Place the settings of prompts, and of how the models write."""
     with gr.Accordion("Template, length and more", open=False, elem_id="manner"):
-        about = "what a chat begins with, where the model has a template"
+        about = "the beginning of a chat, if the model has a template"
         ui.system = gr.Textbox("", label="System message", info=about, lines=1, max_lines=4, elem_id="system")
         with gr.Row():
-            about = "where the model has a template; else all continue the text"
+            about = "if the model has a template; else all continue the text"
             ui.as_chat = gr.Checkbox(True, label="As a chat", info=about, min_width=180, elem_id="as-chat")
             about = "sinks and the newest tokens, in the student’s bytes"
             ui.with_window = gr.Checkbox(
@@ -284,7 +284,7 @@ def place_manner(ui: SimpleNamespace) -> None:
 
 
 def place_measurements(ui: SimpleNamespace) -> None:
-    """Place all that was measured, which is drawn once it is opened, and what can be measured besides."""
+    """Place all measurements, which are drawn once they are opened, and the form of a further evaluation."""
     ui.evaluating = gr.HTML(elem_id="evaluating")
     with gr.Accordion("All measurements", open=False, elem_id="all") as ui.all:
         for part, view in PART_VIEWS.items():
@@ -296,10 +296,10 @@ def place_measurements(ui: SimpleNamespace) -> None:
 
 
 def place_evaluation(ui: SimpleNamespace) -> None:
-    """Place the choices of a further evaluation."""
+    """Place the form of a further evaluation."""
     lead(
         "Measure more",
-        "The evaluation goes on when you close the page. After a stop it resumes at the part that was not finished.",
+        "The evaluation goes on if you close the page. After a stop it resumes at the unfinished part.",
         "h3",
     )
     usual = [part for part in PART_VIEWS if part != "tasks"]

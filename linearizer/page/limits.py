@@ -1,6 +1,6 @@
-"""What a public Space lets one visitor use, checked before work starts. On your own machine nothing is limited.
+"""What one visitor may use on a public Space, checked before work starts. On your own machine nothing is limited.
 
-The owner of a Space sets other limits by variables: LINEARIZER_SPACE_MINUTES=90, and so on for every field of Limits.
+The owner of a Space changes limits by variables: LINEARIZER_SPACE_MINUTES=90, and so on for every field of Limits.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ MAX_PROMPT_TOKENS = 4096  # of a prompt and what is written after it, on a Space
 MAX_DOCUMENT_CHARACTERS = 200_000  # that models read on a Space
 MAX_FILE = "4mb" if on_space() else "64mb"  # that a visitor may send
 MAX_CHATS = 64  # of all visitors, whose texts are kept
-MAX_STATE_BYTES = 2**30  # of the states of chats, beside that of the newest
+MAX_STATE_BYTES = 2**30  # of the states of chats; the newest is always kept
 CHAT_SECONDS = 3600.0  # that a chat is kept after its last turn
-GUARD_SECONDS = 30.0  # between two checks of how long runs have worked
-ELSEWHERE = "do this at your own machine, or in a Space of your own"
+GUARD_SECONDS = 30.0  # between two checks of how long runs have been running
+ELSEWHERE = "do this on your own machine, or in a Space of your own"
 VARIABLE_PREFIX = "LINEARIZER_SPACE_"
 
 
@@ -53,38 +53,37 @@ class Limits:
     """The limits of a Space."""
 
     gigabytes: float = 4.0  # of a model's weights
-    memory: float = 12.0  # gigabytes that a run is forecast to have in memory at once
+    memory: float = 12.0  # gigabytes that a run is forecast to take at once
     disk: float = 8.0  # gigabytes of one visitor's runs
-    runs: float = 2.0  # of one visitor that wait or work
-    queue: float = 12.0  # runs that wait or work, of all visitors
-    minutes: float = 45.0  # that a run may work at a time
+    runs: float = 2.0  # of one visitor, waiting or running
+    queue: float = 12.0  # runs of all visitors, waiting or running
+    minutes: float = 45.0  # that a run may take at a time
     days: float = 3.0  # that a run is kept after it last changed
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Limits:
         """Read what the owner of a Space set."""
-        given = {}
+        values = {}
         for name in (field.name for field in fields(Limits)):
             if text := environment.get(variable := VARIABLE_PREFIX + name.upper()):
                 with explained_faults(variable):
-                    given[name] = adapter_of(float).validate_python(text)
-        return Limits(**given)
+                    values[name] = adapter_of(float).validate_python(text)
+        return Limits(**values)
 
     def in_words(self) -> str:
         return (
             f"This is a public Space: models up to {self.gigabytes:g} GB, {self.runs:g} runs of yours at a time, "
-            f"{self.minutes:g} minutes of work each. Runs are kept for {self.days:g} days; publish what you want to "
-            "keep."
+            f"{self.minutes:g} minutes each. Runs are kept for {self.days:g} days; publish what you want to keep."
         )
 
 
 LIMITS = Limits.of(os.environ)
 CHECKING = threading.Lock()
-STARTING: list[Path] = []  # the folders of visitors who start a run just now, which is not at work yet
+STARTING: list[Path] = []  # the folders of visitors who are starting a run, which is not queued yet
 
 
 def check_model(name: str, text: str = "builtin", pictures: str | None = None) -> None:
-    """Refuse, before anything is read, what only the owner of a machine may name: its files."""
+    """Refuse, before anything is read, the names of files, which only the owner of a machine may use."""
     if not on_space():
         return
     name = id_of_address(name)
@@ -92,21 +91,21 @@ def check_model(name: str, text: str = "builtin", pictures: str | None = None) -
         name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") != 1 or Path(name).exists()
     )
     if outside or "\0" in name:
-        raise RequestError("on a Space a model is named by its id on the Hub, `org/name`, or is the demo")
+        raise RequestError("on a Space, name a model by its id on the Hub, `org/name`, or take the demo")
     if text.partition(":")[0] not in ("builtin", "self") and not is_hub_dataset(text):
-        raise RequestError("on a Space text comes from `builtin`, `self` or `dataset:ID`: files of yours are not here")
+        raise RequestError("on a Space text comes from `builtin`, `self` or `dataset:ID`: it cannot read your files")
     if pictures is not None and not is_hub_dataset(pictures):
-        raise RequestError("on a Space pictures come from `dataset:ID`: folders of yours are not here")
+        raise RequestError("on a Space pictures come from `dataset:ID`: it cannot read your folders")
 
 
 def is_hub_dataset(source: str) -> bool:
-    """Whether a source of texts or pictures is a data set of the Hub, and no folder of this machine."""
-    kind, _, rest = source.partition(":")
-    return kind == "dataset" and not Path(rest.partition(":")[0]).exists()
+    """Whether a source of texts or pictures is a data set of the Hub, not a folder of this machine."""
+    kind, _, dataset = source.partition(":")
+    return kind == "dataset" and not Path(dataset.partition(":")[0]).exists()
 
 
 def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> None:
-    """Refuse what a public Space cannot do for one visitor among many."""
+    """Refuse a plan that takes more than a public Space gives one visitor."""
     if not on_space():
         return
     from linearizer.workers.forecast import run_memory
@@ -117,7 +116,7 @@ def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> N
 
 
 def check_encoder_plan(plan: EncoderPlan, inspection: EncoderInspection, limits: Limits = LIMITS) -> None:
-    """Refuse the same of an encoder's run."""
+    """Refuse such a plan of an encoder's run."""
     from linearizer.workers.forecast import encoder_memory
 
     if on_space():
@@ -128,7 +127,7 @@ def check_encoder_plan(plan: EncoderPlan, inspection: EncoderInspection, limits:
 
 
 def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
-    """Count what a plan asks for, also where it leaves that out."""
+    """Return the amounts that a plan asks for, including those it leaves out."""
     plan = plan.sized(inspection.max_positions)
     amounts: dict[str, float] = {name: getattr(plan, name) or 0 for name in MAX_OF_PLAN}
     return amounts | {"window": plan.kept_window, "sinks": plan.kept_sinks, "lora": plan.kept_lora}
@@ -143,7 +142,7 @@ def check_weights(name: str, weight_bytes: float, limits: Limits) -> None:
 
 
 def check_memory(needed: float, limits: Limits) -> None:
-    """Refuse what would take the memory that all visitors' runs share."""
+    """Refuse a run that would take the memory of other visitors' runs."""
     if needed > limits.memory * 1e9:
         raise RequestError(
             f"this plan would take some {needed / 1e9:.1f} GB of memory, and this Space gives a run {limits.memory:g} "
@@ -152,15 +151,15 @@ def check_memory(needed: float, limits: Limits) -> None:
 
 
 def check_request(request: Request) -> None:
-    """Refuse an evaluation that a public Space cannot do for one visitor among many."""
+    """Refuse an evaluation that takes more than a public Space gives one visitor."""
     if not on_space():
         return
     check_model("demo", request.text or "builtin")
     if request.task_folder is not None:
-        raise RequestError(f"on a Space tasks are named as lm_eval knows them: for a folder of your own, {ELSEWHERE}")
+        raise RequestError(f"a Space knows only lm_eval's own tasks: to use a folder of tasks, {ELSEWHERE}")
     if request.tasks and request.limit is None:
         raise RequestError(
-            f"tasks with all their samples take too long here: give a limit up to {MAX_OF_REQUEST['limit']}"
+            f"tasks with all their samples take too long here: set a limit up to {MAX_OF_REQUEST['limit']}"
         )
     longest = max(request.lengths, default=0)
     amounts = {"texts": request.texts, "length": max(request.length or 0, longest), "seconds": request.seconds}
@@ -168,15 +167,15 @@ def check_request(request: Request) -> None:
     check_amounts(amounts, MAX_OF_REQUEST)
 
 
-def check_amounts(amounts: Mapping[str, float], most: Mapping[str, int]) -> None:
+def check_amounts(amounts: Mapping[str, float], maxima: Mapping[str, int]) -> None:
     for name, amount in amounts.items():
-        if amount > most[name]:
-            raise RequestError(f"{name} {amount} is more than this Space serves ({most[name]}): {ELSEWHERE}")
+        if amount > maxima[name]:
+            raise RequestError(f"{name} {amount} is more than this Space serves ({maxima[name]}): {ELSEWHERE}")
 
 
 @contextmanager
 def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
-    """Let a visitor start a run, if they may have one more; while it starts, it counts as a run at work."""
+    """Let a visitor start a run, if they may have one more; while it starts, it counts as a running one."""
     if not on_space():
         yield
         return
@@ -194,21 +193,21 @@ def check_turn(home: Path, limits: Limits) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
     mine = control.runs_in(home)
     if sum(status.live for status in mine) + STARTING.count(home) >= limits.runs:
-        raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: wait until a run ends, or stop it")
+        raise RequestError(f"{limits.runs:g} runs of yours are running or waiting: wait until a run ends, or stop it")
     if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete a run under `Runs`")
     waiting = sum(map(count_at_work, visitor_folders())) + len(STARTING)
     if waiting >= limits.queue:
-        raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
+        raise RequestError(f"{waiting} runs are waiting here already: try again later, or {ELSEWHERE}")
 
 
 def count_at_work(home: Path) -> int:
-    """Count the runs of a visitor that wait or work, by their locks: others' logs and files need not be read."""
-    held = 0
+    """Count a visitor's runs that wait or run, by their locks alone, without reading their logs and files."""
+    working = 0
     for file in home.glob("*/lock"):
-        with suppress(OSError):  # its lock is damaged, so nothing works on it
-            held += Run(file.parent).is_locked
-    return held
+        with suppress(OSError):  # its lock is damaged, so no process runs it
+            working += Run(file.parent).is_locked
+    return working
 
 
 def visitor_folders() -> list[Path]:
@@ -218,7 +217,7 @@ def visitor_folders() -> list[Path]:
 
 
 def enforce_limits(now: float) -> None:
-    """Stop runs that have worked too long, and delete runs that have not changed for days."""
+    """Stop runs that have taken too long, and delete runs that have not changed for days."""
     for folder in visitor_folders():
         with keep_guarding():
             for status in control.runs_in(folder):
@@ -228,7 +227,7 @@ def enforce_limits(now: float) -> None:
 
 @contextmanager
 def keep_guarding() -> Iterator[None]:
-    """Let no run end the limits of the other runs; an unexpected exception goes to the server's log."""
+    """Keep the limits of other runs whatever one run raises; log unexpected exceptions."""
     try:
         yield
     except LinearizerError:
@@ -238,21 +237,21 @@ def keep_guarding() -> Iterator[None]:
 
 
 def enforce_limit(status: control.Status, now: float) -> None:
-    """Stop a run that has worked too long; delete it if it has not changed for days."""
+    """Stop a run that has taken too long; delete it if it has not changed for days."""
     works = [job for job in (status, status.evaluation) if job and job.state == "running"]
     works = [job for job in works if read_hub_job(job.run) is None]  # a job takes no time of this Space
     if any(now - worked_since(job) > LIMITS.minutes * 60 for job in works):
         control.stop(
             status.run,
-            f"it has worked for {LIMITS.minutes:g} minutes, which is what this Space gives to a run at a time: resume "
-            f"it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
+            f"it has run for {LIMITS.minutes:g} minutes, the limit of this Space for a run at a time: resume it, and "
+            f"it goes on from here when its turn comes again, or {ELSEWHERE}",
         )
     elif not status.live and now - status.changed > LIMITS.days * 24 * 3600:
         control.delete(status.run)
 
 
 def worked_since(status: control.Status) -> float:
-    """Return the time at which a run, or its evaluation, began to work after it was last queued."""
+    """Return the time at which a run, or its evaluation, started after it was last queued."""
     begun = status.begun
     for event in filter(status.run.owns_event, events.newest_events(status.run.log_file)):
         if event["event"] == EventName.STARTED:
@@ -263,7 +262,7 @@ def worked_since(status: control.Status) -> float:
 
 
 def guard_runs() -> None:
-    """Enforce the limits for ever."""
+    """Enforce the limits forever."""
     while True:
         enforce_limits(time.time())
         time.sleep(min(GUARD_SECONDS, LIMITS.minutes * 6))

@@ -1,4 +1,4 @@
-"""The HTML of what is chosen: the model, the plan, what a budget buys and takes here, and how heads share it."""
+"""The HTML of a choice: the model, the plan, what a budget buys and costs here, and how the heads share it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 def model_card(inspection: Inspection) -> str:
     """Describe a model, and whether it can be linearized."""
-    at_work = f", {count_in_words(inspection.active)} at work for a token" if inspection.resting else ""
+    active = f", {count_in_words(inspection.active)} active per token" if inspection.resting else ""
     pairs = [
-        ("parameters", count_in_words(inspection.parameters) + at_work),
+        ("parameters", count_in_words(inspection.parameters) + active),
         *inspection.describe_shape(),
-        ("cache", f"{size(inspection.cache_bytes_per_token)} a token"),
+        ("cache", f"{size(inspection.cache_bytes_per_token)} per token"),
         ("weights", size(inspection.weight_bytes)),
     ]
     if not inspection.supported:
@@ -52,57 +52,57 @@ def model_card(inspection: Inspection) -> str:
 
 
 def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence[str]], kl: str = "") -> str:
-    """Show the size of a state, its KL and how that is known, and the memory of teacher and student by length."""
-    kl, _, how = kl.partition(": ")
+    """Show the size of a state, its KL and the source of that, and the memory of teacher and student by length."""
+    kl, _, source = kl.partition(": ")
     pairs = [("state", state), ("smaller than the cache", smaller), *[("KL, nats per token", kl)] * bool(kl)]
     if features:
         pairs.append(("mean features per KV head", f"{features:.1f}"))
     loud = announcement(f"state {state}, smaller than the cache {smaller}")
-    known = f'<p class="lz-faint">KL: {escape(how)}.</p>' if how else ""
+    source_line = f'<p class="lz-faint">KL: {escape(source)}.</p>' if source else ""
     sizes = table("Memory of teacher and student", ROW_TITLES, rows)
-    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{known}{sizes}</div>"
+    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{source_line}{sizes}</div>"
 
 
 def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
-    """Show the most that the state of a budget can take, before anything is measured, and its KL where that is known.
+    """Show the most that the state of a budget can take, before anything is measured, and its KL if that is known.
 
-    Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
-    part in proportion to the length, so at a greater length it takes at most as many times more.
+    Where heads may grow, the state takes at most the budget at the plan's target length. It has a fixed part and a part
+    in proportion to the length, so beyond that it grows at most in proportion to the length.
     """
     unit = sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
-    kept = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
+    exact_bytes = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
     if plan.budget is None:
-        features, most = float(plan.features or 0), kept + (plan.features or 0) * unit
+        features, max_bytes = float(plan.features or 0), exact_bytes + (plan.features or 0) * unit
     else:
-        most = head_bytes.cache_bytes(layers, plan.budget)
-        features = 0.0 if plan.rules.spends_tokens else max(0, most - kept) / unit
+        max_bytes = head_bytes.cache_bytes(layers, plan.budget)
+        features = 0.0 if plan.rules.spends_tokens else max(0, max_bytes - exact_bytes) / unit
     grows = plan.may_grow and plan.rules.decided_by in ("prices", "gates")
     target = plan.target_tokens(positions)
     rows = []
     for tokens in stated_lengths(positions):
-        state = most * max(target, tokens) // target if grows else most
+        state = max_bytes * max(target, tokens) // target if grows else max_bytes
         rows.append(length_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
-    begin = head_bytes.find_breakeven(most, head_bytes.cache_bytes(layers, 1))
+    begin = head_bytes.find_breakeven(max_bytes, head_bytes.cache_bytes(layers, 1))
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
     name = f'<h3 class="lz-group">{escape(plan.model)}</h3>'
-    kl = kl or "not known yet: a run of this model predicts it for every budget, once it has priced the heads"
-    return name + cost_card(features, f"at most {size(most)}{length}", smaller, rows, kl)
+    kl = kl or "not known yet: once a run of this model has priced the heads, it predicts it for every budget"
+    return name + cost_card(features, f"at most {size(max_bytes)}{length}", smaller, rows, kl)
 
 
 def expected_kl(run: Run | None, plan: Plan) -> str:
-    """Describe the KL that a run of the same model predicts for a budget; empty where it priced another recipe."""
+    """Describe the KL that a run of the same model predicts for a budget; empty if it priced another recipe."""
     if run is None or plan.budget is None or (plan.recipe, plan.may_grow) != (run.plan.recipe, run.plan.may_grow):
         return ""
-    with suppress(LinearizerError):  # the run may be gone, or its prices may not reach to the budget
-        predicted, _, how = predict_kl(run, *share_out(run, plan.budget)).partition(": ")
-        most = how.partition("; ")[2]
-        return f"{predicted}: by the prices of {run.folder.name}{f'; {most}' * bool(most)}" * bool(predicted)
+    with suppress(LinearizerError):  # the run may be deleted, or its prices may not cover the budget
+        predicted, _, basis = predict_kl(run, *share_out(run, plan.budget)).partition(": ")
+        limit = basis.partition("; ")[2]
+        return f"{predicted}: by the prices of {run.folder.name}{f'; {limit}' * bool(limit)}" * bool(predicted)
     return ""
 
 
 def stated_lengths(positions: int) -> list[int]:
-    """Choose the lengths of text for which sizes are stated: the longest that a teacher reads, and shorter texts."""
+    """Choose the lengths of text for which sizes are stated: the longest that a teacher reads, and shorter ones."""
     return [positions // 16, positions // 4, positions]
 
 
@@ -115,7 +115,8 @@ def allocation_card(allocation: Allocation, layers: Sequence[Layer], positions: 
     """Show the size of an allocation's state."""
     state = StateSize.of(allocation, layers)
     rows = [
-        length_row(each, state.teacher_bytes(each), state.student_bytes(each)) for each in stated_lengths(positions)
+        length_row(length, state.teacher_bytes(length), state.student_bytes(length))
+        for length in stated_lengths(positions)
     ]
     return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), rows, kl)
 
@@ -133,24 +134,24 @@ def plan_card(plan: Plan) -> str:
         ("seed", str(plan.seed)),
     ]
     command = f"<code>{escape(plan.command())}</code>"
-    whole = folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>")
+    details = folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>")
     lines = values_list(pairs)
-    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{whole}</article>'
+    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{details}</article>'
 
 
 def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
-    """Describe what a run takes, and whether there is room for it; None: a GPU that is lent only for the work."""
+    """Describe what a run takes, and whether it fits; a machine of None: a GPU that is lent only during the work."""
     load = f"{size(forecast.download_bytes)} to download" if forecast.download_bytes else "nothing to download"
     needs = f"about {size(forecast.memory_bytes)} of memory and {size(forecast.disk_bytes)} of disk"
     takes = f"it takes {needs}, and about {duration(forecast.seconds)}; {load}."
     if machine is None:
-        return message_box(f"On a CPU {takes} The work is done on a GPU that is lent for a while, which is faster.")
+        return message_box(f"On a CPU {takes} The run is faster than that, on a GPU that is lent for a while.")
     if machine.fits(forecast):
         return message_box(f"Fits on {machine.device}: {takes}", "good")
-    less = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer or shorter texts"
+    cuts = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer or shorter texts"
     return message_box(
         f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
-        f"of disk are free. Make room, ask for {less} (under Advanced) or a smaller model, or use another machine.",
+        f"of disk are free. Make room, ask for {cuts} (under Advanced) or a smaller model, or use another machine.",
         "bad",
     )
 
@@ -158,7 +159,7 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
 def share_out(run: Run, budget: int | None = None) -> tuple[Plan, Allocation]:
     """Share a budget out among the heads as the run's plan does; no model is loaded.
 
-    For the run's own budget, or none, it is what the run itself decided, once it has.
+    For the run's own budget, or None, return what the run itself has decided, once it has.
     """
     from linearizer.method.decide import decide
 
@@ -170,33 +171,33 @@ def share_out(run: Run, budget: int | None = None) -> tuple[Plan, Allocation]:
 
 
 def require_profile(run: Run) -> Profile:
-    """Return the profile of a run, once everything is measured that sharing out a budget needs."""
+    """Return the profile of a run; refuse a run that has not measured what sharing out a budget needs."""
     from linearizer.method.decide import decidable
 
     refuse_encoder(run)
     if (profile := run.profile) is None or not decidable(run):
-        raise RequestError("this run has not measured its heads yet: wait for it, or resume it")
+        raise RequestError("this run has not measured its heads yet: wait until it has, or resume it")
     return profile
 
 
 def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
-    """Draw the shares of a budget, or of the run's, next to equal shares, and name the bytes that it takes."""
+    """Draw the shares of a budget, or of the run's own, next to equal shares, and show the bytes that they take."""
     from linearizer.method.by_freedoms import allocate_by_freedoms
 
     plan, allocation = share_out(run, budget)
     sizes: dict[str, Any] = {"budget": plan.budget, "features": plan.features}
     sizes |= {"window": plan.kept_window, "sinks": plan.kept_sinks}
     fix = None
-    with suppress(BudgetError):  # windows come in smaller pieces than features
+    with suppress(BudgetError):  # equal shares may be too small for features
         fix = allocate_by_freedoms(require_profile(run), run.layers, strategy="fix", **sizes)
-    decided = plan == run.plan and run.allocation is not None
-    own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
-    judged = judge_run(run) if decided else None
+    is_decided = plan == run.plan and run.allocation is not None
+
+    judged = judge_run(run) if is_decided else None
     if judged is not None and judged.kl is not None:
         kl = f"{judged.kl:.4f}: measured on texts of {judged.length:,} tokens"
     else:
         kl = predict_kl(run, plan, allocation)
     card = allocation_card(allocation, run.layers, run.positions, kl)
-    note = f'<p class="lz-faint">{own if decided else other}</p>'
+    about = "What this run holds." if is_decided else "What this budget would buy, predicted from the measurements."
     figure = plotly_charts.draw_allocation(allocation, run.layers, fix)
-    return figure.to_json(), note + card
+    return figure.to_json(), f'<p class="lz-faint">{about}</p>{card}'

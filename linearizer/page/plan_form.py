@@ -1,6 +1,6 @@
 """The form of a plan: the ways to a student in sight, and under Advanced a field for every other option of Plan.
 
-Every field holds text, and empty text leaves the option to the recipe, so that a new option of a plan needs no code.
+Every field holds text, and an empty field leaves the option to the recipe. A new option of a plan needs no code here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ IN_SIGHT = ("model", "budget", "may_grow", "recipe")
 GROUPS = (MEASURING, TRAINING, ALLOCATION, MACHINE)
 OPTIONS = {name: option for name, option in options_of(Plan).items() if name not in IN_SIGHT}
 ENCODER_OPTIONS = {name: option for name, option in options_of(EncoderPlan).items() if name not in ("model", "budget")}
-ENCODER_IN_SIGHT = ("length", "text", "pictures")  # the first two of encoders of texts
+ENCODER_IN_SIGHT = ("length", "text", "pictures")  # encoders of texts have the first two
 BY_EFFORT = frozenset(name for sizes, _ in EFFORTS.values() for name in sizes)
-WIDE = 24  # characters that a field has no room for
+WIDE = 24  # characters that fit into a field
 TRUTH = [("yes", "true"), ("no", "false")]
 
 
@@ -37,7 +37,7 @@ class Way:
 
     title: str
     does: str
-    recipe: str | None  # None: a recipe of the list
+    recipe: str | None  # None: one of the listed recipes
 
 
 WAYS = {
@@ -63,17 +63,17 @@ def way_of(recipe: str) -> str:
 
 
 def recipe_of(way: str, listed: str) -> str:
-    """Name the recipe of a way, where `listed` is chosen in the list of recipes."""
+    """Name the recipe of a way; `listed` is the choice in the list of recipes."""
     return WAYS[way].recipe or listed if way in WAYS else listed
 
 
 def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
-    """Return the ways as choices of several lines, with the time that each takes here where that is known."""
+    """Return the ways as choices of several lines, with the time that each takes here, if known."""
     return [(join_lines(way.title, way.does, times.get(name)), name) for name, way in WAYS.items()]
 
 
 def effort_choices(times: dict[str, str]) -> list[tuple[str, str]]:
-    """Return the efforts as choices, with the time that each takes here where that is known."""
+    """Return the efforts as choices, with the time that each takes here, if known."""
     return [(", ".join(filter(None, (name, times.get(name)))), name) for name in EFFORTS]
 
 
@@ -141,15 +141,15 @@ def place_option(option: Option, prefix: str = "option") -> gr.components.Compon
 
 
 def read_fields(values: Sequence[Any], options: Mapping[str, Option] = OPTIONS) -> dict[str, Any]:
-    """Read the fields; what is empty is left out."""
+    """Read the fields that are not empty."""
     written = {name: str(value or "").strip() for name, value in zip(options, values, strict=True)}
     return {name: options[name].parse(text) for name, text in written.items() if text}
 
 
-def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
+def write_plan(plan: Plan, requested: Collection[str] = ()) -> tuple[Any, ...]:
     """Return the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields.
 
-    The effort is the nearest to the plan. What still differs is written into the fields, and so is what was `asked`.
+    The effort is the nearest to the plan. The options that still differ are written into the fields, and `requested`.
     """
     budget, way, mine = plan.budget or DEFAULT_BUDGET, way_of(plan.recipe), {**asdict(plan), **plan.sizes}
 
@@ -157,10 +157,10 @@ def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
         options = {"recipe": plan.recipe, "may_grow": plan.may_grow, "features": plan.features}
         try:
             base = make_plan(plan.model, budget, effort, options)
-        except RequestError:  # the plan's other options make it possible
+        except RequestError:  # these options need the plan's other options
             base = Plan(plan.model, DEFAULT_BUDGET)
         usual = {**asdict(base), **base.sizes, "features": None}
-        return {name for name in OPTIONS if mine[name] != usual[name]} | {*asked}
+        return {name for name in OPTIONS if mine[name] != usual[name]} | {*requested}
 
     effort = min(EFFORTS, key=lambda name: len(differing(name)))
     written = differing(effort)

@@ -1,4 +1,4 @@
-"""Handlers of the first two steps: what a model is, what a plan means and takes here, the start of a run or a job."""
+"""Handlers of the first two steps: describe a model, show what a plan buys and costs, start a run or a job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORM = ("budget", "plan_lead", "causal_form", "encoder_form", "encoder_sight", "
 
 @handler
 def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
-    """Describe a model; one that is supported opens the next step."""
+    """Describe a model, and open the next step if it is supported."""
 
     def show(card: str, chosen: Examined | ExaminedEncoder | None = None, form: Sequence[Any] = ()) -> tuple[Any, ...]:
         opened = gr.Button(interactive=chosen is not None), gr.Tab(interactive=chosen is not None)
@@ -57,21 +57,21 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
 
 
 def show_form(positions: int | None, encoder: EncoderInspection | None = None) -> list[Any]:
-    """Show the form of a causal model, or of an encoder: the reach of the slider, what it is called, and the fields."""
-    most, kind = max(2 * MIN_BUDGET, min(MAX_BUDGET, positions or MAX_BUDGET)), "encoder" if encoder else "causal"
-    reads = encoder and encoder.reads
-    shown = {
-        "budget": gr.Slider(maximum=most, info=describe_reach(most), label=SLIDERS[kind]),
+    """Show the form of a causal model or of an encoder: the range and the title of the slider, and the fields."""
+    max_budget, kind = max(2 * MIN_BUDGET, min(MAX_BUDGET, positions or MAX_BUDGET)), "encoder" if encoder else "causal"
+    input_kind = encoder and encoder.reads
+    parts = {
+        "budget": gr.Slider(maximum=max_budget, info=describe_reach(max_budget), label=SLIDERS[kind]),
         "plan_lead": gr.HTML(lead_html(*LEADS[kind])),
         "causal_form": gr.Column(visible=encoder is None),
         "encoder_form": gr.Column(visible=encoder is not None),
         "encoder_sight": gr.Column(visible=encoder is not None),
         "job_part": gr.Accordion(visible=encoder is None),  # jobs do not know encoders
-        "length": gr.Textbox(visible=reads == "texts"),
-        "text": gr.Textbox(visible=reads != "pictures"),
-        "pictures": gr.Textbox(visible=reads == "pictures"),
+        "length": gr.Textbox(visible=input_kind == "texts"),
+        "text": gr.Textbox(visible=input_kind != "pictures"),
+        "pictures": gr.Textbox(visible=input_kind == "pictures"),
     }
-    return [shown[part] for part in FORM]
+    return [parts[part] for part in FORM]
 
 
 def read_form(
@@ -83,19 +83,19 @@ def read_form(
     listed: str,
     *fields: Any,
 ) -> tuple[str, int, str, dict[str, Any]]:
-    """Read the form, what is chosen in sight and the fields under Advanced: model, budget, effort and options."""
+    """Return the model, budget, effort and options of the form, from the choices in sight and the other fields."""
     if chosen is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
-    own, others = fields[: len(plan_form.OPTIONS)], fields[len(plan_form.OPTIONS) :]
+    causal_fields, encoder_fields = fields[: len(plan_form.OPTIONS)], fields[len(plan_form.OPTIONS) :]
     if isinstance(chosen, ExaminedEncoder):
-        options = plan_form.read_fields(others, plan_form.ENCODER_OPTIONS)
+        options = plan_form.read_fields(encoder_fields, plan_form.ENCODER_OPTIONS)
     else:
-        options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_fields(own)}
+        options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_fields(causal_fields)}
     return chosen.inspection.name, int(budget), effort, options
 
 
 def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str:
-    """Describe a budget, while the slider moves."""
+    """Describe a budget while the slider moves."""
     if chosen is None:
         return markup.message_box("Choose a model first.")
     try:
@@ -113,37 +113,37 @@ def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str
 
 def show_plan(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> tuple[Any, ...]:
     """Describe a budget, the time of each way and effort here, and the command that does the same elsewhere."""
-    card, takes, command, written = show_budget(chosen, *choices), "", "", ""
+    card, forecast_html, command, written = show_budget(chosen, *choices), "", "", ""
     if not isinstance(chosen, Examined):
         with suppress(LinearizerError):  # the card says what is wrong
             if chosen is not None:
                 encoder = chosen.plan(*read_form(chosen, *choices))
-                takes = plan_cards.forecast_card(planning.machine_of(encoder), chosen.forecast(encoder))
+                forecast_html = plan_cards.forecast_card(planning.machine_of(encoder), chosen.forecast(encoder))
                 command = encoder.command()
-        return card, takes, *[gr.skip()] * 3, command, written
-    budget, effort, may_grow, way, *rest = choices
+        return card, forecast_html, *[gr.skip()] * 3, command, written
+    budget, effort, may_grow, way, *fields = choices
     times, efforts = dict[str, str](), dict[str, str]()
 
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
-        return chosen.forecast(chosen.plan(*read_form(chosen, budget, effort, may_grow, way, *rest)))
+        return chosen.forecast(chosen.plan(*read_form(chosen, budget, effort, may_grow, way, *fields)))
 
     with suppress(LinearizerError):  # the card says what is wrong
         plan = make_plan(*read_form(chosen, *choices))
         command, written = plan.command(), plan.to_json()
-        takes = plan_cards.forecast_card(planning.machine_of(plan), forecast(effort, way))
+        forecast_html = plan_cards.forecast_card(planning.machine_of(plan), forecast(effort, way))
         efforts = {name: f"about {duration(forecast(name, way).seconds)}" for name in planning.EFFORTS}
         for name in WAYS:
             with suppress(LinearizerError):  # a way that cannot be combined with the other choices
                 times[name] = f"About {duration(forecast(effort, name).seconds)} here."
     listed = gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
-    shown = gr.Radio(choices=effort_choices(efforts)), gr.Radio(choices=way_choices(times)), listed
-    return card, takes, *shown, command, written
+    radios = gr.Radio(choices=effort_choices(efforts)), gr.Radio(choices=way_choices(times)), listed
+    return card, forecast_html, *radios, command, written
 
 
 @handler
 def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
-    """Start a run of the form; from here on the page only watches. A refusal stays until something else is chosen."""
+    """Start a run of the form, which the page then watches. A refusal stays until another choice is made."""
     try:
         model, budget, effort, options = read_form(*choices)
         if isinstance(choices[0], ExaminedEncoder):
@@ -157,7 +157,7 @@ def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
 
 @handler
 def change_run(browser: Browser) -> tuple[Any, ...]:
-    """Take the choices of the run that is watched, for another run."""
+    """Fill in the choices of the watched run, for another run."""
     run = browser.find_run()
     if run.of_encoder:
         return plan_form.write_encoder_plan(run.encoder_plan)
@@ -166,24 +166,24 @@ def change_run(browser: Browser) -> tuple[Any, ...]:
 
 @refusals()
 def take_plan(content: bytes | None) -> tuple[Any, ...]:
-    """Take the choices of a plan.json."""
+    """Fill in the choices of a plan.json."""
     plan = parse_plan("the file", content if isinstance(content, bytes) else b"")
     return write_causal(plan, [name for name in YIELDING if getattr(plan, name) is not None])
 
 
-def write_causal(plan: Plan, asked: Collection[str]) -> tuple[Any, ...]:
+def write_causal(plan: Plan, requested: Collection[str]) -> tuple[Any, ...]:
     """Return the values of the whole form; its fields of encoders are empty."""
-    return *plan_form.write_plan(plan, asked), *[""] * len(plan_form.ENCODER_OPTIONS)
+    return *plan_form.write_plan(plan, requested), *[""] * len(plan_form.ENCODER_OPTIONS)
 
 
 @handler
 def list_hardware(browser: Browser) -> Any:
-    """List the hardware for jobs, or the reason why the Hub cannot be asked."""
+    """List the hardware for jobs, or the reason why the Hub does not answer."""
     try:
         listed = actions.list_hardware(browser.visitor)
     except LinearizerError as error:
         return gr.Dropdown(choices=[], info=markup.without_folders(str(error)))
-    return gr.Dropdown(choices=[(each.in_words, each.name) for each in listed], info="what it costs now")
+    return gr.Dropdown(choices=[(hardware.in_words, hardware.name) for hardware in listed], info="what it costs now")
 
 
 @handler
@@ -200,7 +200,7 @@ def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
 
 @handler
 def start_job(browser: Browser, cap: float, *choices: Any) -> tuple[Any, ...]:
-    """Begin a job whose cap was agreed to; from here on the page only watches."""
+    """Begin a job at a cap that was agreed to, and watch it."""
     model, budget, effort, options = read_form(*choices[3:])
     flavor, minutes, push = read_job(*choices[:3])
     run = actions.start_job(browser.visitor, model, flavor, cap, budget, effort, options, minutes, push)
@@ -215,5 +215,5 @@ def read_job(flavor: str | None, minutes: float | None, push: str | None) -> tup
 
 
 def forget_offer() -> tuple[Any, float]:
-    """Take back the question of a job, where something else was chosen since."""
+    """Withdraw the offer of a job, because another choice was made."""
     return gr.Column(visible=False), 0.0

@@ -1,4 +1,4 @@
-"""What a visitor looks at and chooses before a run: the model, the plan, and what the plan takes here."""
+"""What a visitor examines and chooses before a run: the model, the plan, and the forecast of the plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
     from linearizer.workers.forecast import Machine, RunForecast, Speeds
 
-EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
+EFFORTS = {  # sizes of the measurement that replace the plan's, and the share of its training steps
     "Try it": ({"texts": 2, "length": 256}, 1 / 6),
     "Quick": ({}, 1),
     "Thorough": ({"texts": 32}, 5),
@@ -36,7 +36,7 @@ EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share
 
 @dataclass(frozen=True, eq=False)  # Gradio hashes what it keeps for a visitor: by identity, as configs have no hash
 class Examined:
-    """A model before a run: what it is, its config, and the bytes that are still to be downloaded."""
+    """A model before a run: its inspection, its config, and the bytes that must still be downloaded."""
 
     inspection: Inspection
     config: PreTrainedConfig
@@ -54,7 +54,7 @@ class Examined:
         return is_chain(self.config)
 
     def plan(self, model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
-        """Make a plan of a visitor's choices, and refuse what would be refused of it before its work."""
+        """Make a plan of a visitor's choices, and refuse it if a run would refuse it before it works."""
         from linearizer import checks
 
         plan = make_plan(model, budget, effort, options)
@@ -77,7 +77,7 @@ class ExaminedEncoder:
     download: int
 
     def plan(self, model: str, budget: int, effort: str, options: Mapping[str, Any]) -> EncoderPlan:
-        """Make a plan of a visitor's choices, among them no effort; refuse what would be refused of it."""
+        """Make a plan of a visitor's choices, except the effort, and refuse it if a run would."""
         from linearizer.encoders.encoder_folder import check_budget
         from linearizer.encoders.encoder_run import check_pictures, decide_length
 
@@ -95,7 +95,7 @@ class ExaminedEncoder:
 
 
 def speeds_of(plan: Plan | EncoderPlan) -> Speeds:
-    """Measure, once, the device that a plan runs on here; on ZeroGPU, whose device is not there yet, the CPU."""
+    """Measure, once, the device that a plan runs on here; on ZeroGPU, which has no device yet, the CPU."""
     from linearizer.teacher import devices
     from linearizer.workers import forecast
 
@@ -103,7 +103,7 @@ def speeds_of(plan: Plan | EncoderPlan) -> Speeds:
 
 
 def machine_of(plan: Plan | EncoderPlan) -> Machine | None:
-    """Describe what a plan would run on here; None: a GPU that is lent only for the work."""
+    """Describe the machine that a plan would run on; None: a GPU that is lent only during the work."""
     from linearizer.workers import forecast
 
     return None if zerogpu.on_zerogpu() else forecast.describe_machine(plan, runs_root())
@@ -118,7 +118,7 @@ def examine_model(visitor: Visitor, model: str) -> Examined | ExaminedEncoder:
 
     model = (model or "").strip()
     if not model:
-        raise RequestError("no model was named: write `org/name`, or take the demo")
+        raise RequestError("no model was named: type `org/name`, or take the demo")
     limits.check_model(model)
     if (kind := find_kind(model, visitor.token)) is not None:
         encoder = kind.inspect(model, visitor.token)
@@ -131,9 +131,9 @@ def examine_model(visitor: Visitor, model: str) -> Examined | ExaminedEncoder:
 
 
 def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
-    """Find the newest run of a model that has prices and a student that was measured; it may be the example."""
+    """Find the newest run of a model with prices and a measured student; it may be the example."""
     files = list[Path]()
-    with suppress(LinearizerError, OSError):  # a visitor may not be known
+    with suppress(LinearizerError, OSError):  # the visitor may be unknown
         files = sorted(visitor.home.glob(f"*/{CANDIDATES}"), key=lambda file: -file.stat().st_mtime)
     for run in map(Run, (*(file.parent for file in files), example_folder())):
         with suppress(LinearizerError, OSError):  # it may be damaged or deleted
@@ -143,35 +143,35 @@ def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
-    """Make a plan of a visitor's choices; the effort, or the default, stands for what is None or empty."""
+    """Make a plan of a visitor's choices; the effort, or the default, decides what is None or empty."""
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
-    given = given_options(Plan, options)
-    given.setdefault("budget", None if "features" in given else budget)
+    chosen = chosen_options(Plan, options)
+    chosen.setdefault("budget", None if "features" in chosen else budget)
     sizes, share = EFFORTS[effort]
-    plan = Plan.of(**{"model": model.strip(), **sizes, **given})
-    for name in (name for name in YIELDING if name not in given):  # the usual number is left out
+    plan = Plan.of(**{"model": model.strip(), **sizes, **chosen})
+    for name in (name for name in YIELDING if name not in chosen):  # the usual number is left out
         without: dict[str, Any] = {name: None}
         plan = shorter if (shorter := replace(plan, **without)).sizes == plan.sizes else plan
-    if plan.steps and "steps" not in given:
+    if plan.steps and "steps" not in chosen:
         plan = replace(plan, steps=max(1, round(plan.steps * share)))
     limits.check_model(plan.model, plan.text)
     return plan
 
 
 def make_encoder_plan(model: str, budget: int, options: Mapping[str, Any]) -> EncoderPlan:
-    """Make the plan of an encoder's run of a visitor's choices; what is None or empty is the usual."""
+    """Make the plan of an encoder's run of a visitor's choices; what is None or empty has its default."""
     from linearizer.checks import with_absolute_paths
 
-    plan = EncoderPlan(model.strip(), budget, **given_options(EncoderPlan, options))
+    plan = EncoderPlan(model.strip(), budget, **chosen_options(EncoderPlan, options))
     limits.check_model(plan.model, plan.text, plan.pictures)
     return with_absolute_paths(plan)
 
 
-def given_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are neither None nor empty, if a plan has them all."""
-    given = {name: value for name, value in options.items() if value is not None and value != ""}
-    known = options_of(kind).keys() - {"model", "budget"}
-    if unknown := sorted(given.keys() - known):
-        raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(known))}")
-    return given
+def chosen_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are neither None nor empty; refuse those that a plan does not have."""
+    chosen = {name: value for name, value in options.items() if value is not None and value != ""}
+    names = options_of(kind).keys() - {"model", "budget"}
+    if unknown := sorted(chosen.keys() - names):
+        raise RequestError(f"{', '.join(unknown)} is not an option: there are {', '.join(sorted(names))}")
+    return chosen

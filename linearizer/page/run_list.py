@@ -1,4 +1,4 @@
-"""The HTML of the list of runs: a card for each, and two of them side by side."""
+"""The HTML of the list of runs: a card for each run, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
 from linearizer.workers.control import LIVE, Status
 
-RESUMED = ("stopped", "failed", "lost")  # states of runs that can go on
+RESUMED = ("stopped", "failed", "lost")  # states of runs that can be resumed
 
 
 def run_cards(statuses: Sequence[Status]) -> str:
-    """List runs as cards, the newest first: what each is, how far it is, what came of it, and what can be done."""
+    """List runs as cards, the newest first: the plan of each, its progress, its result, and its actions."""
     if not statuses:
         return message_box("No runs yet: start a run on the first page.")
     return f'<div class="lz-list">{"".join(list_run(status, time.time()) for status in statuses)}</div>'
@@ -45,14 +45,14 @@ def list_run(status: Status, now: float) -> str:
         acts += [folded("Rename", rename_form(name))] if plan is not None else []
         acts.append(folded("Delete", deleting_card(status) + act_button("delete", "Delete it for good")))
     title = "A damaged run" if plan is None else f'<a href="../?run={name}">{escape(plan.model)}</a>'
-    what = name if plan is None else f"{name} · {escape(plan.in_brief)}"
+    subtitle = name if plan is None else f"{name} · {escape(plan.in_brief)}"
     bar = step_bar(step, now) if step and status.state in ("running", "stopping") else ""
-    said = sentence_html(status.error) if status.error else ""
-    said += quality_line(status.run) if not said or status.state == "done" else ""
+    summary = sentence_html(status.error) if status.error else ""
+    summary += quality_line(status.run) if not summary or status.state == "done" else ""
     return (
-        f'<article class="lz-card" data-run="{name}"><header><h2>{title}</h2><small>{what}</small></header>'
+        f'<article class="lz-card" data-run="{name}"><header><h2>{title}</h2><small>{subtitle}</small></header>'
         f"{state_line(status.state, state_words(status))}{bar}"
-        f'<div>{said}</div><p class="lz-faint">{escape(" · ".join(facts))}</p><div class="lz-acts">{"".join(acts)}'
+        f'<div>{summary}</div><p class="lz-faint">{escape(" · ".join(facts))}</p><div class="lz-acts">{"".join(acts)}'
         "</div></article>"
     )
 
@@ -76,16 +76,16 @@ def quality_line(run: Run) -> str:
             return ""
         lengths, lines = part.result.lengths if (part := run.results.get("language")) else [], []
         for name in ("window", "student"):
-            judged = [(each.length, of_subject(each, name).kl) for each in lengths]
+            judged = [(result.length, of_subject(result, name).kl) for result in lengths]
             points = [(float(length), max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]
             lines += [Line(name, points, f"lz-{name}", marked=False)] * (len(points) > 1)
-        first = verdict.sentence.partition(". ")[0]
+        headline = verdict.sentence.partition(". ")[0]
         drawn = ""
         if lines:
             about = f"KL over texts of {lengths[0].length:,} to {lengths[-1].length:,} tokens, student and window"
             x, y = (Axis.around([point[side] for line in lines for point in line.points]) for side in (0, 1))
             drawn = draw_lines(about, x, y, lines)
-        return f"{drawn}<p>{sentence_html(first)}.</p>"
+        return f"{drawn}<p>{sentence_html(headline)}.</p>"
     return ""
 
 
@@ -111,13 +111,13 @@ def state_words(status: Status) -> str:
 
 
 def deleting_card(status: Status) -> str:
-    """Ask whether a run shall go for good."""
+    """Ask whether to delete a run for good."""
     published = status.published["repo_id"] if status.published else None
     hub = f" What was published as {published} stays." if published else ""
-    held = "student, measurements and log" if status.run.checkpoint.is_dir() else "measurements and log"
+    contents = "student, measurements and log" if status.run.checkpoint.is_dir() else "measurements and log"
     name, model = status.run.folder.name, status.plan.model if status.plan else "damaged"
     return message_box(
-        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {held} will be gone.{hub}", "bad"
+        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {contents} will be gone.{hub}", "bad"
     )
 
 
@@ -135,12 +135,12 @@ def comparison_card(first: Run, second: Run) -> str:
         for run in (first, second)
         if (verdict := judge_run(run)) is not None
     )
-    facts, plan = "What came of both", "Options of the plan that differ"
+    facts, plan = "Results", "Options of the plan that differ"
     return table(facts, head, rows, kind=kind) + verdicts + table(plan, head, differing, kind=kind)
 
 
 def show_option(value: object) -> str:
-    """Write an option of a plan; an option that was left out is the recipe's, or measured."""
+    """Write an option of a plan; the recipe or a measurement decides an option that is left out."""
     return "left out" if value is None else "yes" if value is True else "no" if value is False else str(value)
 
 

@@ -1,7 +1,7 @@
 """What a page shows of a run: pieces, each with a mark that changes when the piece does.
 
-A page polls and is sent the pieces whose marks it has not seen. Twenty pages that watch one run take hardly more time
-than one page, because pieces are kept until the run's log grows.
+A page polls, and gets the pieces whose marks it has not seen. Pieces are kept and shared, so twenty pages that watch
+one run take hardly more time than one page.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class RunState:
         self.run, self.lock = run, threading.Lock()
         self.place = 0
         self.training: list[dict[str, Any]] = []  # steps are counted over all losses
-        self.begin, self.ends = 0, dict[int, int]()  # of the loss that is at work, and of each that ended, in this list
+        self.begin, self.ends = 0, dict[int, int]()  # in this list: of the current loss, and of each that has ended
         self.pieces: dict[str, Piece] = {}
         self.read_at = self.drawn = 0.0
-        self.evaluated: int | None = None  # when what is drawn of the evaluation was written
+        self.evaluated: int | None = None  # time of the evaluation file that is drawn
 
     def read_pieces(self, now: float) -> dict[str, Piece]:
-        """Return all pieces, read again where they are older than MAX_AGE_SECONDS."""
+        """Return all pieces; read the run again if they are older than MAX_AGE_SECONDS."""
         with self.lock:
             if not 0 <= now - self.read_at < MAX_AGE_SECONDS:
                 self.read()
@@ -63,9 +63,9 @@ class RunState:
             return dict(self.pieces)
 
     def read(self) -> None:
-        """Read what is new in the log."""
-        new, self.place = events.read_events(self.run.log_file, self.place)
-        for event in new:
+        """Read the new events of the log."""
+        new_events, self.place = events.read_events(self.run.log_file, self.place)
+        for event in new_events:
             if self.run.of_encoder and event["event"] != EventName.PUBLISHED:
                 continue
             if event["event"] == EventName.DISTILL and self.run.owns_event(event):
@@ -73,29 +73,29 @@ class RunState:
             elif event["event"] == EventName.DISTILLED and self.run.owns_event(event):
                 self.begin = self.ends.setdefault(event.get("phase", 0), len(self.training))
             elif event["event"] == EventName.STARTED and self.run.owns_event(event):
-                self.begin = 0  # losses that have ended say so again
+                self.begin = 0  # the log reports losses that have ended again
             elif event["event"] == EventName.ALLOCATED and event.get("changed"):
                 self.training, self.begin, self.ends = [], 0, {}
             elif event["event"] == EventName.PUBLISHED:
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
 
     def add_step(self, event: Event) -> None:
-        """Add a step of a training; a resumed loss takes the place of its own steps from there on."""
-        before = self.training[self.begin - 1]["done"] if self.begin else 0
-        while len(self.training) > self.begin and self.training[-1]["done"] >= before + event["done"]:
+        """Add a step of a training; a resumed loss replaces its steps from there on."""
+        earlier_steps = self.training[self.begin - 1]["done"] if self.begin else 0
+        while len(self.training) > self.begin and self.training[-1]["done"] >= earlier_steps + event["done"]:
             self.training.pop()
-        self.training.append({**event, "done": before + event["done"], "total": before + event["total"]})
+        self.training.append({**event, "done": earlier_steps + event["done"], "total": earlier_steps + event["total"]})
 
     def put(self, name: str, mark: object, value: Any) -> None:
         """Keep a piece; `value` is called only if the mark is new."""
-        kept = self.pieces.get(name)
-        if kept is None or kept.mark != str(mark):
+        piece = self.pieces.get(name)
+        if piece is None or piece.mark != str(mark):
             self.pieces[name] = Piece(str(mark), value())
 
     def draw(self, status: Status, now: float) -> None:
         """Bring every piece up to date."""
         run, live, evaluation = self.run, status.state in LIVE, status.evaluation
-        kept = {
+        values = {
             "id": run.id,
             "state": status.state,
             "stage": step_of_page(status),
@@ -106,7 +106,7 @@ class RunState:
             "evaluating": "" if evaluation is None else evaluation.state,
             "evaluating card": "" if is_example(run) else cards.evaluation_card(evaluation, now),
         }
-        for name, value in kept.items():
+        for name, value in values.items():
             self.put(name, value, lambda value=value: value)
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
             self.drawn, steps = now, self.training
@@ -119,7 +119,7 @@ class RunState:
             self.draw_evaluation()
 
     def draw_profile(self) -> None:
-        """Draw the degrees of freedom or the prices of heads, once all are measured, where they decide."""
+        """Draw the degrees of freedom or the prices that decide, once all heads are measured."""
         run = self.run
         by_freedoms = run.plan.rules.decided_by == "freedoms"
         if by_freedoms and "map" not in self.pieces and (profile := run.profile) is not None:
@@ -134,7 +134,7 @@ class RunState:
             self.put("shares", (decided, run.has_file(CANDIDATES), run.has_file("evaluation.json")), lambda: True)
 
     def draw_encoder(self) -> None:
-        """Show the result of an encoder's run, once there is one."""
+        """Show the result of an encoder's run, if there is one."""
         from linearizer.encoders.encoder_folder import QUALITY, TIMES, EncoderRun
         from linearizer.page import encoder_cards
 
@@ -144,7 +144,7 @@ class RunState:
             self.put("usage", mark, lambda: cards.use_card(self.run))
 
     def draw_evaluation(self) -> None:
-        """Show the results of the evaluation, once there are any."""
+        """Show the results of the evaluation, if there are any."""
         run, path = self.run, self.run.folder / "evaluation.json"
         mark = path.stat().st_mtime_ns if path.is_file() else None
         if mark in (None, self.evaluated):
@@ -179,7 +179,7 @@ def possible_actions(status: Status) -> dict[str, bool]:
     return {
         "stop": status.state in ("queued", "running"),
         "resume": status.state in ("stopped", "failed", "lost"),
-        "pay": False,  # until resuming has asked
+        "pay": False,  # shown once resuming has asked for an agreement
         "use": training and cards.trains(status.run) and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
         "compare": chat.has_student(status.run) and not status.run.of_encoder,

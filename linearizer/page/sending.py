@@ -1,7 +1,7 @@
-"""How a student leaves the page: published, or fetched as a zip file.
+"""How a student leaves the page: published, or downloaded as a zip file.
 
-A thread of the server publishes, so that the page may be closed meanwhile; tokens stay in memory. A zip is written
-while it is sent, to whoever has its address, which is soon forgotten.
+A thread of the server publishes, so the page may be closed meanwhile; tokens stay in memory. A zip is written while it
+is sent, to whoever has its address, which soon expires.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from linearizer.hub.repository import Published
 
 MAX_KEPT = 64  # publications that are over: logs keep what was published
-OPEN_SECONDS = 60.0  # that an address can be used; a download that has begun goes on
+OPEN_SECONDS = 60.0  # that an address is valid; a download that has begun goes on
 PIECE_BYTES = 2**20
 TOO_OLD = f"A link to a student works for {OPEN_SECONDS:.0f} seconds. Press Download on the page again.\n"
 LOCK = threading.Lock()
@@ -37,7 +37,7 @@ LOCK = threading.Lock()
 
 @dataclass
 class Publication:
-    """One publication: under way, done, or broken off."""
+    """A publication: in progress, done, or failed."""
 
     run: Run
     repo_id: str
@@ -46,7 +46,7 @@ class Publication:
     error: str | None = None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.published is not None or self.error is not None
 
     def send(self, private: bool, token: str | None) -> None:
@@ -61,8 +61,8 @@ class Publication:
         except LinearizerError as error:
             self.error = str(error)
         finally:
-            if not self.over:
-                self.error = "publishing failed by a fault of Linearizer: try again, nothing is sent twice"
+            if not self.is_over:
+                self.error = "publishing failed because of a fault in Linearizer: try again, nothing is sent twice"
 
 
 PUBLICATIONS: dict[tuple[Path, str], Publication] = {}  # by the keys of runs, the newest last
@@ -74,8 +74,8 @@ def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) 
     with LOCK:
         refuse_while_sending(run)
         PUBLICATIONS.pop(run.key, None)
-        over = [key for key, kept in PUBLICATIONS.items() if kept.over]
-        for key in over[: max(0, len(over) - MAX_KEPT + 1)]:
+        finished = [key for key, earlier in PUBLICATIONS.items() if earlier.is_over]
+        for key in finished[: max(0, len(finished) - MAX_KEPT + 1)]:
             del PUBLICATIONS[key]
         publication = PUBLICATIONS[run.key] = Publication(run, repo_id)
     threading.Thread(target=publication.send, args=(private, token), daemon=True).start()
@@ -84,18 +84,18 @@ def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) 
 
 def refuse_while_sending(run: Run) -> None:
     """Refuse a change of a run that is being published."""
-    if (sent := PUBLICATIONS.get(run.key)) is not None and not sent.over:
-        raise RequestError(f"this run is being published to {sent.repo_id!r}: wait until that is done")
+    if (publication := PUBLICATIONS.get(run.key)) is not None and not publication.is_over:
+        raise RequestError(f"this run is being published to {publication.repo_id!r}: wait until that is done")
 
 
 def offer_download(run: Run) -> str:
-    """Make an address, relative to the page, at which a student can be fetched; nobody can guess it."""
+    """Make an address, relative to the page, for the download of a student; nobody can guess it."""
     if not run.checkpoint.is_dir():
         raise RequestError("this run has no student yet: wait until it is done")
     ticket, now = secrets.token_urlsafe(16), time.monotonic()
     with LOCK:
-        for old in [each for each, (end, _) in OFFERED.items() if end < now]:
-            del OFFERED[old]
+        for expired in [key for key, (end, _) in OFFERED.items() if end < now]:
+            del OFFERED[expired]
         OFFERED[ticket] = now + OPEN_SECONDS, run
     return f"student/{ticket}.zip"
 
@@ -112,15 +112,15 @@ def send_student(request: Request) -> Response:
     if run is None or end < time.monotonic() or not run.checkpoint.is_dir():
         return PlainTextResponse(TOO_OLD, 404)
     headers = {"Content-Disposition": f'attachment; filename="{(name := student_name(run))}.zip"'}
-    headers["Content-Encoding"] = "identity"  # or the server would compress it once more
+    headers["Content-Encoding"] = "identity"  # else the server would compress it again
     return StreamingResponse(zip_folder(run.checkpoint, name), media_type="application/zip", headers=headers)
 
 
 ROUTE = Route("/student/{ticket}.zip", send_student)
 
 
-class Written(io.RawIOBase):
-    """A file that keeps what is written to it until it is taken."""
+class ZipBuffer(io.RawIOBase):
+    """A file that keeps what is written to it until `take` returns it."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -130,18 +130,18 @@ class Written(io.RawIOBase):
         return len(piece)
 
     def take(self) -> bytes:
-        taken, self.pieces = b"".join(self.pieces), []
-        return taken
+        content, self.pieces = b"".join(self.pieces), []
+        return content
 
 
 def zip_folder(folder: Path, name: str) -> Iterator[bytes]:
-    """Write the files of a folder as a zip under a name, a piece at a time; weights do not get smaller."""
-    written = Written()
-    with zipfile.ZipFile(written, "w") as packed:
-        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+    """Write the files of a folder as a zip under a name, piece by piece, uncompressed: weights do not get smaller."""
+    buffer = ZipBuffer()
+    with zipfile.ZipFile(buffer, "w") as packed:
+        for path in sorted(file for file in folder.rglob("*") if file.is_file()):
             about = zipfile.ZipInfo.from_file(path, f"{name}/{path.relative_to(folder)}")
-            with path.open("rb") as file, packed.open(about, "w") as entry:
-                while piece := file.read(PIECE_BYTES):
+            with path.open("rb") as source, packed.open(about, "w") as entry:
+                while piece := source.read(PIECE_BYTES):
                     entry.write(piece)
-                    yield written.take()
-    yield written.take()
+                    yield buffer.take()
+    yield buffer.take()

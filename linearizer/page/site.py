@@ -1,4 +1,4 @@
-"""The page put together: layout, wires, and the server that shows it."""
+"""The whole page: its layout, the events that connect it with handlers, and the server that shows it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from linearizer.page.visitors import on_space, signs_in
 from linearizer.serve.guards import Guard, is_local
 from linearizer.serve.server import LOCAL_HOSTS
 
-# Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it
-# again and again: so an event without progress names no part for it, and an event with progress names one.
+# Gradio sends the progress of every event to every part that ever showed progress, and copies its figures each time.
+# So an event without progress names no part for it, and an event with progress names one.
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
-QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # of these Gradio shows no error: they return sentences
+QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # Gradio shows no errors of these events: they return sentences
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
 STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
     "Model": partial(layout.place_choice, "model", layout.choose_model),
@@ -36,9 +36,9 @@ STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
 }
 HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
-QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second
-COMPRESSED_BYTES = 10_000  # from which on an answer is sent compressed; Gradio does so for files alone
-MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
+QUEUE_SECONDS = 0.02  # between two looks of an idle server at its queue; Gradio looks a thousand times a second
+COMPRESSED_BYTES = 10_000  # larger answers are sent compressed; Gradio itself compresses only files
+MAX_SESSIONS = 200  # whose state is kept, about 0.4 MB each; an open page polls, and so stays among them
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 ACCENT = Color(
     "#eef6fb", "#d9eaf6", "#b5d6ec", "#84bbdf", "#4f9bcd", "#2a7fb8", "#1f6699", "#1b527b", "#194461", "#163650",
@@ -51,10 +51,10 @@ NEUTRAL = Color(
 
 
 def browser_memory() -> gr.BrowserState:
-    """Keep in the browser which run it watched, and what it is known by; never a token.
+    """Store in the browser the run that it watches, and the secret that identifies it; never a token.
 
-    Gradio wants a secret to write it with, and draws another at each start, after which no browser would be known. This
-    one protects nothing: whoever reads a browser's storage reads what is kept there.
+    Gradio encrypts the storage with a key, and by default draws another at each start, which would lose every browser.
+    This fixed key protects nothing: whoever can read a browser's storage can read what is in it.
     """
     return gr.BrowserState({"secret": "", "run": None}, storage_key="linearizer", secret="linearizer")
 
@@ -72,20 +72,17 @@ def build() -> gr.Blocks:
         layout.header()
         layout.run_above_steps(ui)
         ui.note = gr.HTML(visible="hidden", elem_id="note")
-        known = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
-        wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in known else {}
+        parameters = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
+        wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in parameters else {}
         with gr.Tabs(selected=1, elem_id="steps", **wrap) as ui.walk:
             ui.pages = []
             for number, (name, place) in enumerate(STEPS.items(), 1):
-                reached: dict[str, Any] = {
-                    "interactive": number == 1,
-                    "visible": name != "Train",
-                }  # unless a run trains
+                reached: dict[str, Any] = {"interactive": number == 1, "visible": name != "Train"}  # until it trains
                 with gr.Tab(name, id=number, elem_id=f"step-{number}", **reached) as page:
                     place(ui)
                 ui.pages.append(page)
                 setattr(ui, f"step_{number}", page)
-        actions.add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
+        actions.add_endpoints()  # before handlers with the same names, or Gradio would number the endpoints
         wire(site, ui)
     with site.route("Runs", "/runs") as runs:
         runs_page(runs)
@@ -93,10 +90,10 @@ def build() -> gr.Blocks:
 
 
 def runs_page(page: gr.Blocks) -> None:
-    """List all runs on a page of its own."""
+    """Build the page that lists all runs."""
     memory = browser_memory()
     layout.header("p")
-    layout.lead("Runs", "Each goes on by itself; open one to watch it.", "h1")
+    layout.lead("Runs", "Runs go on by themselves; open one to watch it.", "h1")
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm")
     listed, busy = gr.HTML(elem_id="runs", js_on_load="actOnRuns(element, trigger)"), gr.Checkbox(visible="hidden")
@@ -107,15 +104,15 @@ def runs_page(page: gr.Blocks) -> None:
         compared = gr.HTML(elem_id="compared")
     gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
     acted = listed.click(handlers.act_on_run, memory, None, **ONCE)
-    shown: dict[str, Any] = {"inputs": [memory, busy], "outputs": [listed, two, *pair], **QUICK}
-    acted.success(handlers.list_runs, **shown)
-    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, js="askWhetherBusy", **shown)
+    refresh: dict[str, Any] = {"inputs": [memory, busy], "outputs": [listed, two, *pair], **QUICK}
+    acted.success(handlers.list_runs, **refresh)
+    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, js="askWhetherBusy", **refresh)
 
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
-    """Connect what is touched with what answers."""
-    shown = [ui.memory, ui.note, ui.timer]
-    opened = site.load(handlers.open_page, [ui.memory, ui.address], shown, js="readAddress", **QUICK)
+    """Connect the parts of the page with their handlers."""
+    outputs = [ui.memory, ui.note, ui.timer]
+    opened = site.load(handlers.open_page, [ui.memory, ui.address], outputs, js="readAddress", **QUICK)
     opened.then(None, None, None, js="() => { window.opened = true }", **QUICK)
     site.load(handlers.name_chat, None, ui.chat, **QUICK)
     site.unload(handlers.leave_page)
@@ -135,7 +132,7 @@ def wire_model(ui: SimpleNamespace) -> None:
     parts = {**vars(ui), **ui.encoder_fields}
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_handlers.FORM)]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    # queued, or Gradio would not tell the page that the State of the inspection has changed
+    # queued, because otherwise Gradio would not report the change of the inspection's State to the page
     ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
     for model, button in ui.models.items():
         button.click(lambda model=model: model, None, ui.model, **QUICK)
@@ -146,32 +143,32 @@ def wire_model(ui: SimpleNamespace) -> None:
 def wire_plan(ui: SimpleNamespace) -> None:
     form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values(), *ui.encoder_fields.values()]
     choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
-    shown = [ui.budget_card, ui.forecast, ui.effort, ui.way, ui.listed, ui.command, ui.plan]
-    last = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
+    outputs = [ui.budget_card, ui.forecast, ui.effort, ui.way, ui.listed, ui.command, ui.plan]
+    newest_only = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     changes = [part.change for part in changed]
-    ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **last)
-    gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, shown, **last)
+    ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **newest_only)
+    gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, outputs, **newest_only)
     ui.start.click(plan_handlers.start_run, [ui.memory, *choices], [*watch_outputs(ui), ui.start_note], **ONCE)
     wire_job(ui, choices)
     written = [ui.model, *form]
-    taken = ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
-    again = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
-    for filled in (taken, again):  # a budget that was written moves no slider
-        filled.success(plan_handlers.show_plan, choices, shown, **last)
-    again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
+    uploaded = ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
+    reused = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
+    for filled in (uploaded, reused):  # a slider that a handler sets sends no event
+        filled.success(plan_handlers.show_plan, choices, outputs, **newest_only)
+    reused.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
 def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
     job = [ui.flavor, ui.job_minutes, ui.job_push]
     ui.job_part.expand(plan_handlers.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
-    shown = [ui.job_sure, ui.job_question, ui.cap]
+    outputs = [ui.job_sure, ui.job_question, ui.cap]
     ui.offer.click(
-        plan_handlers.offer_job, [ui.memory, *job, *choices], shown, **{**ONCE, "show_progress_on": ui.offer}
+        plan_handlers.offer_job, [ui.memory, *job, *choices], outputs, **{**ONCE, "show_progress_on": ui.offer}
     )
     ui.start_job.click(plan_handlers.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
     changes = [part.change for part in (*job, *choices)]
     gr.on(changes, plan_handlers.forget_offer, None, [ui.job_sure, ui.cap], **{**QUICK, "trigger_mode": "always_last"})
-    # in the browser: an answer of the server might come after the refusal of a start that was pressed since
+    # in the browser: an answer of the server might arrive late, and erase the refusal of a newer start
     gr.on(changes, None, None, ui.start_note, js="() => ''", **QUICK)
 
 
@@ -180,18 +177,18 @@ def watch_outputs(ui: SimpleNamespace) -> list[Any]:
 
 
 def wire_run(ui: SimpleNamespace, opened: Any) -> None:
-    """Connect what a run shows: it is asked for when the page is opened, and again and again from then on."""
-    shown = [getattr(ui, name) for name in polling.OUTPUTS]
-    outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark]
-    for asked in (opened.success, ui.timer.tick):
-        asked(polling.poll_run, ui.memory, outputs, **{**QUICK, "trigger_mode": "once"})
+    """Connect the parts that show a run: the page polls when it is opened, and then at every tick."""
+    outputs = [getattr(ui, name) for name in polling.OUTPUTS]
+    card_outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark]
+    for event in (opened.success, ui.timer.tick):
+        event(polling.poll_run, ui.memory, card_outputs, **{**QUICK, "trigger_mode": "once"})
     ui.all.expand(None, None, ui.opened, js="() => true", **QUICK)
     changes = [ui.mark.change, ui.opened.change]
-    gr.on(changes, polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched, ui.opened], shown, **QUICK)
-    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
-    ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
+    gr.on(changes, polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched, ui.opened], outputs, **QUICK)
+    newest_only = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
+    ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
-    for name, action in {**handlers.ASKED, "stop_evaluating": actions.stop_evaluation}.items():
+    for name, action in {**handlers.RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
         getattr(ui, name).click(handlers.ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
 
 
@@ -210,28 +207,28 @@ def wire_compare(ui: SimpleNamespace) -> None:
     reading = ui.file.upload(handlers.read_document, [ui.memory, ui.chat, ui.file, *manner], outputs, **busy)
     stopped = ui.stop_writing.click(None, None, None, cancels=[writing, reading], **QUICK)
     stopped.then(handlers.show_stopped, [ui.memory, ui.chat], outputs, **QUICK)
-    again = [ui.as_chat, *outputs]
-    ui.end_chat.click(handlers.end_chat, [ui.memory, ui.chat], again, cancels=[writing, reading], **QUICK)
-    ui.with_window.change(lambda shown: gr.Column(visible=bool(shown)), ui.with_window, ui.window_place, **QUICK)
+    outputs_and_mode = [ui.as_chat, *outputs]
+    ui.end_chat.click(handlers.end_chat, [ui.memory, ui.chat], outputs_and_mode, cancels=[writing, reading], **QUICK)
+    ui.with_window.change(lambda is_shown: gr.Column(visible=bool(is_shown)), ui.with_window, ui.window_place, **QUICK)
     ui.prompt.input(lambda: "", None, ui.prompt_note, **QUICK)
     for title, button in ui.prompts.items():
         take, sent = handlers.take_prompt(title), [ui.memory, ui.chat, ui.tokens]
-        button.click(take, sent, again, show_progress_on=ui.prompt, **SLOW)
+        button.click(take, sent, outputs_and_mode, show_progress_on=ui.prompt, **SLOW)
 
 
 def wire_publish(ui: SimpleNamespace) -> None:
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]
-    shown = [ui.preview_note, ui.files, ui.card_text, ui.publish]
+    outputs = [ui.preview_note, ui.files, ui.card_text, ui.publish]
     fetched = ui.download.click(handlers.download_student, ui.memory, ui.link, **ONCE)
     fetched.success(None, ui.link, None, js="fetchFile", **QUICK)
-    ui.preview.click(handlers.preview_publication, target, shown, **{**ONCE, **noted})
+    ui.preview.click(handlers.preview_publication, target, outputs, **{**ONCE, **noted})
     ui.publish.click(handlers.publish_run, target, ui.timer, **ONCE)
 
 
 def theme() -> gr.themes.Base:
-    """Make our theme; its fonts are the system's, so nothing is fetched."""
+    """Build the theme, with fonts of the system, so nothing is downloaded."""
     return gr.themes.Base(
         primary_hue=ACCENT,
         secondary_hue=ACCENT,
@@ -277,10 +274,10 @@ def theme() -> gr.themes.Base:
 
 
 def serve_page(port: int | None = None, host: str | None = None) -> None:
-    """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
+    """Serve the page; on a Space, enforce limits, and use no token but the visitor's own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else statistics of all events are made at every event
-    os.environ["GRADIO_RUN_HISTORY"] = "False"  # else what was asked is kept in browsers
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else every event computes statistics of all events
+    os.environ["GRADIO_RUN_HISTORY"] = "False"  # else browsers keep the inputs of events
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
         threading.Thread(target=limits.guard_runs, daemon=True).start()

@@ -1,7 +1,7 @@
 """The runs of a visitor: on your own machine all runs; on a Space the runs in a folder that nobody else can guess.
 
-A name that comes from a browser is one folder's name: it never leads out of the visitor's own. Beside their own runs,
-all visitors see a finished example, which comes with the package: a run of the demo model without its weights.
+A name that a browser sends is the name of one folder, and never leads out of the visitor's own. All visitors also see a
+finished example that comes with the package: a run of the demo model without its weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Visitor:
         if self.folder is None:
             raise RequestError(
                 "this Space does not know you: sign in, or send a secret of your own of at least "
-                f"{MIN_SECRET_CHARACTERS} characters, by which you find your runs again"
+                f"{MIN_SECRET_CHARACTERS} characters, with which you find your runs again"
             )
         return self.folder
 
@@ -71,14 +71,14 @@ class Visitor:
             return Run(example_folder())
         folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
         if folder is None or folder.is_symlink() or not (folder / Run(folder).plan_file).is_file():
-            raise RequestError(f"{quote(name)} is none of your runs: choose one that `Runs` lists")
+            raise RequestError(f"{quote(name)} is not one of your runs: choose one that `Runs` lists")
         return Run(folder)
 
     def find_own_run(self, name: str) -> Run:
         """Open one of this visitor's runs, to change it."""
         if is_example(run := self.find_run(name)):
             raise RequestError(
-                "this is the example that comes with Linearizer, and is only read: start a run of your own"
+                "this is the example that comes with Linearizer, and cannot be changed: start a run of your own"
             )
         return run
 
@@ -102,7 +102,7 @@ def find_visitor(account: str | None = None, token: str | None = None, secret: s
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be the name of a visitor's run."""
+    """Refuse a text that cannot be the name of a run."""
     if not RUN_NAME.fullmatch(name) or name.startswith("-") or name == EXAMPLE_NAME:
         raise RequestError(
             f"{quote(name)} cannot be the name of a run: take up to 200 letters, digits and ._@+-, beginning with "
@@ -111,5 +111,5 @@ def check_name(name: str) -> None:
 
 
 def hash_identity(identity: str) -> str:
-    """Name a folder so that its name does not tell whose it is."""
+    """Return a name for a visitor's folder that does not reveal who the visitor is."""
     return hashlib.sha256(identity.encode()).hexdigest()[:40]

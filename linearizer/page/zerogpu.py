@@ -1,13 +1,13 @@
-"""ZeroGPU lends a Space its device for about a minute at a time, only while a function decorated here works.
+"""ZeroGPU lends a Space its device for about a minute at a time, only while a function decorated here runs.
 
-Such a function works in a process that `spaces` forks from the server: arguments and results go through a pipe, what it
-keeps in memory is lost, and of an exception only the name of its class arrives. So it works on files, and returns
-errors as values. The time counts against the visitor whose request this is, or whose context a thread was given a copy
-of. Without ZeroGPU functions stay as they are.
+Such a function runs in a process that `spaces` forks from the server: arguments and results go through a pipe, its
+memory is lost, and of an exception only the name of the class arrives. So it works on files, and returns errors as
+values. The time counts against the visitor of the request, or of the context that a thread got a copy of. Without
+ZeroGPU, functions stay as they are.
 
-For a run or an evaluation a thread of the server asks for the device, for one step after the other. A step that takes
-longer than the device is lent ends in a sentence; what it saved is kept. The owner of a Space sets by LINEARIZER_SLICE
-how many seconds a step has.
+For a run or an evaluation, a thread of the server asks for the device once for each step. A step that takes longer than
+the device is lent ends with an error message; what it saved is kept. The owner of a Space sets the seconds of a step by
+LINEARIZER_SLICE.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers import control
 from linearizer.workers.worker import keep_faults, work_in_turn, work_on
 
-SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 120)  # for which the device is asked
+SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 120)  # for which a step asks for the device
 DEVICE = "zerogpu"
 PRODUCTS = ("profile.json", "prices.json", "gates.json", "allocation.json", CANDIDATES, "evaluation.json")  # of steps
-BROKEN_TITLE = "ZeroGPU worker error"  # of the error that `spaces` raises if its process broke off
+BROKEN_TITLE = "ZeroGPU worker error"  # of the error that `spaces` raises if its process ended early
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -62,15 +62,15 @@ class DeviceRefused(FaultError):
 
 
 class StepOver(Exception):
-    """Ends the work for now, when a step is finished: the next goes on from what was saved."""
+    """Ends the work after a finished step; the next call goes on from what was saved."""
 
 
 class DeviceTaken(FaultError):
-    """The device was lent, and its process ended before its work."""
+    """The device was lent, and its process ended before the work was done."""
 
 
 def with_device(seconds: int) -> Callable[[Function], Function]:
-    """Let ZeroGPU lend its device to a generator while it yields; anywhere else it stays as it is."""
+    """Let ZeroGPU lend its device to a generator while it runs; elsewhere the generator stays as it is."""
     return partial(lend, seconds) if on_zerogpu() else lambda function: function
 
 
@@ -119,13 +119,13 @@ def explained_refusals() -> Iterator[None]:
 
 
 def start(run: Run, token: str | None = None, **details: Any) -> None:
-    """Queue a run, and work on it from where it stands; the time counts against the visitor of this request.
+    """Queue a run, and work on what it lacks; the time counts against the visitor of this request.
 
     Other arguments go into the log, where the steps read them.
     """
     control.check_start(run, token)
     lock = control.lock_and_queue(run, **details)
-    context = copy_context()  # tells ZeroGPU the visitor
+    context = copy_context()  # by which ZeroGPU knows the visitor
     threading.Thread(target=context.run, args=(work_in_steps, run, token, lock), daemon=True).start()
 
 
@@ -147,9 +147,9 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
             step = control.status(run).step or {"event": "load"}
             with log_end(run):
                 raise FaultError(
-                    f"{str(step['event'])!r} is a step that takes longer than the {SECONDS} seconds for which "
-                    "ZeroGPU was asked: resume the run, and it goes on from what was saved, or ask for fewer or "
-                    "shorter texts, or for a smaller model, or do this at your own machine"
+                    f"the step {str(step['event'])!r} takes longer than the {SECONDS} seconds for which ZeroGPU lends "
+                    "its device: resume the run, and it goes on from what was saved, or ask for fewer or shorter "
+                    "texts, or for a smaller model, or do this on your own machine"
                 ) from error
         except DeviceRefused as refusal:
             run.log(EventName.STOPPED, error=f"{refusal}; what was finished is kept: resume it later")
@@ -159,13 +159,13 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
 
 @with_device(SECONDS)
 def work_one_step(folder: str, job: str | None, token: str | None) -> Iterator[bool]:
-    """Work on a run until a step is finished, while the device is lent; yield whether the run goes on."""
+    """Work on a run until a step is finished, while the device is lent; yield whether more steps remain."""
     run = Run(Path(folder), job)
     with keep_faults(run, token, run.folder / "worker.log"):
-        before, steps = finished_steps(run), work_on(run, token)
+        finished_before, steps = finished_steps(run), work_on(run, token)
         try:
             for _ in steps:
-                if finished_steps(run) != before:
+                if finished_steps(run) != finished_before:
                     steps.throw(StepOver())
         except StepOver:
             yield True
@@ -174,7 +174,7 @@ def work_one_step(folder: str, job: str | None, token: str | None) -> Iterator[b
 
 
 def finished_steps(run: Run) -> Collection[str]:
-    """Name what is finished: products of a run, or parts of its evaluation."""
+    """Name the finished products of a run, or the finished parts of its evaluation."""
     if run.job is not None:
         return set(newest_request(run)[2])
     return {name for name in PRODUCTS if run.has_file(name)}

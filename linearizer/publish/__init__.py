@@ -1,1 +1,1 @@
-"""The model card of a student, and what is sent to the Hub: the student, its run, or a Space with the page."""
+"""The model card of a student, uploads of a student or of the page to the Hub, and the export to ONNX."""

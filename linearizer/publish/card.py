@@ -1,4 +1,4 @@
-"""The card of a student, of a causal language model or of an encoder: what its template shows, and its results."""
+"""The cards of students of causal language models and of encoders: the facts for a template, and the results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TASKS = {  # pipelines of the Hub, by the class of transformers that loads a tea
     "AutoModelForImageClassification": "image-classification",
     "DiffusionPipeline": "text-to-image",
 }
-MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
+MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; the card does not fold their tables
 
 
 def card_of(run: Run) -> Card:
-    """Return the card of a run's student, of whichever kind it is."""
+    """Return the card of a run's student, of either kind."""
     return EncoderCard(run) if run.of_encoder else CausalCard(run)
 
 
@@ -46,7 +46,7 @@ class CausalCard(Card):
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """The evaluation, without the folders of this machine."""
+        """The evaluation, without folders of this machine."""
         return {
             name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
             for name, part in self.run.results.items()
@@ -71,10 +71,10 @@ class CausalCard(Card):
         }
 
     def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
-        own = public_text(self.run.plan.text)
+        training_text = public_text(self.run.plan.text)
         if (part := self.parts.get("language")) is not None and part.read is not None:
             text, student = part.read.text, find_student(part.result)
-            about = ", kept from training" * (text == own)
+            about = ", kept from training" * (text == training_text)
             yield text, about, "loss", student.loss.mean
             for name, each in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
                 if each is not None:
@@ -85,7 +85,7 @@ class CausalCard(Card):
         if (part := self.parts.get("recall")) is not None and part.read is not None:
             text = part.read.text
             for gap, loss in zip(part.result.gaps, find_student(part.result).second, strict=True):
-                yield text, ", kept from training" * (text == own), f"recall after {gap}", loss
+                yield text, ", kept from training" * (text == training_text), f"recall after {gap}", loss
 
 
 class EncoderCard(Card):
@@ -103,7 +103,7 @@ class EncoderCard(Card):
         self.task = TASKS.get(self.auto_class, features)
 
     def write_ways_to_load(self) -> dict[str, str]:
-        """Write the code that loads the student from its folder, each way under its title."""
+        """Write the code that loads the student from its folder, by the titles of the ways."""
         place = self.run.checkpoint.absolute()
         ways = {"Load it": self.write_snippet(str(place))}
         if (place / "modules.json").is_file():
@@ -113,14 +113,14 @@ class EncoderCard(Card):
 
     def facts(self) -> dict[str, Any]:
         encoder = self.encoder
-        judged = (replace(each, text=public_text(each.text)) for each in encoder.judgements.values())
+        judged = (replace(judgement, text=public_text(judgement.text)) for judgement in encoder.judgements.values())
         return {
             "encoder": encoder,
             "blocks": sorted((block for block, _ in encoder.ways.ways), key=math.prod),
             "slots": sorted(slots for _, slots in encoder.ways.ways),
             "globals": encoder.both_ways.first + encoder.both_ways.last,
             "choice": describe_choice(encoder),
-            "tables": [quality_table(encoder, each) for each in judged],
+            "tables": [quality_table(encoder, judgement) for judgement in judged],
             "steps": encoder.plan.steps,
         }
 

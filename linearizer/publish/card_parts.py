@@ -1,7 +1,7 @@
-"""What the cards of all students have: metadata, how to load them, the plan, and their text, a template.
+"""The parts that the cards of all students have: metadata, the code that loads them, the plan, and a template.
 
-Whatever a template shows is escaped, so that names and texts from others become no markup and no metadata, unless it
-is Markdown already.
+A template escapes whatever it shows, except Markdown, so that names and texts from others become neither markup nor
+metadata.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from linearizer.run.names import HubName
 
 TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
 LINK = r"https?://[\w./~%#?=&:+@-]+"
-LOCAL = ("/", ".", "~")  # beginnings of the folders of a machine
+LOCAL = ("/", ".", "~")  # beginnings of the names of local folders
 
 
 class Markdown(str):
@@ -40,27 +40,27 @@ class Markdown(str):
 
 @dataclass(frozen=True)
 class CitedTeacher:
-    """The teacher of a student, as far as the card names it."""
+    """The teacher of a student, as the card cites it."""
 
     name: str
     repo_id: str | None  # None: a local folder, which nobody else can find
     revision: str | None
     gated: bool
     terms: dict[str, Any]  # its licence and language
-    file: str | None = None  # of its weights, where it is one of several in a repository
+    file: str | None = None  # of its weights, if the repository has several
 
     @staticmethod
     def of(teacher: ModelFacts) -> CitedTeacher:
-        asked = HubName.of(teacher.name) if teacher.revision else None
-        repo_id, file = (asked.repo_id, asked.file) if asked else (None, None)
+        hub_name = HubName.of(teacher.name) if teacher.revision else None
+        repo_id, file = (hub_name.repo_id, hub_name.file) if hub_name else (None, None)
         terms = public_terms(teacher.terms, f"{repo_id}/blob/{teacher.revision}" if repo_id else None)
         return CitedTeacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, terms, file)
 
 
 def public_terms(terms: dict[str, Any], place: str | None) -> dict[str, Any]:
-    """Copy a teacher's licence and language; a link to its licence that is relative to a place becomes absolute."""
+    """Copy a teacher's licence and language; make a link to the licence that is relative to `place` absolute."""
     copied: dict[str, Any] = {
-        name: one_line(value) if isinstance(value, str) else [one_line(each) for each in value]
+        name: one_line(value) if isinstance(value, str) else [one_line(item) for item in value]
         for name, value in terms.items()
     }
     link = copied.pop("license_link", None)
@@ -72,7 +72,7 @@ def public_terms(terms: dict[str, Any], place: str | None) -> dict[str, Any]:
 
 
 class Card(ABC):
-    """The card of a run's student: the methods that are not here say what differs between kinds of students."""
+    """The card of a run's student; subclasses add what differs between kinds of students."""
 
     template: ClassVar[str]  # a file of this room
     task: str  # of the Hub: what the student does
@@ -85,17 +85,17 @@ class Card(ABC):
 
     @abstractmethod
     def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
-        """List the results of the student: the text, what is said of it, the name of the measure, and its value."""
+        """List the results of the student: the text, a remark about it, the name of the measure, and its value."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Collect what the template of this kind of student shows."""
+        """Collect the facts that the template shows."""
 
     def write_snippet(self, name: str, revision: str | None = None) -> str:
-        """Write the Python code that loads the student by its name and uses it."""
+        """Write the Python code that loads and uses the student of this name."""
         pinned = json.dumps(revision) if revision else ""
-        shown = ENVIRONMENT.get_template("snippet.md").render(card=self, name=json.dumps(name), revision=pinned)
-        return shown.rstrip()
+        code = ENVIRONMENT.get_template("snippet.md").render(card=self, name=json.dumps(name), revision=pinned)
+        return code.rstrip()
 
     def add(self) -> None:
         """Put the card into the checkpoint of the run."""
@@ -117,7 +117,7 @@ class Card(ABC):
         return f"---\n{head.strip()}\n---\n{body}"
 
     def public_plan(self) -> dict[str, Any]:
-        """Pin the teacher of the plan, and remove the folders of this machine from it."""
+        """Return the plan, with its teacher's revision and without folders of this machine."""
         teacher, plan = self.teacher, asdict(self.run.any_plan)
         plan["model"] = (
             str(HubName(teacher.repo_id, teacher.revision, teacher.file)) if teacher.repo_id else teacher.name
@@ -128,7 +128,7 @@ class Card(ABC):
     def build_metadata(self, title: str) -> ModelCardData:
         """Describe the student to the Hub."""
         plan = self.public_plan()
-        learnt = plan.get("pictures") or plan["text"]
+        source = plan.get("pictures") or plan["text"]
         results = [
             EvalResult(
                 task_type=self.task,
@@ -147,7 +147,7 @@ class Card(ABC):
             pipeline_tag=self.task,
             library_name=self.library,
             tags=TAGS,
-            datasets=[learnt.split(":")[1]] if is_on_hub(learnt) else None,
+            datasets=[source.split(":")[1]] if is_on_hub(source) else None,
             model_name=one_line(title),
             eval_results=results or None,
             **self.teacher.terms,
@@ -166,7 +166,7 @@ def public_text(source: str) -> str:
 
 
 def is_on_hub(text: str) -> bool:
-    """Whether a text is a data set of the Hub, and not data that only its owner has."""
+    """Whether a text is a data set of the Hub, not local data."""
     return text.startswith("dataset:") and "/" in text.split(":")[1]
 
 
@@ -179,7 +179,7 @@ def table_markdown(table: Table) -> Markdown:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape text so that Markdown and HTML show it as it is."""
+    """Escape a text so that Markdown and HTML show it unchanged."""
     return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(one_line(text), quote=False))
 
 
@@ -204,5 +204,5 @@ ENVIRONMENT = Environment(
 ENVIRONMENT.filters |= {
     "raw": Markdown,
     "table": table_markdown,
-    **{each.__name__: each for each in (candidates_table, count_in_words, describe_environment)},
+    **{function.__name__: function for function in (candidates_table, count_in_words, describe_environment)},
 }

@@ -1,6 +1,6 @@
-"""A student as a graph for other runtimes: tokens and its whole state go in, logits and the state after them come out.
+"""The export of a student as a graph for other runtimes: it maps tokens and the state to logits and the new state.
 
-A state has a fixed size, so the graph has fixed shapes, and what runs it needs no cache of its own. Heads of few bits
+A state has a fixed size, so the graph has fixed shapes, and its runtime needs no cache of its own. Heads of few bits
 keep the numbers that their bytes stand for, which take more memory, but need no operation that a runtime may lack.
 """
 
@@ -33,13 +33,13 @@ from linearizer.student.state import EMPTY, tensors
 Tensor = torch.Tensor
 MODEL, STATE, ABOUT = "model.onnx", "empty_state.npz", "README.md"
 NEEDED = ("onnx", "onnxscript")
-COUNT = "count"  # of the tokens that each text has read: the same in all states
-NOT_EXPORTED = "; a checkpoint runs in transformers as it is, and `linearizer serve` serves it"
+COUNT = "count"  # of the tokens of each text that were read: the same in all states
+NOT_EXPORTED = "; the checkpoint itself runs in transformers, and `linearizer serve` serves it"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder of a graph, and what it reads at once."""
+    """The folder of a graph, and the amounts that a call reads."""
 
     folder: str
     texts: int
@@ -48,7 +48,7 @@ class Exported:
 
 
 class Step(nn.Module):
-    """A student that reads a fixed number of tokens; its state is given and returned as a list of tensors."""
+    """A student that reads a fixed number of tokens; it takes and returns its state as a list of tensors."""
 
     def __init__(self, student: LinearizedForCausalLM, texts: int = 1) -> None:
         super().__init__()
@@ -56,22 +56,22 @@ class Step(nn.Module):
         self.names = [*state_of(self.empty)]
 
     def forward(self, input_ids: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        cache, given = self.empty.fork(), dict(zip(self.names, state, strict=True))
+        cache, named = self.empty.fork(), dict(zip(self.names, state, strict=True))
         for index, layer in enumerate(linearized_layers(cache)):
-            layer.tokens_read = 1  # attention looks into its state, and no other code at how many
+            layer.tokens_read = 1  # so that attention reads the state; no code uses the number itself
             layer.memory = [
-                replace(held, **{name: given.get(name_of(index, part, name), x) for name, x in tensors(held).items()})
-                for part, held in enumerate(layer.memory)
+                replace(group, **{name: named.get(name_of(index, part, name), x) for name, x in tensors(group).items()})
+                for part, group in enumerate(layer.memory)
             ]
-        positions = given[COUNT][:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-        out = self.student(input_ids=input_ids, position_ids=positions, use_cache=True, **{CACHE: cache})
-        after = state_of(cache)
-        return out.logits, [after[name] for name in self.names]
+        positions = named[COUNT][:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        output = self.student(input_ids=input_ids, position_ids=positions, use_cache=True, **{CACHE: cache})
+        new_state = state_of(cache)
+        return output.logits, [new_state[name] for name in self.names]
 
 
 @torch.no_grad()
 def empty_cache(student: LinearizedForCausalLM, texts: int) -> LinearizedCache:
-    """Make the state that has read nothing: a token is read to learn its sizes."""
+    """Make the state that has read nothing; read a token to learn its sizes."""
     cache = student.empty_cache()
     with keeping_numbers(student):
         student(input_ids=torch.zeros(texts, 1, dtype=torch.long), use_cache=True, **{CACHE: cache})
@@ -80,16 +80,16 @@ def empty_cache(student: LinearizedForCausalLM, texts: int) -> LinearizedCache:
 
 @contextmanager
 def keeping_numbers(student: LinearizedForCausalLM) -> Iterator[None]:
-    """While this lasts, heads of few bits keep numbers instead of bytes, and no kernel in C reads for them."""
+    """Let heads of few bits keep numbers instead of bytes, and turn C kernels off, inside the `with` block."""
     layers = student.students()
-    before = [(layer.keeps_bytes, layer.in_c) for layer in layers]
+    modes = [(layer.keeps_bytes, layer.in_c) for layer in layers]
     for layer in layers:
         layer.keeps_bytes, layer.in_c = False, False
     try:
         yield
     finally:
-        for layer, kept in zip(layers, before, strict=True):
-            layer.keeps_bytes, layer.in_c = kept
+        for layer, mode in zip(layers, modes, strict=True):
+            layer.keeps_bytes, layer.in_c = mode
 
 
 def linearized_layers(cache: LinearizedCache) -> list[LinearizedLayer]:
@@ -101,26 +101,26 @@ def name_of(layer: int, group: int, tensor: str) -> str:
 
 
 def state_of(cache: LinearizedCache) -> dict[str, Tensor]:
-    """Return the tensors of all states that hold a number, by name."""
+    """Return the tensors of all states that are not empty, by name."""
     return {
         name_of(index, part, name): x
         for index, layer in enumerate(linearized_layers(cache))
-        for part, held in enumerate(layer.memory)
-        for name, x in tensors(held).items()
+        for part, group in enumerate(layer.memory)
+        for name, x in tensors(group).items()
         if x.numel()
     }
 
 
 def refuse_what_grows(student: LinearizedForCausalLM, tokens: int) -> None:
-    """Refuse students that no graph of fixed shapes computes."""
+    """Refuse students that a graph of fixed shapes cannot compute."""
     groups = [group for layer in student.students() for group in layer.groups]
     if None in student.config.layers or any(isinstance(group, SoftmaxGroup) for group in groups):
         raise RequestError(
-            "heads of this student keep a cache that grows, or their teacher's own window, and a graph has fixed "
-            f"shapes: allocate without --may-grow, if that is why{NOT_EXPORTED}"
+            "heads of this student keep a growing cache, or their teacher's own window, but a graph has fixed shapes: "
+            f"allocate without --may-grow, if that was set{NOT_EXPORTED}"
         )
     if tokens > 1 and has_features(student):
-        raise RequestError("heads with features or a memory are traced for single tokens alone")
+        raise RequestError("heads with features or a memory can be traced only for single tokens")
 
 
 def has_features(student: LinearizedForCausalLM) -> bool:
@@ -136,7 +136,7 @@ def trace(step: Step, tokens: int = 1) -> torch.export.ExportedProgram:
     try:
         with torch.no_grad(), keeping_numbers(step.student):
             return torch.export.export(step, (ids, [*state.values()]), strict=False)
-    except Exception as error:  # of the code of the teacher's architecture, too
+    except Exception as error:  # may come from the code of the teacher's architecture
         raise RequestError(f"this architecture cannot be traced ({first_line(error)}){NOT_EXPORTED}") from error
 
 
@@ -145,7 +145,7 @@ def export_run(run: Run, folder: Path, texts: int = 1, tokens: int = 1) -> Steps
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise RequestError(f"ONNX needs {' and '.join(missing)}: pip install 'linearizer[onnx]'")
     if min(texts, tokens) < 1:
-        raise RequestError("--texts and --tokens are at least 1")
+        raise RequestError("--texts and --tokens must be at least 1")
     if folder.exists():
         raise FolderError(f"{str(folder)!r} exists already: name another folder with --out, or remove it")
     with quiet():
@@ -159,7 +159,7 @@ def write_onnx(
 ) -> Steps[Exported]:
     """Write a student as ONNX, with its tokenizer, its empty state and a description."""
     if has_features(student):
-        raise RequestError(f"ONNX is written for heads with windows and slots, not with features{NOT_EXPORTED}")
+        raise RequestError(f"ONNX can be written for heads with windows and slots, not with features{NOT_EXPORTED}")
     yield Progress("export", 0, 3, "parts")
     step = Step(student, texts)
     program = trace(step, tokens)
@@ -179,11 +179,11 @@ def write_onnx(
 
 
 def to_onnx(program: torch.export.ExportedProgram, names: list[str]) -> Any:
-    """Translate a graph without optimising it, which takes longer than all else: a runtime does that as it loads it."""
+    """Translate a graph without optimising it, which would take longest: a runtime optimises it when it loads it."""
     from onnxscript import opset18 as op
 
     def sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-        """Sort as torch.sort does: TopK orders equal numbers by their place."""
+        """Sort as torch.sort does: TopK keeps equal numbers in their order."""
         size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
         return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
 
@@ -197,12 +197,12 @@ def to_onnx(program: torch.export.ExportedProgram, names: list[str]) -> Any:
         verbose=False,
     )
     for node in model.model.graph.all_nodes():
-        node.metadata_props.clear()  # which line of this machine's files made it, in most of the file's bytes
+        node.metadata_props.clear()  # lines of source files on this machine, which take most of the bytes
     return model
 
 
 def describe(name: str, exported: Exported, state: dict[str, Any]) -> str:
-    """Describe the inputs and outputs of a graph, and how it is called."""
+    """Describe the inputs and outputs of a graph, and how to call it."""
     sizes = {"teacher": name, "texts": exported.texts, "tokens": exported.tokens}
     rows = "\n".join(f"| `{name}` | {x.dtype} | {' × '.join(map(str, x.shape))} |" for name, x in state.items())
     text = (Path(__file__).parent / "onnx.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Publish the student of a run as a model of the Hub, or this app as a Space, in one commit, with a preview."""
+"""Publish the student of a run as a model on the Hub, or this app as a Space, in one commit, after a preview."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPLACED = (".safetensors", ".safetensors.index.json", ".py")
 def preview(run: Run | None, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
     """Check that a run's student, or without a run this app, can be published; list what would be sent, send nothing.
 
-    Where nobody is signed in, what would be sent is listed all the same.
+    The list needs no account.
     """
     if run is not None:
         check_student(run)
@@ -67,9 +67,9 @@ def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str |
     repo = find_target(repo_id, private, token, "space" if run is None else "model")
     files = files_to_send(run, repo)
     earlier = repo.files - files.keys()
-    gone = [name for name in earlier if (name.startswith("linearizer/") if run is None else name.endswith(REPLACED))]
+    removed = [name for name in earlier if (name.startswith("linearizer/") if run is None else name.endswith(REPLACED))]
     title = "Publish Linearizer as a Space" if run is None else "Publish a linearized model"
-    revision = yield from upload(repo, files, title, gone, token)
+    revision = yield from upload(repo, files, title, removed, token)
     if run is None:
         return Published(repo.repo_id, revision, repo.url, repo.url)
     check_published_config(run, repo, revision, token)
@@ -84,7 +84,7 @@ def files_to_send(run: Run | None, repo: Repository) -> dict[str, Content]:
     if run is None:
         return space.list_space_files(repo.repo_id)
     files: dict[str, Content] = {}
-    for path in sorted(run.checkpoint.rglob("*")):  # without hidden files and symbolic links
+    for path in sorted(run.checkpoint.rglob("*")):  # skips hidden files and symbolic links
         name = path.relative_to(run.checkpoint)
         if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
             files[name.as_posix()] = path
@@ -95,7 +95,7 @@ def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
     run.require_student()
     if (run.checkpoint / PIPELINE).is_file():
-        raise RequestError(f"a pipeline is not published from here: upload {str(run.checkpoint)!r} with `hf upload`")
+        raise RequestError(f"push cannot publish a pipeline: upload {str(run.checkpoint)!r} with `hf upload`")
     if run.has_file(HUB_JOB):
         from linearizer.method.checkpoint import link_missing_weights
 
@@ -106,8 +106,8 @@ def check_student(run: Run) -> None:
 def find_target(repo_id: str, private: bool, token: str | None, kind: str = "model") -> Repository:
     """Find the repository: a new one, or one that holds an earlier student, or as a Space an earlier app."""
     repo = find_repository(repo_id, private, token, kind=kind)
-    held = APP_FILES <= repo.files if kind == "space" else holds_student(repo, token)
-    if not repo.fresh and not held:
+    is_ours = APP_FILES <= repo.files if kind == "space" else holds_student(repo, token)
+    if not repo.fresh and not is_ours:
         refuse_other_content(repo)
     return repo
 
@@ -124,13 +124,13 @@ def holds_student(repo: Repository, token: str | None) -> bool:
 
 
 def list_warnings(run: Run) -> tuple[str, ...]:
-    """List what speaks against publishing a student: the verdict on it, where that is bad."""
+    """List the reasons against publishing a student: the verdict on it, if that is bad."""
     verdict = judge_any_run(run)
     return () if verdict is None or verdict.kind != "bad" else (verdict.sentence,)
 
 
 def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
-    """List what a user should know before a student is published, what speaks against it first."""
+    """List what a user should know before publishing a student, the warnings first."""
     teacher = card_of(run).teacher
     notes = [*list_warnings(run)]
     if repo.head is not None and not repo.fresh:
@@ -138,15 +138,15 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     if not repo.private:
         notes.append("everyone will see it")
     if teacher.gated:
-        notes.append(f"{teacher.name} is gated: check that its licence lets you share what is made from it")
+        notes.append(f"{teacher.name} is gated: check that its licence lets you share models made from it")
     if not teacher.terms.get("license"):
-        notes.append(f"{teacher.name} states no licence: ask its author before you share what is made from it")
+        notes.append(f"{teacher.name} states no licence: ask its author before you share models made from it")
     if teacher.repo_id is None and teacher.name != "demo":  # which comes with every Linearizer
-        notes.append(f"{teacher.name} is a local folder, so nobody else can make this again")
+        notes.append(f"{teacher.name} is a local folder, so nobody else can reproduce this student")
     return tuple(notes)
 
 
 def check_published_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
-    """Compare the published config, as users will load it, with the run's."""
+    """Check that the published config, as users will load it, is the run's."""
     if fetch_file(repo, CONFIG, revision, token).read_bytes() != (run.checkpoint / CONFIG).read_bytes():
         raise FaultError(f"{repo.repo_id!r} at {revision} has another config than the run: publish again")

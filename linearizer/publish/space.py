@@ -14,10 +14,10 @@ from linearizer.run.files import PACKAGE, find_carried, project_folder
 
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
 TOP_FILES = ("app.py", "LICENSE", "pyproject.toml", *FITTED_FILES)
-CARRIED_FOLDERS = ("project", "assets")  # an installed package carries here what lies beside it in a checkout
-OF_THE_PAGE = ("gradio", "fastapi", "httptools", "uvicorn", "uvloop")  # needed by no run
-PREINSTALLED = ("gradio", "triton")  # gradio by sdk_version of the Space, triton by torch
-TORCH = "torch>=2.8,<2.12"  # ZeroGPU has no newer one
+CARRIED_FOLDERS = ("project", "assets")  # in an installed package; in a checkout they are next to it
+OF_THE_PAGE = ("gradio", "fastapi", "httptools", "uvicorn", "uvloop")  # no run needs them
+PREINSTALLED = ("gradio", "triton")  # gradio by the Space's sdk_version, triton by torch
+TORCH = "torch>=2.8,<2.12"  # ZeroGPU supports no newer one
 FRONT_MATTER: dict[str, Any] = {
     "title": "Linearizer",
     "emoji": "📏",
@@ -39,25 +39,25 @@ FRONT_MATTER: dict[str, Any] = {
 
 
 def list_space_files(repo_id: str) -> dict[str, Content]:
-    """List the files of a Space, from a checkout or from an installed package, which carries all but the pictures."""
+    """List the files of a Space, from a checkout or from an installed package, which lacks only the pictures."""
     project, assets = project_folder(), find_carried("assets")
     needed = *(project / name for name in TOP_FILES), assets / "demo-model"
     if missing := [str(path) for path in needed if not path.exists()]:
         raise RequestError(
-            f"{missing[0]!r} is missing, which a Space needs: install the package again, or run "
+            f"a Space needs {missing[0]!r}, which is missing: install the package again, or run "
             f"`python -m linearizer push --space {repo_id}` in a checkout of the project"
         )
     files: dict[str, Content] = {**{name: project / name for name in TOP_FILES}, **package_files()}
     readme, lines = ((project / name).read_text(encoding="utf-8") for name in FITTED_FILES)
     front_matter = SpaceCardData(**FRONT_MATTER, sdk_version=version("gradio")).to_yaml(line_break="\n")
     readme = re.sub(r"!\[[^\]]*\]\(([^)]*)\)\n", lambda picture: picture[0] if picture[1] in files else "", readme)
-    kept = {name: line for line in lines.splitlines() if (name := package_name(line)) and name not in PREINSTALLED}
-    fitted = (f"---\n{front_matter}\n---\n{readme}", "\n".join({**kept, "torch": TORCH}.values()) + "\n")
+    needs = {name: line for line in lines.splitlines() if (name := package_name(line)) and name not in PREINSTALLED}
+    fitted = (f"---\n{front_matter}\n---\n{readme}", "\n".join({**needs, "torch": TORCH}.values()) + "\n")
     return {**files, **{name: text.encode() for name, text in zip(FITTED_FILES, fitted, strict=True)}}
 
 
 def package_files() -> dict[str, Content]:
-    """List the files of the package and of its assets, by their places in a checkout."""
+    """List the files of the package and of its assets by their paths in a checkout."""
     files: dict[str, Content] = {}
     for folder, place in (("linearizer", PACKAGE), ("assets", find_carried("assets"))):
         for path in sorted(place.rglob("*")):
@@ -69,13 +69,13 @@ def package_files() -> dict[str, Content]:
     return files
 
 
-def job_requirements(*more: str) -> list[str]:
-    """List what a job of the Hub installs: what is installed here, so that two jobs of a run compute alike."""
+def job_requirements(*extra: str) -> list[str]:
+    """List what a job of the Hub installs: the versions installed here, so that all jobs of a run compute the same."""
     lines = (project_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    kept = [name for name in map(package_name, lines) if name and name not in (*OF_THE_PAGE, "triton")]
-    return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *more)]
+    names = [name for name in map(package_name, lines) if name and name not in (*OF_THE_PAGE, "triton")]
+    return [f"{name}=={version(name).partition('+')[0]}" for name in (*names, *extra)]
 
 
 def package_name(line: str) -> str:
-    """Read the name of a package at the beginning of a requirement; nothing where it has none."""
+    """Return the name of a package at the beginning of a requirement; empty if there is none."""
     return re.match(r"[\w-]*", line)[0]  # type: ignore[index]

@@ -1,4 +1,1 @@
-"""Turns products of a run into tables, charts, HTML and a verdict.
-
-Nothing here measures, or sends anything.
-"""
+"""Turns products of a run into tables, charts, HTML and a verdict; it neither measures nor sends anything."""

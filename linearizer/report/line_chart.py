@@ -1,4 +1,4 @@
-"""Charts of lines as SVG, which is drawn at once: a few kilobytes, and no script."""
+"""Line charts as SVG, which needs no script and a few kilobytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise, zip_longest
 
-WIDTH, HEIGHT = 400, 240  # of a chart, in its own units: it is drawn as wide as its place
+WIDTH, HEIGHT = 400, 240  # of a chart, in its own units: it fills the width of its place
 LEFT, RIGHT, TOP, BOTTOM = 44, 78, 12, 30  # margins: ticks at the left and below, names of lines at the right
 SPACING = 15.0  # between the names of two lines, at least
-LETTER, APART = 8.0, 8  # the width of a letter of a name, and the room between a name and its line
-UNMARKED = "lz-unmarked"  # a mark that has a note and is not seen
+LETTER, APART = 8.0, 8  # the width of a letter of a name, and the gap between a name and its line
+UNMARKED = "lz-unmarked"  # an invisible mark that has a note
 TITLE = 18  # height of the title of an axis
 MAX_TICKS, STEPS = 6, (1, 2, 5)  # of an axis on a scale of factors
 Write = Callable[[Sequence[float]], list[str]]  # the numbers of an axis
 
 
 def write_short(values: Sequence[float]) -> list[str]:
-    """Write round numbers in one notation, each in five letters, which the left margin has room for."""
+    """Write round numbers in one notation, in at most five letters, for which the left margin has room."""
     if all(1e-3 <= value < 1e5 for value in values):
         return [f"{value:g}" for value in values]
     return [f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") for value in values]
@@ -27,20 +27,20 @@ def write_short(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Line:
-    """A line by its points, from the left to the right; `kind` is how it looks, a class of the page's style."""
+    """A line by its points, from left to right; `kind` is its class in the page's style."""
 
     name: str
     points: Sequence[tuple[float, float]]
     kind: str
     intervals: Sequence[tuple[float, float]] = ()  # of the points, drawn as bars
-    notes: Sequence[str] = ()  # of the points, each is shown when the mouse points at it
+    notes: Sequence[str] = ()  # of the points, shown under the mouse
     marked: bool = True  # whether there are marks at the points
     named_first: bool = False  # the name stands at the first point, not at the last
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: the values at its ends, those that are named, and what it shows."""
+    """An axis: the values at its ends, its ticks, and its title."""
 
     low: float
     high: float
@@ -55,11 +55,11 @@ class Axis:
 
     @staticmethod
     def round(values: Iterable[float], title: str = "", write: Write = write_short) -> Axis:
-        """Return an axis on which all finite values fit, from a round number to another, some of which are named."""
-        some = [value for value in values if math.isfinite(value)] or [1.0]
-        named = numbers = round_numbers(min(some), max(some))
+        """Return an axis between round numbers on which all finite values fit, with ticks at round numbers."""
+        finite = [value for value in values if math.isfinite(value)] or [1.0]
+        named = numbers = round_numbers(min(finite), max(finite))
         if len(numbers) > MAX_TICKS:
-            tens = round_numbers(min(some), max(some), (1,))
+            tens = round_numbers(min(finite), max(finite), (1,))
             named = [ten for ten in tens if numbers[0] <= ten <= numbers[-1]][:: 1 + len(tens) // MAX_TICKS]
         return Axis(numbers[0], numbers[-1], list(zip(named, write(named), strict=True)), title=title)
 
@@ -100,7 +100,7 @@ class Frame:
     def draw_line(self, line: Line) -> list[str]:
         """Draw a line, the intervals of its points, and their marks."""
         points = [self.place(point) for point in line.points]
-        path = "L".join(f"{across:.1f} {down:.1f}" for across, down in points)
+        path = "L".join(f"{across:.1f} {height:.1f}" for across, height in points)
         drawn = [f'<path class="lz-line {line.kind}" d="M{path}"/>']
         for (value, _), ends in zip(line.points, line.intervals, strict=bool(line.intervals)):
             (at, low), (_, high) = (self.place((value, end)) for end in ends)
@@ -112,37 +112,37 @@ class Frame:
         return drawn
 
 
-def draw_lines(about: str, x: Axis, y: Axis, lines: Sequence[Line], beside: bool = False) -> str:
-    """Draw lines with their names; `about` says in words what is seen.
+def draw_lines(about: str, x: Axis, y: Axis, lines: Sequence[Line], at_ends: bool = False) -> str:
+    """Draw lines with their names; `about` describes the chart in words.
 
-    Names stand in the right margin, or `beside` the ends of their lines, which may be anywhere.
+    Names are in the right margin, or with `at_ends` at the ends of their lines, which may be anywhere.
     """
     names = [line.name for line in lines]
     longest = max(map(len, names), default=0)
-    frame = Frame(x, y, WIDTH - (2 * APART if beside else max(RIGHT, APART + LETTER * longest)))
+    frame = Frame(x, y, WIDTH - (2 * APART if at_ends else max(RIGHT, APART + LETTER * longest)))
     drawn = frame.draw_axes() + [part for line in lines for part in frame.draw_line(line)]
     ends = [frame.place(line.points[0 if line.named_first else -1]) for line in lines]
-    if not beside:
+    if not at_ends:
         ends = [(frame.right, height) for _, height in ends]
     for line, (at, height, anchor) in zip(lines, place_names(names, ends), strict=True):
-        where = f'x="{at:g}" y="{height + 4:.1f}"{anchor}'
-        drawn.append(f'<text class="{line.kind}" {where}>{escape(line.name)}</text>')
-    above, below = TITLE * bool(y.title), TITLE * bool(x.title)
-    box, label = f"0 {-above} {WIDTH} {above + HEIGHT + below}", escape(about, quote=True)
+        position = f'x="{at:g}" y="{height + 4:.1f}"{anchor}'
+        drawn.append(f'<text class="{line.kind}" {position}>{escape(line.name)}</text>')
+    top, bottom = TITLE * bool(y.title), TITLE * bool(x.title)
+    box, label = f"0 {-top} {WIDTH} {top + HEIGHT + bottom}", escape(about, quote=True)
     return f'<svg viewBox="{box}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
 
 
 def place_names(names: Sequence[str], ends: Sequence[tuple[float, float]]) -> list[tuple[float, float, str]]:
-    """Place names at the right of the ends of their lines, or at the left where there is no room, and move them apart.
+    """Place names right of the ends of their lines, or left if there is no room, and move them apart.
 
-    Each place has the attribute that says on which side it is.
+    Each place includes the attribute that anchors its text.
     """
     widths = [LETTER * len(name) for name in names]
     fit = [at + APART + width <= WIDTH for (at, _), width in zip(ends, widths, strict=True)]
     lefts = [at + APART if fits else at - APART - width for (at, _), width, fits in zip(ends, widths, fit, strict=True)]
-    columns: list[list[int]] = []  # of names that would lie above or on each other
+    columns: list[list[int]] = []  # of names that would overlap, or lie above each other
     for number in sorted(range(len(names)), key=lefts.__getitem__):
-        if columns and lefts[number] < max(lefts[other] + widths[other] for other in columns[-1]):
+        if columns and lefts[number] < max(lefts[placed] + widths[placed] for placed in columns[-1]):
             columns[-1].append(number)
         else:
             columns.append([number])
@@ -156,10 +156,10 @@ def place_names(names: Sequence[str], ends: Sequence[tuple[float, float]]) -> li
 
 
 def spread(heights: Sequence[float], top: float, bottom: float) -> list[float]:
-    """Move heights apart where they would lie on each other, as little as is needed; their order stays."""
+    """Move heights apart where they would overlap, as little as needed, and keep their order."""
     order, moved, room = sorted(range(len(heights)), key=heights.__getitem__), list(heights), bottom
-    for above, below in pairwise(order):
-        moved[below] = max(moved[below], moved[above] + SPACING)
+    for upper, lower in pairwise(order):
+        moved[lower] = max(moved[lower], moved[upper] + SPACING)
     for place in reversed(order):
         moved[place] = max(top, min(moved[place], room))
         room = moved[place] - SPACING
@@ -167,9 +167,9 @@ def spread(heights: Sequence[float], top: float, bottom: float) -> list[float]:
 
 
 def round_numbers(low: float, high: float, steps: Sequence[int] = STEPS) -> list[float]:
-    """List round numbers, two at least, that enclose two numbers."""
+    """List at least two round numbers, which enclose two numbers."""
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     numbers = [step * 10.0**power for power in powers for step in steps]
-    first = max(number for number in numbers if number <= low)
-    last = min(number for number in numbers if number >= high and number > first)
-    return [number for number in numbers if first <= number <= last]
+    start = max(number for number in numbers if number <= low)
+    end = min(number for number in numbers if number >= high and number > start)
+    return [number for number in numbers if start <= number <= end]

@@ -1,4 +1,4 @@
-"""The pieces of the page's HTML: every word that came from outside is escaped."""
+"""The pieces of the page's HTML; they escape every text from outside."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from linearizer.run.files import project_folder
 from linearizer.run.names import runs_root
 from linearizer.run.results import Part
 
-MANY_COLUMNS = 4  # of a table: with more, a phone shows the cells of a row below each other
+MANY_COLUMNS = 4  # a phone shows the cells of a row below each other in tables with more
 
 
 def message_box(text: str, kind: str = "note") -> str:
-    """Put a sentence in a box; `kind` is note, good or bad, and a sign shows it too."""
+    """Put a sentence in a box; `kind` is note, good or bad, and a sign shows it."""
     sign = {"note": "ℹ\ufe0e", "good": "✓", "bad": "▲"}[kind]
     loud = announcement(text) if kind != "note" else ""
     return f'<p class="lz-message lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {sentence_html(text)}</p>'
@@ -28,7 +28,7 @@ def announcement(text: str) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Remove the folder of the runs from a sentence, and replace what could be HTML."""
+    """Remove the folder of the runs from a sentence, and replace angle brackets, which could be HTML."""
     root = re.escape(str(runs_root().absolute()))
     return re.sub(root + r"/(?:[0-9a-f]{40}/)?", "", text).replace("<", "‹").replace(">", "›")
 
@@ -46,15 +46,15 @@ def values_list(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
 
 
 def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], label: str = "", kind: str = "") -> str:
-    """Lay out rows of cells, the first of each its name; a `label` is not seen, and `kind` is how they look."""
+    """Lay out rows of cells, each after its name; `label` is for screen readers, and `kind` a class of the style."""
     top = "".join(f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in head)
-    many = len(head) > MANY_COLUMNS
-    cells = [f'<td data-head="{escape(name, quote=True)}">' if many else "<td>" for name in head[1:]]
+    is_wide = len(head) > MANY_COLUMNS
+    cells = [f'<td data-head="{escape(name, quote=True)}">' if is_wide else "<td>" for name in head[1:]]
     body = ""
     for row in rows:
-        others = "".join(f"{begin}{escape(cell)}</td>" for begin, cell in zip(cells, row[1:], strict=False))
-        body += f'<tr><th scope="row">{escape(row[0])}</th>{others}</tr>'
-    kind += " lz-many" * many
+        values = "".join(f"{begin}{escape(cell)}</td>" for begin, cell in zip(cells, row[1:], strict=False))
+        body += f'<tr><th scope="row">{escape(row[0])}</th>{values}</tr>'
+    kind += " lz-many" * is_wide
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
         f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(label or caption)}"><table '
@@ -68,7 +68,7 @@ def folded(title: str, content: str, opened: bool = False) -> str:
 
 
 def part_html(name: str, part: Part, opened: bool = False) -> str:
-    """Show the result of a part as tables, which are folded."""
+    """Show the result of a part as folded tables."""
     view = PART_VIEWS[name]
     tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(part), 1))
     notes = "".join(f"<li>{escape(without_folders(note))}</li>" for note in describe_environment(part))
@@ -84,10 +84,10 @@ def table_html(caption: str, content: Table) -> str:
 
 
 def glossary_html() -> str:
-    """Lay out a "?" that opens the README's glossary; the browser opens and closes it, with the keyboard, too."""
+    """Lay out a "?" that opens the README's glossary; the browser handles mouse and keyboard."""
     readme = (project_folder() / "README.md").read_text(encoding="utf-8")
     table = readme.partition("## Glossary")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)[2:]  # below the head, and the line under it
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)[2:]  # after the head and the line under it
     words = "".join(f"<dt>{escape(word)}</dt><dd>{escape(meaning).replace('`', '')}</dd>" for word, meaning in rows)
     return (
         '<button type="button" class="lz-ask" popovertarget="glossary" aria-label="Glossary">?</button>'

@@ -1,6 +1,6 @@
-"""How each part of an evaluation is shown: its title, what it asks, its tables and its chart.
+"""How each part of an evaluation is shown: its title, its question, its tables and its chart.
 
-Numbers and markers of a chart say what its colours say.
+Numbers and markers of a chart show what its colours show.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 DrawPart = Callable[[Part[Any]], "Figure | None"]  # None: the result holds nothing to draw
-MIN_DRAWN_ERROR = 0.001  # of the attention of a head: a smaller share is drawn there
+MIN_DRAWN_ERROR = 0.001  # of the attention of a head: smaller shares are drawn as this
 LOSS_AXIS = {"title": "loss, nats per token"}
 LENGTH_AXIS = {"title": "length of the text, tokens", **COUNTS_AXIS}
 
 
 def no_chart(part: Part[Any]) -> None:
-    """Draw nothing of a part that is shown as tables alone."""
+    """Draw nothing: the part is shown as tables alone."""
 
 
 def recall_chart(part: Part[results.Recall]) -> Figure:
@@ -58,7 +58,7 @@ def error_chart(part: Part[results.Approximation]) -> Figure:
 
 
 def writing_chart(part: Part[results.Speed]) -> Figure | None:
-    """Draw the speed of writing over the lengths of text, where each was measured at several."""
+    """Draw the speed of writing over the lengths of text, if all were measured at several."""
     figure, fewest = new_figure(300, LENGTH_AXIS, {"title": "tokens per second", **LOG_AXIS}), 2
     for subject in part.result.subjects:
         points = {pace.length: pace.write_rate for pace in subject.paces if pace.write_rate is not None}
@@ -69,7 +69,7 @@ def writing_chart(part: Part[results.Speed]) -> Figure | None:
 
 @dataclass(frozen=True)
 class PartView:
-    """How one part of an evaluation is shown: `shows` says what its chart shows."""
+    """How one part of an evaluation is shown; `shows` describes its chart."""
 
     title: str
     question: str
@@ -118,7 +118,7 @@ PART_VIEWS = {
 
 
 def evaluation_report(parts: Mapping[str, Part]) -> str:
-    """Write the results of parts as plain text: the tables of each part, then what they were measured with."""
+    """Write the results of parts as plain text: the tables of each part, then the software and devices."""
     texts = [f"{name}\n{write_tables(PART_VIEWS[name].tables(part))}" for name, part in parts.items()]
     notes = sorted({note for part in parts.values() for note in describe_environment(part)}, key=str.lower)
     return "\n\n".join([*texts, "\n".join(notes)])

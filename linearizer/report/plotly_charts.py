@@ -1,6 +1,6 @@
-"""Figures by plotly: what every KV head needs, costs in KL and holds, and how training goes; and how all figures look.
+"""Plotly figures of what every KV head needs, costs in KL and holds, of training, and the style of all figures.
 
-Colours are for every eye, lines differ by more than their colour, and no value is shown by colour alone.
+Colours suit colour-blind eyes, lines differ by more than their colour, and no value is shown by colour alone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Options = Mapping[str, Any]  # of plotly
 NO_OPTIONS: Options = {}
-# Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
+# Okabe and Ito's order of hues, at a lightness whose contrast to white and to black is 3:1.
 BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
 MAP_COLOURS = ((0.0, "#5b8fc9"), (0.35, "#5fb3c4"), (0.65, "#86cfa8"), (1.0, "#d8f3b8"))  # lightness rises all the way
 WORSE_COLOURS = [[1 - at, colour] for at, colour in reversed(MAP_COLOURS)]  # dark cells cost more, or miss more
-MAP_INK = "#000000"  # can be read on all of them
-LAYER_COLOURS = [[0.0, "#6a5fb5"], [0.5, "#2a83c4"], [1.0, "#17937f"]]  # the same, seen as lines on white and on black
+MAP_INK = "#000000"  # legible on all of them
+LAYER_COLOURS = [[0.0, "#6a5fb5"], [0.5, "#2a83c4"], [1.0, "#17937f"]]  # similar, visible on white and on black
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 300  # of a line: more cannot be seen
-MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
+MAX_LABELLED = 16  # lines, or heads of a layer: labels of more are not legible
 FAINT = "rgba(128,138,150,0.22)"
 FONT = {"family": "system-ui, sans-serif", "size": 12}
 BUTTONS = ["zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale", "toImage"]
@@ -48,7 +48,7 @@ LAYOUT = {  # no background, title or surplus lines
 }
 XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
 YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
-LOG_AXIS = {"type": "log", "tickformat": ",~r", "nticks": 4}  # decimals alone: g would write some with an exponent
+LOG_AXIS = {"type": "log", "tickformat": ",~r", "nticks": 4}  # g would write some numbers with an exponent
 COUNTS_AXIS = {"type": "log", "tickformat": "~s", "nticks": 4}  # of bytes or tokens
 SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
@@ -60,10 +60,10 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
 }
 MAP_CELLS = {"xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11, "color": MAP_INK}}
 MAP_GROUND = "rgba(128,138,150,0.10)"
-MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
+MIN_DRAWN_KL = 1e-6  # nats per token: a smaller KL is drawn as this
 EXACT, FEATURES, MEMORIES, SLOTS, WHOLE = "exact tokens", "features", "memories", "slots", "whole cache, grows"
 LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
-KINDS = {  # of what heads keep -> colour, pattern
+KINDS = {  # what heads keep -> colour, pattern
     EXACT: (ORANGE, "/"),
     FEATURES: (BLUE, ""),
     MEMORIES: (BLUE, "\\"),
@@ -73,21 +73,21 @@ KINDS = {  # of what heads keep -> colour, pattern
 
 
 def new_figure(height: int, x: Options = NO_OPTIONS, y: Options = NO_OPTIONS, **layout: Any) -> Figure:
-    """Create a figure with options of its axes, in one piece, which plotly checks ten times as fast as many."""
+    """Create a figure with options of its axes; plotly checks a whole layout ten times as fast as its pieces."""
     from plotly.graph_objects import Figure
 
     figure = Figure(layout={**LAYOUT, "height": height, "xaxis": {**XAXIS, **x}, "yaxis": {**YAXIS, **y}, **layout})
-    return figure.update_yaxes(title_standoff=8)  # from its numbers, which are wider on some axes
+    return figure.update_yaxes(title_standoff=8)  # from the numbers, which are wider on some axes
 
 
-def thin_points(points: Sequence[T], most: int = MAX_POINTS) -> list[T]:
-    """Keep some of the points of a line, the first and the last among them."""
-    every = max(1, -(-len(points) // (most - 1)))
-    return [*points[:-1:every], *points[-1:]]
+def thin_points(points: Sequence[T], max_points: int = MAX_POINTS) -> list[T]:
+    """Keep at most `max_points` points of a line, the first and the last among them."""
+    stride = max(1, -(-len(points) // (max_points - 1)))
+    return [*points[:-1:stride], *points[-1:]]
 
 
 def layer_line(number: int, count: int) -> dict[str, Any]:
-    """Describe the line of a layer: colours go from the first to the last, and neighbours differ by dashes, too."""
+    """Describe the line of a layer: the colour shows its place, and neighbours also differ by their dashes."""
     from plotly.colors import sample_colorscale
 
     colour = str(sample_colorscale(LAYER_COLOURS, number / max(1, count - 1))[0])
@@ -103,14 +103,14 @@ def add_subject(figure: Figure, name: str, x: Sequence[int], y: Sequence[float |
 
 
 def draw_freedom_map(profile: Profile, layers: Sequence[Layer]) -> Figure:
-    """Draw the degrees of freedom of every KV head at the reference ridge; layers that stay as they are have none."""
+    """Draw the degrees of freedom of every KV head at the reference ridge; unchanged layers have none."""
     at = profile.settings.at_reference
     freedoms = {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
     return draw_head_map(freedoms, *map_size(layers), "degrees of freedom", 0.1)
 
 
 def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
-    """Choose the option that all heads are compared by: the largest that an equal share of a budget buys."""
+    """Choose the option by which all heads are compared: the largest that an equal share of a budget buys."""
     layer = next(layer for layer, row in zip(layers, prices.kl, strict=True) if row)
     share = budget * head_bytes.token_bytes(layer)
     sizes = {
@@ -121,7 +121,7 @@ def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
 
 
 def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Figure:
-    """Draw what it costs the model's output if one KV head alone holds an option, head by head."""
+    """Draw, for each KV head, the KL of the model's output if this head alone holds an option."""
     place = prices.options.index(option)
     kl = {index: [1000 * max(row[place], MIN_DRAWN_KL) for row in rows] for index, rows in enumerate(prices.kl)}
     figure = draw_head_map(kl, *map_size(layers), "KL, 10⁻³ nats per token", 1000 * MIN_DRAWN_KL)  # short numbers
@@ -129,19 +129,19 @@ def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Fig
 
 
 def map_size(layers: Sequence[Layer]) -> tuple[int, int]:
-    """Return the number of layers, and of the KV heads of the layer with most."""
+    """Return the number of layers, and the largest number of KV heads in a layer."""
     return len(layers), max((layer.kv_heads for layer in layers), default=1)
 
 
 def draw_head_map(
     values: Mapping[int, Sequence[float | None]], layers: int, heads: int, unit: str, least: float
 ) -> Figure:
-    """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on."""
+    """Draw a number of every KV head as a map, layers down, coloured by its logarithm; `least` is the smallest."""
     empty: list[float | None] = [None] * heads
     rows = [[*values.get(index, ()), *empty][:heads] for index in range(layers)]
     logs = [[None if value is None else math.log10(max(value, least)) for value in row] for row in rows]
-    known = [log for row in logs for log in row if log is not None] or [0.0, 2.0]
-    low, high = min(known), max(known)
+    finite = [log for row in logs for log in row if log is not None] or [0.0, 2.0]
+    low, high = min(finite), max(finite)
     ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
     bar = {"tickvals": ticks, "ticktext": [f"{10**tick:.2g}" for tick in ticks], "thickness": 10, "outlinewidth": 0}
     x = {"title": "KV head", "dtick": max(1, heads // 16), "range": [-0.5, heads - 0.5]}
@@ -161,7 +161,7 @@ def draw_head_map(
 
 
 def cell_text(count: float, least: float) -> str:
-    """Write a number as briefly as its cell needs; nothing is drawn below the least."""
+    """Write a number as short as its cell needs; nothing is drawn below the least."""
     return f"≤{least:g}" if count <= least else f"{count:.{2 if count < 1 else 3}g}"
 
 
@@ -169,9 +169,9 @@ def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:
     """Count what a head keeps by kind, in tokens of cache; a whole cache grows, and has no size."""
     if head.softmax:
         return {WHOLE: 1.0}
-    far = MEMORIES if head.memory else FEATURES if head.features else SLOTS
+    far_kind = MEMORIES if head.memory else FEATURES if head.features else SLOTS
     far_bytes = head_bytes.head_bytes(replace(head, window=0), layer, 0, 0)
-    return {EXACT: float(head.window + sinks), far: far_bytes / head_bytes.token_bytes(layer)}
+    return {EXACT: float(head.window + sinks), far_kind: far_bytes / head_bytes.token_bytes(layer)}
 
 
 def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, float]]:
@@ -181,21 +181,22 @@ def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str,
 
 
 def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None) -> Figure:
-    """Draw what every KV head holds, in tokens of cache, compared with Fix; axes have room for any budget."""
+    """Draw what every KV head holds, in tokens of cache, and what equal shares hold; axes have room for any budget."""
     places = [(i, j, head) for i, row in enumerate(allocation.heads) for j, head in enumerate(row)]
     names = [f"layer {i}, KV head {j}: {head.in_brief}" for i, j, head in places]
-    held = all_parts(allocation, layers)
+    heads = all_parts(allocation, layers)
     level = [] if fix is None else [sum(parts.values()) for parts in all_parts(fix, layers)]
-    top = 1.12 * max((*(sum(parts.values()) for parts in held), *level, 1))
+    top = 1.12 * max((*(sum(parts.values()) for parts in heads), *level, 1))
     firsts = [(at, i) for at, (i, j, _) in enumerate(places) if j == 0]
-    shown = firsts[:: max(1, len(firsts) // 24)]
-    still = {"automargin": False, "ticklabeloverflow": "allow"}
-    ticks = {"tickvals": [at for at, _ in shown], "ticktext": [str(i) for _, i in shown]}
-    x = {**still, **ticks, "title": "KV heads, by the number of their layer"}
-    y = {**still, "title": "tokens of cache", "range": [0, top]}
+    labelled = firsts[:: max(1, len(firsts) // 24)]
+    fixed = {"automargin": False, "ticklabeloverflow": "allow"}
+    ticks = {"tickvals": [at for at, _ in labelled], "ticktext": [str(i) for _, i in labelled]}
+    x = {**fixed, **ticks, "title": "KV heads, by the number of their layer"}
+    y = {**fixed, "title": "tokens of cache", "range": [0, top]}
     margin = {"l": 64, "r": 16, "t": 36, "b": 48}
     figure = new_figure(340, x, y, barmode="stack", bargap=0.15, margin=margin)
-    figure.add_traces([stack_bars(kind, held, names, top) for kind in KINDS if any(parts.get(kind) for parts in held)])
+    present = [kind for kind in KINDS if any(parts.get(kind) for parts in heads)]
+    figure.add_traces([stack_bars(kind, heads, names, top) for kind in present])
     if level:
         figure.add_scatter(
             y=level,
@@ -207,35 +208,35 @@ def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Alloca
     return figure
 
 
-def stack_bars(kind: str, held: Sequence[dict[str, float]], names: Sequence[str], top: float) -> dict[str, Any]:
-    """Describe the bars of what every head keeps of a kind; a cache that grows reaches the top."""
+def stack_bars(kind: str, heads: Sequence[dict[str, float]], names: Sequence[str], top: float) -> dict[str, Any]:
+    """Describe the bars of one kind of memory, head by head; a cache that grows reaches the top."""
     colour, pattern = KINDS[kind]
     shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
     marker = {"color": colour, "line": {"width": 0}, "pattern": shape}
-    heights = [top if kind == WHOLE and WHOLE in parts else parts.get(kind, 0.0) for parts in held]
+    heights = [top if kind == WHOLE and WHOLE in parts else parts.get(kind, 0.0) for parts in heads]
     hover = {"customdata": names, "hovertemplate": "%{customdata}<extra></extra>"}
     return {"type": "bar", "y": heights, "name": kind, "marker": marker, **hover}
 
 
 def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the loss of every layer, above the least possible, over the steps of a training."""
-    shown = thin_points([event for event in events if event.get("layers")])
-    names = sorted({name for event in shown for name in event["layers"]}, key=int)
-    few = len(names) <= MAX_LABELLED
-    unit = "nats" if any(event.get("attention_error") is not None for event in shown) else "in the loss's own unit"
-    spacing = 1 if not shown or shown[-1]["done"] < 8 else None  # of ticks, at whole steps
+    """Draw how far the loss of every layer is above the least possible, over the steps of a training."""
+    thinned = thin_points([event for event in events if event.get("layers")])
+    names = sorted({name for event in thinned for name in event["layers"]}, key=int)
+    all_labelled = len(names) <= MAX_LABELLED
+    unit = "nats" if any(event.get("attention_error") is not None for event in thinned) else "in the loss's own unit"
+    spacing = 1 if not thinned or thinned[-1]["done"] < 8 else None  # of ticks, at whole steps
     x = {"title": "steps of training", "rangemode": "tozero", "tickformat": ",d", "dtick": spacing}
     y = {"title": f"loss above the least, {unit}", **LOG_AXIS}
     figure = new_figure(340, x, y, showlegend=True).update_layout(legend_entrywidth=LAYER_ENTRY)
     for place, name in enumerate(names):
-        values = [event["layers"].get(name) for event in shown]
+        values = [event["layers"].get(name) for event in thinned]
         figure.add_scatter(
-            x=[event["done"] for event in shown],
+            x=[event["done"] for event in thinned],
             y=[value if value is not None and value > 0 else None for value in values],
             mode="lines",
             line=layer_line(place, len(names)),
             name=f"layer {name}",
-            showlegend=few or place in (0, len(names) - 1),
+            showlegend=all_labelled or place in (0, len(names) - 1),
             hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
         )
     return figure

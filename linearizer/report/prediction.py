@@ -1,4 +1,4 @@
-"""The KL that prices predict of a student, corrected by the KL of whole students: a price is of one head alone."""
+"""The KL that prices predict for a student. A price is of one head alone, so measured students correct the sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linearizer.run.prices import Candidates
 
 @dataclass(frozen=True)
 class Correction:
-    """The KL that prices predict of the student they chose, and the KL that was measured of it."""
+    """The KL that prices predict for the student they chose, and its measured KL."""
 
     predicted: float
     measured: float
@@ -38,34 +38,34 @@ class Correction:
 
 
 def find_correction(run: Run) -> Correction | None:
-    """Find by how much this run's predictions are off; None where no student by prices was measured."""
+    """Compare this run's prediction with a measurement; None if no student by prices was measured."""
     if (candidates := run.candidates) is None or run.prices is None:
         return None
     offers = offers_of(run, run.plan, run.layers)
     if not (predicted := fsum(offer.kl for offer in offers.taken(allocate_by_prices(offers)))) > 0:
         return None
-    length, priced = run.plan.kept_length(run.positions), candidates.measured[0]  # the first is that by prices
-    own = dict(zip(candidates.lengths, priced.kl, strict=True))
-    length = length if length in own else candidates.lengths[-1]
-    return Correction(predicted, own[length], length)
+    length, priced = run.plan.kept_length(run.positions), candidates.measured[0]  # the first is by prices
+    by_length = dict(zip(candidates.lengths, priced.kl, strict=True))
+    length = length if length in by_length else candidates.lengths[-1]
+    return Correction(predicted, by_length[length], length)
 
 
 def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
-    """Describe the KL that prices predict of an allocation, scaled by what this run measured; "" without prices."""
+    """Describe the KL that prices predict for an allocation, scaled by the correction; "" without prices."""
     if plan.rules.decided_by != "prices":
         return ""
     try:
         offers = offers_of(run, plan, run.layers)
-        taken = offers.taken(allocation)
-    except (LinearizerError, KeyError):  # a plain allocation was kept, which is not made of priced offers
+        bought = offers.taken(allocation)
+    except (LinearizerError, KeyError):  # a plain allocation was chosen, which has no priced offers
         return ""
-    predicted = fsum(offer.kl for offer in taken)
-    last = all(offer is own[-1] for offer, own in zip(taken, offers.offers, strict=True))
-    most = "; more buys nothing: every head has all it can use" * last
+    predicted = fsum(offer.kl for offer in bought)
+    exhausted = all(offer is choices[-1] for offer, choices in zip(bought, offers.offers, strict=True))
+    limit = "; more buys nothing: every head has all it can use" * exhausted
     if (correction := find_correction(run)) is None:
-        return f"{predicted:.4f} predicted: no whole student was measured{most}"
+        return f"{predicted:.4f} predicted: no whole student was measured{limit}"
     factor = f"× {correction.factor:.2g} as this run measured"
-    return f"about {predicted * correction.factor:.4f}: {predicted:.4f} predicted, {factor}{most}"
+    return f"about {predicted * correction.factor:.4f}: {predicted:.4f} predicted, {factor}{limit}"
 
 
 def kl_sentences(run: Run) -> list[str]:
@@ -78,6 +78,6 @@ def kl_sentences(run: Run) -> list[str]:
 def candidates_table(candidates: Candidates) -> Table:
     """Show the KL of every allocation that was measured before one was kept."""
     rows: Rows = [("KL over the first … tokens", *(f"{length:,}" for length in candidates.lengths))]
-    rows += [(each.name, *(f"{kl:.4f}" for kl in each.kl)) for each in candidates.measured]
+    rows += [(candidate.name, *(f"{kl:.4f}" for kl in candidate.kl)) for candidate in candidates.measured]
     note = "of text that was not priced; kept is the smallest by ratio over all lengths, less than 0.001 being rounding"
     return Table(rows, (note,))

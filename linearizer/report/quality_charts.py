@@ -1,4 +1,4 @@
-"""The two charts of a result: quality by the length of texts, and by bytes beside what could stand in its place."""
+"""The two charts of a result: quality by the length of texts, and quality by bytes, with alternatives."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAX_PREDICTED = 60  # points of the line of budgets
 BY_LENGTH = "KL to the teacher over texts of each length, lower is better; the bars are 95% intervals."
 BY_BYTES = (
     "KL to the teacher, lower is better, by bytes of memory. Marks were measured at this run's length; the line is "
-    "predicted from the prices, times what whole students differ from that."
+    "predicted from the prices, and corrected by the KL of whole students."
 )
 
 
 def result_charts(run: Run, allocation: Allocation, part: Part[Language]) -> str:
-    """Lay out both charts; a run that was judged at a single length has none by length."""
+    """Lay out both charts; a run that was judged at a single length lacks the one by length."""
     return f'<div class="lz-real lz-charts">{length_chart(part.result)}{bytes_chart(run, allocation, part)}</div>'
 
 
@@ -40,21 +40,21 @@ def length_chart(language: Language) -> str:
     lengths = [result.length for result in language.lengths]
     if len(lengths) < 2:
         return ""
-    alone = any(subject.kl is None for subject in language.lengths[0].subjects)
-    title, least = ("loss, nats per token", 0.0) if alone else (KL, MIN_DRAWN_KL)  # an axis of factors has no zero
+    no_teacher = any(subject.kl is None for subject in language.lengths[0].subjects)
+    title, least = ("loss, nats per token", 0.0) if no_teacher else (KL, MIN_DRAWN_KL)  # an axis of factors has no zero
     lines = []
     for subjects in zip(*(result.subjects for result in language.lengths), strict=True):
-        near = [estimate for each in subjects if (estimate := each.loss if alone else each.kl) is not None]
-        if alone or subjects[0].name != "teacher":  # whose KL is zero
-            means = [max(each.mean, least) for each in near]
-            ends = [(max(each.interval[0], least), max(each.interval[1], least)) for each in near]
+        estimates = [estimate for item in subjects if (estimate := item.loss if no_teacher else item.kl) is not None]
+        if no_teacher or subjects[0].name != "teacher":  # whose KL is zero
+            means = [max(item.mean, least) for item in estimates]
+            ends = [(max(item.interval[0], least), max(item.interval[1], least)) for item in estimates]
             notes = [
                 f"{mean:.4g} nats ({low:.4g} to {high:.4g}) over {length:,} tokens"
                 for mean, (low, high), length in zip(means, ends, lengths, strict=True)
             ]
             lines.append(named_line(subjects[0].name, list(zip(lengths, means, strict=True)), notes, ends))
     values = [end for line in lines for ends in line.intervals for end in ends]
-    if alone:
+    if no_teacher:
         low, high = min(values), max(values)
         middle = (low + high) / 2
         y = Axis(low, max(high, low + 0.01), [(at, f"{at:.3g}") for at in (low, middle, high)], log=False, title=title)
@@ -66,42 +66,42 @@ def length_chart(language: Language) -> str:
 
 
 def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
-    """Draw bytes and KL of the student and of what could stand in its place, on texts of the run's length.
+    """Draw bytes and KL of the student and of its alternatives, on texts of the run's length.
 
-    A line shows what prices predict of every budget, times what whole students were measured to differ from that.
+    A line shows the KL that prices predict for every budget, corrected by the KL of whole students.
     """
     plan, layers, language = run.plan, run.layers, part.result
     assert (read := part.read) is not None, "the part reads texts"
     length = plan.kept_length(run.positions)  # as long as what prices predict
     at = language.at(length)
     subjects, length = (at.subjects, length) if at else (language.subjects, read.length)
-    own = allocation.state_bytes(layers, plan.target_tokens(run.positions) if plan.may_grow else 0)
-    held = {each.name: each.state_bytes * length // read.length for each in language.subjects}  # caches grow
-    held = {name: max(count, 1) for name, count in (held | dict.fromkeys(SAME_BYTES, own)).items()}
+    state_bytes = allocation.state_bytes(layers, plan.target_tokens(run.positions) if plan.may_grow else 0)
+    sizes = {each.name: each.state_bytes * length // read.length for each in language.subjects}  # caches grow
+    sizes |= dict.fromkeys(SAME_BYTES, state_bytes)
     lines = predicted_line(run)
-    for each in subjects:
-        if each.kl is not None and each.name != "teacher":  # whose KL is zero
-            own, kl = held[each.name], max(each.kl.mean, MIN_DRAWN_KL)
-            lines.append(named_line(each.name, [(own, kl)], [f"KL {kl:.4g} with {size(own)}"]))
+    for subject in subjects:
+        if subject.kl is not None and subject.name != "teacher":  # whose KL is zero
+            count, kl = max(sizes[subject.name], 1), max(subject.kl.mean, MIN_DRAWN_KL)
+            lines.append(named_line(subject.name, [(count, kl)], [f"KL {kl:.4g} with {size(count)}"]))
     if not lines:
         return ""
     cache = head_bytes.cache_bytes(layers, length)
-    sizes = [cache, *(held for line in lines for held, _ in line.points)]
-    x = Axis.round(sizes, "state or cache, bytes", lambda counts: [size(count) for count in counts])
+    counts = [cache, *(count for line in lines for count, _ in line.points)]
+    x = Axis.round(counts, "state or cache, bytes", lambda counts: [size(count) for count in counts])
     y = Axis.round((kl for line in lines for _, kl in line.points), KL)
-    whole = Line(f"teacher’s cache, {size(cache)}", [(cache, y.low), (cache, y.high)], "lz-teacher", marked=False)
-    return figure("Quality by bytes", BY_BYTES, x, y, [*lines, whole], beside=True)
+    cache_line = Line(f"teacher’s cache, {size(cache)}", [(cache, y.low), (cache, y.high)], "lz-teacher", marked=False)
+    return figure("Quality by bytes", BY_BYTES, x, y, [*lines, cache_line], at_ends=True)
 
 
 def predicted_line(run: Run) -> list[Line]:
-    """Return the line of what prices predict, where these decide."""
+    """Return the line of the KL that prices predict, if prices decide."""
     if run.plan.rules.decided_by != "prices" or not run.has_file("prices.json"):
         return []
     correction, token = find_correction(run), head_bytes.cache_bytes(run.layers, 1)
     factor = 1.0 if correction is None else correction.factor
     priced = thin_points(kl_by_bytes(offers_of(run, run.plan, run.layers)), MAX_PREDICTED)
-    points = [(float(held), max(factor * kl, MIN_DRAWN_KL)) for held, kl in priced]
-    notes = [f"KL {kl:.2g} predicted with {size(held)}, {held / token:.0f} tokens of cache" for held, kl in points]
+    points = [(float(count), max(factor * kl, MIN_DRAWN_KL)) for count, kl in priced]
+    notes = [f"KL {kl:.2g} predicted with {size(count)}, {count / token:.0f} tokens of cache" for count, kl in points]
     name = "predicted" + f", × {factor:.2g}" * (factor != 1)
     # named where it begins, as there is room above it
     return [Line(name, points, "lz-predicted", notes=notes, marked=False, named_first=True)]
@@ -113,20 +113,20 @@ def named_line(
     notes: Sequence[str],
     intervals: Sequence[tuple[float, float]] = (),
 ) -> Line:
-    """Return the line of a subject, which has the same look in both charts."""
+    """Return the line of a subject, which looks the same in both charts."""
     return Line(name, points, KINDS.get(name, "lz-cache"), intervals, [f"{name}: {note}" for note in notes])
 
 
-def figure(title: str, about: str, x: Axis, y: Axis, lines: Sequence[Line], beside: bool = False) -> str:
-    """Lay out a chart below its title and a sentence of what it shows; a button of head.html saves its numbers."""
-    told = [note for line in lines for note in dict.fromkeys((*line.notes[:1], *line.notes[-1:]))]
-    drawn = draw_lines(f"{title}. {'; '.join(told)}", x, y, lines, beside)
+def figure(title: str, about: str, x: Axis, y: Axis, lines: Sequence[Line], at_ends: bool = False) -> str:
+    """Lay out a chart below its title and a sentence about it; a button of head.html saves its numbers."""
+    notes = [note for line in lines for note in dict.fromkeys((*line.notes[:1], *line.notes[-1:]))]
+    drawn = draw_lines(f"{title}. {'; '.join(notes)}", x, y, lines, at_ends)
     numbers = escape(numbers_csv(x, y, [line for line in lines if line.notes]), quote=True)
     return f'<figure class="lz-chart lz-figure" data-csv="{numbers}"><h3>{title}</h3><p>{about}</p>{drawn}</figure>'
 
 
 def numbers_csv(x: Axis, y: Axis, lines: Sequence[Line]) -> str:
-    """Write the points of lines, and their intervals where they have any, as a table."""
+    """Write the points of lines, and their intervals if there are any, as CSV."""
     written = io.StringIO()
     table = csv.writer(written, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
     table.writerow(("", x.title, y.title, *["95% from", "to"] * any(line.intervals for line in lines)))

@@ -1,4 +1,4 @@
-"""The parts of an evaluation as tables, which a terminal, the page and the card each lay out in their own way."""
+"""The parts of an evaluation as tables, for a terminal, the page and the card to lay out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rows = list[Sequence[object]]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, the head first; and notes to write below."""
+    """Rows of cells, the head first, and notes below them."""
 
     rows: Sequence[Sequence[object]]
     notes: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ def write_tables(tables: Sequence[Table]) -> str:
 
 
 def describe_heads(allocation: Allocation) -> str:
-    """Describe what all heads hold in a line."""
+    """Describe what all heads hold, on one line."""
     heads = [head for row in allocation.heads for head in row]
     kinds = {
         "with a window": [head for head in heads if not (head.softmax or head.slots or head.features)],
@@ -35,16 +35,16 @@ def describe_heads(allocation: Allocation) -> str:
         "with slots": [head for head in heads if head.slots],
         "left softmax": [head for head in heads if head.softmax],
     }
-    counts = ", ".join(f"{len(held)} KV heads {kind}" for kind, held in kinds.items() if held)
+    counts = ", ".join(f"{len(members)} KV heads {kind}" for kind, members in kinds.items() if members)
     return f"{counts}, {allocation.sinks} sink{'s' * (allocation.sinks != 1)}, {allocation.bits_in_words} bits a number"
 
 
 def describe_environment(part: Part) -> tuple[str, ...]:
     """Name the software and device of a measurement, and why there was no teacher."""
-    made = part.made_with
-    versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    text = f"{made.dtype} on {made.device}; {versions}"
-    return (text,) if made.alone is None else (text, f"the student was measured alone: {made.alone}")
+    setup = part.made_with
+    versions = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
+    text = f"{setup.dtype} on {setup.device}; {versions}"
+    return (text,) if setup.alone is None else (text, f"the student was measured alone: {setup.alone}")
 
 
 def describe_texts(part: Part) -> str:
@@ -70,9 +70,9 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
         rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *cells(subject.by_position)) for subject in language.subjects]
-    over = f"95% intervals from {language.count} {language.drawn}, drawn again"
+    intervals = f"95% intervals from {language.count} {language.drawn}, drawn again"
     state = f"state: what is remembered after {read.length:,} tokens; the teacher's grows with every token"
-    ends = Table(ranges, (f"{describe_texts(part)}; {over}",))
+    ends = Table(ranges, (f"{describe_texts(part)}; {intervals}",))
     return [Table(rows, (state,)), length_table(language.lengths), tail_table(language), ends]
 
 
@@ -80,24 +80,24 @@ def tail_table(language: results.Language) -> Table:
     """Show how far each subject is from the teacher, token by token."""
     rows: Rows = [("over whole texts", "above teacher", "KL, 99%", "KL, 99.9%", "RMS Δp", "calibration")]
     for subject in language.subjects:
-        far = ["–"] * 3
+        tails = ["–"] * 3
         if (tail := subject.tail) is not None:
-            far = [*cells([tail.kl_99, tail.kl_999], ".4f"), f"{tail.probability_change:.2%}"]
-        rows.append((subject.name, with_half_width(subject.excess), *far, f"{subject.calibration_error:.3f}"))
-    note = "99% and 99.9% of the tokens have a smaller KL; Δp: change in the probability of the token that came"
+            tails = [*cells([tail.kl_99, tail.kl_999], ".4f"), f"{tail.probability_change:.2%}"]
+        rows.append((subject.name, with_half_width(subject.excess), *tails, f"{subject.calibration_error:.3f}"))
+    note = "99% and 99.9% of the tokens have a smaller KL; Δp: change in the probability of the next token of the text"
     return Table(rows, (note,))
 
 
 def length_table(lengths: Sequence[results.LengthResult]) -> Table:
-    """Show how near each subject is to the teacher over texts of each length; without a teacher, its loss."""
-    what = "loss" if any(subject.kl is None for subject in lengths[0].subjects) else "KL"
-    rows: Rows = [(f"{what} over texts of … tokens", *(f"{result.length:,}" for result in lengths))]
+    """Show the KL of each subject over texts of each length; without a teacher, its loss."""
+    measure = "loss" if any(subject.kl is None for subject in lengths[0].subjects) else "KL"
+    rows: Rows = [(f"{measure} over texts of … tokens", *(f"{result.length:,}" for result in lengths))]
     for subjects in zip(*(result.subjects for result in lengths), strict=True):
         rows.append((subjects[0].name, *(with_half_width(subject.kl or subject.loss, ".4f") for subject in subjects)))
     rows.append(("student less window, 95%", *(in_interval(result.difference) for result in lengths)))
     rows.append(("tokens of the window", *(f"{result.window:,}" for result in lengths)))
     counted = "; ".join(f"{result.count} {result.drawn} at {result.length:,}" for result in lengths)
-    notes = [f"the difference is paired: drawn again are {counted}, the same for both"]
+    notes = [f"the difference is paired: the same {counted} are drawn again for both"]
     if strained := [f"{result.length:,}" for result in lengths if result.strained]:
         notes.append(f"the teacher itself predicts worse than the window at the end of texts of {', '.join(strained)}")
     return Table(rows, tuple(notes))
@@ -130,7 +130,7 @@ def needle_tables(part: Part[results.Needle]) -> list[Table]:
 
 
 def teacher_recalls_little(needle: results.Needle) -> bool:
-    """Whether the teacher cannot do itself what its student is tested by."""
+    """Whether the teacher itself fails the test of its student."""
     shares = [share for grid in needle.subjects if grid.name == "teacher" for row in grid.correct for share in row]
     mean = mean_of(shares)
     return mean is not None and mean < 0.5
@@ -140,10 +140,10 @@ def generation_tables(part: Part[results.Generation]) -> list[Table]:
     generation = part.result
     rows: Rows = [("", "leaves the teacher", "repeats", "distinct 1", "2", "3", "loss by the teacher", "its choice")]
     for subject in generation.subjects:
-        after = "–" if subject.diverged is None else f"after {format_mean(subject.diverged, '.1f')}"
+        divergence = "–" if subject.diverged is None else f"after {format_mean(subject.diverged, '.1f')}"
         by_teacher = *cells([subject.loss]), *cells([subject.likeliest], ".0%")
         name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
-        rows.append((name, after, f"{subject.repeated:.0%}", *cells(subject.distinct, ".2f"), *by_teacher))
+        rows.append((name, divergence, f"{subject.repeated:.0%}", *cells(subject.distinct, ".2f"), *by_teacher))
     prompts = f"{generation.prompts} prompts of {generation.prompt_tokens} tokens, {generation.new_tokens} written"
     return [Table(rows, (f"{prompts}; {describe_texts(part)}",))]
 
@@ -188,7 +188,7 @@ def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
 
 
 def tasks_tables(part: Part[results.Tasks]) -> list[Table]:
-    """A row for every metric of every task, a column for every subject."""
+    """Show every metric of every task in a row, and every subject in a column."""
     tasks = part.result
     rows: Rows = [("", *(subject.name for subject in tasks.subjects), "samples")]
     for scores in zip(*(subject.scores for subject in tasks.subjects), strict=True):
@@ -202,13 +202,13 @@ def tasks_tables(part: Part[results.Tasks]) -> list[Table]:
 
 
 def cells(values: Sequence[float | None], form: str = ".3f") -> list[str]:
-    """Write numbers; a dash where there is none."""
+    """Write numbers, and a dash for None."""
     return ["–" if value is None else f"{value:{form}}" for value in values]
 
 
 def mark_beyond(lengths: Sequence[int], beyond: Sequence[bool]) -> list[str]:
-    """Write lengths, with a star where they lie beyond the teacher's positions."""
-    return [f"{length}{'*' * far}" for length, far in zip(lengths, beyond, strict=True)]
+    """Write lengths, with a star if they are beyond the teacher's positions."""
+    return [f"{length}{'*' * is_beyond}" for length, is_beyond in zip(lengths, beyond, strict=True)]
 
 
 def format_rates(pace: results.Pace) -> list[str]:
@@ -221,13 +221,13 @@ def format_mean(values: Sequence[float | None], form: str = ".3f") -> str:
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values that are there."""
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+    """Return the mean of the values that are not None."""
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
 
 
 def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:
-    """A mean and half of its interval's width; a dash where there is nothing to compare with."""
+    """Write a mean and half the width of its interval; a dash without a teacher to compare with."""
     if estimate is None:
         return "–"
     low, high = estimate.interval
@@ -235,7 +235,7 @@ def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str
 
 
 def in_interval(estimate: results.Estimate | None) -> str:
-    """A mean and its interval, with signs; a dash where one text or document shows no difference."""
+    """Write a mean and its interval, with signs; a dash if there is no interval."""
     if estimate is None:
         return "–"
     mean, low, high = (write_number(number, "+.4f") for number in (estimate.mean, *estimate.interval))
@@ -243,6 +243,6 @@ def in_interval(estimate: results.Estimate | None) -> str:
 
 
 def write_number(number: float, form: str) -> str:
-    """Write a number; what is rounded to zero has no sign."""
+    """Write a number, without a sign if it is rounded to zero."""
     text = f"{number:{form}}"
     return text if text.strip("+-0.%") else text.lstrip("+-")

@@ -1,7 +1,7 @@
-"""The verdict on a student: a few sentences, from what judging measured, that lead every account of a result.
+"""The verdict on a student: a few sentences from its evaluation, which begin every report of a result.
 
-A student is better or worse than a plain window of the same bytes where the interval of their paired difference says
-so, at each length that was judged.
+At each length that was judged, a student is better or worse than a plain window of the same bytes if the interval of
+their paired difference shows it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from linearizer.run.results import LengthResult, Part, ShortPredictions
 
 Kind = Literal["good", "note", "bad"]
 NEAR, FAR = 0.9, 0.5  # agreement from which on a student is near its teacher, and below which it is far from it
-WHOLE_SHARE = 0.8  # of a text: a window that holds so much of it forgets next to nothing
-ROUNDING = 0.001  # nats: where the window forgets nothing, its kl is that of rounding, and so may be the student's
+WHOLE_SHARE = 0.8  # of a text: a window that holds this much forgets next to nothing
+ROUNDING = 0.001  # nats: if a window forgets nothing, its KL comes from rounding, and so may the student's
 ADVICE = "Another recipe, a larger budget or more training may do better."
 WINDOW = "a plain window of the same bytes"
 
@@ -28,10 +28,10 @@ class Verdict:
 
     kind: Kind
     sentence: str
-    agreement: float | None  # share of tokens whose likeliest is the teacher's; None: there was no teacher
+    agreement: float | None  # share of tokens at which the likeliest is the teacher's; None: there was no teacher
     kl: float | None  # nats per token
     length: int  # tokens of the texts on which it has this kl and agreement
-    lengths: tuple[int, ...]  # tokens of all texts that it was judged on
+    lengths: tuple[int, ...]  # tokens of all texts on which it was judged
 
 
 def judge_run(run: Run) -> Verdict | None:
@@ -49,7 +49,7 @@ def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
     sentences = [words, describe_lengths(results), f"{state.in_words}."]
     sentences += [ADVICE] * (kind == "bad")
     sentences += ["The teacher was not there to compare with."] * (student.kl is None)
-    agreement, kl = (None if each is None else each.mean for each in (student.agreement, student.kl))
+    agreement, kl = (None if estimate is None else estimate.mean for estimate in (student.agreement, student.kl))
     lengths = tuple(result.length for result in results)
     return Verdict(kind, " ".join(sentences), agreement, kl, decisive.length, lengths)
 
@@ -58,17 +58,17 @@ def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
     """Choose the kind of a verdict, its first sentences, and the longest texts that decide it."""
     better, unsure, worse = (find(results, name) for name in ("better", "no difference shown", "worse"))
     decisive = (worse or unsure or better or results)[-1]
-    student, beside = describe_pair(decisive, "on the longest " * (len(worse or unsure or better) > 1))
+    student, window = describe_pair(decisive, "on the longest " * (len(worse or unsure or better) > 1))
     if worse:
-        return "bad", f"Worse than {WINDOW} on {texts_of(worse)}: {student}, {beside}.", decisive
+        return "bad", f"Worse than {WINDOW} on {texts_of(worse)}: {student}, {window}.", decisive
     if unsure:
         elsewhere = f" (better on {texts_of(better)})" if better else ""
-        text = f"No difference from {WINDOW} is shown on {texts_of(unsure)}{elsewhere}: {student}, {beside}."
+        text = f"No difference from {WINDOW} is shown on {texts_of(unsure)}{elsewhere}: {student}, {window}."
         return "note", text, decisive
     if not better:
-        why = no_test([decisive])[0] + ", so nothing is shown of what it forgets" * fits_whole(decisive)
-        return "note", f"Not tested: {why}. {student[0].upper()}{student[1:]}, {beside}.", decisive
-    text = f"Better than {WINDOW} on {texts_of(better)}: {student}, {beside}."
+        reason = no_test([decisive])[0] + ", so nothing is shown of what it forgets" * fits_whole(decisive)
+        return "note", f"Not tested: {reason}. {student[0].upper()}{student[1:]}, {window}.", decisive
+    text = f"Better than {WINDOW} on {texts_of(better)}: {student}, {window}."
     agreement = of_subject(decisive, "student").agreement
     if agreement is None or FAR <= agreement.mean < NEAR:
         return "note", text, decisive
@@ -78,38 +78,38 @@ def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
 
 
 def find(results: Sequence[LengthResult], name: str) -> list[LengthResult]:
-    """Find the lengths at which the comparison with the window has one outcome, where it shows something.
+    """Find the lengths at which the comparison with the window has the outcome `name`, and is a test.
 
-    Texts that strain the teacher show nothing; on texts that the state holds whole, a student can only be worse.
+    Texts that strain the teacher are no test; on texts that the state holds whole, a student can only be worse.
     """
     tests = [result for result in results if not result.strained and (name == "worse" or not fits_whole(result))]
     return [result for result in tests if comparison(result) == name]
 
 
-def describe_pair(result: LengthResult, where: str = "") -> tuple[str, str]:
-    """Describe how near student and window are to the teacher at one length; without a teacher, their losses."""
+def describe_pair(result: LengthResult, place: str = "") -> tuple[str, str]:
+    """Describe the agreement of student and window with the teacher at one length; without a teacher, their losses."""
     student, window = of_subject(result, "student"), of_subject(result, "window")
     if student.kl is None or student.agreement is None or window.kl is None or window.agreement is None:
-        return f"{where}loss {student.loss.mean:.3f} nats per token", f"the window {window.loss.mean:.3f}"
+        return f"{place}loss {student.loss.mean:.3f} nats per token", f"the window {window.loss.mean:.3f}"
     return (
-        f"{where}it agrees with its teacher on {student.agreement.mean:.1%} of tokens (KL {student.kl.mean:.4f})",
+        f"{place}it agrees with its teacher on {student.agreement.mean:.1%} of tokens (KL {student.kl.mean:.4f})",
         f"the window on {window.agreement.mean:.1%} (KL {window.kl.mean:.4f})",
     )
 
 
 def describe_lengths(results: Sequence[LengthResult]) -> str:
-    """Name the lengths at which a student was judged, which of them are no test, and that longer texts were not."""
+    """Name the lengths at which a student was judged, and which of them are no test."""
     reasons = no_test(results)[all(map(fits_whole, results)) :]
-    but = f" ({'; '.join(reasons)})" if reasons else ""
-    return f"Judged on {texts_of(results)}{but}; longer than {results[-1].length:,} tokens: not judged."
+    remark = f" ({'; '.join(reasons)})" if reasons else ""
+    return f"Judged on {texts_of(results)}{remark}; longer than {results[-1].length:,} tokens: not judged."
 
 
 def no_test(results: Sequence[LengthResult]) -> list[str]:
     """Explain why texts show nothing of what a student forgets."""
     reasons = []
-    if whole := [result for result in results if fits_whole(result)]:
-        nearly = "" if all(result.window >= result.length for result in whole) else "nearly "
-        reasons.append(f"{texts_of(whole)} fit into the state {nearly}whole")
+    if fitting := [result for result in results if fits_whole(result)]:
+        nearly = "" if all(result.window >= result.length for result in fitting) else "nearly "
+        reasons.append(f"{texts_of(fitting)} fit into the state {nearly}whole")
     if strained := [result for result in results if result.strained]:
         reasons.append(f"the teacher itself predicts the end of {texts_of(strained)} worse than a window does")
     return reasons

@@ -254,7 +254,7 @@ def test_what_cannot_be_served_is_refused_before_any_work(words, reason, sentenc
 
 def test_neither_a_causal_model_nor_a_job_takes_options_of_encoders(said):
     code, _, error = said("run", "demo", "--pictures", ".")
-    assert code == 2 and "--pictures is for encoders, and 'demo' is none: leave it out" in error
+    assert code == 2 and "--pictures is for encoders, and 'demo' is not an encoder: leave it out" in error
     code, _, error = said("run", "demo", "--no-slots", "--job", "l4x1")
     assert code == 2 and "--slots is for encoders, which no job runs: leave out --job for an encoder" in error
 

@@ -39,12 +39,12 @@ def test_what_waits_says_what_for_since_when_and_how_long_still(waiting, tmp_pat
             assert all(each in card for each in told)
         for ticket in first:
             ticket.remove()
-    assert "The machine works on" not in cards.run_card(waiting, "run", 0.0)  # it is its own turn
+    assert "The machine is running" not in cards.run_card(waiting, "run", 0.0)  # it is its own turn
 
 
 def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there_and_one_that_does_nothing_is_none(tmp_path):
     run = Run.create(tmp_path / "trained", Plan.of("features", model="demo", budget=64))
-    assert "Training begins when the teacher is measured." in cards.training_card(control.status(run), [])
+    assert "Training begins once the teacher is measured." in cards.training_card(control.status(run), [])
     assert cards.trains(run) and not cards.trains(Run.create(tmp_path / "plain", Plan("demo", budget=64)))
 
 

@@ -76,9 +76,9 @@ def test_an_encoder_is_chosen_run_looked_at_and_found_again(local, browser, sent
 
 def test_what_is_for_causal_models_alone_says_so_of_an_encoder(sentence_encoder, topics, root):
     visitor = find_visitor()
-    with pytest.raises(RequestError, match="start_encoder_run starts"):
+    with pytest.raises(RequestError, match="start its run with start_encoder_run"):
         actions.estimate_run(visitor, str(sentence_encoder))
-    with pytest.raises(RequestError, match="'demo' is no encoder"):
+    with pytest.raises(RequestError, match="'demo' is not an encoder: start its run with start_run"):
         actions.start_encoder_run(visitor, "demo", 40)
     with pytest.raises(RequestError, match="colour is not an option"):
         actions.start_encoder_run(visitor, str(sentence_encoder), 40, {"colour": 1})
@@ -98,7 +98,7 @@ def test_a_space_limits_an_encoder_as_any_run(sentence_encoder, topics, root, mo
     inspection = planning.examine_model(find_visitor(), str(sentence_encoder)).inspection
     monkeypatch.setenv("SPACE_ID", "us/app")
     visitor = find_visitor(secret="a secret of sixteen")
-    with pytest.raises(RequestError, match="on a Space a model is named by its id on the Hub"):
+    with pytest.raises(RequestError, match="on a Space, name a model by its id on the Hub"):
         actions.start_encoder_run(visitor, str(sentence_encoder), 40)
     with pytest.raises(RequestError, match="on a Space text comes from"):
         actions.start_encoder_run(visitor, "org/name", 40, {"text": topics})

@@ -57,7 +57,7 @@ def test_it_is_stopped_and_goes_on_from_the_page(local, browser, done):
     with looking(browser, f"{url}?run={done}") as page:
         page.get_by_role("button", name="All measurements").click()
         page.click("#stop-evaluating", timeout=LONG)
-        shown(page, "#evaluating", "Stopped; the parts that were finished are kept", LONG)
+        shown(page, "#evaluating", "Stopped; the finished parts are kept", LONG)
         assert control.state_of(Run(runs / done).evaluating) == "stopped"
         choose(page, "Recall")
         page.locator("#part-texts input[type=number]").fill("2")

@@ -60,7 +60,7 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
         lambda: actions.resume_run(visitor, EXAMPLE_NAME),
         lambda: actions.evaluate_run(visitor, EXAMPLE_NAME),
     ):
-        with pytest.raises(RequestError, match="the example that comes with Linearizer, and is only read"):
+        with pytest.raises(RequestError, match="the example that comes with Linearizer, and cannot be changed"):
             change()
     assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
 
@@ -80,7 +80,9 @@ def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_jud
     for name in ("student", "window"):
         kl = kl_of(logits["teacher"], logits[name]).mean().item()
         assert 0 < kl < 3 * of_subject(judged.result, name).kl.mean, name
-    with pytest.raises(RequestError, match="is more than is read here before 16 are written .496.: give a shorter"):
+    with pytest.raises(
+        RequestError, match="does not fit: there is room for 496, beside the 16 to write: give a shorter"
+    ):
         next(chat.compare_models(visitor, EXAMPLE_NAME, "word " * 600, 16, 0, False))
     assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
 

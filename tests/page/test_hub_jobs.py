@@ -42,7 +42,7 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
     wait_for(run, "stopped")
     wait_until(lambda: not run.is_locked)
     assert hub.jobs["job0"].owner == "ann" and hub.jobs["job0"].spec["secrets"] == {"HF_TOKEN": "hf_fake_ann"}
-    with pytest.raises(RequestError, match="is none of your runs"):
+    with pytest.raises(RequestError, match="is not one of your runs"):
         find_visitor("ben", "hf_fake_ben").find_run(name)
     with pytest.raises(NotAgreed, match="needs another job, and a job on l4x1 costs ann"):
         actions.resume_run(ann, name)
@@ -59,7 +59,7 @@ def test_a_visitor_chooses_what_a_job_runs_on_hears_what_it_costs_agrees_and_wat
     with looking(browser, local.url) as page:
         choose_demo(page)
         change_how(page)
-        page.get_by_role("button", name="Work in a job on your account instead").click()
+        page.get_by_role("button", name="Run it in a job on your account instead").click()
         page.click("#job-offer")
         page.wait_for_selector("text=no hardware was chosen: choose what the job runs on")
         page.locator("#flavor input").fill("l4x1")

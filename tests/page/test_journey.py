@@ -85,7 +85,7 @@ def test_a_run_is_stopped_and_resumed(local, browser):
         page.click("#step-1-button")  # before the run is first drawn
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
         shown(page, "#run-model", "demo")  # and it stays there
-        shown(page, "#run-card", "stopped; all that was finished is kept", LONG)
+        shown(page, "#run-card", "stopped; everything that was finished is kept", LONG)
         assert control.state_of(Run(runs / name)) == "stopped"
         page.get_by_role("button", name="Resume").click()
         shown(page, "#run-card", "trains the student", LONG)
@@ -158,7 +158,7 @@ def test_runs_are_listed_with_what_came_of_them_and_two_are_set_side_by_side(loc
             assert any(fact in row for row in facts), fact
         page.locator("#second input").fill("none")
         page.locator("#second input").press("Enter")
-        shown(page, "#compared", "'none' is none of your runs")
+        shown(page, "#compared", "'none' is not one of your runs")
         card.get_by_role("link", name="Open").click()
         shown(page, "#run-card", "done")
 

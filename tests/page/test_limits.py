@@ -103,22 +103,22 @@ def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(on_space):
     take_turn(ANN, few)
     with first.take_lock():
         first.log("queued")
-        with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
+        with pytest.raises(RequestError, match="1 runs of yours are running or waiting"):
             take_turn(ANN, few)
         take_turn(BOB, few)
         with second.take_lock():
             second.log("queued")
-            with pytest.raises(RequestError, match="2 runs wait here already: try again later"):
+            with pytest.raises(RequestError, match="2 runs are waiting here already: try again later"):
                 take_turn("c" * 16, few)
 
 
 def test_a_run_that_is_being_started_counts_before_it_is_at_work(on_space):
     few = Limits(runs=1, queue=2)
     with limits.turn(find_visitor(secret=ANN), few):
-        with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
+        with pytest.raises(RequestError, match="1 runs of yours are running or waiting"):
             take_turn(ANN, few)
         with limits.turn(find_visitor(secret=BOB), few):
-            with pytest.raises(RequestError, match="2 runs wait here already"):
+            with pytest.raises(RequestError, match="2 runs are waiting here already"):
                 take_turn("c" * 16, few)
     take_turn(ANN, few)
 
@@ -127,7 +127,7 @@ def test_others_runs_are_counted_without_reading_their_logs(on_space):
     other = begun(BOB)
     with other.take_lock():
         other.log_file.mkdir()
-        with pytest.raises(RequestError, match="1 runs wait here already"):
+        with pytest.raises(RequestError, match="1 runs are waiting here already"):
             take_turn(ANN, Limits(queue=1))
 
 
@@ -138,7 +138,7 @@ def test_a_space_says_what_is_too_much_of_an_evaluation(on_space, name):
     options = {"lengths": [64] * (most + 1)} if name == "lengths" else options
     with pytest.raises(RequestError, match=f"{name} .* is more than this Space serves"):
         limits.check_request(Request.of(options))
-    with pytest.raises(RequestError, match="give a limit up to"):
+    with pytest.raises(RequestError, match="set a limit up to"):
         limits.check_request(Request(("tasks",), tasks=("piqa",)))
 
 
@@ -162,7 +162,7 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(on_spa
 
 
 TOO_LONG = "a prompt of {} characters and {} tokens cannot be compared here"
-EMPTY = "the prompt is empty: write what is to be continued"
+EMPTY = "the prompt is empty: write a text to continue"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
     assert Limits.of({}) == Limits()
     result = Limits.of({"LINEARIZER_SPACE_MINUTES": "90", "LINEARIZER_SPACE_QUEUE": "3"})
     assert (result.minutes, result.queue, result.runs) == (90, 3, Limits().runs)
-    assert "90 minutes of work each" in result.in_words()
+    assert "90 minutes each" in result.in_words()
     with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is not allowed: it should be a valid number"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
 

@@ -63,7 +63,7 @@ def test_a_signed_in_visitor_publishes_with_their_own_token(space, hub, trained_
     published = client.predict(run, api_name="/run_status")["published"]
     assert published.items() >= done.items() and published["private"] and "from_pretrained" in done["snippet"]
     assert "hf_fake_ann" not in everything_written(log.parent)
-    with pytest.raises(AppError, match="none of your runs"):
+    with pytest.raises(AppError, match="not one of your runs"):
         client_of(url, headers=signed_in("bob")).predict(run, api_name="/run_status")
 
 
@@ -94,7 +94,9 @@ def test_visitors_of_a_space_see_only_their_own(space, busy):
     assert [listed["run"] for listed in client.predict(ANN, api_name="/list_runs")] == [run]
     assert client.predict(BOB, api_name="/list_runs") == []
     for api, names in arguments_of(url).items():
-        for secret, why in ((BOB, "none of your runs"), ("", "this Space does not know you")) if "run" in names else ():
+        for secret, why in (
+            ((BOB, "not one of your runs"), ("", "this Space does not know you")) if "run" in names else ()
+        ):
             sent = {**USUAL, "run": run, "secret": secret}
             with pytest.raises(AppError, match=why):
                 client.predict(**{name: sent[name] for name in names}, api_name=api)
@@ -113,7 +115,7 @@ def test_two_visitors_of_a_space_do_not_see_each_other_and_preview_without_signi
         name = ann.url.rpartition("=")[2]
         shown(ann, "#run-card", "demo")
         bob.goto(f"{url}?run={name}")
-        bob.wait_for_selector(".lz-bad >> text=none of your runs")
+        bob.wait_for_selector(".lz-bad >> text=not one of your runs")
         bob.goto(f"{url}runs")
         shown(bob, "#runs", "No runs yet")
         ann.goto(f"{url}runs")
@@ -149,14 +151,14 @@ def test_a_space_says_its_limits_in_words(space, busy):
         client.predict("demo", 64, "Try it", {"steps": 5000}, "a visitor who asks much", api_name="/start_run")
     client = client_of(space.url, headers=signed_in("eve"))
     two = [client.predict("demo", 64, "Thorough", {}, api_name="/start_run") for _ in range(2)]
-    with pytest.raises(AppError, match="2 runs of yours are at work or wait"):
+    with pytest.raises(AppError, match="2 runs of yours are running or waiting"):
         client.predict("demo", 64, "Thorough", {}, api_name="/start_run")
     assert sorted(two) == sorted(run["run"] for run in client.predict(api_name="/list_runs"))
 
 
 def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(space, busy):
     client = client_of(space.url)
-    assert f"{SPACE_MINUTES} minutes of work each" in urllib.request.urlopen(space.url).read().decode()
+    assert f"{SPACE_MINUTES} minutes each" in urllib.request.urlopen(space.url).read().decode()
     run = client.predict("demo", 64, "Try it", {}, ANN, api_name="/start_run")
     begun = time.time() - 60 * SPACE_MINUTES - 1
     with (space.runs / hash_identity(f"secret {ANN}") / run / "events.jsonl").open("a") as log:
@@ -165,7 +167,7 @@ def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(space, bu
     assert status["state"] in ("stopped", "stopping")
     while status["state"] == "stopping":
         status = client.predict(run, ANN, api_name="/run_status")
-    assert f"it has worked for {SPACE_MINUTES} minutes, which is what this Space gives to a run" in status["error"]
+    assert f"it has run for {SPACE_MINUTES} minutes, the limit of this Space for a run at a time" in status["error"]
     assert client.predict(run, ANN, api_name="/resume_run") == "queued"
 
 
@@ -177,7 +179,7 @@ def test_an_evaluation_on_a_space_is_ones_own_and_refuses_what_only_an_owner_may
     assert "README.md" in dict(preview["files"]) and not preview["checked"]
     for options, why in (
         ({"text": "file:/etc/passwd"}, "text comes from"),
-        ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
+        ({"task_folder": "/etc"}, "a Space knows only lm_eval's own tasks"),
         ({"texts": 500}, "texts 500 is more than this Space serves"),
         ({"texts": "many"}, "it should be a valid integer"),
         ({"parts": "language"}, "it should be a valid array"),

@@ -39,7 +39,7 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
     with chats.lent_models(run, someone) as models:
         first = models
     sending.begin_publication(run, "me/first", True, None)
-    wait_until(lambda: sending.PUBLICATIONS[run.key].over)
+    wait_until(lambda: sending.PUBLICATIONS[run.key].is_over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
     with chats.lent_models(run, someone) as models:
         assert models is first and "verdict" in seen
@@ -81,6 +81,6 @@ def test_only_the_newest_publications_are_kept_in_memory(someone, tmp_path, monk
     runs = [Run.create(tmp_path / f"run-{number}", PLAN) for number in range(sending.MAX_KEPT + 5)]
     for run in runs:
         sending.begin_publication(run, "me/student", True, None)
-        wait_until(lambda run=run: sending.PUBLICATIONS[run.key].over)
+        wait_until(lambda run=run: sending.PUBLICATIONS[run.key].is_over)
     assert len(sending.PUBLICATIONS) == sending.MAX_KEPT
     assert runs[0].key not in sending.PUBLICATIONS and sending.PUBLICATIONS[runs[-1].key].published

@@ -23,7 +23,7 @@ def test_visitors_of_a_space_have_folders_that_nobody_can_guess(on_space):
     run = begin_for(find_visitor(secret=ANN), Plan("demo", budget=64))
     assert find_visitor(secret=ANN).find_run(run.folder.name) == run
     for other in (find_visitor(secret=BOB), find_visitor("ann"), find_visitor(ANN)):  # an account of these letters
-        with pytest.raises(RequestError, match="none of your runs"):
+        with pytest.raises(RequestError, match="not one of your runs"):
             other.find_run(run.folder.name)
     assert len(run.folder.name) > 20
     assert ANN not in str(run.folder)
@@ -42,7 +42,7 @@ def test_a_token_is_not_in_what_a_visitor_looks_like(on_space):
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a\0b", "a" * 300, None, 5, ["x"], "-" * 0])
 def test_a_name_never_leads_out_of_the_folder(root, name):
     (root / "x").mkdir(parents=True)
-    with pytest.raises(RequestError, match="none of your runs"):
+    with pytest.raises(RequestError, match="not one of your runs"):
         find_visitor().find_run(name)
 
 
@@ -50,7 +50,7 @@ def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
     Run.create(tmp_path / "elsewhere", Plan("demo", budget=64))
     root.mkdir()
     (root / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RequestError, match="none of your runs"):
+    with pytest.raises(RequestError, match="not one of your runs"):
         find_visitor().find_run("link")
 
 
@@ -66,7 +66,7 @@ def test_a_run_is_renamed_only_where_nothing_is_changed_or_replaced(root, tmp_pa
             actions.rename_run(someone, "run", name)
     with run.take_lock(), pytest.raises(FolderError, match="is being written by another process"):
         actions.rename_run(someone, "run", "new")
-    with pytest.raises(RequestError, match="none of your runs"):
+    with pytest.raises(RequestError, match="not one of your runs"):
         actions.rename_run(someone, "link", "new")
     before = run.id
     assert actions.rename_run(someone, "run", "new") == "new"
@@ -114,7 +114,7 @@ def test_a_list_without_a_visitor_says_so(on_space):
     assert "this Space does not know you" in listed and len(choices) == 3
     assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
     note, *_ = handlers.preview_publication({}, None, None, "ann", "student", True)
-    assert "lz-bad" in note and "none of your runs" in note
+    assert "lz-bad" in note and "not one of your runs" in note
     assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
 
 

@@ -133,7 +133,7 @@ def test_a_space_lends_the_device_for_a_step_at_a_time_to_the_visitor_who_asked(
     assert len(lent) == events.count("started") >= 3 and {seconds for _, seconds in lent} == {"100"}
     both = client.predict(run.folder.name, "Once", 8, 0, False, ANN, api_name="/compare_models")
     assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
-    with pytest.raises(AppError, match="none of your runs"):  # a sentence, though it was raised in another process
+    with pytest.raises(AppError, match="not one of your runs"):  # a sentence, though it was raised in another process
         client.predict("x", "Once", 8, 0, False, ANN, api_name="/compare_models")
     assert not tracebacks(log)
 
@@ -158,7 +158,7 @@ def test_a_step_that_takes_longer_than_the_device_is_lent_is_a_sentence(tmp_path
     with lending(tmp_path, 1) as (client, root, _):
         run = begin(client, root, texts=32, length=1024)
         result = wait_for(run, "failed")
-    assert "takes longer than the 1 seconds for which ZeroGPU was asked: resume the run" in result.error
+    assert "takes longer than the 1 seconds for which ZeroGPU lends its device: resume the run" in result.error
     wait_until(lambda: not run.is_locked)
     assert run.profile is None
 
@@ -168,7 +168,7 @@ def test_a_device_that_is_taken_back_too_early_costs_only_what_was_not_saved(spa
     run = begin(client, root, steps=300)  # saved at 25, 50, …
     wait_until(lambda: any(event["event"] == "distill" and event["done"] > 30 for event in run.events()), 200)
     os.kill(int((root / "lent").read_text().split()[-2]), signal.SIGKILL)
-    assert "'distill' is a step that takes longer" in wait_for(run, "failed").error
+    assert "the step 'distill' takes longer" in wait_for(run, "failed").error
     wait_until(lambda: not run.is_locked)
     before = len(run.events())
     client.predict(run.folder.name, ANN, api_name="/resume_run")

@@ -31,7 +31,10 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     assert "| 0 | 8 + 32 features · softmax |" in text and "| 2 | 8 + 4 slots · 64 features |" in text
     assert "| 1 | unchanged: the teacher itself has a window here" in text
     assert "Refused: assisted decoding" in text and "In a batch the products of matrices differ" in text
-    assert "Its teacher was made for 1,024 tokens" in text and f"It was judged in {MADE['dtype']}: in another" in text
+    assert (
+        "Its teacher was made for 1,024 tokens" in text
+        and f"It was judged in {MADE['dtype']}: results in another dtype" in text
+    )
     assert "a KV head keeps the first tokens and an exact window" in text
 
 

@@ -119,8 +119,8 @@ def test_where_a_file_is_missing_it_says_what_to_do(hub, checkout, monkeypatch, 
     (checkout / "app.py").unlink()
     monkeypatch.setenv("HF_TOKEN", ME)
     assert main(["push", "--space", "me/app"]) == 2
-    assert "app.py' is missing, which a Space needs: install the package again" in capsys.readouterr().err
-    with pytest.raises(RequestError, match="is missing, which a Space needs"):
+    assert "app.py', which is missing: install the package again" in capsys.readouterr().err
+    with pytest.raises(RequestError, match="a Space needs .*, which is missing"):
         push.preview(None, "me/app", token=ME)
     assert not [line for line in hub.requests if line.startswith("POST")]
 

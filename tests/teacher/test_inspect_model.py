@@ -58,8 +58,8 @@ def test_of_a_mixture_the_parameters_at_work_for_a_token_are_counted(family):
     inner = 32 if family == "qwen3_moe" else 96
     assert inspection.resting == 3 * (4 - 2) * 3 * 64 * inner  # layers, experts at rest, matrices of an expert
     assert inspection.active == inspection.parameters - inspection.resting
-    assert f"{inspection.active:,} at work for a token" in describe_inspection(inspection)
-    assert "parameters work for a token" in describe_teacher(inspection)
+    assert f"{inspection.active:,} active per token" in describe_inspection(inspection)
+    assert "parameters are active per token" in describe_teacher(inspection)
     whole = inspect(tiny_config("llama"))
     assert not whole.resting and "at work" not in describe_inspection(whole) and not describe_teacher(whole)
 

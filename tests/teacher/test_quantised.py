@@ -121,7 +121,7 @@ def test_weights_are_expanded_to_what_they_stand_for(method, tmp_path):
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert torch.equal(reloaded(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
     assert f"{method}; its weights are held expanded while they load" in describe_inspection(inspection)
-    assert f"({method}) and were expanded: all that is said of the teacher" in describe_teacher(inspection)
+    assert f"({method}) and were expanded: everything here about the teacher" in describe_teacher(inspection)
 
 
 @pytest.mark.parametrize("bits", BITS)
