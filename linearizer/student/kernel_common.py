@@ -1,5 +1,5 @@
-"""Parts of all Triton kernels: their letters, tiles of matrices, a running softmax, products of features, sizes of
-blocks."""
+"""What all Triton kernels share: compile-time constants, tiles of matrices, a running softmax, products of features,
+and block sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-try:  # transformers looks for the packages that a checkpoint needs, and passes over those inside a try
+try:  # transformers looks for the packages that a checkpoint needs, and ignores those imported inside a try
     import triton
     import triton.language as tl
 except ImportError:
@@ -21,61 +21,61 @@ Launch = TypeVar("Launch", bound=Callable[..., Any])
 EMPTY = tl.constexpr(-1e30)
 ABSENT = tl.constexpr(-2e30)
 HEADROOM = tl.constexpr(60.0)
-LOST = tl.constexpr(-10.0)  # the log of a product below which terms of it may have vanished: 70 below the row's bound
+LOST = tl.constexpr(-10.0)  # a product whose log is below this, 70 below the row's bound, may have lost terms
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a kernel is compiled for: the argument C of every kernel. Other letters are of single calls, and pointers.
+    """The compile-time constants of a kernel: its argument C. Other arguments in capitals are the sizes of one call.
 
-    T tokens, H KV heads; WINDOW, SEGMENTS, COLUMNS and SINKS count what they say. ot, oj, oc, os, om, od, ov: indices
-    of rows (tokens), far columns, columns, sinks, features, dimensions of keys, and of values.
+    T counts tokens and H KV heads; WINDOW, SEGMENTS, COLUMNS and SINKS count what their names say. ot, oj, oc, os, om,
+    od and ov are indices of rows (tokens), far columns, columns, sinks, features, and dimensions of keys and of values.
     """
 
     D: Any = None  # dimensions of a key
     DV: Any = None  # dimensions of a value
     DP: Any = None  # D padded to a power of two
     VP: Any = None  # DV padded
-    DS: Any = None  # dimensions that are multiplied at once
+    DS: Any = None  # dimensions multiplied at a time
     G: Any = None  # query heads that share a KV head
     GP: Any = None  # G padded
     SP: Any = None  # sinks, padded
     M: Any = None  # features
     MS: Any = None  # features at a time
-    MG: Any = None  # features of a program that makes gradients
+    MG: Any = None  # features of a program that computes gradients
     BT: Any = None  # rows (tokens) of a program
     BN: Any = None  # columns (keys) at a time
     BV: Any = None  # dimensions of a value in a program
     SEG: Any = None  # tokens of a segment
-    ROWS: Any = None  # whether log-features are those of queries
-    REVERSE: Any = None  # whether segments are summed from the last one on
+    ROWS: Any = None  # whether the log-features belong to queries
+    REVERSE: Any = None  # whether segments are summed from last to first
     ACC: Any = None  # type of sums
     PRECISION: Any = None  # of products of fp32 numbers
 
     def __post_init__(self) -> None:
         values = tuple(getattr(self, field.name) for field in fields(self))
         object.__setattr__(self, "_hash", hash(values))  # Triton asks for it at every launch
-        for field, value in zip(fields(self), values, strict=True):  # so that older compilers see constants, too
+        for field, value in zip(fields(self), values, strict=True):  # so that older compilers see constants
             object.__setattr__(self, field.name, tl.constexpr(value))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
 
 
-# (rows, columns, features at a time, warps, stages) by the generation of the chip; the last row is safe on any.
+# (rows, columns, features at a time, warps, stages) by the chip's generation; the last row is safe on any chip.
 BLOCKS = {(9, 0): (128, 64, 64, 8, 2), (8, 0): (64, 64, 64, 8, 2), None: (64, 32, 32, 8, 1)}
 
 
 @triton.jit
 def load_tile(pointer, rows, columns, stop, width, other=0.0):
-    """Rows of a matrix with `width` columns; what lies outside is `other`."""
+    """Load rows of a matrix with `width` columns; numbers outside it are `other`."""
     inside = ((rows >= 0) & (rows < stop))[:, None] & (columns < width)[None, :]
     return tl.load(pointer + rows[:, None] * width + columns[None, :], mask=inside, other=other)
 
 
 @triton.jit
 def load_rows(pointer, rows, stop):
-    """One number of every row, and 0 outside."""
+    """Load one number of each row, and 0 outside."""
     return tl.load(pointer + rows, mask=rows < stop, other=0.0)
 
 
@@ -83,7 +83,7 @@ def load_rows(pointer, rows, stop):
 def scores(
     q, q_ptr, k_ptr, rows, columns, T, COLUMNS, width: tl.constexpr, padded_width: tl.constexpr, C: tl.constexpr
 ):
-    """q·k of rows, held in q, with columns; if it is too wide, DS dimensions at a time, and q is read again."""
+    """Return q·k of rows, which q contains, with columns; wide rows are read again, DS dimensions at a time."""
     if C.DS == padded_width:
         k = load_tile(k_ptr, columns, tl.arange(0, padded_width), COLUMNS, width)
         return tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION)
@@ -101,16 +101,16 @@ def scores(
 def update_softmax(top, total, acc, logits, live, v, C: tl.constexpr):
     """Add logits and values to the running softmax of rows."""
     logits = tl.where(live, logits, EMPTY)
-    new = tl.maximum(top, tl.max(logits, 1))
-    kept = tl.exp(top - new)
-    p = tl.where(live, tl.exp(logits - new[:, None]), 0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc=acc * kept[:, None], out_dtype=acc.dtype, input_precision=C.PRECISION)
-    return new, total * kept + tl.sum(p, 1), acc
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    decay = tl.exp(top - new_top)
+    p = tl.where(live, tl.exp(logits - new_top[:, None]), 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc=acc * decay[:, None], out_dtype=acc.dtype, input_precision=C.PRECISION)
+    return new_top, total * decay + tl.sum(p, 1), acc
 
 
 @triton.jit
 def row_bound(u_ptr, ceiling_ptr, rows, T, C: tl.constexpr):
-    """max_m (u_m + ceiling_m) of every row."""
+    """Return max_m (u_m + ceiling_m) of each row."""
     bound = tl.full([rows.shape[0]], 2 * ABSENT, C.ACC)
     for m in range(0, C.M, C.MS):
         om = m + tl.arange(0, C.MS)
@@ -121,7 +121,7 @@ def row_bound(u_ptr, ceiling_ptr, rows, T, C: tl.constexpr):
 
 @triton.jit
 def exact_logits(u_ptr, w_ptr, rows, columns, T, C: tl.constexpr):
-    """log Σ_m exp(u_im + w_jm), feature by feature: right at any magnitude, and slow."""
+    """Return log Σ_m exp(u_im + w_jm), feature by feature: right at any magnitude, but slow."""
     top = tl.full([rows.shape[0], columns.shape[0]], 4 * ABSENT, C.ACC)
     for m in range(0, C.M):
         u = tl.load(u_ptr + rows * C.M + m, mask=rows < T, other=0.0)
@@ -137,7 +137,7 @@ def exact_logits(u_ptr, w_ptr, rows, columns, T, C: tl.constexpr):
 
 @triton.jit
 def far_product(u_ptr, w_ptr, ceiling_ptr, bound, rows, columns, T, DOT: tl.constexpr, C: tl.constexpr):
-    """Σ_m exp(u_im + w_jm) e^(HEADROOM - bound_i)."""
+    """Return Σ_m exp(u_im + w_jm) e^(HEADROOM - bound_i)."""
     product = tl.zeros([rows.shape[0], columns.shape[0]], C.ACC)
     for m in range(0, C.M, C.MS):
         om = m + tl.arange(0, C.MS)
@@ -151,30 +151,29 @@ def far_product(u_ptr, w_ptr, ceiling_ptr, bound, rows, columns, T, DOT: tl.cons
 
 
 def on_device_of_first(launch: Launch) -> Launch:
-    """Launch on the device of the first tensor, which need not be the current one.
+    """Make a launch run on the device of its first tensor, which need not be the current device.
 
-    torch.compile does not look inside, so it compiles the same before and after the trial of a kernel.
+    torch.compile does not look inside, so it compiles the same code before and after a kernel's trial.
     """
 
     @torch.compiler.disable
     @functools.wraps(launch)
-    def there(first: Tensor, *rest: Any, **named: Any) -> Any:
-        with torch.cuda.device_of(first):  # nothing for tensors of a CPU
-            return launch(first, *rest, **named)
+    def launch_on_device(first: Tensor, *arguments: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(first):  # which changes nothing for CPU tensors
+            return launch(first, *arguments, **options)
 
-    return there
+    return launch_on_device
 
 
 def dims_at_once(dim: int, dtype: torch.dtype) -> int:
-    """How many dimensions of rows a kernel that holds them may multiply at once."""
+    """Return how many dimensions a kernel may multiply at a time while it keeps rows in registers."""
     width = padded(dim)
     return width if dtype.itemsize <= 2 and width <= 128 else min(width, 64)
 
 
 def precision(dtype: torch.dtype) -> dict:
-    """How to add up, and how to multiply fp32: on tensor cores, nearly exactly; without them it fills the registers.
-
-    AMD's multiply fp32 exactly, and Triton has no other way for them.
+    """Return the type of sums, and how to multiply fp32: nearly exactly on tensor cores, since other units need too
+    many registers. AMD's matrix cores multiply fp32 exactly, and Triton offers no other way for them.
     """
     exact = dtype == torch.float64
     return {
@@ -184,7 +183,7 @@ def precision(dtype: torch.dtype) -> dict:
 
 
 def count_parts(size: int, part: int) -> int:
-    """Count the parts of a size that cover another: Triton's own function takes the host longer than all else."""
+    """Return ⌈size / part⌉; Triton's own function takes longer than the rest of a launch."""
     return -(-size // part)
 
 
@@ -193,20 +192,20 @@ def padded(size: int) -> int:
 
 
 def chip(x: Tensor) -> tuple[int, int] | None:
-    """The generation of the NVIDIA GPU where x is; AMD counts its own by the same numbers."""
+    """Return the generation of the NVIDIA GPU where x is; None for AMD, which uses the same numbers for its chips."""
     return torch.cuda.get_device_capability(x.device) if x.is_cuda and not torch.version.hip else None
 
 
 def for_chip(table: dict, x: Tensor) -> tuple:
-    """The row of a table for the chip where x is; its last row is for any."""
+    """Return the row of a table for the chip where x is; None is the key of all other chips."""
     return table.get(chip(x), table[None])
 
 
 def blocks(x: Tensor, *widths: int) -> tuple[dict, dict]:
-    """Block sizes, and how to launch, for rows as wide as these on the chip where x is."""
+    """Return block sizes and launch options for rows of these widths on the chip where x is."""
     rows, columns, features, warps, stages = for_chip(BLOCKS, x)
-    if max(map(padded, widths)) > 128:  # wide tiles do not fit otherwise
+    if max(map(padded, widths)) > 128:  # wider tiles do not fit
         rows, columns, features, warps, stages = min(rows, 32), 32, 32, 4, 1
-    if x.element_size() > 2:  # nor do tiles in fp32
+    if x.element_size() > 2:  # nor do fp32 tiles
         rows, columns, features, warps, stages = min(rows, 32), 32, 16, 8, 1
     return {"BT": rows, "BN": columns, "MS": features}, {"num_warps": warps, "num_stages": stages}

@@ -1,4 +1,4 @@
-"""The one place that chooses between Triton's kernels and PyTorch, once a trial has found them right (kernel_trial.py).
+"""The choice between Triton's kernels and PyTorch: kernels run once a trial has found them right (kernel_trial.py).
 
 Kernels attend with texts to windows, features and slots, and with a token to windows and slots.
 """
@@ -18,19 +18,19 @@ try:
     from .kernel_text_gradients import FeatureAttention
     from .kernel_text_slots import launch_text
     from .kernel_token import launch_token
-except ImportError as missing:
-    if missing.name != "triton":
+except ImportError as error:
+    if error.name != "triton":
         raise
     FeatureAttention = launch_text = launch_token = None  # type: ignore[assignment, misc]
 
 TRIAL_WINDOW = 16
-TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
+TRIAL_ENDS = (32, 192)  # ends of the two calls for a text: the second starts from a state and has two segments
 
 Tensor = torch.Tensor
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Any, window: int, real: Tensor | None, state: Any) -> Tensor:
-    """Attend and update the state, by kernels where they serve: window, sinks and features."""
+    """Attend to window, sinks and features and update the state, by kernels where they are accepted."""
     if q.shape[-2] == 1 and real is None:
         return attend_token_with_features(q, k, v, far, window, state)
     fused = (far is None or isinstance(far, ScaledMap)) and kernel_serves_text_features(q, k, v, state)
@@ -39,7 +39,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Any, window: int, rea
 
 
 def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureState) -> bool:
-    """Whether kernels may attend with a text to features, with gradients if they are taken."""
+    """Whether kernels may attend with a text to features, with gradients where they are enabled."""
     if FeatureAttention is None or not kernels_accept(q, k, v):
         return False
     sizes = TrialSizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], state.level.shape[-1])
@@ -51,11 +51,11 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
         state = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
         attend = attend_chunks_by_kernel if by_kernels else attend_chunks
         features = text.features if sizes.features else None
-        out = []
+        parts = []
         for start, stop in ((0, TRIAL_ENDS[0]), TRIAL_ENDS):
             part = text.piece(start, stop)
-            out.append(attend_text_with_features(*part, features, TRIAL_WINDOW, None, state, attend=attend).to(dtype))
-        results = [torch.cat(out, -2), state.level, state.mean]
+            parts.append(attend_text_with_features(*part, features, TRIAL_WINDOW, None, state, attend=attend).to(dtype))
+        results = [torch.cat(parts, -2), state.level, state.mean]
         if gradients:
             results += torch.autograd.grad(sum(x.square().sum() for x in results), inputs)  # type: ignore[arg-type]
         return results
@@ -73,8 +73,8 @@ def attend_chunks_by_kernel(
         leaving = columns.filled(0, tokens) & (columns.place(0, tokens) >= sinks)
         u, w = features.queries(q.to(work)), features.keys(columns.k[:, :, :tokens].to(work))
         u, w = u.to(work), w.to(work).masked_fill(~leaving[:, None, :, None], ABSENT)  # autocast multiplies in bf16
-    kept = [state.sink_k, state.sink_v, columns.first, columns.empty, u, w, state.level, state.mean]
-    inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *kept)]
+    state_inputs = [state.sink_k, state.sink_v, columns.first, columns.empty, u, w, state.level, state.mean]
+    inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *state_inputs)]
     out, state.level, state.mean = FeatureAttention.apply(columns.window, *inputs)
     return out
 

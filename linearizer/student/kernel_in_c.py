@@ -1,8 +1,8 @@
-"""Kernels in C for a CPU, which the compiler of the machine makes on first use.
+"""Kernels in C for a CPU, which the machine's own compiler builds on first use.
 
-There a student's attention is many small operations, whose calls take longer than their work. Each kernel is a function
-of whole numbers (what they count is said in its source) and addresses of tensors; it returns whether there was memory.
-Without a compiler, or with LINEARIZER_KERNELS=0, PyTorch does the work; a trial comes first, as for any kernel.
+On a CPU a student's attention is many small operations, and their calls take longer than their work. A kernel takes
+integers (explained in its source) and addresses of tensors; it returns whether memory sufficed. Without a compiler, or
+with LINEARIZER_KERNELS=0, PyTorch replaces it. As any kernel, it must first pass a trial.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .state import is_traced
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-lm", "-pthread")
-X86, WIDEST = ("x86_64", "AMD64"), ("-mprefer-vector-width=512",)  # or loops get vectors of half the width there
-KINDS = {torch.float32: "float", torch.float64: "double"}  # that are computed with
+X86, WIDEST = ("x86_64", "AMD64"), ("-mprefer-vector-width=512",)  # or compilers use vectors of half the width
+KINDS = {torch.float32: "float", torch.float64: "double"}  # types that kernels compute in
 
 Tensor = torch.Tensor
 Kernel = Callable[[Any, Any], int]
@@ -204,36 +204,36 @@ static void multiply(const REAL *const *a, long step, long inner, const REAL *b,
 
 
 def may_run_in_c(*tensors: Tensor) -> bool:
-    """Whether kernels in C may compute with tensors: they compute no gradients."""
+    """Whether kernels in C, which compute no gradients, may read tensors."""
     if is_traced() or os.environ.get("LINEARIZER_KERNELS") == "0":
         return False
     gradients = torch.is_grad_enabled()
-    for x in tensors:  # a generator would take longer than all of this, at each token of each layer
+    for x in tensors:  # a generator would take longer than the rest, at each token of each layer
         if not x.is_cpu or (gradients and x.requires_grad):
             return False
     return True
 
 
-def whole_numbers(*numbers: int) -> Any:
-    """Lay numbers out as a kernel reads them."""
+def pack_numbers(*numbers: int) -> Any:
+    """Pack integers into an array for a kernel."""
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 def copy_numbers(numbers: Any) -> Any:
-    """Copy numbers that are laid out so."""
+    """Copy packed integers."""
     return type(numbers).from_buffer_copy(numbers)
 
 
 def addresses_of(*tensors: Tensor | None) -> Any:
-    """Lay the addresses of tensors out as a kernel reads them; the tensors have to live on."""
+    """Pack the addresses of tensors for a kernel; the tensors must stay alive."""
     return (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])
 
 
 @functools.cache
 def load_kernel(name: str, source: str, work: torch.dtype, wide: bool = False) -> Kernel | None:
-    """Load a kernel that computes with a type, compiled by the first process that asks for it; None: no compiler.
+    """Load a kernel that computes in a type, compiled by the first process that needs it; None: no compiler.
 
-    `wide` says that it may compute with vectors of 64 bytes.
+    With `wide` it may compute with vectors of 64 bytes.
     """
     if work not in KINDS or os.name != "posix":
         return None
@@ -257,9 +257,9 @@ def find_compiler() -> str | None:
 
 
 def cpu_flags() -> str:
-    """Return the instructions of the processor, where the system lists them: machines may share a folder."""
+    """Return the processor's instruction sets, where the system lists them: machines may share a folder."""
     if sys.platform == "darwin":
-        return said_by("sysctl", "hw.optional")
+        return output_of("sysctl", "hw.optional")
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -268,8 +268,8 @@ def cpu_flags() -> str:
 
 
 @functools.cache
-def said_by(*command: str) -> str:
-    """Return what a program says; nothing where it fails."""
+def output_of(*command: str) -> str:
+    """Return what a program prints, or an empty text if it fails."""
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
@@ -277,17 +277,17 @@ def said_by(*command: str) -> str:
 
 
 def library_of(folder: Path, key: str, compiler: str | None) -> Path:
-    """Return where a kernel lies that a version of a compiler makes: the next version may mend what this one does
-    wrong. Without a compiler, the last that was made."""
+    """Return the path of a kernel built by this version of a compiler, since the next version may fix its faults;
+    without a compiler, the last one built."""
     if compiler is None:
         made = sorted(folder.glob(f"{key}-*.so"), key=lambda path: path.stat().st_mtime)
         return made[-1] if made else folder / f"{key}.so"
-    version = hashlib.sha256(said_by(compiler, "--version").encode()).hexdigest()[:8]
+    version = hashlib.sha256(output_of(compiler, "--version").encode()).hexdigest()[:8]
     return folder / f"{key}-{version}.so"
 
 
 def compiled(folder: Path, key: str, source: str, command: Sequence[str]) -> Path:
-    """Compile a source into a folder of this user, unless it is there."""
+    """Compile a source into a folder of this user, unless it is compiled already."""
     if not folder.is_absolute():
         raise FileNotFoundError("this user has no home")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -296,19 +296,19 @@ def compiled(folder: Path, key: str, source: str, command: Sequence[str]) -> Pat
     if not library.exists():
         if compiler is None:
             raise FileNotFoundError("no compiler")
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = Path(work) / "made.so"
-            (Path(work) / "source.c").write_text(source, encoding="utf-8")
-            given = [compiler, str(Path(work) / "source.c"), "-o", str(made), *command]
-            subprocess.run(given, check=True, capture_output=True, timeout=60)
-            made.chmod(0o700)
-            os.replace(made, library)  # whole, whichever process is first
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            output = Path(temporary) / "made.so"
+            (Path(temporary) / "source.c").write_text(source, encoding="utf-8")
+            arguments = [compiler, str(Path(temporary) / "source.c"), "-o", str(output), *command]
+            subprocess.run(arguments, check=True, capture_output=True, timeout=60)
+            output.chmod(0o700)
+            os.replace(output, library)  # at once, whichever process is first
     check_owner(library)
     return library
 
 
 def check_owner(path: Path) -> None:
-    """Refuse what another user could have written: it would run with the rights of this one."""
+    """Refuse a file that another user could have written: it would run with this user's rights."""
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE:
         raise PermissionError(f"other users may write to {path}")

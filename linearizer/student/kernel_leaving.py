@@ -1,7 +1,7 @@
-"""What is done before a token is attended with, as one Triton kernel: a block that leaves a window merges into the
-slots of its head, and other programs turn the token, for heads that keep what is turned.
+"""The Triton kernel that runs before attention with a token: a block that leaves a window merges into the slots of its
+head, and other programs turn the token for heads that keep turned vectors.
 
-kernel_merging.py merges; here is where a head's rows and slots lie in the pool (state_pool.py), by the pool's table.
+kernel_merging.py merges; this module finds a head's rows and slots in the pool (state_pool.py) by the pool's table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .kernel_packed_rows import (
     VALUES,
     WEIGHT,
     WINDOW,
-    for_kind,
+    call_for_kind,
     load_codes,
 )
 from .kernel_slot_rows import add_block, read_slots, workspace_of, write_slots
@@ -38,8 +38,8 @@ from .kernel_slot_rows import add_block, read_slots, workspace_of, write_slots
 
 @triton.jit
 def slots_of(field_ptr, start_ptr, bits, KIND: tl.constexpr, C: tl.constexpr):
-    """Where keys and values of a head begin; the same of its slots, and their counts, which of few bits have two
-    bytes each."""
+    """Return pointers to the keys and the values of a head, and to those of its slots with their counts, which take two
+    bytes each where bits are few."""
     keys_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + KEYS), ALIGNED)
     values_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + VALUES), ALIGNED)
     weight_ptr, spread_ptr = start_ptr + tl.load(field_ptr + WEIGHT), start_ptr + tl.load(field_ptr + SPREAD)
@@ -63,43 +63,43 @@ def slots_of(field_ptr, start_ptr, bits, KIND: tl.constexpr, C: tl.constexpr):
 def read_leaving(
     work, field_ptr, start_ptr, slots, first, missing, window, block, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
-    """Copy slots, and a block that leaves, into rows; return how many there are, and how many are listed as changed."""
+    """Copy slots and a leaving block into rows; return how many slots there are, and how many are listed as changed."""
     keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
     om = tl.arange(0, C.MP)
     tokens, live = (first + om) % window, (om >= missing) & (om < block)
     keys = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
     values = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
-    have, changed = read_slots(work, state, slots, bits, KIND, C)
-    have, changed, _ = add_block(work, keys, values, missing, block, have, changed, C)
-    return have, changed
+    count, changed = read_slots(work, state, slots, bits, KIND, C)
+    count, changed, _ = add_block(work, keys, values, missing, block, count, changed, C)
+    return count, changed
 
 
 @triton.jit(noinline=True)
 def write_merged(
-    work, field_ptr, start_ptr, slots, have, level_ptr, gain, codes_ptr, bits, KIND: tl.constexpr, C: tl.constexpr
+    work, field_ptr, start_ptr, slots, count, level_ptr, gain, codes_ptr, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
-    """Copy the rows into the slots of a state."""
+    """Copy merged rows into the slots of a state."""
     _, _, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
-    write_slots(work, state, slots, have, level_ptr, gain, bits, codes_ptr, KIND, C)
+    write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIND, C)
 
 
 @triton.jit
 def load_tile_at(pointer, rows, stride, stop, columns, width):
-    """Rows of a matrix that lie `stride` apart; what lies outside is 0."""
+    """Load rows of a matrix that are `stride` apart; numbers outside are 0."""
     inside = (rows < stop)[:, None] & (columns < width)[None, :]
     return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def turned_of(turned_ptr, own, C: tl.constexpr):
-    """Where the queries of a token, its key and its value lie, as a head turned them."""
-    turned_ptr += own * ((C.GP + 1) * C.DP + C.VP)
+def turned_of(turned_ptr, program, C: tl.constexpr):
+    """Return pointers to the queries, the key and the value of a token as a head turned them."""
+    turned_ptr += program * ((C.GP + 1) * C.DP + C.VP)
     return turned_ptr, turned_ptr + C.GP * C.DP, turned_ptr + (C.GP + 1) * C.DP
 
 
 @triton.jit
 def turn_vector(x_ptr, factor_ptr, middle_ptr, root, matrix_ptr, columns, WIDTH: tl.constexpr, WP: tl.constexpr):
-    """Some columns of (x · root - middle) / factor, rotated, and of the rotation: (columns,), (WP, columns)."""
+    """Return columns of (x · root - middle) / factor, rotated, and of the rotation: (columns,), (WP, columns)."""
     od = tl.arange(0, WP)
     matrix = load_tile_at(matrix_ptr, od, WIDTH, WIDTH, columns, WIDTH)
     x = tl.load(x_ptr + od, mask=od < WIDTH, other=0.0).to(matrix.dtype) * root
@@ -109,12 +109,12 @@ def turn_vector(x_ptr, factor_ptr, middle_ptr, root, matrix_ptr, columns, WIDTH:
 
 
 @triton.jit
-def turn_token(given, turns, turned_ptr, own, text, head, columns, factors, C: tl.constexpr):
-    """Turn the queries of a head, its key and its value: some columns of each."""
-    q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
+def turn_token(inputs, turns, turned_ptr, program, text, head, columns, factors, C: tl.constexpr):
+    """Turn the given columns of the queries, the key and the value of a head."""
+    q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = inputs
     steps_ptr, middle_ptr, value_middle_ptr, ones_ptr, key_matrix_ptr, value_matrix_ptr = turns
     scale, root = factors
-    asked_ptr, key_ptr, value_ptr = turned_of(turned_ptr, own, C)
+    query_ptr, key_ptr, value_ptr = turned_of(turned_ptr, program, C)
     og, od = tl.arange(0, C.GP), tl.arange(0, C.DP)
     steps_ptr, middle_ptr = steps_ptr + head * C.D, middle_ptr + head * C.D
     k_ptr, v_ptr = k_ptr + text * k_text + head * k_head, v_ptr + text * v_text + head * v_head
@@ -123,7 +123,7 @@ def turn_token(given, turns, turned_ptr, own, text, head, columns, factors, C: t
     q *= tl.load(steps_ptr + od, mask=od < C.D, other=0.0).to(C.ACC)[None, :] / root
     q = tl.dot(q, matrix.to(C.ACC), out_dtype=C.ACC, input_precision=C.PRECISION)
     tl.store(
-        asked_ptr + og[:, None] * C.DP + columns[None, :], q, mask=(og < C.GP)[:, None] & (columns < C.DP)[None, :]
+        query_ptr + og[:, None] * C.DP + columns[None, :], q, mask=(og < C.GP)[:, None] & (columns < C.DP)[None, :]
     )
     tl.store(key_ptr + columns, k, mask=columns < C.DP)
     value_middle_ptr += head * C.DV
@@ -133,51 +133,53 @@ def turn_token(given, turns, turned_ptr, own, text, head, columns, factors, C: t
 
 @triton.jit(do_not_specialize=["H", "SINKS"])
 def prepare_token(
-    given, kept, merging, turns, turned_ptr, workspace, codes_ptr, H, BYTES, SINKS, factors, C: tl.constexpr
+    inputs, pool, merging, turns, turned_ptr, workspace, codes_ptr, H, BYTES, SINKS, factors, C: tl.constexpr
 ):
-    """Merge the block that leaves the window before the next token, if any does, with the first program of a head, and
-    turn the token with others; grid (text and head, 1 + parts of the dimensions)."""
-    pool_ptr, count_ptr, table_ptr = kept
+    """Merge the block that leaves the window before the next token, if any, in the first program of a head, and turn
+    the token in the others; grid (text and head, 1 + parts of the dimensions)."""
+    pool_ptr, count_ptr, table_ptr = pool
     if tl.program_id(1) == 0:
-        merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, SINKS, C)
+        merge_leaving(pool, merging, workspace, codes_ptr, H, BYTES, SINKS, C)
     elif C.TURNED:
-        own = tl.program_id(0).to(tl.int64)
-        at_ptr = table_ptr + own % H * FIELDS
-        if tl.load(at_ptr + BITS_KEPT) < 16:
+        program = tl.program_id(0).to(tl.int64)
+        field_ptr = table_ptr + program % H * FIELDS
+        if tl.load(field_ptr + BITS_KEPT) < 16:
             columns = (tl.program_id(1) - 1) * C.DS + tl.arange(0, C.DS)
-            turn_token(given, turns, turned_ptr, own, own // H, tl.load(at_ptr + HEAD), columns, factors, C)
+            turn_token(inputs, turns, turned_ptr, program, program // H, tl.load(field_ptr + HEAD), columns, factors, C)
 
 
 @triton.jit
-def merge_leaving(kept, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.constexpr):
-    """Merge the block that leaves the window of a head before the next token, if any does."""
-    pool_ptr, count_ptr, table_ptr = kept
+def merge_leaving(pool, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.constexpr):
+    """Merge the block that leaves the window of a head before the next token, if any."""
+    pool_ptr, count_ptr, table_ptr = pool
     metric_ptr, gain_ptr = merging
     float_ptr, list_ptr, ROOM = workspace
-    own = tl.program_id(0).to(tl.int64)
-    at_ptr, start_ptr = table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
-    count, window = tl.load(count_ptr + own // H).to(tl.int32), tl.load(at_ptr + WINDOW).to(tl.int32)
-    slots, block = tl.load(at_ptr + SLOTS).to(tl.int32), tl.load(at_ptr + BLOCK).to(tl.int32)
-    if (block > 0) & (count >= window) & ((count - window) % tl.maximum(block, 1) == 0):
-        bits, merger = tl.load(at_ptr + BITS_KEPT).to(tl.int32), tl.load(at_ptr + MERGER)
-        level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + SINKS
+    program = tl.program_id(0).to(tl.int64)
+    field_ptr, start_ptr = table_ptr + program % H * FIELDS, pool_ptr + program // H * BYTES
+    tokens, window = tl.load(count_ptr + program // H).to(tl.int32), tl.load(field_ptr + WINDOW).to(tl.int32)
+    slots, block = tl.load(field_ptr + SLOTS).to(tl.int32), tl.load(field_ptr + BLOCK).to(tl.int32)
+    if (block > 0) & (tokens >= window) & ((tokens - window) % tl.maximum(block, 1) == 0):
+        bits, merger = tl.load(field_ptr + BITS_KEPT).to(tl.int32), tl.load(field_ptr + MERGER)
+        level_ptr = (start_ptr + tl.load(field_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + SINKS
         metric_ptr, gain = metric_ptr + merger * (C.D + 1) * (C.D + 1), tl.load(gain_ptr + merger)
-        work, first, om = workspace_of(own, float_ptr, list_ptr, ROOM, C), count - window, tl.arange(0, C.MP)
+        work, first, om = workspace_of(program, float_ptr, list_ptr, ROOM, C), tokens - window, tl.arange(0, C.MP)
         missing = tl.minimum(tl.maximum(SINKS - first, 0), block)
-        have, changed = block * 0, block * 0
+        count, changed = block * 0, block * 0
         if bits == 16:
-            have, changed = read_leaving(work, at_ptr, start_ptr, slots, first, missing, window, block, bits, 16, C)
+            count, changed = read_leaving(work, field_ptr, start_ptr, slots, first, missing, window, block, bits, 16, C)
         if C.LEAST <= 8:
             if bits == 8:
-                have, changed = read_leaving(work, at_ptr, start_ptr, slots, first, missing, window, block, bits, 8, C)
+                count, changed = read_leaving(
+                    work, field_ptr, start_ptr, slots, first, missing, window, block, bits, 8, C
+                )
         if C.LEAST < 8:
             if bits < 8:
-                have, changed = read_leaving(
-                    work, at_ptr, start_ptr, slots, first, missing, window, block, bits, FEW, C
+                count, changed = read_leaving(
+                    work, field_ptr, start_ptr, slots, first, missing, window, block, bits, FEW, C
                 )
-        kept_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
-        have, _ = merge_rows(work, metric_ptr, bits, levels, have, slots, changed, kept_ptr, True, C)
-        codes_ptr += own * C.BT * (C.DP + C.VP)
-        into = work, at_ptr, start_ptr, slots, have, level_ptr + window, gain, codes_ptr
-        for_kind(write_merged, into, bits, C)
+        type_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
+        count, _ = merge_rows(work, metric_ptr, bits, levels, count, slots, changed, type_ptr, True, C)
+        codes_ptr += program * C.BT * (C.DP + C.VP)
+        arguments = work, field_ptr, start_ptr, slots, count, level_ptr + window, gain, codes_ptr
+        call_for_kind(write_merged, arguments, bits, C)
         tl.store(level_ptr + (first + om) % window, EMPTY, mask=om < block)

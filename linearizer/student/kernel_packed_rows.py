@@ -1,4 +1,4 @@
-"""Vectors in few bits as Triton kernels read, round and write them; the reference is in rounding.py."""
+"""How Triton kernels read, round and write vectors in few bits; the reference is rounding.py."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ from .rounding import HIGHEST, LOWEST, TINIEST, TRIED
 LEAST, MOST, TINY = tl.constexpr(2.0**LOWEST), tl.constexpr(2.0**HIGHEST), tl.constexpr(TINIEST)
 SECOND, THIRD = tl.constexpr(TRIED[1]), tl.constexpr(TRIED[2])  # of the scales tried; the first is 1
 SIGNED, TWO_BYTES = tl.constexpr(tl.pointer_type(tl.int8)), tl.constexpr(tl.pointer_type(tl.int16))
-# Of a head in a pool of bytes (state_pool.py): its place in the layer, its sizes, and where its tensors begin.
+# The fields of a head in a pool of bytes (state_pool.py): its index in the layer, its sizes, offsets of its tensors.
 HEAD, BITS_KEPT, WINDOW, SLOTS, BLOCK, MERGER = (tl.constexpr(field) for field in range(6))
 KEYS, VALUES, SINK_K, SINK_V, LEVEL, WEIGHT, SPREAD = (tl.constexpr(field) for field in range(6, 13))
 FIELDS = tl.constexpr(13)
-FEW = tl.constexpr(4)  # the kind of rows of fewer than 8 bits a number; others are of kind 8 and 16
-ALIGNED = tl.constexpr(16)  # bytes at which they begin
+FEW = tl.constexpr(4)  # the kind of rows of fewer than 8 bits a number; the other kinds are 8 and 16
+ALIGNED = tl.constexpr(16)  # in bytes: where rows begin
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64}
-HALVES = tl.constexpr(12582912.0)  # 1.5 · 2^23: added and taken away again, it rounds half to even
+HALVES = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding and subtracting it rounds half to even
 
 
 @dataclass(frozen=True)
 class PackedConstants(Constants):
-    """What a kernel is compiled for that reads packed rows."""
+    """The compile-time constants of a kernel that reads packed rows."""
 
-    KEPT: Any = None  # type of rows of 16 bits: types are constants, and pointers to them are none in Triton 3.6
+    KEPT: Any = None  # type of rows of 16 bits: Triton 3.6 accepts types as constants, but not pointer types
     SUMS: Any = None  # type of levels and counts
-    LEAST: Any = None  # the least kind of rows
+    LEAST: Any = None  # the smallest kind of rows
     TURNED: Any = None  # whether rows of fewer bits hold turned vectors
-    MP: Any = None  # tokens that leave a window at once, padded
-    RM: Any = None  # rows of a workspace at most, a power of two
-    ORDERED: Any = None  # whether the tokens of a text have an order of their own, as some are no real ones
-    TWO: Any = None  # whether queries have two terms of the type of what is kept, or one
-    RS: Any = None  # rows of the costs of pairs that are read at once
-    DW: Any = None  # dimensions that are multiplied at once where rows merge
+    MP: Any = None  # tokens that leave a window at a time, padded
+    RM: Any = None  # most rows of a workspace, a power of two
+    ORDERED: Any = None  # whether a list orders the tokens of a text, since some are padding
+    TWO: Any = None  # whether queries are split into two terms of type KEPT
+    RS: Any = None  # rows of pair costs read at a time
+    DW: Any = None  # dimensions multiplied at a time where rows merge
     CODES: Any = None  # type of codes in a workspace
 
-    __hash__ = Constants.__hash__  # which dataclasses do not inherit
+    __hash__ = Constants.__hash__  # since dataclasses do not inherit it
 
 
 def kind_of(bits: int) -> int:
-    """Return the kind of rows of a number of bits."""
+    """Return the kind of rows with the given bits."""
     return bits if bits >= 8 else int(FEW.value)
 
 
-def kinds_of_rows(kept: torch.dtype, least: int) -> dict[str, Any]:
-    """Return the types of what is kept, rows of 16 bits being of a type, and for which kinds of rows a kernel is
-    compiled: few kernels serve all layers."""
-    work = torch.promote_types(kept, torch.float32)
+def kinds_of_rows(row_type: torch.dtype, least: int) -> dict[str, Any]:
+    """Return the types of rows of 16 bits and of sums, and the smallest kind of rows a kernel is compiled for: few
+    kernels serve all layers."""
+    work = torch.promote_types(row_type, torch.float32)
     return {
-        "KEPT": TYPES[kept],
+        "KEPT": TYPES[row_type],
         "SUMS": TYPES[work],
         "LEAST": kind_of(least),
     }
 
 
 @triton.jit
-def for_kind(function: tl.constexpr, arguments, bits, C: tl.constexpr):
-    """Call a function with arguments, the bits of a head, and the kind of its rows."""
+def call_for_kind(function: tl.constexpr, arguments, bits, C: tl.constexpr):
+    """Call a function with its arguments, the bits of a head, and the kind of its rows."""
     if bits == 16:
         function(*arguments, bits, 16, C)
     if C.LEAST <= 8:
@@ -79,7 +79,7 @@ def for_kind(function: tl.constexpr, arguments, bits, C: tl.constexpr):
 
 @triton.jit
 def load_codes(rows_ptr, rows, live, bits, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
-    """The codes of rows, and their scales: (rows, WP), (rows,)."""
+    """Load the codes of rows, (rows, WP), and their scales, (rows,)."""
     od = tl.arange(0, WP)
     inside = live[:, None] & (od < DIM)[None, :]
     if KIND == 16:
@@ -91,40 +91,40 @@ def load_codes(rows_ptr, rows, live, bits, DIM: tl.constexpr, WP: tl.constexpr, 
         exponent = tl.load(row_ptr + DIM, mask=live, other=0).to(tl.int32)
         return codes, ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     half: tl.constexpr = DIM // 2
-    more, part = bits - 4, (bits - 4) * DIM // 8
-    row_ptr = rows_ptr + rows.to(tl.int64) * (half + part + 2)
+    high_bits, high_bytes = bits - 4, (bits - 4) * DIM // 8
+    row_ptr = rows_ptr + rows.to(tl.int64) * (half + high_bytes + 2)
     low = tl.load(row_ptr[:, None] + (od % half)[None, :], mask=inside, other=0).to(tl.int32)
-    shared = tl.maximum(part, 1)
-    high_ptr = row_ptr[:, None] + (od % shared + half)[None, :]
-    high = tl.load(high_ptr, mask=inside & (od < more * DIM)[None, :], other=0).to(tl.int32)
+    safe_bytes = tl.maximum(high_bytes, 1)
+    high_ptr = row_ptr[:, None] + (od % safe_bytes + half)[None, :]
+    high = tl.load(high_ptr, mask=inside & (od < high_bits * DIM)[None, :], other=0).to(tl.int32)
     codes = (low >> (od // half * 4)[None, :]) & 15
-    codes |= ((high >> (od // shared * more)[None, :]) & ((1 << more) - 1)) << 4
-    first = tl.load(row_ptr + half + part, mask=live, other=0).to(tl.int32)
-    second = tl.load(row_ptr + half + part + 1, mask=live, other=0).to(tl.int32)
+    codes |= ((high >> (od // safe_bytes * high_bits)[None, :]) & ((1 << high_bits) - 1)) << 4
+    first = tl.load(row_ptr + half + high_bytes, mask=live, other=0).to(tl.int32)
+    second = tl.load(row_ptr + half + high_bytes + 1, mask=live, other=0).to(tl.int32)
     scale = ((first | second << 8) << 16).to(tl.float32, bitcast=True)
     return tl.where(inside, codes.to(C.ACC) - ((1 << bits) - 1) / 2, 0.0), scale
 
 
 @triton.jit
 def as_bf16(x):
-    """fp32 numbers with 8 digits, half to even, which not every version's bf16 does."""
+    """Round fp32 numbers to 8 bits of precision, half to even: conversion to bf16 does not in every version."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def codes_at(x, scale, inside, limit):
-    """Codes of a few bits at the scales of rows, and how far they move each row."""
+def round_at_scale(x, scale, inside, limit):
+    """Return codes of few bits, the scales in bf16, and the squared error of each row."""
     scale = as_bf16(scale)
     scale = tl.where(scale > TINY, scale, 0.0)
     codes = tl.minimum(tl.maximum(tl.floor(x / tl.maximum(scale, TINY)[:, None]) + 0.5, -limit), limit)
-    moved = tl.where(inside, codes * scale[:, None] - x, 0.0)
-    return codes, scale, tl.sum(moved * moved, 1)
+    error = tl.where(inside, codes * scale[:, None] - x, 0.0)
+    return codes, scale, tl.sum(error * error, 1)
 
 
 @triton.jit
 def round_rows(x, bits, levels, DIM: tl.constexpr, WP: tl.constexpr):
-    """The codes of rows (rows, WP), and their scales: rows of 16 bits stay what they are."""
+    """Return the codes (rows, WP) and scales of rows; rows of 16 bits are not rounded."""
     inside = (tl.arange(0, WP) < DIM)[None, :]
     codes, top = x, tl.max(tl.where(inside, tl.abs(x), 0.0), 1).to(tl.float32)
     scale = tl.full(top.shape, 1.0, tl.float32)
@@ -135,11 +135,11 @@ def round_rows(x, bits, levels, DIM: tl.constexpr, WP: tl.constexpr):
     elif bits < 8:
         limit = (levels - 1) / 2
         top /= limit
-        codes, scale, error = codes_at(x, top, inside, limit)
-        for share in tl.static_range(2):
-            others, other, moved = codes_at(x, top * (SECOND if share == 0 else THIRD), inside, limit)
-            codes, scale = tl.where((moved < error)[:, None], others, codes), tl.where(moved < error, other, scale)
-            error = tl.minimum(error, moved)
+        codes, scale, error = round_at_scale(x, top, inside, limit)
+        for trial in tl.static_range(2):
+            new_codes, new_scale, new_error = round_at_scale(x, top * (SECOND if trial == 0 else THIRD), inside, limit)
+            codes = tl.where((new_error < error)[:, None], new_codes, codes)
+            scale, error = tl.where(new_error < error, new_scale, scale), tl.minimum(error, new_error)
         codes = tl.where(inside, codes, 0.0)
     return codes, scale
 
@@ -148,7 +148,7 @@ def round_rows(x, bits, levels, DIM: tl.constexpr, WP: tl.constexpr):
 def store_rows(
     rows_ptr, rows, live, x, bits, codes_ptr, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr
 ):
-    """Write vectors into rows, as rounding.pack_vectors does, and return them as they were rounded."""
+    """Write vectors into rows, as rounding.pack_vectors does, and return the rounded vectors."""
     codes, scale = round_rows(x, KIND, 1 << bits, DIM, WP)
     store_codes(rows_ptr, rows, live, codes, scale, bits, codes_ptr, DIM, WP, KIND, C)
     return codes * scale[:, None]
@@ -161,7 +161,7 @@ def store_codes(
 ):  # fmt: skip
     """Write codes and their scales into rows.
 
-    `codes_ptr` is room for the codes, a byte each, out of which the numbers are taken that share a byte.
+    `codes_ptr` has room for the codes, a byte each, from which numbers are packed that share a byte.
     """
     od = tl.arange(0, WP)
     inside = live[:, None] & (od < DIM)[None, :]
@@ -174,23 +174,23 @@ def store_codes(
         tl.store(row_ptr + DIM, ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.int8), mask=live)
     else:
         half: tl.constexpr = DIM // 2
-        more, part = bits - 4, (bits - 4) * DIM // 8
-        row_ptr = rows_ptr + rows.to(tl.int64) * (half + part + 2)
+        high_bits, high_bytes = bits - 4, (bits - 4) * DIM // 8
+        row_ptr = rows_ptr + rows.to(tl.int64) * (half + high_bytes + 2)
         from_ptr = codes_ptr + tl.arange(0, codes.shape[0])[:, None] * WP
         tl.store(from_ptr + od[None, :], (codes + ((1 << bits) - 1) / 2).to(tl.uint8), mask=inside)
         tl.debug_barrier()
-        within = live[:, None] & (od < half)[None, :]
-        low = tl.load(from_ptr + od[None, :], mask=within, other=0).to(tl.int32) & 15
-        bytes = low | (tl.load(from_ptr + half + od[None, :], mask=within, other=0).to(tl.int32) & 15) << 4
-        tl.store(row_ptr[:, None] + od[None, :], bytes.to(tl.uint8), mask=within)
-        within = live[:, None] & (od < part)[None, :]
+        is_stored = live[:, None] & (od < half)[None, :]
+        low = tl.load(from_ptr + od[None, :], mask=is_stored, other=0).to(tl.int32) & 15
+        bytes = low | (tl.load(from_ptr + half + od[None, :], mask=is_stored, other=0).to(tl.int32) & 15) << 4
+        tl.store(row_ptr[:, None] + od[None, :], bytes.to(tl.uint8), mask=is_stored)
+        is_stored = live[:, None] & (od < high_bytes)[None, :]
         bytes = tl.zeros([codes.shape[0], WP], tl.int32)
         for place in tl.static_range(8):
-            here = within & (part * place + od < DIM)[None, :]
-            high = tl.load(from_ptr + part * place + od[None, :], mask=here, other=0).to(tl.int32) >> 4
-            bytes |= high << more * place
-        tl.store(row_ptr[:, None] + half + od[None, :], bytes.to(tl.uint8), mask=within)
-        kept = scale.to(tl.int32, bitcast=True) >> 16
-        tl.store(row_ptr + half + part, (kept & 255).to(tl.uint8), mask=live)
-        tl.store(row_ptr + half + part + 1, ((kept >> 8) & 255).to(tl.uint8), mask=live)
+            is_part = is_stored & (high_bytes * place + od < DIM)[None, :]
+            high = tl.load(from_ptr + high_bytes * place + od[None, :], mask=is_part, other=0).to(tl.int32) >> 4
+            bytes |= high << high_bits * place
+        tl.store(row_ptr[:, None] + half + od[None, :], bytes.to(tl.uint8), mask=is_stored)
+        scale_bits = scale.to(tl.int32, bitcast=True) >> 16
+        tl.store(row_ptr + half + high_bytes, (scale_bits & 255).to(tl.uint8), mask=live)
+        tl.store(row_ptr + half + high_bytes + 1, ((scale_bits >> 8) & 255).to(tl.uint8), mask=live)
         tl.debug_barrier()

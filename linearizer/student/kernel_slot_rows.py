@@ -1,8 +1,8 @@
-"""Rows that slots lie in while they merge, as Triton kernels: one program has a workspace for one head of one text.
+"""The rows in which Triton kernels keep slots while they merge: one program has a workspace for one head of one text.
 
-A slot lies in a row of the workspace, and stays there while it lives; `place` has its place in the order of tokens,
-infinity where the row is free. Vectors are codes and a scale: where models have 16 bits, so have the codes, exactly,
-and tensor cores multiply them. kernel_merging.py merges slots.
+A slot stays in one row of the workspace as long as it exists; `place` has its place in the order of tokens, infinity
+where the row is free. Vectors are codes and a scale. For models of 16 bits the codes are exact in 16 bits, too, and
+tensor cores multiply them. kernel_merging.py merges slots.
 
   read_slots     copy the slots of a state into rows
   add_block      take the tokens of a block that leaves the window into free rows
@@ -26,18 +26,18 @@ from .kernel_packed_rows import TYPES, PackedConstants, kinds_of_rows, load_code
 
 Tensor = torch.Tensor
 ROWS_AT_ONCE = 32
-LEAST_ROOM = 512  # of rows, for which kernels are compiled: fewer take as long
-COSTS_AT_ONCE = 8192  # of pairs, that a program holds in registers
+LEAST_ROOM = 512  # rows for which kernels are compiled at least: fewer take as long
+COSTS_AT_ONCE = 8192  # costs of pairs that a program keeps in registers
 INFINITE = tl.constexpr(float("inf"))
-TINIEST_POWER, UNDER_HIGHEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**-14)  # so that fp16 holds what is scaled
+TINIEST_POWER, UNDER_HIGHEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**-14)  # so that scaled numbers fit fp16
 NUMBERS = tl.constexpr(10)  # of a row, in the order of numbers_of
 LISTS = tl.constexpr(4)  # of rows: changed, and those of lists_of
 
 
 @triton.jit
 def numbers_of(work, C: tl.constexpr):
-    """Where the weight, spread, |metric·k|², |v|², importance and place of rows lie, whether they are listed,
-    and the scales of their keys, values and metric·k."""
+    """Return pointers to the weight, spread, |metric·k|², |v|², importance and place of rows, to whether they are
+    listed, and to the scales of their keys, values and metric·k."""
     number_ptr = work[3]
     return (
         number_ptr, number_ptr + C.RM, number_ptr + 2 * C.RM, number_ptr + 3 * C.RM, number_ptr + 4 * C.RM,
@@ -48,57 +48,57 @@ def numbers_of(work, C: tl.constexpr):
 
 @triton.jit
 def lists_of(work, C: tl.constexpr):
-    """Where the lists lie of rows that are free (behind as many others as there are slots), of rows in order, and of
-    the last version of a row (kernel_text_slots.py)."""
+    """Return pointers to the lists of free rows (from the number of slots on), of rows in the order of tokens, and of
+    each row's last version (kernel_text_slots.py)."""
     return work[5] + C.RM, work[5] + 2 * C.RM, work[5] + 3 * C.RM
 
 
 @triton.jit
-def workspace_of(own, float_ptr, list_ptr, ROOM, C: tl.constexpr):
-    """The part of a program: metric·k, and codes of v and k of rows, their numbers, costs of pairs, lists, and how many
-    rows. Numbers, costs and lists lie as far apart for any number of rows: one register finds them all."""
-    float_ptr += own * (ROOM * (2 * C.DP + C.VP + C.RM) + NUMBERS * C.RM)
+def workspace_of(program, float_ptr, list_ptr, ROOM, C: tl.constexpr):
+    """Return the workspace of a program: metric·k, codes of v and k, numbers, costs of pairs, lists, and the number of
+    rows. Numbers, costs and lists are equally far apart for any number of rows, so one register addresses them all."""
+    float_ptr += program * (ROOM * (2 * C.DP + C.VP + C.RM) + NUMBERS * C.RM)
     v_ptr = float_ptr + ROOM * C.DP
     k_ptr = v_ptr + ROOM * C.VP
     number_ptr = k_ptr + ROOM * C.DP
     CODES: tl.constexpr = tl.pointer_type(C.CODES)
     SEEN: tl.constexpr = tl.pointer_type(C.ACC if C.CODES == C.ACC else tl.float16)
     v_ptr, k_ptr, cost_ptr = v_ptr.to(CODES), k_ptr.to(CODES), number_ptr + NUMBERS * C.RM
-    return float_ptr.to(SEEN), v_ptr, k_ptr, number_ptr, cost_ptr, list_ptr + own * C.RM * LISTS, ROOM
+    return float_ptr.to(SEEN), v_ptr, k_ptr, number_ptr, cost_ptr, list_ptr + program * C.RM * LISTS, ROOM
 
 
 @triton.jit
 def load_row_tile(pointer, rows, WP: tl.constexpr):
-    """Whole rows of a workspace."""
+    """Load rows of a workspace in full width."""
     return tl.load(pointer + rows[:, None] * WP + tl.arange(0, WP)[None, :])
 
 
 @triton.jit
 def load_scaled_rows(pointer, scale_ptr, rows, WP: tl.constexpr, C: tl.constexpr):
-    """Whole rows of codes, times their scales."""
+    """Load rows of codes in full width, times their scales."""
     return load_row_tile(pointer, rows, WP).to(C.ACC) * tl.load(scale_ptr + rows)[:, None]
 
 
 @triton.jit
 def put_seen(work, rows, live, x, C: tl.constexpr):
-    """Write metric·k into rows: where codes have 16 bits, as two numbers of 11 digits each, which tensor cores multiply
-    as exactly as three products of TF32, and in half the time."""
-    at, scale = rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], tl.full([x.shape[0]], 1.0, C.ACC)
+    """Write metric·k into rows: where codes have 16 bits, as two numbers of 11 bits each, which tensor cores multiply
+    as exactly as three products of TF32, in half the time."""
+    index, scale = rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], tl.full([x.shape[0]], 1.0, C.ACC)
     if C.CODES == C.ACC:
-        tl.store(work[0] + at, x, mask=live[:, None])
+        tl.store(work[0] + index, x, mask=live[:, None])
     else:
         power = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
         scale = tl.maximum(power.to(tl.float32, bitcast=True), TINIEST_POWER) * UNDER_HIGHEST
         x /= scale[:, None]
         high = x.to(tl.float16)
-        tl.store(work[0] + at, high, mask=live[:, None])
-        tl.store(work[0] + work[6] * C.DP + at, (x - high.to(C.ACC)).to(tl.float16), mask=live[:, None])
+        tl.store(work[0] + index, high, mask=live[:, None])
+        tl.store(work[0] + work[6] * C.DP + index, (x - high.to(C.ACC)).to(tl.float16), mask=live[:, None])
     tl.store(numbers_of(work, C)[9] + rows, scale, mask=live)
 
 
 @triton.jit
 def load_seen(work, rows, C: tl.constexpr):
-    """metric·k of rows."""
+    """Load metric·k of rows."""
     x = load_row_tile(work[0], rows, C.DP).to(C.ACC)
     if C.CODES != C.ACC:
         x += load_row_tile(work[0] + work[6] * C.DP, rows, C.DP).to(C.ACC)
@@ -107,7 +107,7 @@ def load_seen(work, rows, C: tl.constexpr):
 
 @triton.jit
 def put_rows(work, rows, live, keys, values, weight, spread, C: tl.constexpr):
-    """Write slots into rows of a workspace; keys and values are codes and scales."""
+    """Write slots into rows of a workspace; keys and values are pairs of codes and scales."""
     weight_ptr, spread_ptr, _, _, _, _, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
     codes, scales = keys
     tl.store(work[2] + rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], codes.to(C.CODES), mask=live[:, None])
@@ -121,7 +121,7 @@ def put_rows(work, rows, live, keys, values, weight, spread, C: tl.constexpr):
 
 @triton.jit
 def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
-    """Copy the slots of a state into rows; return how many there are, all of them listed as changed."""
+    """Copy the slots of a state into rows, list all as changed; return how many there are, and how many are listed."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     place_ptr, room, count = numbers_of(work, C)[5], work[6], 0
     tl.store(place_ptr + tl.arange(0, C.RM), tl.full([C.RM], INFINITE, C.ACC))
@@ -146,25 +146,25 @@ def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def add_block(work, keys, values, missing, block, count, changed, C: tl.constexpr):
-    """Take the tokens of a block into free rows, all but the first `missing`, which are sinks; list them as changed.
+    """Put the tokens of a block into free rows, except the first `missing`, which are sinks; list them as changed.
 
     Keys and values are codes (MP, …) and scales (MP,). Return how many slots there are, how many are listed, and the
     rows (MP,).
     """
     om = tl.arange(0, C.MP)
-    live, index, none = (om >= missing) & (om < block), om - missing, tl.zeros([C.MP], C.ACC)
+    live, index, zeros = (om >= missing) & (om < block), om - missing, tl.zeros([C.MP], C.ACC)
     rows = tl.load(lists_of(work, C)[0] + count + index, mask=live, other=0)
-    put_rows(work, rows, live, keys, values, none + 1, none, C)
+    put_rows(work, rows, live, keys, values, zeros + 1, zeros, C)
     tl.store(numbers_of(work, C)[5] + rows, (count + index).to(C.ACC), mask=live)
     tl.store(work[5] + changed + index, rows, mask=live)
     tl.debug_barrier()
-    new = tl.maximum(block - missing, 0)
-    return count + new, changed + new, rows
+    added = tl.maximum(block - missing, 0)
+    return count + added, changed + added, rows
 
 
 @triton.jit
 def levels_of(work, rows, live, gain, C: tl.constexpr):
-    """What is added to the logits of slots."""
+    """Return the levels that are added to the logits of slots."""
     weight_ptr, spread_ptr = numbers_of(work, C)[0], numbers_of(work, C)[1]
     weight, spread = tl.load(weight_ptr + rows, mask=live, other=1.0), tl.load(spread_ptr + rows, mask=live, other=0.0)
     return tl.where(live, tl.log(weight) + gain * spread, EMPTY)
@@ -172,7 +172,7 @@ def levels_of(work, rows, live, gain, C: tl.constexpr):
 
 @triton.jit
 def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr):
-    """Copy the rows into a state, in the order of their tokens, and zeros behind them; write their levels, too."""
+    """Copy the rows into a state in the order of their tokens, followed by zeros, and write their levels."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     weights_ptr, spreads_ptr, _, _, _, place_ptr, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
     order_ptr, room = lists_of(work, C)[1], work[6]
@@ -182,53 +182,53 @@ def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIN
         tl.store(order_ptr + tl.where(place < INFINITE, place, 0.0).to(tl.int32), rows, mask=place < INFINITE)
     tl.debug_barrier()
     for begin in range(0, slots, C.BT):
-        at = begin + tl.arange(0, C.BT)
-        inside, live = at < slots, at < count
-        rows = tl.load(order_ptr + at, mask=live, other=0)
+        index = begin + tl.arange(0, C.BT)
+        inside, live = index < slots, index < count
+        rows = tl.load(order_ptr + index, mask=live, other=0)
         k = load_scaled_rows(work[2], key_scale_ptr, rows, C.DP, C)
         v = load_scaled_rows(work[1], value_scale_ptr, rows, C.VP, C)
-        store_rows(keys_ptr, at, inside, tl.where(live[:, None], k, 0.0), bits, codes_ptr, C.D, C.DP, KIND, C)
-        store_rows(values_ptr, at, inside, tl.where(live[:, None], v, 0.0), bits, codes_ptr, C.DV, C.VP, KIND, C)
+        store_rows(keys_ptr, index, inside, tl.where(live[:, None], k, 0.0), bits, codes_ptr, C.D, C.DP, KIND, C)
+        store_rows(values_ptr, index, inside, tl.where(live[:, None], v, 0.0), bits, codes_ptr, C.DV, C.VP, KIND, C)
         weight = tl.load(weights_ptr + rows, mask=live, other=0.0)
         spread = tl.load(spreads_ptr + rows, mask=live, other=0.0)
         if KIND < 8:
             spread = spread.to(tl.float32).to(tl.int32, bitcast=True) >> 16
-        tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=inside)
-        tl.store(spread_ptr + at, spread.to(spread_ptr.dtype.element_ty), mask=inside)
-        tl.store(level_ptr + at, levels_of(work, rows, live, gain, C), mask=inside)
+        tl.store(weight_ptr + index, weight.to(weight_ptr.dtype.element_ty), mask=inside)
+        tl.store(spread_ptr + index, spread.to(spread_ptr.dtype.element_ty), mask=inside)
+        tl.store(level_ptr + index, levels_of(work, rows, live, gain, C), mask=inside)
 
 
 def merging_launch() -> dict[str, int]:
-    """Return how to launch kernels that merge: with 256 threads, of which a warp of AMD's has twice as many."""
+    """Return launch options of kernels that merge: 256 threads; AMD's warps have twice as many threads."""
     return {"num_warps": 4 if torch.version.hip else 8, "num_stages": 1}
 
 
-@functools.cache  # or the host would take longer to launch a kernel than it runs
+@functools.cache  # or a launch would take longer than its kernel
 def merging_constants(
-    dims: tuple[int, ...], most: int, room: int, work: torch.dtype, kept: torch.dtype, least: int = 16,
+    dims: tuple[int, ...], block: int, room: int, work: torch.dtype, row_type: torch.dtype, least: int = 16,
     turned: bool = False, group: int = 1, ordered: bool = False,
 ) -> PackedConstants:  # fmt: skip
-    """Return what kernels that merge are compiled for: keys and values of these sizes, blocks of at most so many, and
-    so many rows."""
-    some, rows, short = padded(max(dims)), most_rows(room), kept.itemsize == 2
+    """Return the compile-time constants of kernels that merge: for these sizes of keys and values, blocks of at most
+    `block` tokens, and `room` rows."""
+    width, rows, short = padded(max(dims)), padded_rows(room), row_type.itemsize == 2
     return PackedConstants(
-        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(most),
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(block),
         BT=ROWS_AT_ONCE, BN=64 if torch.version.hip else 128, TURNED=turned,
-        RM=rows, RS=max(1, COSTS_AT_ONCE // rows), DW=min(128 if short and some <= 128 else 64, padded(min(dims))),
-        CODES=TYPES[kept if short else work],
-        G=group, GP=padded(group), ORDERED=ordered, **kinds_of_rows(kept, least), **precision(work),
+        RM=rows, RS=max(1, COSTS_AT_ONCE // rows), DW=min(128 if short and width <= 128 else 64, padded(min(dims))),
+        CODES=TYPES[row_type if short else work],
+        G=group, GP=padded(group), ORDERED=ordered, **kinds_of_rows(row_type, least), **precision(work),
     )  # fmt: skip
 
 
-def most_rows(room: int) -> int:
-    """Return the number of rows for which kernels are compiled that have room for so many."""
+def padded_rows(room: int) -> int:
+    """Return the number of rows that kernels with room for `room` rows are compiled for."""
     return max(LEAST_ROOM, padded(room))
 
 
 def make_workspace(programs: int, rows: int, dims: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return memory for programs that merge so many rows each, and the number of rows, filled up."""
+    """Return memory for programs that merge up to `rows` rows each, and that number rounded up."""
     room = count_parts(rows, 2 * ROWS_AT_ONCE) * 2 * ROWS_AT_ONCE
-    most = most_rows(room)
-    floats = room * (2 * padded(dims[0]) + padded(dims[1]) + most) + NUMBERS.value * most
-    lists = like.new_empty(programs * most * LISTS.value, dtype=torch.int32)
+    padded_room = padded_rows(room)
+    floats = room * (2 * padded(dims[0]) + padded(dims[1]) + padded_room) + NUMBERS.value * padded_room
+    lists = like.new_empty(programs * padded_room * LISTS.value, dtype=torch.int32)
     return like.new_empty(programs * floats), lists, room

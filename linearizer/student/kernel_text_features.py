@@ -1,14 +1,14 @@
-"""Attention of a text to sinks, a window and features, as Triton kernels. The reference is in features_torch.py.
+"""Triton kernels for attention of a text to sinks, a window and features. The reference is features_torch.py.
 
-The text is cut into segments. A row sees the sinks and its window as tokens, the keys that are far and in its own
-segment as logits log Σ_m exp(u_im + w_jm), and all earlier ones as one token per feature, with the logit u_m + level_m
-and the value mean_m: everything meets in one running softmax, for all rows at once.
+The text is cut into segments. A row sees the sinks and its window as tokens, the far keys in its own segment as logits
+log Σ_m exp(u_im + w_jm), and all earlier keys as one token per feature, with the logit u_m + level_m and the value
+mean_m. One running softmax adds all of these, for all rows at once.
 Column c of the keys is behind the window of row t if c ≤ t; the row's own column is t + window.
 
-  sum_segments   level and mean of every segment by itself, all at once
-  scan_segments  level and mean of what came before every segment: one after the other, but small
-  text_features_kernel  what the rows see
-Backward the first two are done of queries, from the last segment to the first.
+  sum_segments          level and mean of each segment, all at once
+  scan_segments         level and mean of all tokens before each segment: one after the other, but small
+  text_features_kernel  the outputs of rows
+The backward pass runs the first two on queries, from the last segment to the first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SEGMENT = 128
 
 @triton.jit
 def segment_tile(x_ptr, lse_ptr, row, ot, om, T, C: tl.constexpr):
-    """Some log-features of some tokens; those of queries (ROWS) minus their row's log-sum-exp."""
+    """Load a tile of log-features; those of queries (ROWS) minus their rows' log-sum-exp."""
     x = load_tile(x_ptr + row * T * C.M, ot, om, T, C.M, 2 * ABSENT)
     if C.ROWS:
         x -= load_rows(lse_ptr + row * T, ot, T)[:, None]
@@ -57,10 +57,9 @@ def segment_tile(x_ptr, lse_ptr, row, ot, om, T, C: tl.constexpr):
 
 @triton.jit
 def sum_segments(rows, sums, sizes, C: tl.constexpr):
-    """level_m = log Σ e^x_m and mean_m = Σ e^(x_m - level_m) v over a segment and a group; grid (head, slab, segment).
-
-    Forward, x are the keys' log-features. Backward (ROWS), x are the queries' minus the rows' log-sum-exp, v is the
-    gradient of the output, and the mean of delta is taken, too.
+    """Compute level_m = log Σ e^x_m and mean_m = Σ e^(x_m - level_m) v over a segment and a group; grid (head, slab,
+    segment). Forward, x are the keys' log-features. Backward (ROWS), x are the queries' log-features minus the rows'
+    log-sum-exp, v is the gradient of the output, and the mean of delta is also computed.
     """
     x_ptr, v_ptr, lse_ptr, delta_ptr = rows
     level_ptr, mean_ptr, delta_mean_ptr, ceiling_ptr = sums
@@ -104,12 +103,9 @@ def sum_segments(rows, sums, sizes, C: tl.constexpr):
 
 
 @triton.jit
-def scan_segments(own, first, before, last, SEGMENTS, C: tl.constexpr):
-    """Merge segments one after the other; leave what came before each, and what there is at last.
-
-    All are (level, mean, delta).
-    """
-    level_ptr, mean_ptr, delta_ptr = own
+def scan_segments(segments, first, before, last, SEGMENTS, C: tl.constexpr):
+    """Merge segments one after the other; write the state before each, and the last. All are (level, mean, delta)."""
+    level_ptr, mean_ptr, delta_ptr = segments
     first_level_ptr, first_mean_ptr, first_delta_ptr = first
     before_level_ptr, before_mean_ptr, before_delta_ptr = before
     last_level_ptr, last_mean_ptr, last_delta_ptr = last
@@ -117,81 +113,78 @@ def scan_segments(own, first, before, last, SEGMENTS, C: tl.constexpr):
     iv, head = tl.program_id(2), tl.program_id(0).to(tl.int64)
     ov = iv * C.BV + tl.arange(0, C.BV)
     inside, tile = om < C.M, (om < C.M)[:, None] & (iv * C.BV + tl.arange(0, C.BV) < C.DV)[None, :]
-    at = head * C.M + om
-    level = tl.load(first_level_ptr + at, mask=inside, other=EMPTY).to(C.ACC)
-    mean = tl.load(first_mean_ptr + at[:, None] * C.DV + ov[None, :], mask=tile, other=0.0).to(C.ACC)
+    offset = head * C.M + om
+    level = tl.load(first_level_ptr + offset, mask=inside, other=EMPTY).to(C.ACC)
+    mean = tl.load(first_mean_ptr + offset[:, None] * C.DV + ov[None, :], mask=tile, other=0.0).to(C.ACC)
     delta = tl.zeros([C.MS], C.ACC)
     if C.REVERSE:
-        delta = tl.load(first_delta_ptr + at, mask=inside, other=0.0).to(C.ACC)
+        delta = tl.load(first_delta_ptr + offset, mask=inside, other=0.0).to(C.ACC)
     for step in range(0, SEGMENTS):
         segment = SEGMENTS - 1 - step if C.REVERSE else step
-        at = (head * SEGMENTS + segment) * C.M + om
+        offset = (head * SEGMENTS + segment) * C.M + om
         tl.store(
-            before_mean_ptr + at[:, None] * C.DV + ov[None, :], mean.to(before_mean_ptr.dtype.element_ty), mask=tile
+            before_mean_ptr + offset[:, None] * C.DV + ov[None, :], mean.to(before_mean_ptr.dtype.element_ty), mask=tile
         )
         if iv == 0:
-            tl.store(before_level_ptr + at, level, mask=inside)
+            tl.store(before_level_ptr + offset, level, mask=inside)
             if C.REVERSE:
-                tl.store(before_delta_ptr + at, delta, mask=inside)
-        more = tl.load(level_ptr + at, mask=inside, other=EMPTY)
-        top = tl.maximum(level, more)
-        new = top + tl.log(tl.exp(level - top) + tl.exp(more - top))
-        kept, added = tl.exp(level - new), tl.exp(more - new)
-        own_mean = tl.load(mean_ptr + at[:, None] * C.DV + ov[None, :], mask=tile, other=0.0)
-        mean = mean * kept[:, None] + own_mean * added[:, None]
+                tl.store(before_delta_ptr + offset, delta, mask=inside)
+        segment_level = tl.load(level_ptr + offset, mask=inside, other=EMPTY)
+        top = tl.maximum(level, segment_level)
+        merged_level = top + tl.log(tl.exp(level - top) + tl.exp(segment_level - top))
+        decay, added = tl.exp(level - merged_level), tl.exp(segment_level - merged_level)
+        segment_mean = tl.load(mean_ptr + offset[:, None] * C.DV + ov[None, :], mask=tile, other=0.0)
+        mean = mean * decay[:, None] + segment_mean * added[:, None]
         if C.REVERSE:
-            delta = delta * kept + tl.load(delta_ptr + at, mask=inside, other=0.0) * added
-        level = new
-    at = head * C.M + om
-    tl.store(last_mean_ptr + at[:, None] * C.DV + ov[None, :], mean, mask=tile)
+            delta = delta * decay + tl.load(delta_ptr + offset, mask=inside, other=0.0) * added
+        level = merged_level
+    offset = head * C.M + om
+    tl.store(last_mean_ptr + offset[:, None] * C.DV + ov[None, :], mean, mask=tile)
     if iv == 0:
-        tl.store(last_level_ptr + at, level, mask=inside)
+        tl.store(last_level_ptr + offset, level, mask=inside)
         if C.REVERSE:
-            tl.store(last_delta_ptr + at, delta, mask=inside)
+            tl.store(last_delta_ptr + offset, delta, mask=inside)
 
 
 class Problem:
-    """The sizes of one call, checked once, and the arguments that most kernels share."""
+    """The sizes of one call, and the arguments that most kernels share."""
 
     def __init__(self, q: Tensor, v: Tensor, sinks: int, features: int, window: int, backward: bool = False) -> None:
         self.batch, self.heads, self.group, self.tokens, self.key_dim = q.shape
         self.value_dim, self.sinks, self.features, self.window = v.shape[-1], sinks, features, window
         self.segments = count_parts(self.tokens, SEGMENT)
         self.sizes, self.launch = blocks(q, self.key_dim, self.value_dim)
-        if backward:  # which holds more tiles at once
+        if backward:  # kernels keep more tiles at once
             self.sizes["BT"] = min(64, self.sizes["BT"])
-        self.letters = {
+        self.shared = {
             **{"D": self.key_dim, "DP": padded(self.key_dim), "DV": self.value_dim, "VP": padded(self.value_dim)},
             **{"SP": padded(sinks), "M": features, "SEG": SEGMENT, **self.sizes, **precision(q.dtype)},
         }
 
-    def constants(self, **more: object) -> Constants:
-        """Return what kernels are compiled for, and what one of them needs in addition."""
-        return Constants(**{**self.letters, **more})
+    def constants(self, **extra: object) -> Constants:
+        """Return the compile-time constants of all kernels with the extra ones of one kernel."""
+        return Constants(**{**self.shared, **extra})
 
     @property
     def pairs(self) -> int:
         return self.batch * self.heads
 
-    def grid(self, tokens: int, size: int) -> int:
-        return count_parts(tokens, size)
-
 
 def summarize(
     problem: Problem, x: Tensor, v: Tensor, lse: Tensor | None = None, delta: Tensor | None = None
 ) -> list[Tensor]:
-    """Levels, means, means of delta, and ceilings of the segments of x (batch, heads, [group,] tokens, features)."""
+    """Return level, mean, mean of delta, and ceiling of the segments of x (batch, heads, [group,] tokens, features)."""
     features, work = x.shape[-1], x.dtype
     shape, backward = (*x.shape[:2], problem.segments, features), lse is not None
     level, delta_mean, ceiling = (torch.empty(shape, dtype=work, device=x.device) for _ in range(3))
     mean = torch.empty(*shape, problem.value_dim, dtype=work, device=x.device)
-    sizes, wide = problem.sizes, min(64, padded(problem.value_dim))
-    slabs = count_parts(features, sizes["MS"]) * count_parts(problem.value_dim, wide)
+    sizes, width = problem.sizes, min(64, padded(problem.value_dim))
+    slabs = count_parts(features, sizes["MS"]) * count_parts(problem.value_dim, width)
     sum_segments[problem.pairs, slabs, problem.segments](
         (x, v, lse, delta),
         (level, mean, delta_mean, ceiling),
         (problem.tokens, problem.group if backward else 1, v.shape[-2], problem.segments),
-        problem.constants(BV=wide, BN=min(64, sizes["BN"]), ROWS=backward),
+        problem.constants(BV=width, BN=min(64, sizes["BN"]), ROWS=backward),
         **problem.launch,
     )
     return [level, mean, delta_mean, ceiling]
@@ -201,15 +194,15 @@ def accumulate(
     problem: Problem, level: Tensor, mean: Tensor, delta: Tensor, first: tuple[Tensor, ...], dtype: torch.dtype,
     backward: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """What came before each segment (level, mean, delta), and what there is at last."""
+    """Return the state before each segment (level, mean, delta), and the last."""
     features = level.shape[-1]
     before = [torch.empty_like(level), torch.empty_like(mean, dtype=dtype), torch.empty_like(delta)]
     last = [torch.empty_like(x, dtype=level.dtype) for x in first]
-    wide = min(64, padded(problem.value_dim))
-    grid = problem.pairs, count_parts(features, 32), count_parts(problem.value_dim, wide)
+    width = min(64, padded(problem.value_dim))
+    grid = problem.pairs, count_parts(features, 32), count_parts(problem.value_dim, width)
     scan_segments[grid](
         (level, mean, delta), first, tuple(before), tuple(last), problem.segments,
-        problem.constants(BV=wide, MS=32, REVERSE=backward),
+        problem.constants(BV=width, MS=32, REVERSE=backward),
     )  # fmt: skip
     return before + last
 
@@ -218,8 +211,8 @@ def accumulate(
 def text_features_kernel(text, features, results, T, WINDOW, H, G, SEGMENTS, SINKS, C: tl.constexpr):
     """Compute outputs and log-sum-exps of one query head; grid (batch · heads · group, block of rows).
 
-    It is compiled for no number that changes from head to head, and of texts only for those of a multiple of 16 tokens
-    apart from others: their rows are aligned.
+    No number that changes from head to head is compiled in. Only texts of a multiple of 16 tokens, with aligned rows,
+    have a form of their own.
     """
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr = text
     u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr = features
@@ -238,8 +231,8 @@ def text_features_kernel(text, features, results, T, WINDOW, H, G, SEGMENTS, SIN
         sink_v = load_tile(sink_v_ptr + head * SINKS * C.DV, os, ov, SINKS, C.DV)
         sinks = sink_k_ptr + head * SINKS * C.D
         sink_logits = scores(q, q_ptr + row * T * C.D, sinks, ot, os, T, SINKS, C.D, C.DP, C)
-        gone = (os < SINKS)[None, :] & (os[None, :] <= first + ot[:, None])
-        top, total, acc = update_softmax(top, total, acc, sink_logits, gone, sink_v, C)
+        seen = (os < SINKS)[None, :] & (os[None, :] <= first + ot[:, None])
+        top, total, acc = update_softmax(top, total, acc, sink_logits, seen, sink_v, C)
     if WINDOW > 0:
         for c0 in range(t0 + 1, tl.minimum(t0 + C.BT + WINDOW, columns), C.BN):
             oc = c0 + tl.arange(0, C.BN)
@@ -252,19 +245,19 @@ def text_features_kernel(text, features, results, T, WINDOW, H, G, SEGMENTS, SIN
     if C.M > 0:
         u_ptr += row * T * C.M
         w_ptr += head * T * C.M
-        at = (head * SEGMENTS + t0 // C.SEG) * C.M
+        offset = (head * SEGMENTS + t0 // C.SEG) * C.M
         for m in range(0, C.M, C.MS):
             om = m + tl.arange(0, C.MS)
-            level = tl.load(level_ptr + at + om, mask=om < C.M, other=EMPTY)
+            level = tl.load(level_ptr + offset + om, mask=om < C.M, other=EMPTY)
             logits = load_tile(u_ptr, ot, om, T, C.M, EMPTY) + level[None, :]
-            mean = load_tile(mean_ptr + at * C.DV, om, ov, C.M, C.DV)
+            mean = load_tile(mean_ptr + offset * C.DV, om, ov, C.M, C.DV)
             live = (om < C.M)[None, :] & (ot < T)[:, None]
             top, total, acc = update_softmax(top, total, acc, logits, live, mean, C)
-        bound = row_bound(u_ptr, ceiling_ptr + at, ot, T, C)
+        bound = row_bound(u_ptr, ceiling_ptr + offset, ot, T, C)
         for j0 in range(t0 // C.SEG * C.SEG, tl.minimum(t0 + C.BT, T), C.BN):
             oj = j0 + tl.arange(0, C.BN)
             v = load_tile(v_ptr + head * columns * C.DV, oj, ov, T, C.DV)
-            product = far_product(u_ptr, w_ptr, ceiling_ptr + at, bound, ot, oj, T, v_ptr.dtype.element_ty, C)
+            product = far_product(u_ptr, w_ptr, ceiling_ptr + offset, bound, ot, oj, T, v_ptr.dtype.element_ty, C)
             live = (oj[None, :] <= ot[:, None]) & (ot < T)[:, None]
             logits = tl.log(tl.maximum(product, 1e-37)) + (bound - HEADROOM)[:, None]
             reached = tl.maximum(top, tl.max(tl.where(live, logits, 2 * ABSENT), 1))
@@ -283,20 +276,20 @@ def run_text_features(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, first: Tensor, empty: Tensor, u: Tensor | None,
     w: Tensor | None, level: Tensor, mean: Tensor, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Return outputs, log-sum-exps, the last level and mean, and what the gradients need."""
+    """Return outputs, log-sum-exps, the last level and mean, and the tensors that gradients need."""
     features = 0 if u is None else u.shape[-1]
     problem = Problem(q, v, sink_k.shape[-2], features, window)
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     ceiling = before_level = before_mean = None
     if u is not None and w is not None:
-        own_level, own_mean, delta, ceiling = summarize(problem, w, v)
+        segment_level, segment_mean, delta, ceiling = summarize(problem, w, v)
         before_level, before_mean, _, level, mean, _ = accumulate(
-            problem, own_level, own_mean, delta, (level, mean, torch.empty_like(level)), v.dtype
+            problem, segment_level, segment_mean, delta, (level, mean, torch.empty_like(level)), v.dtype
         )
-        kept = [ceiling, before_level, before_mean]
+        saved = [ceiling, before_level, before_mean]
     out = torch.empty(*q.shape[:-1], problem.value_dim, dtype=v.dtype, device=v.device)
     lse = torch.empty(q.shape[:-1], dtype=level.dtype, device=v.device)
-    text_features_kernel[problem.pairs * problem.group, problem.grid(problem.tokens, problem.sizes["BT"])](
+    text_features_kernel[problem.pairs * problem.group, count_parts(problem.tokens, problem.sizes["BT"])](
         (q, k, v, sink_k, sink_v, first, empty),
         (u, w, ceiling, before_level, before_mean),
         (out, lse),
@@ -309,4 +302,4 @@ def run_text_features(
         problem.constants(DS=dims_at_once(q.shape[-1], q.dtype)),
         **problem.launch,
     )
-    return out, lse, level, mean, kept
+    return out, lse, level, mean, saved

@@ -1,8 +1,8 @@
 """Gradients of the attention kernels. With p = e^(logit - lse) and δ_i = g_i·y_i, where g is the gradient of the
-output y, every logit's gradient is p (g_i·v_j - δ_i).
+output y, each logit's gradient is p (g_i·v_j - δ_i).
 
-Backward is the same attention with the roles exchanged: to a key, all rows of later segments are one token per
-feature, whose level is log Σ_i e^(u_im - lse_i) and whose value is the mean of g (and of δ).
+The backward pass is the same attention with the roles exchanged: to a key, all rows of later segments are one token per
+feature, with the level log Σ_i e^(u_im - lse_i) and the mean of g (and of δ) as its value.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .kernel_common import (
     EMPTY,
     HEADROOM,
     LOST,
+    count_parts,
     dims_at_once,
     exact_logits,
     far_product,
@@ -38,13 +39,13 @@ Tensor = torch.Tensor
 
 @triton.jit
 def feature_tile(x_ptr, rows, om, shift, T, C: tl.constexpr):
-    """e^(x + shift), at most 1 or e^HEADROOM, as the stabilisers make it; 0 outside."""
+    """Return e^(x + shift), which the stabilisers limit to 1 or e^HEADROOM; 0 outside."""
     return tl.exp(load_tile(x_ptr, rows, om, T, C.M, 4 * ABSENT) + shift)
 
 
 @triton.jit
 def exact_sums(u_ptr, w_ptr, rows, columns, om, lse, change, BY_ROW: tl.constexpr, T, C: tl.constexpr):
-    """Σ change e^(u + w - lse) over the columns of each row, or over the rows of each column, feature by feature."""
+    """Sum change e^(u + w - lse) over the columns of each row, or over the rows of each column, feature by feature."""
     size: tl.constexpr = rows.shape[0] if BY_ROW else columns.shape[0]
     out = tl.zeros([size, om.shape[0]], change.dtype)
     for index in range(0, om.shape[0]):
@@ -59,26 +60,26 @@ def exact_sums(u_ptr, w_ptr, rows, columns, om, lse, change, BY_ROW: tl.constexp
 
 @triton.jit
 def change_tile(g, g_ptr, v_ptr, delta, rows, columns, T, C: tl.constexpr):
-    """g·v - δ where a far key is behind its row, and 0 elsewhere."""
+    """Return g·v - δ where a far key is behind its row, and 0 elsewhere."""
     change = scores(g, g_ptr, v_ptr, rows, columns, T, T, C.DV, C.VP, C) - delta[:, None]
     return tl.where((columns[None, :] <= rows[:, None]) & (rows < T)[:, None], change, 0.0)
 
 
 @triton.jit
 def row_factor(bound, lse):
-    """What the stabilised features miss to be probabilities."""
+    """Return the factor that turns products of stabilised features into probabilities."""
     return tl.exp(tl.minimum(bound - HEADROOM - lse, -LOST))
 
 
 @triton.jit
 def any_lost(bound, lse, rows, T):
-    """Whether a row lost so much to its stabilisers that its features must be taken one by one."""
+    """Return whether a row lost so much to its stabilisers that its features must be computed one by one."""
     return tl.max(tl.where((rows < T) & (bound - HEADROOM - lse > -LOST), 1, 0)) > 0
 
 
 @triton.jit
 def query_feature_gradients(text, segments, du_ptr, sizes, C: tl.constexpr):
-    """Some features' gradients for rows; grid (batch · heads · group, slab of features, block of rows)."""
+    """Compute gradients of the rows' features; grid (batch · heads · group, slab of features, block of rows)."""
     u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr = text
     ceiling_ptr, level_ptr, mean_ptr = segments
     T, COLUMNS, G, SEGMENTS = sizes
@@ -87,18 +88,18 @@ def query_feature_gradients(text, segments, du_ptr, sizes, C: tl.constexpr):
     ot, om, ov = t0 + tl.arange(0, C.BT), tl.program_id(1) * C.MS + tl.arange(0, C.MS), tl.arange(0, C.VP)
     u_ptr += row * T * C.M
     w_ptr += head * T * C.M
-    at = (head * SEGMENTS + t0 // C.SEG) * C.M
+    offset = (head * SEGMENTS + t0 // C.SEG) * C.M
     g = load_tile(g_ptr + row * T * C.DV, ot, ov, T, C.DV)
     lse = load_rows(lse_ptr + row * T, ot, T)
     delta = load_rows(delta_ptr + row * T, ot, T)
-    level = tl.load(level_ptr + at + om, mask=om < C.M, other=EMPTY)
-    mean = load_tile(mean_ptr + at * C.DV, om, ov, C.M, C.DV)
+    level = tl.load(level_ptr + offset + om, mask=om < C.M, other=EMPTY)
+    mean = load_tile(mean_ptr + offset * C.DV, om, ov, C.M, C.DV)
     p = feature_tile(u_ptr, ot, om, level[None, :] - lse[:, None], T, C)
     du = p * (tl.dot(g, tl.trans(mean), out_dtype=C.ACC, input_precision=C.PRECISION) - delta[:, None])
-    bound = row_bound(u_ptr, ceiling_ptr + at, ot, T, C)
+    bound = row_bound(u_ptr, ceiling_ptr + offset, ot, T, C)
     factor = row_factor(bound, lse)
     lost = any_lost(bound, lse, ot, T)
-    ceiling = tl.load(ceiling_ptr + at + om, mask=om < C.M, other=ABSENT)[None, :]
+    ceiling = tl.load(ceiling_ptr + offset + om, mask=om < C.M, other=ABSENT)[None, :]
     query = feature_tile(u_ptr, ot, om, ceiling - bound[:, None], T, C)
     for j0 in range(t0 // C.SEG * C.SEG, tl.minimum(t0 + C.BT, T), C.BN):
         oj = j0 + tl.arange(0, C.BN)
@@ -116,21 +117,21 @@ def query_feature_gradients(text, segments, du_ptr, sizes, C: tl.constexpr):
 
 @triton.jit
 def key_feature_gradients(text, segments, dw_ptr, sizes, C: tl.constexpr):
-    """Some features' gradients for far keys; grid (batch · heads, slab of features, block of columns)."""
+    """Compute gradients of the far keys' features; grid (batch · heads, slab of features, block of columns)."""
     u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr = text
     ceiling_ptr, level_ptr, mean_ptr, delta_mean_ptr = segments
     T, COLUMNS, G, SEGMENTS = sizes
     j0, head = tl.program_id(2) * C.BN, tl.program_id(0).to(tl.int64)
     oj, om, ov = j0 + tl.arange(0, C.BN), tl.program_id(1) * C.MS + tl.arange(0, C.MS), tl.arange(0, C.VP)
     w_ptr += head * T * C.M
-    at = (head * SEGMENTS + j0 // C.SEG) * C.M
+    offset = (head * SEGMENTS + j0 // C.SEG) * C.M
     v = load_tile(v_ptr + head * COLUMNS * C.DV, oj, ov, T, C.DV)
-    level = tl.load(level_ptr + at + om, mask=om < C.M, other=EMPTY)
-    mean = load_tile(mean_ptr + at * C.DV, om, ov, C.M, C.DV)
-    delta_mean = tl.load(delta_mean_ptr + at + om, mask=om < C.M, other=0.0)
+    level = tl.load(level_ptr + offset + om, mask=om < C.M, other=EMPTY)
+    mean = load_tile(mean_ptr + offset * C.DV, om, ov, C.M, C.DV)
+    delta_mean = tl.load(delta_mean_ptr + offset + om, mask=om < C.M, other=0.0)
     p = feature_tile(w_ptr, oj, om, level[None, :], T, C)
     dw = p * (tl.dot(v, tl.trans(mean), out_dtype=C.ACC, input_precision=C.PRECISION) - delta_mean[None, :])
-    ceiling = tl.load(ceiling_ptr + at + om, mask=om < C.M, other=ABSENT)[None, :]
+    ceiling = tl.load(ceiling_ptr + offset + om, mask=om < C.M, other=ABSENT)[None, :]
     key = feature_tile(w_ptr, oj, om, HEADROOM - ceiling, T, C)
     for member in range(0, G):
         row = head * G + member
@@ -139,7 +140,7 @@ def key_feature_gradients(text, segments, dw_ptr, sizes, C: tl.constexpr):
             g = load_tile(g_ptr + row * T * C.DV, ot, ov, T, C.DV)
             lse = load_rows(lse_ptr + row * T, ot, T)
             delta = load_rows(delta_ptr + row * T, ot, T)
-            bound = row_bound(u_ptr + row * T * C.M, ceiling_ptr + at, ot, T, C)
+            bound = row_bound(u_ptr + row * T * C.M, ceiling_ptr + offset, ot, T, C)
             factor = row_factor(bound, lse)
             values = v_ptr + head * COLUMNS * C.DV
             change = change_tile(g, g_ptr + row * T * C.DV, values, delta, ot, oj, T, C)
@@ -155,19 +156,19 @@ def key_feature_gradients(text, segments, dw_ptr, sizes, C: tl.constexpr):
 
 @triton.jit
 def far_value_gradients(text, segments, dv_ptr, sizes, C: tl.constexpr):
-    """Gradients of far values; grid (batch · heads, block of columns)."""
+    """Compute gradients of far values; grid (batch · heads, block of columns)."""
     u_ptr, w_ptr, g_ptr, lse_ptr = text
     ceiling_ptr, level_ptr, mean_ptr = segments
     T, G, SEGMENTS = sizes
     j0, head = tl.program_id(1) * C.BN, tl.program_id(0).to(tl.int64)
     oj, ov = j0 + tl.arange(0, C.BN), tl.arange(0, C.VP)
     w_ptr += head * T * C.M
-    at = (head * SEGMENTS + j0 // C.SEG) * C.M
+    offset = (head * SEGMENTS + j0 // C.SEG) * C.M
     dv = tl.zeros([C.BN, C.VP], C.ACC)
     for m in range(0, C.M, C.MS):
         om = m + tl.arange(0, C.MS)
-        level = tl.load(level_ptr + at + om, mask=om < C.M, other=EMPTY)
-        mean = load_tile(mean_ptr + at * C.DV, om, ov, C.M, C.DV)
+        level = tl.load(level_ptr + offset + om, mask=om < C.M, other=EMPTY)
+        mean = load_tile(mean_ptr + offset * C.DV, om, ov, C.M, C.DV)
         p = feature_tile(w_ptr, oj, om, level[None, :], T, C)
         dv = tl.dot(p.to(mean.dtype), mean, acc=dv, out_dtype=C.ACC, input_precision=C.PRECISION)
     for member in range(0, G):
@@ -176,9 +177,9 @@ def far_value_gradients(text, segments, dv_ptr, sizes, C: tl.constexpr):
             ot = t0 + tl.arange(0, C.BT)
             g = load_tile(g_ptr + row * T * C.DV, ot, ov, T, C.DV)
             lse = load_rows(lse_ptr + row * T, ot, T)
-            bound = row_bound(u_ptr + row * T * C.M, ceiling_ptr + at, ot, T, C)
+            bound = row_bound(u_ptr + row * T * C.M, ceiling_ptr + offset, ot, T, C)
             factor = row_factor(bound, lse)
-            product = far_product(u_ptr + row * T * C.M, w_ptr, ceiling_ptr + at, bound, ot, oj, T, g.dtype, C)
+            product = far_product(u_ptr + row * T * C.M, w_ptr, ceiling_ptr + offset, bound, ot, oj, T, g.dtype, C)
             live = (oj[None, :] <= ot[:, None]) & (ot < T)[:, None]
             p = tl.where(live, product * factor[:, None], 0.0)
             if any_lost(bound, lse, ot, T):
@@ -190,21 +191,21 @@ def far_value_gradients(text, segments, dv_ptr, sizes, C: tl.constexpr):
 
 
 def compute_far_gradients(
-    problem: Problem, u: Tensor, w: Tensor, v: Tensor, g: Tensor, lse: Tensor, delta: Tensor, kept: list[Tensor],
+    problem: Problem, u: Tensor, w: Tensor, v: Tensor, g: Tensor, lse: Tensor, delta: Tensor, saved: list[Tensor],
     last: tuple[Tensor, Tensor, Tensor],
 ):  # fmt: skip
-    """Gradients that come through features: of u, w and values, and of the state, as (level, mean, mean of δ)."""
-    ceiling, level, mean = kept
-    own_level, own_mean, own_delta, _ = summarize(problem, u, g, lse, delta)
+    """Return gradients through features: of u, w and values, and of the state, as (level, mean, mean of δ)."""
+    ceiling, level, mean = saved
+    segment_level, segment_mean, segment_delta, _ = summarize(problem, u, g, lse, delta)
     later_level, later_mean, later_delta, *first = accumulate(
-        problem, own_level, own_mean, own_delta, last, g.dtype, backward=True
+        problem, segment_level, segment_mean, segment_delta, last, g.dtype, backward=True
     )
     du, dw = torch.empty_like(u), torch.empty_like(w)
     dv = torch.empty(*w.shape[:-1], problem.value_dim, dtype=w.dtype, device=w.device)
     shared, text = problem.constants(DS=dims_at_once(v.shape[-1], v.dtype)), (u, w, v, g, lse, delta)
     sizes = problem.tokens, v.shape[-2], problem.group, problem.segments
-    by_row, by_key = (problem.grid(problem.tokens, problem.sizes[name]) for name in ("BT", "BN"))
-    slabs = problem.grid(problem.features, problem.sizes["MS"])
+    by_row, by_key = (count_parts(problem.tokens, problem.sizes[name]) for name in ("BT", "BN"))
+    slabs = count_parts(problem.features, problem.sizes["MS"])
     query_feature_gradients[problem.pairs * problem.group, slabs, by_row](
         text, (ceiling, level, mean), du, sizes, shared, **problem.launch
     )
@@ -220,7 +221,7 @@ def compute_far_gradients(
 
 @triton.jit
 def window_tile(of_rows, of_columns, rows, columns, empty, T, WINDOW, C: tl.constexpr):
-    """Probabilities p, and p (g·v - δ): 0 where a column is not in a row's window."""
+    """Return probabilities p, and p (g·v - δ); both are 0 where a column is not in a row's window."""
     q, g, lse, delta = of_rows
     k, v = of_columns
     logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION)
@@ -232,7 +233,7 @@ def window_tile(of_rows, of_columns, rows, columns, empty, T, WINDOW, C: tl.cons
 
 @triton.jit
 def window_key_gradients(text, results, sizes, C: tl.constexpr):
-    """Gradients of the window's keys and values; grid (batch · heads, block of columns)."""
+    """Compute gradients of the window's keys and values; grid (batch · heads, block of columns)."""
     q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr = text
     dk_ptr, dv_ptr = results
     T, WINDOW, H, G = sizes
@@ -263,7 +264,7 @@ def window_key_gradients(text, results, sizes, C: tl.constexpr):
 
 @triton.jit
 def window_query_gradients(text, dq_ptr, sizes, C: tl.constexpr):
-    """Gradients of queries that come through the window; grid (batch · heads · group, block of rows)."""
+    """Compute gradients of queries through the window; grid (batch · heads · group, block of rows)."""
     q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr = text
     T, WINDOW, H, G = sizes
     t0, row = tl.program_id(1) * C.BT, tl.program_id(0).to(tl.int64)
@@ -288,13 +289,13 @@ def window_query_gradients(text, dq_ptr, sizes, C: tl.constexpr):
 def compute_window_gradients(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lse: Tensor, delta: Tensor, empty: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients that come through the window: of queries, of keys, of values."""
+    """Return gradients through the window: of queries, keys and values."""
     dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
     text, shared = (q, k, v, g, lse, delta, empty), problem.constants()
     sizes = problem.tokens, problem.window, problem.heads, problem.group
-    grid = problem.pairs, problem.grid(k.shape[-2], problem.sizes["BN"])
+    grid = problem.pairs, count_parts(k.shape[-2], problem.sizes["BN"])
     window_key_gradients[grid](text, (dk, dv), sizes, shared, **problem.launch)
-    grid = problem.pairs * problem.group, problem.grid(problem.tokens, problem.sizes["BT"])
+    grid = problem.pairs * problem.group, count_parts(problem.tokens, problem.sizes["BT"])
     window_query_gradients[grid](text, dq, sizes, shared, **problem.launch)
     return dq, dk, dv
 
@@ -302,12 +303,12 @@ def compute_window_gradients(
 def compute_sink_gradients(
     q: Tensor, g: Tensor, sink_k: Tensor, sink_v: Tensor, first: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients that come through the sinks, which are few: of queries, of the sinks' keys and values."""
+    """Return gradients through the sinks, which are few: of queries, and of the sinks' keys and values."""
     work = lse.dtype
     q, g, k, v = (x.to(work) for x in (q, g, sink_k[:, :, None], sink_v[:, :, None]))
     place = first[:, None] + torch.arange(q.shape[-2], device=q.device)
-    gone = torch.arange(sink_k.shape[-2], device=q.device) <= place[..., None]
-    p = (q @ k.mT - lse[..., None]).masked_fill(~gone[:, None, None], EMPTY.value).exp()
+    seen = torch.arange(sink_k.shape[-2], device=q.device) <= place[..., None]
+    p = (q @ k.mT - lse[..., None]).masked_fill(~seen[:, None, None], EMPTY.value).exp()
     change = p * (g @ v.mT - delta[..., None])
     return change @ k, (change.mT @ q).sum(2), (p.mT @ g).sum(2)
 
@@ -317,27 +318,29 @@ class FeatureAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, window: int, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, level, mean, kept = run_text_features(*inputs, window)  # type: ignore[arg-type, call-arg]
-        ctx.save_for_backward(*inputs, out, lse, level, mean, *kept)
+        out, lse, level, mean, saved = run_text_features(*inputs, window)  # type: ignore[arg-type, call-arg]
+        ctx.save_for_backward(*inputs, out, lse, level, mean, *saved)
         ctx.window = window
         return out, level, mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, dlevel: Tensor, dmean: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sink_k, sink_v, start, empty, u, w, level0, mean0, out, lse, level, mean, *kept = ctx.saved_tensors
+        q, k, v, sink_k, sink_v, start, empty, u, w, level0, mean0, out, lse, level, mean, *saved = ctx.saved_tensors
         g = g.to(out.dtype).contiguous()
         delta = (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         problem = Problem(q, v, sink_k.shape[-2], 0 if u is None else u.shape[-1], ctx.window, True)
         dq, dk, dv = compute_window_gradients(problem, q, k, v, g, lse, delta, empty)
-        to_q, dsink_k, dsink_v = compute_sink_gradients(q, g, sink_k, sink_v, start, lse, delta)
+        sink_dq, dsink_k, dsink_v = compute_sink_gradients(q, g, sink_k, sink_v, start, lse, delta)
         du = dw = dlevel0 = dmean0 = None
         if u is not None:
             last = (-level, dmean.contiguous(), (dmean * mean).sum(-1) - dlevel)
-            du, dw, far_v, (level1, mean1, delta1) = compute_far_gradients(problem, u, w, v, g, lse, delta, kept, last)
-            dv[:, :, : far_v.shape[-2]] += far_v
+            du, dw, far_dv, (level1, mean1, delta1) = compute_far_gradients(
+                problem, u, w, v, g, lse, delta, saved, last
+            )
+            dv[:, :, : far_dv.shape[-2]] += far_dv
             weight = (level0 + level1).exp()
             dlevel0 = weight * ((mean1 * mean0).sum(-1) - delta1)
             dmean0 = weight[..., None] * mean1
-        dq, dk, dv = (dx.to(x.dtype) for dx, x in ((dq + to_q, q), (dk, k), (dv, v)))
+        dq, dk, dv = (dx.to(x.dtype) for dx, x in ((dq + sink_dq, q), (dk, k), (dv, v)))
         return None, dq, dk, dv, dsink_k.to(k.dtype), dsink_v.to(v.dtype), None, None, du, dw, dlevel0, dmean0

@@ -1,14 +1,14 @@
-"""Attention with one token to all that a pool of bytes holds (state_pool.py), as Triton kernels.
+"""Triton kernels that attend with one token to a state in a pool of bytes (state_pool.py).
 
 Every token launches the same three kernels for a layer, so a graph may repeat them. The rows of a head, its ring and
-its slots, are cut into parts, so that few heads keep a whole GPU at work:
+its slots, are cut into parts, so that even few heads use all of a GPU:
 
-  prepare_token  merge the block that leaves a window before the token, if one does; turn the token (kernel_leaving.py)
-  attend_part    remember the token in the part that has its row, attend to the rows of one part
-  join_parts     one softmax over all parts, turned back, some dimensions of it
+  prepare_token  merge the block that leaves a window before the token, if any; turn the token (kernel_leaving.py)
+  attend_part    attend to the rows of one part; the part with the token's row stores the token
+  join_parts     take one softmax over all parts, and turn some of its dimensions back
 
-Rows are read in the bits in which they are kept: a logit is the product with the codes, times the scale of the row.
-The new token is attended to as it was rounded. Sinks belong to the first part.
+Rows are read in their stored bits: a logit is the product with the codes, times the scale of the row. The new token is
+attended to as rounded. Sinks belong to the first part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .kernel_packed_rows import (
     VALUES,
     WINDOW,
     PackedConstants,
-    for_kind,
+    call_for_kind,
     kinds_of_rows,
     load_codes,
     store_rows,
@@ -47,40 +47,40 @@ from .kernel_slot_rows import ROWS_AT_ONCE, make_workspace, merging_constants, m
 from .state import in_graphs, working_dtype
 
 Tensor = torch.Tensor
-NUMBERS_AT_ONCE = 4096  # of the keys, or of the values, of some rows: more would not fit into registers
+NUMBERS_AT_ONCE = 4096  # of keys, or of values, in registers: more do not fit
 LAUNCH = {"num_warps": 8, "num_stages": 2}
-PROGRAMS = 264  # of a launch, where there are rows enough: two for each processor of the largest GPUs
+PROGRAMS = 264  # of a launch with enough rows: two for each processor of the largest GPUs
 
 
 @triton.jit
 def attend_rows(
-    given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, KIND: tl.constexpr, C: tl.constexpr
+    inputs, pool, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
-    """Attend to the sinks and rows of one part of a head that keeps numbers of so many bits."""
-    q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = given
-    pool_ptr, count_ptr, table_ptr = kept
+    """Attend to the sinks and rows of one part of a head that keeps numbers in the given bits."""
+    q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = inputs
+    pool_ptr, count_ptr, table_ptr = pool
     BYTES, EACH = sizes
     TURNED: tl.constexpr = C.TURNED and KIND < 16
-    KEPT: tl.constexpr = tl.pointer_type(C.KEPT if KIND == 16 else tl.bfloat16)
-    own, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    text, at_ptr, start_ptr = own // H, table_ptr + own % H * FIELDS, pool_ptr + own // H * BYTES
-    head, window = tl.load(at_ptr + HEAD), tl.load(at_ptr + WINDOW)
-    place, ROWS = (tl.load(count_ptr + text) % window).to(tl.int32), (window + tl.load(at_ptr + SLOTS)).to(tl.int32)
-    keys_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + KEYS), ALIGNED)
-    values_ptr = start_ptr + tl.multiple_of(tl.load(at_ptr + VALUES), ALIGNED)
-    level_ptr = (start_ptr + tl.load(at_ptr + LEVEL)).to(tl.pointer_type(C.SUMS))
+    SINKS_TYPE: tl.constexpr = tl.pointer_type(C.KEPT if KIND == 16 else tl.bfloat16)
+    program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    text, field_ptr, start_ptr = program // H, table_ptr + program % H * FIELDS, pool_ptr + program // H * BYTES
+    head, window = tl.load(field_ptr + HEAD), tl.load(field_ptr + WINDOW)
+    place, ROWS = (tl.load(count_ptr + text) % window).to(tl.int32), (window + tl.load(field_ptr + SLOTS)).to(tl.int32)
+    keys_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + KEYS), ALIGNED)
+    values_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + VALUES), ALIGNED)
+    level_ptr = (start_ptr + tl.load(field_ptr + LEVEL)).to(tl.pointer_type(C.SUMS))
     og, od, ov = tl.arange(0, C.GP), tl.arange(0, C.DP), tl.arange(0, C.VP)
-    asked_ptr, key_ptr, value_ptr = turned_of(turned_ptr, own, C)
+    query_ptr, key_ptr, value_ptr = turned_of(turned_ptr, program, C)
     if TURNED:
-        q = load_tile_at(asked_ptr, og, C.DP, C.G, od, C.D)
+        q = load_tile_at(query_ptr, og, C.DP, C.G, od, C.D)
     else:
         q = load_tile_at(q_ptr + text * q_text + head * q_head, og, q_group, C.G, od, C.D).to(C.ACC) * scale
     top = tl.full([C.GP], EMPTY, C.ACC)
     total, acc = tl.zeros([C.GP], C.ACC), tl.zeros([C.GP, C.VP], C.ACC)
     if (part == 0) & (SINKS > 0):
         os = tl.arange(0, C.SP)
-        sink_k_ptr = (start_ptr + tl.load(at_ptr + SINK_K)).to(KEPT)
-        sink_v_ptr = (start_ptr + tl.load(at_ptr + SINK_V)).to(KEPT)
+        sink_k_ptr = (start_ptr + tl.load(field_ptr + SINK_K)).to(SINKS_TYPE)
+        sink_v_ptr = (start_ptr + tl.load(field_ptr + SINK_V)).to(SINKS_TYPE)
         k = load_tile(sink_k_ptr, os, od, SINKS, C.D).to(C.ACC)
         v = load_tile(sink_v_ptr, os, ov, SINKS, C.DV).to(C.ACC)
         level = tl.load(level_ptr + os, mask=os < SINKS, other=EMPTY).to(C.ACC)
@@ -91,7 +91,7 @@ def attend_rows(
     end = tl.minimum(begin + EACH, ROWS)
     for start in range(begin, end, C.BN):
         rows = start + tl.arange(0, C.BN)
-        inside = rows < end  # and what is empty is read, too, without waiting to know it
+        inside = rows < end  # empty rows are read, too: finding them first would take longer
         level = tl.load(level_ptr + rows, mask=inside & (rows != place), other=EMPTY).to(C.ACC)
         live = level > EMPTY / 2
         codes, scales = load_codes(keys_ptr, rows, inside, bits, C.D, C.DP, KIND, C)
@@ -105,54 +105,54 @@ def attend_rows(
         else:
             k = tl.load(k_ptr + text * k_text + head * k_head + od, mask=od < C.D, other=0.0).to(C.ACC)
             v = tl.load(v_ptr + text * v_text + head * v_head + ov, mask=ov < C.DV, other=0.0).to(C.ACC)
-        at, codes_ptr = place + tl.zeros([1], tl.int32), codes_ptr + own * (C.DP + C.VP)
-        key = store_rows(keys_ptr, at, at >= 0, k[None, :], bits, codes_ptr, C.D, C.DP, KIND, C)
-        value = store_rows(values_ptr, at, at >= 0, v[None, :], bits, codes_ptr + C.DP, C.DV, C.VP, KIND, C)
+        row, codes_ptr = place + tl.zeros([1], tl.int32), codes_ptr + program * (C.DP + C.VP)
+        key = store_rows(keys_ptr, row, row >= 0, k[None, :], bits, codes_ptr, C.D, C.DP, KIND, C)
+        value = store_rows(values_ptr, row, row >= 0, v[None, :], bits, codes_ptr + C.DP, C.DV, C.VP, KIND, C)
         tl.store(level_ptr + place, 0.0)
         logit = tl.sum(q * key, 1)
-        new = tl.maximum(top, logit)
-        old, weight = tl.exp(top - new), tl.exp(logit - new)
-        acc = acc * old[:, None] + weight[:, None] * value
-        top, total = new, total * old + weight
-    part_ptr += (own * tl.num_programs(1) + part) * C.GP * (C.VP + 2)
+        new_top = tl.maximum(top, logit)
+        decay, weight = tl.exp(top - new_top), tl.exp(logit - new_top)
+        acc = acc * decay[:, None] + weight[:, None] * value
+        top, total = new_top, total * decay + weight
+    part_ptr += (program * tl.num_programs(1) + part) * C.GP * (C.VP + 2)
     tl.store(part_ptr + og[:, None] * (C.VP + 2) + ov[None, :], acc)
     tl.store(part_ptr + og * (C.VP + 2) + C.VP, top)
     tl.store(part_ptr + og * (C.VP + 2) + C.VP + 1, total)
 
 
 @triton.jit(do_not_specialize=["H", "SINKS"])
-def attend_part(given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, C: tl.constexpr):
+def attend_part(inputs, pool, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, C: tl.constexpr):
     """Attend to the sinks and rows of one part; grid (text and head, part)."""
-    pool_ptr, count_ptr, table_ptr = kept
+    pool_ptr, count_ptr, table_ptr = pool
     bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT).to(tl.int32)
-    for_kind(attend_rows, (given, kept, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale), bits, C)
+    call_for_kind(attend_rows, (inputs, pool, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale), bits, C)
 
 
 @triton.jit
 def store_tile_at(pointer, rows, stride, columns, x, C: tl.constexpr):
-    """Write what the queries of a head see."""
+    """Write the outputs of the queries of a head."""
     inside = (rows < C.G)[:, None] & (columns < C.DV)[None, :]
     tl.store(pointer + rows[:, None] * stride + columns[None, :], x.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["H", "PARTS"])
 def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, H, PARTS, C: tl.constexpr):
-    """Take one softmax over the parts of a head, and turn what it gives back; grid (text and head, part of a value)."""
+    """Take one softmax over the parts of a head, and turn its result back; grid (text and head, part of a value)."""
     out_ptr, out_text, out_head, out_group = out
-    own = tl.program_id(0).to(tl.int64)
-    at_ptr = table_ptr + own % H * FIELDS
-    head, bits = tl.load(at_ptr + HEAD), tl.load(at_ptr + BITS_KEPT)
-    out_ptr += (own // H) * out_text + head * out_head
+    program = tl.program_id(0).to(tl.int64)
+    field_ptr = table_ptr + program % H * FIELDS
+    head, bits = tl.load(field_ptr + HEAD), tl.load(field_ptr + BITS_KEPT)
+    out_ptr += (program // H) * out_text + head * out_head
     og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
     top = tl.full([C.GP], EMPTY, C.ACC)
     total, acc = tl.zeros([C.GP], C.ACC), tl.zeros([C.GP, C.VP], C.ACC)
     for part in range(0, PARTS):
-        at = part_ptr + (own * PARTS + part) * C.GP * (C.VP + 2) + og * (C.VP + 2)
-        other = tl.load(at + C.VP)
-        new = tl.maximum(top, other)
-        old, factor = tl.exp(top - new), tl.exp(other - new)
-        acc = acc * old[:, None] + tl.load(at[:, None] + ov[None, :]) * factor[:, None]
-        top, total = new, total * old + tl.load(at + C.VP + 1) * factor
+        row_ptr = part_ptr + (program * PARTS + part) * C.GP * (C.VP + 2) + og * (C.VP + 2)
+        part_top = tl.load(row_ptr + C.VP)
+        new_top = tl.maximum(top, part_top)
+        decay, factor = tl.exp(top - new_top), tl.exp(part_top - new_top)
+        acc = acc * decay[:, None] + tl.load(row_ptr[:, None] + ov[None, :]) * factor[:, None]
+        top, total = new_top, total * decay + tl.load(row_ptr + C.VP + 1) * factor
     acc /= total[:, None]
     if (bits == 16) | (not C.TURNED):
         if tl.program_id(1) == 0:
@@ -174,39 +174,39 @@ def launch_token(
     q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
     merging: list[Tensor], turns: list[Tensor], sizes: list[int],
 ) -> None:  # fmt: skip
-    """Remember a token in the pool of a layer and attend with it, into `out` (state_pool.py).
+    """Store a token in the pool of a layer (state_pool.py), attend with it, and write the results into `out`.
 
-    What leaves a window is merged first, as the device decides: what is launched is the same for every token.
+    A block that leaves a window is merged first. The device decides this, so every token has the same launches.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     (texts, bytes), heads, work = pool.shape, len(table), working_dtype(k)
     sinks, slots, block, rows, least = sizes
-    dims, group, programs, kept = (q.shape[-1], v.shape[-1]), q.shape[2], texts * heads, (pool, count, table)
-    given = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
-    wide, like = sum(map(padded, dims)), q.new_empty(0, dtype=work)
+    dims, group, programs, layout = (q.shape[-1], v.shape[-1]), q.shape[2], texts * heads, (pool, count, table)
+    inputs = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
+    widths, like = sum(map(padded, dims)), q.new_empty(0, dtype=work)
     turned = like
     if merging or turns:
         floats, lists, room = make_workspace(programs if merging else 0, slots + block, dims, like)
-        codes = pool.new_empty(programs * ROWS_AT_ONCE * wide)
+        codes = pool.new_empty(programs * ROWS_AT_ONCE * widths)
         constants = merging_constants(dims, block, room, work, k.dtype, least, bool(turns), group)
         shares = 1
         if turns:
-            turned = like.new_empty(programs * (padded(group) * padded(dims[0]) + wide))
+            turned = like.new_empty(programs * (padded(group) * padded(dims[0]) + widths))
             shares += count_parts(max(dims), constants.DS.value)
-        turning, merged = tuple(turns or [like] * 6), tuple(merging or [like] * 2)  # others are not read
+        turning, merged = tuple(turns or [like] * 6), tuple(merging or [like] * 2)  # placeholders are not read
         prepare_token[(programs, shares)](
-            given, kept, merged, turning, turned, (floats, lists, room), codes, heads, bytes, sinks,
+            inputs, layout, merged, turning, turned, (floats, lists, room), codes, heads, bytes, sinks,
             (scale, scale**0.5), constants, **merging_launch(),
         )  # fmt: skip
-    some = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
-    parts = max(1, min(count_parts(rows, some), PROGRAMS // programs))
-    each = count_parts(count_parts(rows, parts), some) * some
-    parts = count_parts(rows, each)
-    constants = token_constants(dims, group, some, padded(sinks), work, k.dtype, least, bool(turns))
+    rows_at_once = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
+    parts = max(1, min(count_parts(rows, rows_at_once), PROGRAMS // programs))
+    rows_of_part = count_parts(count_parts(rows, parts), rows_at_once) * rows_at_once
+    parts = count_parts(rows, rows_of_part)
+    constants = token_constants(dims, group, rows_at_once, padded(sinks), work, k.dtype, least, bool(turns))
     scratch = like.new_empty(programs * parts * padded(group) * (padded(dims[1]) + 2))
-    codes = pool.new_empty(programs * wide)
+    codes = pool.new_empty(programs * widths)
     attend_part[(programs, parts)](
-        given, kept, turned, scratch, codes, heads, sinks, (bytes, each), scale, constants, **LAUNCH
+        inputs, layout, turned, scratch, codes, heads, sinks, (bytes, rows_of_part), scale, constants, **LAUNCH
     )
     middle, matrix = (turns[2], turns[5]) if turns else (like, like)
     join_parts[(programs, count_parts(dims[1], constants.DS.value) if turns else 1)](
@@ -214,13 +214,13 @@ def launch_token(
     )
 
 
-@functools.cache  # or the host would take longer to launch a kernel than it runs
+@functools.cache  # or a launch would take longer than its kernel
 def token_constants(
-    dims: tuple[int, int], group: int, some: int, sinks: int, work: torch.dtype, kept: torch.dtype, least: int,
+    dims: tuple[int, int], group: int, rows: int, sinks: int, work: torch.dtype, row_type: torch.dtype, least: int,
     turned: bool,
 ) -> PackedConstants:  # fmt: skip
-    """Return what kernels that attend with a token are compiled for, some rows at a time."""
+    """Return the compile-time constants of kernels that attend with a token to `rows` rows at a time."""
     return PackedConstants(
-        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, some), G=group, GP=padded(group),
-        SP=sinks, BN=some, TURNED=turned, **kinds_of_rows(kept, least), **precision(work),
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, rows), G=group, GP=padded(group),
+        SP=sinks, BN=rows, TURNED=turned, **kinds_of_rows(row_type, least), **precision(work),
     )  # fmt: skip

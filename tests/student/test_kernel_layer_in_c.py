@@ -217,7 +217,7 @@ def test_a_kernel_is_compiled_once(uncompiled, monkeypatch, tmp_path):
 def test_another_version_of_the_compiler_compiles_anew(monkeypatch, tmp_path):
     given = tmp_path / "linearizer", "key", COMMON, ["-shared", "-DREAL=float", "-DWIDE=0"]
     first = compiled(*given)
-    monkeypatch.setattr(kernel_in_c, "said_by", lambda *_: "another version")
+    monkeypatch.setattr(kernel_in_c, "output_of", lambda *_: "another version")
     assert compiled(*given) != first and first.exists()
 
 

@@ -116,10 +116,10 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 
 
 WRONG = {  # a line of each kernel, and what it is exchanged for
-    "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
+    "attention": (kernel_text_features, "mean * decay[:, None] + segment_mean", "mean + segment_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
-    "texts with windows and slots": (kernel_text_slots, "total * kept + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
-    "tokens with windows and slots": (kernel_token, "= new, total * old + weight", "= new, total * old"),
+    "texts with windows and slots": (kernel_text_slots, "total * decay + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
+    "tokens with windows and slots": (kernel_token, "= new_top, total * decay + weight", "= new_top, total * decay"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }
 
