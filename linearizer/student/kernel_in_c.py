@@ -42,7 +42,7 @@ COMMON = r"""
 #include <stdlib.h>
 #include <string.h>
 
-/* A vector fills a register, and ROWS times two of them all registers but those of the factors. */
+/* A vector fills a register; twice ROWS vectors fill all registers except those of the factors. */
 #if defined(__AVX512F__) && WIDE
 enum { BYTES = 64, ROWS = 8 };
 #else
@@ -50,8 +50,8 @@ enum { BYTES = 32, ROWS = 4 };
 #endif
 typedef REAL vec __attribute__((vector_size(BYTES), aligned(BYTES), may_alias));
 typedef __typeof__((vec){0} < (vec){0}) mask;
-typedef REAL few __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
-typedef __typeof__((few){0} < (few){0}) few_mask;
+typedef REAL vec32 __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
+typedef __typeof__((vec32){0} < (vec32){0}) mask32;
 enum { LANES = BYTES / sizeof(REAL), TILE = 2 * LANES, PARTIAL = 32 / sizeof(REAL) };
 
 static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
@@ -63,7 +63,7 @@ static pthread_key_t kept_memory;
 
 __attribute__((constructor)) static void make_key(void) { pthread_key_create(&kept_memory, free); }
 
-/* Memory of this thread, kept from call to call, since new pages take as long as what is done with them; 0: none. */
+/* Return memory of this thread, kept from call to call, since new pages take as long as the work on them; 0: none. */
 static char *take_memory(long size) {
     long *memory = pthread_getspecific(kept_memory);
     if (!memory || *memory < size) {
@@ -74,14 +74,14 @@ static char *take_memory(long size) {
     return memory ? (char *)memory + BYTES : 0;
 }
 
-/* Keep no more of it than many threads may. */
+/* Free memory that is too large for many threads to keep. */
 static void keep_little(void) {
     long *memory = pthread_getspecific(kept_memory);
     if (memory && *memory > MOST_KEPT) free(memory), pthread_setspecific(kept_memory, 0);
 }
 
-/* The lanes of x where a mask has them, and those of y elsewhere. */
-static inline vec either(mask where, vec x, vec y) { return (vec)((where & (mask)x) | (~where & (mask)y)); }
+/* Choose the lanes of x where the mask `first` is set, and those of y elsewhere. */
+static inline vec choose(mask first, vec x, vec y) { return (vec)((first & (mask)x) | (~first & (mask)y)); }
 
 static uint32_t bits_of(REAL x) {
     float y = (float)x;
@@ -90,7 +90,7 @@ static uint32_t bits_of(REAL x) {
     return bits;
 }
 
-static REAL of_bits(uint32_t bits) {
+static REAL float_of_bits(uint32_t bits) {
     float y;
     memcpy(&y, &bits, 4);
     return y;
@@ -98,49 +98,49 @@ static REAL of_bits(uint32_t bits) {
 
 static REAL as_bf16(REAL x) {
     uint32_t bits = bits_of(x);
-    return of_bits((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
+    return float_of_bits((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
 }
 
 #define ROUND(x) (sizeof(REAL) == 4 ? (REAL)rintf((float)(x)) : (REAL)rint(x))
 #define MAGNITUDE(x) (sizeof(REAL) == 4 ? (REAL)fabsf((float)(x)) : (REAL)fabs(x))
 #define ROUND_DOWN(x) (sizeof(REAL) == 4 ? (REAL)floorf((float)(x)) : (REAL)floor(x))
 
-/* The number half way between whole ones, none beyond a limit, that a number becomes. */
+/* Round a number to a half-integer within a limit. */
 static inline REAL code_of(REAL x, REAL scale, REAL limit) {
     REAL code = ROUND_DOWN(x / (scale > TINIEST ? scale : TINIEST)) + (REAL)0.5;
     return code < -limit ? -limit : code > limit ? limit : code;
 }
 
-/* The larger numbers: compilers do not know that a maximum may be taken in any order. */
-static inline few larger(few x, few y) {
-    few_mask where = x > y;
-    return (few)((where & (few_mask)x) | (~where & (few_mask)y));
+/* Return the larger numbers: compilers do not know that a maximum may be taken in any order. */
+static inline vec32 larger(vec32 x, vec32 y) {
+    mask32 first = x > y;
+    return (vec32)((first & (mask32)x) | (~first & (mask32)y));
 }
 
 static REAL largest(const REAL *x, long dim) {
-    few most = {0};
+    vec32 lanes = {0};
     long d = 0;
     for (; d + PARTIAL <= dim; d += PARTIAL) {
-        few some = *(const few *)(x + d);
-        most = larger(larger(some, -some), most);
+        vec32 chunk = *(const vec32 *)(x + d);
+        lanes = larger(larger(chunk, -chunk), lanes);
     }
     REAL top = 0;
-    for (long l = 0; l < PARTIAL; l++) top = most[l] > top ? most[l] : top;
+    for (long l = 0; l < PARTIAL; l++) top = lanes[l] > top ? lanes[l] : top;
     for (; d < dim; d++) top = MAGNITUDE(x[d]) > top ? MAGNITUDE(x[d]) : top;
     return top;
 }
 
-/* The scale that moves a vector least, of those tried; the same bits in vectors of any width. */
+/* Return the tried scale with the least error of a vector; the same bits in vectors of any width. */
 static REAL best_scale(const REAL *x, long dim, REAL limit) {
     REAL top = largest(x, dim) / limit, best_error = INFINITY, best = 0, lanes[PARTIAL];
-    for (int i = 0; i < 3 && best_error > 0; i++) {  /* the first moves nothing that was rounded before */
+    for (int i = 0; i < 3 && best_error > 0; i++) {  /* the first changes no vector that was rounded before */
         REAL scale = as_bf16(top * TRIED[i]), error = 0;
         if (!(scale > TINIEST)) scale = 0;
         for (long l = 0; l < PARTIAL; l++) lanes[l] = 0;
         for (long d = 0; d < dim; d += PARTIAL)
             for (long l = 0; l < PARTIAL; l++) {
-                REAL off = code_of(x[d + l], scale, limit) * scale - x[d + l];
-                lanes[l] += off * off;
+                REAL difference = code_of(x[d + l], scale, limit) * scale - x[d + l];
+                lanes[l] += difference * difference;
             }
         for (long l = 0; l < PARTIAL; l++) error += lanes[l];
         if (error < best_error) best_error = error, best = scale;
@@ -148,14 +148,15 @@ static REAL best_scale(const REAL *x, long dim, REAL limit) {
     return best;
 }
 
-/* e^x for x that is at most 0; 0 where that nearly underflows. */
+/* Return e^x for x up to 0; 0 where it nearly underflows. */
 static inline REAL exponential(REAL x) {
     if (sizeof(REAL) == 8) return exp(x);
-    float y = x < -87 ? -87 : x, whole = rintf(y * 1.44269504f), r = y - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float y = x < -87 ? -87 : x, exponent = rintf(y * 1.44269504f);
+    float r = y - exponent * 0.693359375f + exponent * 2.12194440e-4f;
     float sum = 1.9875691500e-4f;
     sum = sum * r + 1.3981999507e-3f, sum = sum * r + 8.3334519073e-3f, sum = sum * r + 4.1665795894e-2f;
     sum = sum * r + 1.6666665459e-1f, sum = sum * r + 5.0000001201e-1f, sum = sum * r * r + r + 1;
-    return x < -87 ? 0 : sum * (float)of_bits(((int32_t)whole + 127) << 23);
+    return x < -87 ? 0 : sum * (float)float_of_bits(((int32_t)exponent + 127) << 23);
 }
 
 static inline __attribute__((always_inline)) void add_and_subtract(REAL *x, long count, long apart) {
@@ -166,8 +167,8 @@ static inline __attribute__((always_inline)) void add_and_subtract(REAL *x, long
         }
 }
 
-/* Multiply vectors of `size` numbers, a power of two, that lie `step` apart, by Hadamard's matrix of 1 and -1: sums and
-   differences of two numbers each, a few at a time in loops that compilers know. */
+/* Multiply vectors of `size` numbers, a power of two, `step` apart, by Hadamard's matrix of 1 and -1: by sums and
+   differences of two numbers each, in loops of fixed steps that compilers vectorise. */
 static void rotate(REAL *x, long count, long step, long size) {
     for (long apart = step; apart < size * step; apart *= 2) {
         if (apart == 1) add_and_subtract(x, count, 1);
@@ -178,14 +179,14 @@ static void rotate(REAL *x, long count, long step, long size) {
     }
 }
 
-/* Sums of products of ROWS rows, whose numbers lie `step` apart, with some columns of a matrix, in the order of rows of
-   that: the same bits for a row, whichever others there are. */
+/* Multiply ROWS rows, with numbers `step` apart, by columns of a matrix, and add in the order of the matrix's rows: a
+   row has the same bits whatever the other rows are. */
 static inline __attribute__((always_inline)) void multiply_columns(
     const REAL *const *a, long step, long inner, const REAL *b, long width, int count, REAL *out, long out_width,
-    int more) {
+    int accumulate) {
     vec sum[ROWS][2];
     for (int r = 0; r < ROWS; r++)
-        for (int c = 0; c < count; c++) sum[r][c] = more ? *(vec *)(out + r * out_width + c * LANES) : (vec){0};
+        for (int c = 0; c < count; c++) sum[r][c] = accumulate ? *(vec *)(out + r * out_width + c * LANES) : (vec){0};
     for (long d = 0; d < inner; d++)
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < count; c++) sum[r][c] += a[r][d * step] * *(const vec *)(b + d * width + c * LANES);
@@ -193,12 +194,13 @@ static inline __attribute__((always_inline)) void multiply_columns(
         for (int c = 0; c < count; c++) *(vec *)(out + r * out_width + c * LANES) = sum[r][c];
 }
 
-/* The same with all columns, which fill whole lanes, added to what is there if there is more. */
+/* Do the same with all columns, which fill whole vectors; with `accumulate` add to `out`. */
 static void multiply(const REAL *const *a, long step, long inner, const REAL *b, long width, long columns, REAL *out,
-                     long out_width, int more) {
+                     long out_width, int accumulate) {
     long j = 0;
-    for (; j + TILE <= columns; j += TILE) multiply_columns(a, step, inner, b + j, width, 2, out + j, out_width, more);
-    if (j < columns) multiply_columns(a, step, inner, b + j, width, 1, out + j, out_width, more);
+    for (; j + TILE <= columns; j += TILE)
+        multiply_columns(a, step, inner, b + j, width, 2, out + j, out_width, accumulate);
+    if (j < columns) multiply_columns(a, step, inner, b + j, width, 1, out + j, out_width, accumulate);
 }
 """
 
@@ -231,10 +233,7 @@ def addresses_of(*tensors: Tensor | None) -> Any:
 
 @functools.cache
 def load_kernel(name: str, source: str, work: torch.dtype, wide: bool = False) -> Kernel | None:
-    """Load a kernel that computes in a type, compiled by the first process that needs it; None: no compiler.
-
-    With `wide` it may compute with vectors of 64 bytes.
-    """
+    """Load or compile a kernel that computes in a type, with `wide` in vectors of 64 bytes; None: no compiler."""
     if work not in KINDS or os.name != "posix":
         return None
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -39,10 +39,8 @@ Tensor = torch.Tensor
 
 @dataclass
 class ServedHeads:
-    """The heads of a layer that the kernel serves, and their arguments that do not depend on states.
-
-    It is made once for each kind of texts, and contains no learned number.
-    """
+    """The heads of a layer that the kernel serves, and the arguments that depend on no state and no learned number;
+    made once for each kind of texts."""
 
     texts: tuple  # the kind of texts
     kernel: Kernel

@@ -54,8 +54,7 @@ def kind_of(bits: int) -> int:
 
 
 def kinds_of_rows(row_type: torch.dtype, least: int) -> dict[str, Any]:
-    """Return the types of rows of 16 bits and of sums, and the smallest kind of rows a kernel is compiled for: few
-    kernels serve all layers."""
+    """Return the types of rows of 16 bits and of sums, and the smallest kind of rows: few kernels serve all layers."""
     work = torch.promote_types(row_type, torch.float32)
     return {
         "KEPT": TYPES[row_type],

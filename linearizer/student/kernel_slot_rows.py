@@ -208,8 +208,7 @@ def merging_constants(
     dims: tuple[int, ...], block: int, room: int, work: torch.dtype, row_type: torch.dtype, least: int = 16,
     turned: bool = False, group: int = 1, ordered: bool = False,
 ) -> PackedConstants:  # fmt: skip
-    """Return the compile-time constants of kernels that merge: for these sizes of keys and values, blocks of at most
-    `block` tokens, and `room` rows."""
+    """Return the compile-time constants of kernels that merge blocks of at most `block` tokens in `room` rows."""
     width, rows, short = padded(max(dims)), padded_rows(room), row_type.itemsize == 2
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(block),

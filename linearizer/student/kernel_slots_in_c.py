@@ -1,7 +1,7 @@
-"""Slots that merge, in C: how vectors are rounded, and the slots of one head; kernel_state_in_c.py keeps them.
+"""Merging of slots in C: the rounding of vectors, and the slots of one head; kernel_state_in_c.py stores them.
 
-Slots merge as slots_merging.py says, up to rounding; what pairs cost is kept from one block to the next. A pair costs
-the same bits whichever of both has changed, so that results do not depend on how a text was cut into calls.
+Slots merge as in slots_merging.py, up to rounding; the costs of pairs are kept from one block to the next. A pair's
+cost has the same bits whichever slot changed, so results do not depend on how a text was cut into calls.
 """
 
 SOURCE = r"""
@@ -9,11 +9,11 @@ enum { ROWS_AT_ONCE = 48, PARTS = 3, PART_TOKENS = 256 };
 
 static const REAL TINY = 1e-30, MOST_TOKENS = 32767, MOST_IMPORTANT = 20;
 
-/* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of.
-   A slot stays in its row while it lives, so that what pairs cost need not be moved; `order` has the rows in the order
-   of tokens, and `seen` holds k and v in that order. */
+/* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and the terms of distances.
+   A slot stays in one row as long as it exists, so that costs of pairs need not move; `order` has the rows in the order
+   of tokens, and `seen` has k and v in that order. */
 typedef struct {
-    long count, used, unused, room, most;       /* slots; rows ever used, free again, and in all; slots that stay */
+    long count, used, unused, room, capacity;   /* slots; rows ever used, free again, and in all; slots after merging */
     long key, value, width;                     /* padded sizes */
     long key_dim, value_dim, bits, kept_bf16;
     REAL *rows, *columns;                       /* (room, width), (key + value, room) */
@@ -21,17 +21,17 @@ typedef struct {
     REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
     REAL *metric;                               /* (key_dim, key), turned */
     REAL *importance, *query;                   /* query: the mean query, and its product with the mean key */
-    REAL *place, *least, *nearest;              /* place, infinite in a free row; least cost before it, with what */
-    char *changed, *gone, *lost;                /* lost: what was nearest to it */
+    REAL *place, *least, *nearest;              /* place, infinite in a free row; least cost with an earlier one, row */
+    char *changed, *removed, *stale;            /* stale: its nearest slot changed or was removed */
     long *order, *chosen, *partner, *free;
 } Slots;
 
 static REAL limit_of(long bits) { return ((1 << bits) - 1) / (REAL)2; }
 
-/* The scale of a vector: in 8 bits a power of two, the least with which its largest number fits. */
+/* Return the scale of a vector: in 8 bits the least power of two with which its largest number fits. */
 static REAL scale_of(const REAL *x, long dim, long bits) {
     if (bits < 8) return best_scale(x, dim, limit_of(bits));
-    float top = (float)of_bits((bits_of(largest(x, dim)) + 0x1FFFF) & 0x7F800000u);
+    float top = (float)float_of_bits((bits_of(largest(x, dim)) + 0x1FFFF) & 0x7F800000u);
     return fminf(fmaxf(top * 0x1p-6f, 0x1p-24f), 0x1p121f);
 }
 
@@ -45,15 +45,15 @@ static void round_vector(REAL *x, long dim, long bits, long kept_bf16) {
         for (long d = 0; d < dim; d++) x[d] = code_of(x[d], scale, limit) * scale;
 }
 
-/* Take a free row for the newest slot; v and k are to be written into it. */
+/* Return a free row for the newest slot; the caller writes v and k into it. */
 static REAL *add_slot(Slots *s, REAL weight, REAL spread) {
     long i = s->unused ? s->free[--s->unused] : s->used++;
-    s->weight[i] = weight, s->spread[i] = spread, s->changed[i] = 1, s->gone[i] = 0;
+    s->weight[i] = weight, s->spread[i] = spread, s->changed[i] = 1, s->removed[i] = 0;
     s->place[i] = s->count, s->order[s->count++] = i;
     return s->rows + i * s->width;
 }
 
-/* Lay out in their order the slots that queries see; or, before the first merge, those of a state in rows. */
+/* Copy slots from rows into the order in which queries see them; or, with in_rows, back into rows. */
 static void show_slots(Slots *s, int in_rows) {
     for (long o = 0; o < s->count; o++) {
         REAL *row = s->rows + s->order[o] * s->width, *seen = s->seen + o * (s->key + s->value);
@@ -63,151 +63,150 @@ static void show_slots(Slots *s, int in_rows) {
     }
 }
 
-/* Complete up to ROWS slots whose v and k are in their rows: side by side, since each of the sums is a long chain. */
-static void measure_slots(Slots *s, const long *some, long found) {
+/* Complete up to ROWS slots with v and k in their rows: side by side, since each sum is a long chain. */
+static void measure_slots(Slots *s, const long *indices, long count) {
     const REAL *keys[ROWS];
-    REAL *rows[ROWS], key[ROWS] = {0}, value[ROWS] = {0}, asked[ROWS];
+    REAL *rows[ROWS], key[ROWS] = {0}, value[ROWS] = {0}, importance[ROWS];
     for (int m = 0; m < ROWS; m++) {
-        rows[m] = s->rows + some[m] * s->width, keys[m] = rows[m] + s->key + s->value;
-        asked[m] = -s->query[s->key_dim];
+        rows[m] = s->rows + indices[m] * s->width, keys[m] = rows[m] + s->key + s->value;
+        importance[m] = -s->query[s->key_dim];
     }
     multiply(keys, 1, s->key_dim, s->metric, s->key, s->key, s->sums, s->key, 0);
-    for (long m = 0; m < found; m++) memcpy(rows[m], s->sums + m * s->key, s->key * sizeof(REAL));
+    for (long m = 0; m < count; m++) memcpy(rows[m], s->sums + m * s->key, s->key * sizeof(REAL));
     for (long d = 0; d < s->key; d++)
         for (int m = 0; m < ROWS; m++) key[m] += rows[m][d] * rows[m][d];
     for (long d = 0; d < s->value; d++)
         for (int m = 0; m < ROWS; m++) value[m] += rows[m][s->key + d] * rows[m][s->key + d];
     for (long c = 0; c < s->key_dim; c++)
-        for (int m = 0; m < ROWS; m++) asked[m] += keys[m][c] * s->query[c];
-    for (long m = 0; m < found; m++) {
-        long i = some[m];
-        REAL most = asked[m] > MOST_IMPORTANT ? MOST_IMPORTANT : asked[m];
+        for (int m = 0; m < ROWS; m++) importance[m] += keys[m][c] * s->query[c];
+    for (long m = 0; m < count; m++) {
+        long i = indices[m];
+        REAL clamped = importance[m] > MOST_IMPORTANT ? MOST_IMPORTANT : importance[m];
         s->key_square[i] = key[m], s->value_square[i] = value[m], s->inverse[i] = 1 / s->weight[i];
-        s->importance[i] = exp(most < -MOST_IMPORTANT ? -MOST_IMPORTANT : most);
+        s->importance[i] = exp(clamped < -MOST_IMPORTANT ? -MOST_IMPORTANT : clamped);
     }
     for (long d = 0; d < s->key + s->value; d++)
-        for (long m = 0; m < found; m++) s->columns[d * s->room + some[m]] = rows[m][d];
+        for (long m = 0; m < count; m++) s->columns[d * s->room + indices[m]] = rows[m][d];
 }
 
-/* The next slots from a row on that have changed, at most ROWS; the first of them stands for those that are missing. */
-static long find_changed(const Slots *s, long *from, long *some) {
+/* Find the next changed slots from a row on, at most ROWS; the first one fills the remaining indices. */
+static long find_changed(const Slots *s, long *from, long *indices) {
     long found = 0;
     for (; *from < s->used && found < ROWS; ++*from)
-        if (s->changed[*from]) some[found++] = *from;
-    for (long r = found; r < ROWS && found; r++) some[r] = some[0];
+        if (s->changed[*from]) indices[found++] = *from;
+    for (long r = found; r < ROWS && found; r++) indices[r] = indices[0];
     return found;
 }
 
-/* Products of some slots with all from a row on, over some of the columns: the same bits for a pair, whichever of both
-   is a row. */
-static void multiply_slots(const Slots *s, long from, long to, const long *some, long begin, REAL *out) {
+/* Multiply slots with all slots from row `begin` on, over some columns: the same bits whichever of a pair is a row. */
+static void multiply_slots(const Slots *s, long from, long to, const long *indices, long begin, REAL *out) {
     const REAL *rows[ROWS], *columns = s->columns + from * s->room;
-    for (int r = 0; r < ROWS; r++) rows[r] = columns + some[r];
+    for (int r = 0; r < ROWS; r++) rows[r] = columns + indices[r];
     multiply(rows, s->room, to - from, columns + begin, s->room, padded(s->used, LANES) - begin, out + begin, s->room,
              0);
 }
 
-/* By what an error of a slot counts for more than one of the oldest (slots_merging.RECENCY). */
+/* The weight of an error of a slot, relative to the oldest slot (slots_merging.RECENCY). */
 #define RECENCY(place) ((place) + 1)
 
-/* Find the slot with which merging a slot from a place costs least, the first of those that cost the same: of those
-   before it, or of all, where errors of newer slots count for more. */
+/* Find the slot with the least cost of merging slot i into it, the first of equals: among those before its place, or
+   among all, where errors of newer slots count more. */
 static inline __attribute__((always_inline)) long find_least(
-    const Slots *s, long i, REAL own, int before, REAL *least) {
-    vec best = (vec){0} + (REAL)INFINITY, first = best, at = {0};
+    const Slots *s, long i, REAL slot_place, int before, REAL *least) {
+    vec best = (vec){0} + (REAL)INFINITY, first = best, index = {0};
     for (long j = 0; j < padded(s->used, LANES); j += LANES) {
         vec x = *(vec *)(s->cost + i * s->room + j), place = *(vec *)(s->place + j);
-        if (!before) x *= RECENCY(either(place > own, place, (vec){0} + own));
+        if (!before) x *= RECENCY(choose(place > slot_place, place, (vec){0} + slot_place));
         mask better = (x < best) | ((x == best) & (place < first));
-        better &= place < (before ? own : (REAL)INFINITY);
-        best = either(better, x, best), first = either(better, place, first);
-        at = either(better, (vec){0} + (REAL)j, at);
+        better &= place < (before ? slot_place : (REAL)INFINITY);
+        best = choose(better, x, best), first = choose(better, place, first);
+        index = choose(better, (vec){0} + (REAL)j, index);
     }
     long found = 0;
     for (long l = 1; l < LANES; l++)
         if (best[l] < best[found] || (best[l] == best[found] && first[l] < first[found])) found = l;
     *least = best[found];
-    return first[found] < INFINITY ? (long)at[found] + found : -1;
+    return first[found] < INFINITY ? (long)index[found] + found : -1;
 }
 
-/* Compute what merging costs each pair of which a slot has changed, and the least cost of every slot. */
+/* Compute the costs of pairs with a changed slot, and the least cost of every slot. */
 static void measure_pairs(Slots *s) {
-    long n = s->used, found, some[ROWS], whole = 0;
+    long n = s->used, found, indices[ROWS], leading = 0;
     REAL *key = s->dots, *value = s->dots + ROWS * s->room;
-    for (long i = 0; (found = find_changed(s, &i, some));) measure_slots(s, some, found);
-    while (whole < n && s->changed[whole]) whole++;
-    for (long i = 0; (found = find_changed(s, &i, some));) {
-        long begin = some[0] < whole ? some[0] / LANES * LANES : 0;  /* earlier rows have measured their pairs */
-        multiply_slots(s, 0, s->key, some, begin, key);
-        multiply_slots(s, s->key, s->key + s->value, some, begin, value);
+    for (long i = 0; (found = find_changed(s, &i, indices));) measure_slots(s, indices, found);
+    while (leading < n && s->changed[leading]) leading++;
+    for (long i = 0; (found = find_changed(s, &i, indices));) {
+        long begin = indices[0] < leading ? indices[0] / LANES * LANES : 0;  /* earlier rows measured their pairs */
+        multiply_slots(s, 0, s->key, indices, begin, key);
+        multiply_slots(s, s->key, s->key + s->value, indices, begin, value);
         for (long r = 0; r < found; r++) {
-            REAL *cost = s->cost + some[r] * s->room, *kk = key + r * s->room, *vv = value + r * s->room;
-            REAL a = s->key_square[some[r]], b = s->value_square[some[r]], own = s->inverse[some[r]];
-            REAL important = s->importance[some[r]];
+            REAL *cost = s->cost + indices[r] * s->room, *kk = key + r * s->room, *vv = value + r * s->room;
+            REAL a = s->key_square[indices[r]], b = s->value_square[indices[r]], inverse = s->inverse[indices[r]];
+            REAL important = s->importance[indices[r]];
             for (long j = begin; j < n; j++) {
                 REAL x = a + s->key_square[j] - 2 * kk[j], y = b + s->value_square[j] - 2 * vv[j];
-                x = x * x / (own + s->inverse[j]);
+                x = x * x / (inverse + s->inverse[j]);
                 x = x * x * (y > TINY ? y : TINY);
                 cost[j] = x * (important > s->importance[j] ? important : s->importance[j]);
             }
-            cost[some[r]] = INFINITY;
+            cost[indices[r]] = INFINITY;
         }
-        for (long j = begin; j < n; j++)  /* a row of costs is far from the next: all columns at once */
-            for (long r = 0; r < found; r++) s->cost[j * s->room + some[r]] = s->cost[some[r] * s->room + j];
+        for (long j = begin; j < n; j++)  /* rows of costs are far apart: all columns at once */
+            for (long r = 0; r < found; r++) s->cost[j * s->room + indices[r]] = s->cost[indices[r] * s->room + j];
     }
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o], nearest = (long)s->nearest[i];
-        s->lost[i] = s->changed[i] || nearest < 0 || s->gone[nearest] || s->changed[nearest];
+        s->stale[i] = s->changed[i] || nearest < 0 || s->removed[nearest] || s->changed[nearest];
     }
     for (long c = 0; c < n; c++) {
         for (long i = 0; s->changed[c] && i < n; i += LANES) {
             vec x = *(vec *)(s->cost + c * s->room + i), *least = (vec *)(s->least + i);
             vec *nearest = (vec *)(s->nearest + i);
             mask better = (x < *least) & (*(vec *)(s->place + i) > s->place[c]);
-            *least = either(better, x, *least), *nearest = either(better, (vec){0} + (REAL)c, *nearest);
+            *least = choose(better, x, *least), *nearest = choose(better, (vec){0} + (REAL)c, *nearest);
         }
     }
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o];
-        if (s->lost[i]) s->nearest[i] = find_least(s, i, s->place[i], 1, s->least + i);
+        if (s->stale[i]) s->nearest[i] = find_least(s, i, s->place[i], 1, s->least + i);
     }
     memset(s->changed, 0, n);
 }
 
-/* Choose which slots go, and into which that stay. */
-static void choose_pairs(Slots *s, long most) {
+/* Choose the slots to remove, and for each the slot it merges into. */
+static void choose_pairs(Slots *s, long removals) {
     long chosen = 0;
     for (long o = 0; o < s->count; o++) {
         REAL least = s->dots[o] = s->least[s->order[o]] * RECENCY(o);
-        long at = chosen < most ? chosen : most;
-        while (at > 0 && least < s->dots[s->partner[at - 1]]) at--;
-        if (at == most) continue;
-        chosen = chosen < most ? chosen + 1 : most;
-        for (long c = chosen - 1; c > at; c--) s->partner[c] = s->partner[c - 1];
-        s->partner[at] = o;
+        long position = chosen < removals ? chosen : removals;
+        while (position > 0 && least < s->dots[s->partner[position - 1]]) position--;
+        if (position == removals) continue;
+        chosen = chosen < removals ? chosen + 1 : removals;
+        for (long c = chosen - 1; c > position; c--) s->partner[c] = s->partner[c - 1];
+        s->partner[position] = o;
     }
-    for (long c = 0; c < most; c++) {
+    for (long c = 0; c < removals; c++) {
         long i = s->chosen[c] = s->order[s->partner[c]];
-        s->gone[i] = 1, s->dots[c] = s->place[i], s->place[i] = INFINITY;
+        s->removed[i] = 1, s->dots[c] = s->place[i], s->place[i] = INFINITY;
     }
     REAL least;
-    for (long c = 0; c < most; c++) s->partner[c] = find_least(s, s->chosen[c], s->dots[c], 0, &least);
+    for (long c = 0; c < removals; c++) s->partner[c] = find_least(s, s->chosen[c], s->dots[c], 0, &least);
 }
 
-/* Merge what goes into what stays. */
-static void merge_pairs(Slots *s, long most) {
-    for (long o = 0; o < most; o++) {
-        long into = s->partner[o];
-        if (into < 0) continue;
-        REAL *row = s->rows + into * s->width, total = s->weight[into];
-        REAL square = total * s->key_square[into], spread = total * s->spread[into];
+/* Merge removed slots into their targets. */
+static void merge_pairs(Slots *s, long removals) {
+    for (long o = 0; o < removals; o++) {
+        long target = s->partner[o];
+        if (target < 0) continue;
+        REAL *row = s->rows + target * s->width, total = s->weight[target];
+        REAL square = total * s->key_square[target], spread = total * s->spread[target];
         for (long d = 0; d < s->width; d++) s->sums[d] = total * row[d];
-        for (long p = o; p < most; p++) {
-            if (s->partner[p] != into) continue;
-            long from = s->chosen[p];
-            REAL weight = s->weight[from], *other = s->rows + from * s->width;
-            square += weight * s->key_square[from], spread += weight * s->spread[from], total += weight;
-            for (long d = 0; d < s->width; d++) s->sums[d] += weight * other[d];
+        for (long p = o; p < removals; p++) {
+            if (s->partner[p] != target) continue;
+            long source = s->chosen[p];
+            REAL weight = s->weight[source], *source_row = s->rows + source * s->width;
+            square += weight * s->key_square[source], spread += weight * s->spread[source], total += weight;
+            for (long d = 0; d < s->width; d++) s->sums[d] += weight * source_row[d];
             s->partner[p] = -1;
         }
         for (long d = 0; d < s->width; d++) row[d] = s->sums[d] / total;
@@ -216,30 +215,30 @@ static void merge_pairs(Slots *s, long most) {
         for (long d = 0; d < s->key; d++) of_mean += row[d] * row[d];
         spread = spread > of_mean ? spread - of_mean : 0;
         if (s->bits < 8) spread = as_bf16(spread), total = total > MOST_TOKENS ? MOST_TOKENS : total;
-        s->weight[into] = total, s->spread[into] = spread, s->changed[into] = 1;
+        s->weight[target] = total, s->spread[target] = spread, s->changed[target] = 1;
         round_vector(row + s->key, s->value_dim, s->bits, s->kept_bf16);
         round_vector(row + s->key + s->value, s->key_dim, s->bits, s->kept_bf16);
     }
 }
 
-/* Free the rows of slots that went, and number those that stay. */
+/* Free the rows of removed slots, and number the remaining ones. */
 static void close_gaps(Slots *s) {
-    long kept = 0;
+    long remaining = 0;
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o];
-        if (s->gone[i]) s->free[s->unused++] = i;
-        else s->place[i] = kept, s->order[kept++] = i;
+        if (s->removed[i]) s->free[s->unused++] = i;
+        else s->place[i] = remaining, s->order[remaining++] = i;
     }
-    s->count = kept;
+    s->count = remaining;
 }
 
-/* Merge the cheapest pairs until as many slots are left as may stay. */
+/* Merge the cheapest pairs until the slots fit the capacity. */
 static void merge_slots(Slots *s) {
-    long most = s->count - s->most;
-    if (most > 0) {
+    long removals = s->count - s->capacity;
+    if (removals > 0) {
         measure_pairs(s);
-        choose_pairs(s, most);
-        merge_pairs(s, most);
+        choose_pairs(s, removals);
+        merge_pairs(s, removals);
         close_gaps(s);
     }
     show_slots(s, 0);
