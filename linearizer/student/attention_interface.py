@@ -1,8 +1,8 @@
-"""The seam to transformers' attention, and the only place that knows it.
+"""The link to transformers' attention interface, which no other module uses.
 
-A model that asks for the implementation IMPLEMENTATION hands the queries, keys and values of every layer, positions
-applied, to `linearized`; one that asks for "observed" hands them to whatever `observing` put there, and then attends
-as it always did. A layer without a student (a native sliding window) always attends as it did.
+With the implementation IMPLEMENTATION a model passes the queries, keys and values of every layer, positions applied, to
+`linearized`. With OBSERVED it shows them to the observer that `observing` sets, then attends as usual. A layer without
+a student (a native sliding window) always attends as usual.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from .cache import CACHE, empty_cache, keeps_state, take_cache
 
-# Checkpoints bring a copy of this file each; the names keep them apart in one process.
+# Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
 IMPLEMENTATION, OBSERVED = f"linearized_{_COPY}", f"observed_{_COPY}"
 NOT_SERVED = (
@@ -37,15 +37,15 @@ logger = logging.get_logger(__name__)
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The self-attention modules of a model, in the order of its layers."""
+    """Return the self-attention modules of a model in layer order."""
     modules = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
     return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
 
 
 def device_of(module: nn.Module, usual: torch.device) -> torch.device:
-    """Return where an attention module computes: where its weights lie, or the usual device if they are moved."""
-    own = [x.device for name, x in module.named_parameters() if not name.startswith("student.")]
-    return next((device for device in own if device.type != "meta"), usual)
+    """Return the device of an attention module's weights, or the usual device where they are offloaded."""
+    devices = [x.device for name, x in module.named_parameters() if not name.startswith("student.")]
+    return next((device for device in devices if device.type != "meta"), usual)
 
 
 def hands_over(module: nn.Module) -> bool:
@@ -54,7 +54,7 @@ def hands_over(module: nn.Module) -> bool:
 
 
 def score_scale(query: torch.Tensor, scaling: float | None) -> float:
-    """The factor of q·k: the model's own where it states one, and else the default of the interface."""
+    """Return the factor of q·k: the model's if it states one, else the default of the interface."""
     return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
@@ -84,23 +84,23 @@ def padding_only(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Return which of the new tokens are not padding; a student knows the rest, so no tokens × tokens mask is built."""
+    """Return which new tokens are not padding: a student needs no tokens × tokens mask."""
     if local_size is not None:
-        given = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size}
-        return sdpa_mask(q_length=q_length, **given, **kwargs)
+        mask_inputs = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size}
+        return sdpa_mask(q_length=q_length, **mask_inputs, **kwargs)
     if mask_function is not causal_mask_function:
         raise ValueError(NOT_SERVED)
-    new = None if attention_mask is None else attention_mask[:, -q_length:]
-    if new is None:
+    real = None if attention_mask is None else attention_mask[:, -q_length:]
+    if real is None:
         return None
-    in_graph = torch.compiler.is_compiling() and q_length == 1 and new.is_cpu  # which looks at no number
-    if not in_graph and new.all():
+    in_graph = torch.compiler.is_compiling() and q_length == 1 and real.is_cpu  # a graph must not read values
+    if not in_graph and real.all():
         return None
-    return new[:, None, None].bool()
+    return real[:, None, None].bool()
 
 
 def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
-    """Let the decoder of a model pass the cache of students to its layers, whoever calls it."""
+    """Make a model's decoder pass the students' cache to its layers, whoever calls it."""
     decoder: Any = base.get_decoder()
     if not isinstance(decoder, PreTrainedModel):  # modernbert-decoder returns its head
         decoder = base.base_model
@@ -110,15 +110,15 @@ def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
 
 
 def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Pass an empty cache of ours to a decoder that keeps one; refuse what it does not serve (a forward pre-hook)."""
+    """Pass an empty cache of ours to a decoder that uses one; refuse inputs it cannot serve (a forward pre-hook)."""
     if decoder.config._attn_implementation != IMPLEMENTATION:
-        return None  # it attends as the teacher that it was
+        return None  # it attends as its teacher did
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask, positions, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), take_cache(kwargs)
     if mask is not None and getattr(mask, "ndim", None) != 2:
         raise ValueError(NOT_SERVED)
     leave_out_weights(kwargs, decoder.config)
-    new = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     if cache is None:
         use_cache = kwargs.get("use_cache")
         learns = decoder.training and torch.is_grad_enabled()
@@ -130,47 +130,47 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
             f"leave {CACHE} out, or pass model.empty_cache()"
         )
-    if torch.compiler.is_compiling() and mask is positions is cache is None:  # or transformers sees packed texts
-        kwargs["attention_mask"] = torch.ones(new.shape[:2], dtype=torch.long, device=new.device)
-    read = 0 if cache is None else cache.get_seq_length()
-    if cache is not None and mask is None and positions is not None and not read and restarts(positions):
-        raise ValueError(NOT_SERVED)  # without a cache transformers sees it
-    if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == read + new.shape[1]:
-        kwargs["position_ids"] = positions_of(mask)[:, read:]
+    if torch.compiler.is_compiling() and mask is positions is cache is None:  # else transformers assumes packed texts
+        kwargs["attention_mask"] = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+    past = 0 if cache is None else cache.get_seq_length()
+    if cache is not None and mask is None and positions is not None and not past and restarts(positions):
+        raise ValueError(NOT_SERVED)  # without a cache transformers itself detects packed texts
+    if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == past + inputs.shape[1]:
+        kwargs["position_ids"] = positions_of(mask)[:, past:]
     return (), {**kwargs, CACHE: cache}
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
-    """Count the tokens of each row without its padding, as `generate` does.
+    """Return the positions of each row's tokens, not counting padding, as `generate` does.
 
-    Softmax sees only how far rotated keys are apart, but features and numbers of few bits change with their positions.
+    Softmax depends only on how far rotated keys are apart; features and rounding depend on the positions themselves.
     """
     return (mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
 def leave_out_weights(kwargs: dict, config: PreTrainedConfig) -> None:
-    """Ask for no weights between tokens, whether an argument or the config wants them, and say so."""
-    wanted = kwargs.get("output_attentions")
-    if config.output_attentions if wanted is None else wanted:
+    """Turn off a request for weights between tokens, by an argument or by the config, with a warning."""
+    requested = kwargs.get("output_attentions")
+    if config.output_attentions if requested is None else requested:
         logger.warning_once(NO_WEIGHTS)
         kwargs["output_attentions"] = False
 
 
 def restarts(positions: torch.Tensor) -> bool:
-    """Whether positions (texts, tokens) do not count on: several texts are packed into a row."""
+    """Whether positions (texts, tokens) are not consecutive: several texts are packed into a row."""
     return bool((positions.diff(dim=-1) != 1).any())
 
 
 def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Pass its own state to an attention module (a forward pre-hook); each kind has its name for the cache."""
-    for given in [*args, *kwargs.values()]:
-        if isinstance(given, Cache):  # perhaps of another copy of this code, or of a base that attends as its teacher
-            layers = given.layers[int(module.layer_idx) :]  # type: ignore[arg-type]
+    """Pass an attention module its state (a forward pre-hook), whatever it calls its cache argument."""
+    for value in [*args, *kwargs.values()]:
+        if isinstance(value, Cache):  # perhaps of another copy of this code, or of a base that attends as its teacher
+            layers = value.layers[int(module.layer_idx) :]  # type: ignore[arg-type]
             kwargs["linear_state"] = getattr(layers[0], "memory", None) if layers else None
     return args, kwargs
 
 
-# observe(attention module, query, key, value, scaling, the mask and the other arguments that the layer passed)
+# observe(attention module, query, key, value, scaling, the mask and all other arguments from the layer)
 Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float, dict], None]
 
 
@@ -183,7 +183,7 @@ def observed(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Show a layer's queries, keys and values to its observer, then attend as the model does by itself."""
+    """Show a layer's queries, keys and values to its observer, then attend as usual."""
     observe: Observer = module.observe  # type: ignore[assignment]
     observe(module, query, key, value, score_scale(query, scaling), {"attention_mask": attention_mask, **kwargs})
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -191,7 +191,7 @@ def observed(
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """While this lasts, let the model attend with another implementation: "sdpa" makes a student's base its teacher."""
+    """Attend with another implementation in this context: "sdpa" makes a student's base its teacher."""
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -202,7 +202,7 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 @contextmanager
 def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
-    """While this lasts, show the observer what every attention layer of the model attends with."""
+    """Show the observer what every attention layer of the model attends with, in this context."""
     modules = attention_modules(model)
     for module in modules:
         module.observe = observe  # type: ignore[assignment]

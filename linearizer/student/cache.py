@@ -1,7 +1,7 @@
-"""The cache of a linearized model: a state of fixed size in each layer where a teacher keeps all keys.
+"""The cache of a linearized model: a state of fixed size in each layer, where a teacher keeps all keys.
 
-It is a thing to keep: it can be saved to a file and loaded again (saved_state.py), copied for many questions about one
-text, moved, and taken back to where a turn of a conversation began.
+It can be saved to a file and loaded again (saved_state.py), copied for many questions about one text, moved to another
+device, and reset to the begin of a turn of a conversation.
 """
 
 import copy
@@ -19,15 +19,15 @@ from .packed_state import KEPT_AS_BYTES, KEYS_AND_VALUES
 from .saved_state import FORMAT, write_state
 from .state import change_tensors, tensors, working_dtype
 
-# What transformers calls a cache, as an argument and in what a model gives: past_key_values before 5.24.
+# What transformers calls a cache, in arguments and outputs of a model: past_key_values before 5.24.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 MAX_TURNS = 8  # that can be taken back
 
-Change = Callable[[str, torch.Tensor], torch.Tensor]  # of a tensor, by its name
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> tensor
 
 
 class LinearizedLayer(CacheLayerMixin):
-    """Holds the states of one layer's head groups. `update` keeps nothing: attention itself writes the states."""
+    """The states of one layer's head groups. `update` stores nothing: attention itself writes the states."""
 
     is_sliding = False
     state_format = FORMAT
@@ -40,7 +40,7 @@ class LinearizedLayer(CacheLayerMixin):
         self.device = torch.device("cpu")
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
-        """States are made by the first attention, which knows their sizes."""
+        """Do nothing: the first attention makes the states, since it knows their sizes."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -50,7 +50,7 @@ class LinearizedLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask covers the new tokens only."""
+        """Return sizes for a mask of the new tokens only."""
         return query_length, self.tokens_read
 
     def get_seq_length(self) -> int:
@@ -62,17 +62,17 @@ class LinearizedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def bytes(self) -> int:
-        """Count the bytes of what is remembered, without counters."""
-        held = [tensor for state in self.memory for tensor in tensors(state).values()]
-        return sum(x.numel() * x.element_size() for x in held if x.is_floating_point() or x.dtype in KEPT_AS_BYTES)
+        """Count the bytes of the states, without counters."""
+        stored = [tensor for state in self.memory for tensor in tensors(state).values()]
+        return sum(x.numel() * x.element_size() for x in stored if x.is_floating_point() or x.dtype in KEPT_AS_BYTES)
 
     def copied(self, change: Change) -> "LinearizedLayer":
-        """Return a copy whose tensors are what `change` makes of these."""
-        other = LinearizedLayer()
-        other.tokens_read, other.device = self.tokens_read, self.device
+        """Return a copy with `change` applied to each tensor."""
+        result = LinearizedLayer()
+        result.tokens_read, result.device = self.tokens_read, self.device
         for state in self.memory:
-            other.memory.append(replace(state, **{name: change(name, x) for name, x in tensors(state).items()}))
-        return other
+            result.memory.append(replace(state, **{name: change(name, x) for name, x in tensors(state).items()}))
+        return result
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for state in self.memory:
@@ -94,7 +94,7 @@ class LinearizedLayer(CacheLayerMixin):
         self.change(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Bring an offloaded state back to where its layer computes."""
+        """Move an offloaded state back to the device of its layer."""
         self.change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, *args: object) -> None:
@@ -110,11 +110,11 @@ class LinearizedCache(Cache):
     def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
         super().__init__(layers=layers)
         self.layers = layers
-        self.model = model  # which a copy of the cache shares
+        self.model = model  # shared by copies of the cache
         self.turns: list[LinearizedCache] = []
 
     def save(self, path: str) -> None:
-        """Write the state, and those before turns that can be taken back, to a file for `model.load_cache(path)`."""
+        """Write the state, and those before the turns, to a file for `model.load_cache(path)`."""
         if (model := self.model()) is None:
             raise ValueError(
                 "the model that made this state is gone, or its decoder made it alone: read with the model's own cache "
@@ -123,11 +123,11 @@ class LinearizedCache(Cache):
         write_state(self, model, path)
 
     def fork(self, texts: int = 1) -> "LinearizedCache":
-        """Copy the state without its turns, each text `texts` times; what the copy reads does not change this one."""
+        """Copy the state without its turns, each text `texts` times; reading with the copy does not change this one."""
         return self.copied(lambda name, x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
-        """Copy the state and its turns to another device, or for another dtype; bytes stay bytes, and sums fp32."""
+        """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32."""
 
         def change(name: str, x: torch.Tensor) -> torch.Tensor:
             kind = x.dtype
@@ -135,12 +135,12 @@ class LinearizedCache(Cache):
                 kind = dtype if name in KEYS_AND_VALUES else working_dtype(x.new_empty(0, dtype=dtype))
             return x.to(device, kind, copy=True)
 
-        other = self.copied(change)
-        other.turns = [turn.copied(change) for turn in self.turns]
-        return other
+        result = self.copied(change)
+        result.turns = [turn.copied(change) for turn in self.turns]
+        return result
 
     def begin_turn(self) -> None:
-        """Remember the state as it is now, so that what is read from here on can be taken back."""
+        """Store a copy of the state, so that `take_back_turn` can return to it."""
         self.turns = [*self.turns, self.fork()][-MAX_TURNS:]
 
     def take_back_turn(self) -> None:
@@ -152,13 +152,13 @@ class LinearizedCache(Cache):
         self.layers = self.turns.pop().layers
 
     def copied(self, change: Change) -> "LinearizedCache":
-        """Return a copy whose tensors are what `change` makes of these, without turns to take back."""
+        """Return a copy without turns, with `change` applied to each tensor."""
         return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
 
 
-def take_cache(given: dict) -> Cache | None:
-    """Take the cache out of the arguments of a call, by the new name or the old: libraries of any age call."""
-    cache, older = given.pop("cache", None), given.pop("past_key_values", None)
+def take_cache(kwargs: dict) -> Cache | None:
+    """Take the cache out of the arguments of a call, by its new name or its old one, which older libraries use."""
+    cache, older = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
     return older if cache is None else cache
 
 
@@ -168,27 +168,27 @@ def keeps_state(layer: object) -> bool:
 
 
 def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
-    """Return a copy of a layer whose tensors are what `change` makes of its own."""
+    """Return a copy of a layer with `change` applied to each tensor."""
     if keeps_state(layer):
         return layer.copied(change)
-    other = copy.copy(layer)
+    result = copy.copy(layer)
     if layer.is_initialized:
-        other.keys, other.values = change("k", layer.keys), change("v", layer.values)
-        other.device, other.dtype = other.keys.device, other.keys.dtype
-    return other
+        result.keys, result.values = change("k", layer.keys), change("v", layer.values)
+        result.device, result.dtype = result.keys.device, result.keys.dtype
+    return result
 
 
 def empty_cache(
     base_config: object, linearized: Sequence[bool], model: PreTrainedModel | None = None
 ) -> LinearizedCache:
-    """Make a cache with a fixed-size layer where a layer has a student, and the teacher's own kind elsewhere."""
-    own = native_layers(base_config) if not all(linearized) else []
-    layers = [LinearizedLayer() if mine else own[index] for index, mine in enumerate(linearized)]
+    """Make a cache: a state of fixed size for each layer with a student, the teacher's kind for the others."""
+    native = native_layers(base_config) if not all(linearized) else []
+    layers = [LinearizedLayer() if mine else native[index] for index, mine in enumerate(linearized)]
     return LinearizedCache(layers, weakref.ref(model) if model is not None else no_model)
 
 
 def native_layers(base_config: Any) -> list[CacheLayerMixin]:
-    """Make the layers of a teacher's own cache."""
+    """Make the layers of a teacher's cache."""
     layers = DynamicCache(config=base_config).layers
     if not layers:  # transformers before 5.14 gives layers[:-0] where none shares its keys
         base_config = copy.copy(base_config)
@@ -198,4 +198,4 @@ def native_layers(base_config: Any) -> list[CacheLayerMixin]:
 
 
 def no_model() -> None:
-    """What made a cache is a decoder, which was called alone."""
+    """Stand for the model of a cache that a decoder made, called without its model."""

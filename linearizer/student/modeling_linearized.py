@@ -1,24 +1,24 @@
 """A causal language model of transformers whose attention layers have a state of fixed size.
 
-The teacher's own modelling code runs unchanged inside `base`; each attention module carries a `student` that takes
-over where transformers lets an attention implementation be chosen (attention_interface.py).
+The teacher's modelling code runs unchanged inside `base`; each attention module has a `student`, which transformers
+calls in place of its attention (attention_interface.py).
 
-The words of these files:
+Terms in these files:
   teacher             the model with softmax attention that this one was made from; base: its code and weights
-  student             what attends in its place (layer_student.py)
-  KV head             a key and a value per token, shared by a group of query heads; what a student holds is per KV head
-  cache, state        a teacher keeps all keys and values; a student keeps a state whose size does not grow
+  student             the module that attends in its place (layer_student.py)
+  KV head             a key and a value per token, shared by a group of query heads; a student has a state per KV head
+  cache, state        a teacher keeps all keys and values; a student keeps a state of fixed size
   sink, window        the first tokens of a text, and the last ones: both are attended to exactly
-  far field           what represents all other tokens: slots or features
+  far field           slots or features in place of all other tokens
   slot                a token, or the mean of several tokens that were merged, with their number (slots_merging.py)
   feature             a sum over tokens, weighted by a function of their keys (features_torch.py, feature_maps.py)
-  memory              another far field, which is written by a rule (update_rules.py, matrix_rule.py)
-  degrees of freedom  how many features a head's scores call for, as measured on text
+  memory              another far field, written by a rule (update_rules.py, matrix_rule.py)
+  degrees of freedom  how many features a head's scores need, as measured on text
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
-Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention exists
-in PyTorch for features and slots, and in Triton for texts with either; all windows and slots of a layer attend at once
-with a token, in PyTorch (token_buffer), and with a token or a text in Triton (state_pool). On a CPU kernel_layer_in_c
+Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention to
+features and slots is written in PyTorch, and for texts in Triton, too; all windows and slots of a layer attend at once
+with a token in PyTorch (token_buffer), and with a token or a text in Triton (state_pool). On a CPU kernel_layer_in_c
 reads texts and tokens with all of them, in place of many small operations of PyTorch.
 """
 
@@ -58,11 +58,11 @@ NOT_BATCHED = (
 )
 BEYOND = (
     "the text is longer than the {} positions that the teacher of this linearized model was made for: its state does "
-    "not grow, but what the model writes from here on may be worse, and was not measured"
+    "not grow, but the model may write worse from here on, which was not measured"
 )
 logger = logging.get_logger(__name__)
 OWN = {"base", "layers", "sinks", "feature_map", "teacher", "auto_map"}  # of a config; all else is its teacher's
-SIZES = (  # of its teacher that tools look for in what is written of a config
+SIZES = (  # of its teacher, which tools look for in config.json
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -72,7 +72,7 @@ SIZES = (  # of its teacher that tools look for in what is written of a config
     "max_position_embeddings",
 )
 CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module
-TRAITS = (  # of the base that transformers asks a model for
+TRAITS = (  # of the base, which transformers reads from a model
     "base_model_prefix",
     "_tied_weights_keys",
     "_keys_to_ignore_on_load_missing",
@@ -82,9 +82,9 @@ TRAITS = (  # of the base that transformers asks a model for
 
 
 class LinearizedConfig(PreTrainedConfig):
-    """base: the teacher's config; layers: for each layer what its KV heads hold, or null where it stays as it was.
+    """base: the teacher's config; layers: for each layer the kinds of its KV heads, or null if it is unchanged.
 
-    What the teacher's config knows is read from it and written to it: vocab_size, logit_scale, use_cache, …
+    All attributes of the teacher's config are read from it and written to it: vocab_size, logit_scale, use_cache, …
     """
 
     model_type = "linearized"
@@ -114,12 +114,12 @@ class LinearizedConfig(PreTrainedConfig):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        own = self if name in self.__dict__ or not belongs_to(self.__dict__.get("base"), name) else self.base
-        super().__setattr__(name, value) if own is self else setattr(own, name, value)
+        target = self if name in self.__dict__ or not belongs_to(self.__dict__.get("base"), name) else self.base
+        super().__setattr__(name, value) if target is self else setattr(target, name, value)
 
     @property
     def output_attentions(self) -> bool:
-        """Whether weights between tokens are wanted: a student has none, and transformers would ask how it attends."""
+        """Whether weights between tokens are requested; transformers' setter would refuse our implementation."""
         return self._output_attentions
 
     @output_attentions.setter
@@ -130,7 +130,7 @@ class LinearizedConfig(PreTrainedConfig):
         return self.__dict__.get("base") or self
 
     def to_dict(self) -> dict:
-        """Leave out where the teacher lay; sizes, and how its weights are quantised, are said of the whole model."""
+        """Leave out the teacher's path; repeat its sizes and its quantisation for the whole model."""
         content = super().to_dict()
         base = {name: x for name, x in (content["base"] or {}).items() if not name.startswith("_")}
         quantised = base.pop("quantization_config", None)
@@ -148,8 +148,8 @@ def belongs_to(base: PreTrainedConfig | None, name: str) -> bool:
 
 
 class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
-    """`base` is the teacher's model. It is not a child: its children are this model's own, so that every weight has the
-    name that it has in the teacher, and what looks for `model` or `lm_head` finds it."""
+    """`base` is the teacher's model. It is no child: its children are also this model's, so that every weight keeps the
+    name that it has in the teacher, and tools find `model` and `lm_head`."""
 
     config_class = LinearizedConfig
     main_input_name = "input_ids"
@@ -162,26 +162,26 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        if config.feature_map not in (known := [*FEATURE_MAPS, *UPDATE_RULES]):
-            raise ValueError(f"feature_map={config.feature_map!r} is not one of {', '.join(known)}")
+        if config.feature_map not in (maps := [*FEATURE_MAPS, *UPDATE_RULES]):
+            raise ValueError(f"feature_map={config.feature_map!r} is not one of {', '.join(maps)}")
         if base is None:
-            how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # that asked for
-            base = AutoModelForCausalLM.from_config(config.base, **how)
+            kwargs = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # the requested one
+            base = AutoModelForCausalLM.from_config(config.base, **kwargs)
         config.base = base.config
         self.hold(base)
         modules = attention_modules(base)
         if len(modules) != len(config.layers):
             raise ValueError(f"the config describes {len(config.layers)} layers, the model has {len(modules)}")
-        for module, held in zip(modules, config.layers, strict=True):
-            if held is not None:
-                sizes = held["key_dim"], config.feature_map, held.get("value_dim", held["key_dim"])
-                module.student = LayerStudent(held["heads"], config.sinks, *sizes).float()  # in a model of any dtype
+        for module, layer in zip(modules, config.layers, strict=True):
+            if layer is not None:
+                sizes = layer["key_dim"], config.feature_map, layer.get("value_dim", layer["key_dim"])
+                module.student = LayerStudent(layer["heads"], config.sinks, *sizes).float()  # in a model of any dtype
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
-        serve_decoder(base, [held is not None for held in config.layers])
+        serve_decoder(base, [layer is not None for layer in config.layers])
         self.post_init()
 
     def hold(self, base: PreTrainedModel) -> None:
-        """Take the content of the base for this model's own."""
+        """Share the content of the base."""
         self.__dict__["base"] = base
         self.__dict__.update({name: base.__dict__[name] for name in CONTENT})
         for name in TRAITS:
@@ -191,7 +191,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     def from_teacher(cls, teacher: PreTrainedModel, config: LinearizedConfig, seed: int) -> "LinearizedForCausalLM":
         """Put untrained students into a teacher, which is changed in place and shares all its weights."""
         for module in teacher.modules():
-            module._is_hf_initialized = True  # or its weights might be drawn again
+            module._is_hf_initialized = True  # else its weights might be drawn again
         student = cls(config, base=teacher)
         teacher.set_attn_implementation(IMPLEMENTATION)
         for index, module in enumerate(attention_modules(teacher)):
@@ -204,7 +204,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         return [module for module in self.base.modules() if isinstance(module, LayerStudent)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw what no checkpoint gave: here the base's weights outside of its decoder, and features."""
+        """Draw weights that no checkpoint has: the base's outside of its decoder, and features."""
         if not isinstance(module, (FeatureMap, MatrixRule, Merger, Turns)):
             self.base._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
@@ -279,27 +279,26 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def warn_beyond_positions(self, new: torch.Tensor | None, cache: Cache | None) -> None:
-        """Warn that a text has become longer than what the teacher was made for: a state has room for any length."""
+    def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
+        """Warn that a text is longer than the teacher's positions: a state has room for any length."""
         most = getattr(self.config, "max_position_embeddings", None)
-        if most and new is not None and new.shape[1] + (cache.get_seq_length() if cache is not None else 0) > most:
+        past = 0 if cache is None else cache.get_seq_length()
+        if most and inputs is not None and past + inputs.shape[1] > most:
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self.base.config, [held is not None for held in self.config.layers], self)
+        return empty_cache(self.base.config, [layer is not None for layer in self.config.layers], self)
 
     def load_cache(self, path: str) -> LinearizedCache:
-        """Read a state that `cache.save(path)` wrote; one of another model, or a damaged one, is refused."""
+        """Read a state that `cache.save(path)` wrote; refuse a damaged one, and one of another model."""
         return read_state(self, path)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict, *args: object, **kwargs: object
     ) -> None:
-        wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation={wanted!r}: a linearized model has a cache of its own; leave it out"
-            )
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={kind!r}: a linearized model has a cache of its own; leave it out")
         cache = take_cache(model_kwargs)
         if cache is not None or generation_config.use_cache is not False:
             model_kwargs[CACHE] = self.empty_cache() if cache is None else cache

@@ -1,7 +1,7 @@
-"""Writes the state of a linearized model to a file of safetensors, and reads it for the model that it is of.
+"""Writes the state of a linearized model to a safetensors file, and reads it for the same model.
 
-The file names the model by a hash of its config and some numbers of every weight, and holds a checksum of its own. What
-a state looks like is not written down: it is compared with a state that the model makes of one token.
+The file identifies the model by a hash of its config and some numbers of every weight, and contains a checksum. It does
+not describe the shapes of a state: these are compared with a state that the model makes of one token.
 """
 
 import hashlib
@@ -17,32 +17,32 @@ from transformers import PreTrainedModel
 
 from .state import tensors
 
-FORMAT = "linearized state 2"  # of a layer in memory, too: one copy of this code takes another's
+FORMAT = "linearized state 2"  # of a layer in memory, too: each copy of this code accepts another's
 WITH_TURNS = "linearized state 3"
 WEIGHTS = "weights"  # the tensor of a file that is not part of the state
 SAMPLED = 16  # numbers of each weight that tell a model from others
-ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ in two dtypes, bf16 and fp16 among them
+ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ between two dtypes such as bf16 and fp16
 VOLATILE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "architectures", "id2label", "label2id"}
 
 Tensor = torch.Tensor
 
 
 def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> None:
-    """Write the state that a cache of the model holds; an older file stays until the new one is complete.
+    """Write the state of a cache of the model; an older file stays until the new one is complete.
 
-    States before its turns lie next to it, the oldest first, under names that begin with their number.
+    The file also contains the states before its turns, the oldest first, under names that begin with their number.
     """
     if not cache.get_seq_length():
         raise ValueError("there is no state to save: the model has read nothing with this cache")
-    held: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     sizes: list[tuple[int, int]] = []
     for turn, state in enumerate([*cache.turns, cache]):
-        own = {
+        by_name = {
             name: getattr(*place).detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, place in places(state).items()
         }
-        sizes.append((state.get_seq_length(), len(next(iter(own.values()))) if own else 0))
-        held |= {name_in_file(name, turn, len(cache.turns)): x for name, x in own.items()}
+        sizes.append((state.get_seq_length(), len(next(iter(by_name.values()))) if by_name else 0))
+        stored |= {name_in_file(name, turn, len(cache.turns)): x for name, x in by_name.items()}
     facts = {
         **identify(model),
         "format": WITH_TURNS if cache.turns else FORMAT,
@@ -51,64 +51,64 @@ def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> 
     }
     if cache.turns:
         facts["turns"] = json.dumps(sizes[:-1])
-    held[WEIGHTS] = sample_weights(model)
-    facts["checksum"] = checksum(held, facts)
-    unfinished = f"{os.fspath(path)}.unfinished"  # a folder, for the temporary file of safetensors, too
+    stored[WEIGHTS] = sample_weights(model)
+    facts["checksum"] = checksum(stored, facts)
+    unfinished = f"{os.fspath(path)}.unfinished"  # a folder, since safetensors makes a temporary file, too
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed process left it behind
     os.mkdir(unfinished)
     try:
-        whole = os.path.join(unfinished, "state")
-        save_file(held, whole, facts)
-        os.replace(whole, path)
+        temporary = os.path.join(unfinished, "state")
+        save_file(stored, temporary, facts)
+        os.replace(temporary, path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
-    """Read a state for the model that wrote it, into the devices and dtypes that the model computes with."""
+    """Read a state for the model that wrote it, into the devices and dtypes of the model."""
     try:
         with safe_open(path, framework="pt") as file:
             facts = file.metadata() or {}
-            held = {name: file.get_tensor(name).clone() for name in file.keys()}  # the file may be replaced later
+            stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # the file may be replaced later
     except SafetensorError as error:
         raise damaged(path, str(error)) from error
     if facts.get("format") not in (FORMAT, WITH_TURNS):
         wrote = f"{facts['format']!r}" if "format" in facts else "no state of a linearized model"
         raise ValueError(f"{os.fspath(path)!r} holds {wrote}, and {WITH_TURNS!r} is read here: read the text again")
-    if facts.pop("checksum", None) != checksum(held, facts):
+    if facts.pop("checksum", None) != checksum(stored, facts):
         raise damaged(path, "its checksum does not fit")
-    refuse_other_model(path, facts, held.pop(WEIGHTS, torch.empty(0)), model)
+    refuse_other_model(path, facts, stored.pop(WEIGHTS, torch.empty(0)), model)
     sizes = [*json.loads(facts.get("turns", "[]")), (int(facts["tokens"]), int(facts["texts"]))]
     start = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     cache = model.empty_cache()
     with torch.no_grad():
         model(input_ids=start, cache=cache, use_cache=True, logits_to_keep=1)
-    states, last = [cache.fork() if tokens else model.empty_cache() for tokens, _ in sizes], len(sizes) - 1
-    expected = {name_in_file(name, turn, last) for turn, state in enumerate(states) for name in places(state)}
-    if expected != held.keys():
+    states, turns = [cache.fork() if tokens else model.empty_cache() for tokens, _ in sizes], len(sizes) - 1
+    expected = {name_in_file(name, turn, turns) for turn, state in enumerate(states) for name in places(state)}
+    if expected != stored.keys():
         raise damaged(path, "it names other tensors than a state of this model has")
     for turn, (state, (tokens, texts)) in enumerate(zip(states, sizes, strict=True)):
-        own = {name: held[name_in_file(name, turn, last)] for name in places(state)}
-        fill(state, own, tokens, texts, path)
+        by_name = {name: stored[name_in_file(name, turn, turns)] for name in places(state)}
+        fill(state, by_name, tokens, texts, path)
     states[-1].turns = states[:-1]
     return states[-1]
 
 
 def name_in_file(name: str, turn: int, turns: int) -> str:
-    """Name a tensor of the state before a turn, by the number of the turn; after the last one, the name is its own."""
+    """Name a tensor of the state before a turn by the number of the turn; the last state's names are unchanged."""
     return name if turn == turns else f"turn {turn}: {name}"
 
 
-def fill(cache: Any, held: dict[str, Tensor], tokens: int, texts: int, path: str | os.PathLike) -> None:
+def fill(cache: Any, stored: dict[str, Tensor], tokens: int, texts: int, path: str | os.PathLike) -> None:
     """Put the tensors of a file into a cache that has read one token, or none."""
     for name, (holder, attribute) in places(cache).items():
-        own, stored = getattr(holder, attribute), held[name]
-        same_kind = own.dtype == stored.dtype or (own.is_floating_point() and stored.is_floating_point())
-        if not same_kind or list(stored.shape) != shape_of(own, holder, attribute, texts, tokens):
-            raise damaged(path, f"{name} is {tuple(stored.shape)} of {stored.dtype}")
-        if attribute == "count" and not ((stored >= 0) & (stored <= tokens)).all():
+        current, tensor = getattr(holder, attribute), stored[name]
+        same_kind = current.dtype == tensor.dtype or (current.is_floating_point() and tensor.is_floating_point())
+        if not same_kind or list(tensor.shape) != shape_of(current, holder, attribute, texts, tokens):
+            raise damaged(path, f"{name} is {tuple(tensor.shape)} of {tensor.dtype}")
+        if attribute == "count" and not ((tensor >= 0) & (tensor <= tokens)).all():
             raise damaged(path, f"{name} counts other tokens than were read")
-        setattr(holder, attribute, stored.to(own.device, own.dtype))
+        setattr(holder, attribute, tensor.to(current.device, current.dtype))
     for layer in cache.layers:
         for counter in ("tokens_read", "cumulative_length"):
             if hasattr(layer, counter):
@@ -116,7 +116,7 @@ def fill(cache: Any, held: dict[str, Tensor], tokens: int, texts: int, path: str
 
 
 def places(cache: Any) -> dict[str, tuple[Any, str]]:
-    """Return the object and the name of every tensor of a cache; one that has read nothing has none."""
+    """Return the object and the attribute of every tensor of a cache, by name; none before the first token."""
     places_by_name: dict[str, tuple[Any, str]] = {}
     for index, layer in enumerate(cache.layers):
         if not layer.is_initialized:
@@ -129,10 +129,10 @@ def places(cache: Any) -> dict[str, tuple[Any, str]]:
     return places_by_name
 
 
-def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) -> list[int]:
-    """Return the shape of a tensor that is `own` after one token of one text."""
-    shape = [texts, *own.shape[1:]]
-    if attribute in ("k", "v", "real", "keys", "values"):  # all tokens, or those that a native window holds
+def shape_of(current: Tensor, holder: Any, attribute: str, texts: int, tokens: int) -> list[int]:
+    """Return the shape of a tensor that is `current` after one token of one text."""
+    shape = [texts, *current.shape[1:]]
+    if attribute in ("k", "v", "real", "keys", "values"):  # all tokens, or those in a native window
         window = getattr(holder, "sliding_window", None)
         shape[-1 if attribute == "real" else -2] = tokens if window is None else min(tokens, window - 1)
     return shape
@@ -153,7 +153,7 @@ def identify(model: Any) -> dict[str, str]:
 
 
 def sample_weights(model: Any) -> Tensor:
-    """Take some numbers of every weight; none at all where weights are elsewhere."""
+    """Take some numbers of every weight; none at all if weights are offloaded."""
     samples = []
     for weight in model.parameters():
         if weight.is_meta:
@@ -164,15 +164,15 @@ def sample_weights(model: Any) -> Tensor:
 
 
 def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], weights: Tensor, model: Any) -> None:
-    """Refuse a state that another model, or another revision of this one, has made."""
-    own = identify(model)
-    unlike = [] if facts.get("config") == own["config"] else ["config"]
-    if not unlike and not alike(weights, sample_weights(model), facts.get("dtype") == own["dtype"]):
+    """Refuse a state of another model, or of another revision of this one."""
+    expected = identify(model)
+    unlike = [] if facts.get("config") == expected["config"] else ["config"]
+    if not unlike and not alike(weights, sample_weights(model), facts.get("dtype") == expected["dtype"]):
         unlike = ["weights"]
     if unlike:
         wrote, reads = (
-            f"a student of {known.get('teacher')}" + (f" at {known['revision']}" if known.get("revision") else "")
-            for known in (facts, own)
+            f"a student of {x.get('teacher')}" + (f" at {x['revision']}" if x.get("revision") else "")
+            for x in (facts, expected)
         )
         raise ValueError(
             f"{os.fspath(path)!r} is the state of another model ({wrote}; this is {reads}, and their {unlike[0]} "
@@ -180,26 +180,26 @@ def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], weights: 
         )
 
 
-def alike(weights: Tensor, own: Tensor, same_dtype: bool) -> bool:
-    """Whether two samples are of the same weights: equal in bf16, or near enough for two dtypes."""
-    if not len(weights) or not len(own):
+def alike(weights: Tensor, expected: Tensor, same_dtype: bool) -> bool:
+    """Whether two samples are of the same weights: equal in bf16, or close enough for two dtypes."""
+    if not len(weights) or not len(expected):
         return True
-    if weights.shape != own.shape:
+    if weights.shape != expected.shape:
         return False
-    if torch.equal(weights.bfloat16(), own.bfloat16()):
+    if torch.equal(weights.bfloat16(), expected.bfloat16()):
         return True
-    return not same_dtype and torch.allclose(weights, own, rtol=ROUNDING, atol=LEAST)
+    return not same_dtype and torch.allclose(weights, expected, rtol=ROUNDING, atol=LEAST)
 
 
 def damaged(path: str | os.PathLike, why: str) -> ValueError:
     return ValueError(f"{os.fspath(path)!r} is damaged ({why}): read the text again")
 
 
-def checksum(held: dict[str, Tensor], facts: dict[str, str]) -> str:
+def checksum(stored: dict[str, Tensor], facts: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for name in sorted(held):
+    for name in sorted(stored):
         digest.update(name.encode())
-        digest.update(as_bytes(held[name]))
+        digest.update(as_bytes(stored[name]))
     return digest.hexdigest()
 
 
