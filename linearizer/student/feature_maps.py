@@ -6,9 +6,9 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
   performer  the same, orthogonal and fixed (Choromanski et al. 2021)
   dijiang    the same on signed cosine transforms with quasi-Monte-Carlo norms; weights learned (Chen et al. 2024)
   hedgehog   softmax(±Wx) with a W of its own for queries and keys (Zhang et al. 2024)
-  mlp        prf, apart for queries and keys, plus a small network; starts as prf
+  mlp        prf, separate for queries and keys, plus a small network; starts as prf
   codebook   a key is its nearest centre, a query scores the centres exactly
-  clusters   a key is shared among near centres, a query scores centres of its own
+  clusters   a key is shared among near centres, a query scores separate centres
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FeatureMap(nn.Module, ABC):
         """Draw new parameters."""
 
     def forward(self, compute: Callable, x: Any) -> Any:
-        """Compute one of this map's methods of x: what offloads parameters brings them for a forward."""
+        """Call one of this map's methods with x: offloading libraries load parameters for a forward only."""
         return compute(x)
 
     @abstractmethod
@@ -71,7 +71,7 @@ class PositiveFeatures(FeatureMap):
 
 
 class Hedgehog(FeatureMap):
-    """u = log softmax(±Wq) + gain: the gain sets the far field's scale relative to exact tokens."""
+    """u = log softmax(±Wq) + gain; the gain sets the far field's weight relative to exact tokens."""
 
     def __init__(self, heads: int, dim: int, features: int) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ class Hedgehog(FeatureMap):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        """Start at the identity, as its authors do; further rows are random directions."""
+        """Start at the identity, as in the paper; further rows are random directions."""
         rows, dim = self.query_weight.shape[1:]
         weight = draw_heads(gaussian, self.query_weight, generator)
         weight[:, :dim] = torch.eye(dim)[:rows]
-        weight *= dim**0.25  # the scaled inputs are about this much smaller than the heads' own
+        weight *= dim**0.25  # scaling made the heads' inputs smaller by about this factor
         self.query_weight.copy_(weight)
         self.key_weight.copy_(weight)
         self.gain.zero_()
@@ -148,7 +148,7 @@ class MLP(FeatureMap):
 
 
 class Codebook(FeatureMap):
-    """u_m = q·c_m; w_m = 0 for the nearest centre and nothing for the others (while training: soft)."""
+    """u_m = q·c_m; w_m = 0 for the nearest centre, ABSENT for the others (soft in training)."""
 
     soft = False
 
@@ -179,7 +179,7 @@ class Codebook(FeatureMap):
 
 
 class Clusters(Codebook):
-    """u_m = q·a_m + b_m with a, b that begin as c, 0; keys are shared as in training, so nothing changes after it."""
+    """u_m = q·a_m + b_m; a and b start at c and 0. Keys are shared among centres after training, too."""
 
     soft = True
 
@@ -207,14 +207,14 @@ def gaussian(rows: int, dim: int, generator: torch.Generator) -> Tensor:
 
 
 def orthogonal(rows: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Blocks of orthogonal directions with the norms of Gaussian vectors."""
+    """Draw blocks of orthogonal directions with the norms of Gaussian vectors."""
     q, r = torch.linalg.qr(gaussian(-(-rows // dim) * dim, dim, generator).unflatten(0, (-1, dim)))
     blocks = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over rotations; without the signs biased
     return blocks.flatten(0, 1)[:rows] * gaussian(rows, dim, generator).norm(dim=-1, keepdim=True)
 
 
 def cosine_transform(rows: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Rows of sign-flipped cosine transforms; their norms are evenly spaced quantiles of a Gaussian vector's norm."""
+    """Draw rows of sign-flipped cosine transforms; their norms are evenly spaced quantiles of a Gaussian's norm."""
     index = torch.arange(dim, dtype=torch.float32)
     transform = torch.cos(math.pi / dim * (index + 0.5) * index[:, None]) * math.sqrt(2 / dim)
     transform[0] /= math.sqrt(2)

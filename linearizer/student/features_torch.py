@@ -1,19 +1,19 @@
-"""Attention to a few exact tokens and to a far field of features, all in one softmax.
+"""Attention to a few exact tokens and to a far field of features, in one softmax.
 
 Row i attends to a key j ≤ i in one of two ways:
   exactly, with the logit q_i·k_j, if j is a sink (one of the first `sinks` tokens) or i - j < window;
   through features otherwise, with the logit log Σ_m exp(u_im + w_jm), where a feature map computes u and w.
-Far keys enter a row only as sums, so a feature keeps two things about all keys that have left the window:
+A row sees far keys only as sums, so a feature stores two things about all keys that have left the window:
   level_m = log Σ_j exp(w_jm)    and    mean_m = Σ_j exp(w_jm - level_m) v_j.
-To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Everything that is
-exponentiated is at most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
+To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Every exponent is at
+most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 
 This is linear in time and memory. Kernels read texts with features (kernel_text_features.py). Callers use
-`linear_attention` (kernel_dispatch.py), which takes every other memory, too (softmax_parts.py).
+`linear_attention` (kernel_dispatch.py), which also takes every other memory (softmax_parts.py).
 
 Shapes: q (batch, heads, group, tokens, key_dim), already multiplied by the scale of the scores; k, v (batch, heads,
-tokens, dim). Heads are KV heads, a group is the query heads that share one. real (batch, tokens) is false at padding,
-which may stand anywhere; None means that every token is real. A token's place is its rank among the real ones.
+tokens, dim). Heads are KV heads; a group is the query heads that share one. real (batch, tokens) is false at padding,
+which may be anywhere; None means that every token is real. A token's place is its rank among the real ones.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from .state import (
 )
 
 CHUNK = 128
-BLOCKS_AT_ONCE = 32  # of rows with windows: more take memory
+BLOCKS_AT_ONCE = 32  # of rows with windows: more need more memory
 BLOCK = 32  # rows of windows next to a memory: each is compared with all columns of the block
 
 Tensor = torch.Tensor
@@ -81,7 +81,7 @@ def attend_text_with_features(
 ) -> Tensor:
     """Attend to the state and to the new tokens, `chunk` rows at a time or as `attend` does it.
 
-    A chunk of rows sees as columns the window before it and itself; what lies further left is in the state.
+    The columns of a chunk are the window before it and its own tokens; all earlier tokens are in the state.
     """
     tokens, order = q.shape[-2], None
     if real is not None:
@@ -96,7 +96,7 @@ def attend_text_with_features(
 
 
 def attend_chunks(q: Tensor, columns: Columns, memory: Memory | None, state: Any, chunk: int = CHUNK) -> Tensor:
-    """Attend in PyTorch, one chunk after the other, or all at once where there is nothing but a window."""
+    """Attend in PyTorch, chunk by chunk, or all rows at once where there is only a window."""
     if memory is None and columns.window:
         return attend_windows(q, columns, state, max(1, chunk // 2))
     near, starts = read_windows(q, columns, state), range(0, q.shape[-2], chunk)
@@ -111,28 +111,28 @@ def attend_chunks(q: Tensor, columns: Columns, memory: Memory | None, state: Any
 
 def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) -> Tensor:
     """Attend to windows and sinks, in blocks of `size` rows, many blocks at once."""
-    out = [join_rows(attend_seen(*each), len(each.q) // len(q)) for each in split_windows(q, columns, state, size)]
+    out = [join_rows(attend_seen(*block), len(block.q) // len(q)) for block in split_windows(q, columns, state, size)]
     return torch.cat(out, -2)[..., : q.shape[-2], :]
 
 
 def read_windows(q: Tensor, columns: Columns, state: ExactState) -> Reading:
-    """Read windows and sinks, to meet what is far."""
+    """Read windows and sinks, to be combined with the far field."""
     if not columns.window and not state.sink_k.shape[-2]:
         return Reading.of_nothing(q.to(working_dtype(q)), columns.v.shape[-1])
     parts = []
-    for each in split_windows(q, columns, state, BLOCK):
-        read = Reading.of(seen_logits(each.q, each.k, each.late), each.v)
-        parts.append(read.changed(partial(join_rows, parts=len(each.q) // len(q))))
+    for block in split_windows(q, columns, state, BLOCK):
+        reading = Reading.of(seen_logits(block.q, block.k, block.outside), block.v)
+        parts.append(reading.changed(partial(join_rows, parts=len(block.q) // len(q))))
     return Reading.joined(parts).rows(0, q.shape[-2])
 
 
 class Block(NamedTuple):
-    """Rows, the columns and sinks that one of them may see, and how many places each of these comes too late for it."""
+    """Rows, the columns and sinks that a row may see, and how many places each column is outside of what a row sees."""
 
     q: Tensor  # (batch · blocks, heads, group, rows, dim)
     k: Tensor  # (batch · blocks, heads, columns, dim)
     v: Tensor
-    late: Tensor  # (batch · blocks, rows, columns)
+    outside: Tensor  # (batch · blocks, rows, columns)
 
 
 def split_windows(q: Tensor, columns: Columns, state: ExactState, size: int) -> Iterator[Block]:
@@ -141,30 +141,30 @@ def split_windows(q: Tensor, columns: Columns, state: ExactState, size: int) -> 
     The row of token t has its own column `window` to the right of it.
     """
     tokens, window, device = q.shape[-2], columns.window, q.device
-    row, near = torch.arange(size, device=device), torch.arange(size + window - 1, device=device)
-    outside = torch.maximum(row[:, None] - near, near - row[:, None] - window + 1)  # a number of columns
+    row, offset = torch.arange(size, device=device), torch.arange(size + window - 1, device=device)
+    outside_window = torch.maximum(row[:, None] - offset, offset - row[:, None] - window + 1)  # by how many columns
     sinks = torch.arange(state.sink_k.shape[-2], device=device)
     for begins in torch.arange(0, tokens, size, device=device).split(BLOCKS_AT_ONCE):
         count, rows = len(begins), begins[:, None] + row
-        index = (begins[:, None] + 1 + near).clamp(max=columns.k.shape[-2] - 1)
+        index = (begins[:, None] + 1 + offset).clamp(max=columns.k.shape[-2] - 1)
         missing = columns.empty[:, None, None] - index
-        late = torch.cat(
+        outside = torch.cat(
             [
-                torch.maximum(outside, missing[:, :, None]),
+                torch.maximum(outside_window, missing[:, :, None]),
                 sinks - (columns.first[:, None, None] + rows)[..., None],
             ],
             -1,
         )
         k, v = (
-            torch.cat([split_rows(x.index_select(-2, index.flatten()), count), held.repeat_interleave(count, 0)], -2)
-            for x, held in ((columns.k, state.sink_k), (columns.v, state.sink_v))
+            torch.cat([split_rows(x.index_select(-2, index.flatten()), count), sink.repeat_interleave(count, 0)], -2)
+            for x, sink in ((columns.k, state.sink_k), (columns.v, state.sink_v))
         )
-        asks = split_rows(q.index_select(-2, rows.flatten().clamp(max=tokens - 1)).to(working_dtype(q)), count)
-        yield Block(asks, k, v, late.flatten(0, 1))
+        queries = split_rows(q.index_select(-2, rows.flatten().clamp(max=tokens - 1)).to(working_dtype(q)), count)
+        yield Block(queries, k, v, outside.flatten(0, 1))
 
 
 def attend_chunk(q: Tensor, near: Reading, columns: Columns, memory: Memory | None, state: Any, start: int) -> Tensor:
-    """Let what is near meet what is far; move the columns that are then behind every window into the state.
+    """Combine near and far tokens; move the columns that are then behind every window into the state.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
     """
@@ -172,9 +172,9 @@ def attend_chunk(q: Tensor, near: Reading, columns: Columns, memory: Memory | No
         return combine(near)
     q, size = q.to(working_dtype(q)), q.shape[-2]
     k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
-    comes = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
+    incoming = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
     place = columns.place(start + columns.window, start + columns.window + size)
-    far = memory.chunk(state, q, k, v, comes, place)
+    far = memory.chunk(state, q, k, v, incoming, place)
     if far.is_share:
         far.bound = far.bound + near.lse
     if far.exactly is None:
@@ -187,9 +187,9 @@ def attend_chunk(q: Tensor, near: Reading, columns: Columns, memory: Memory | No
 
 @dataclass(frozen=True)
 class ScaledMap:
-    """The memory of features, for queries that carry the whole scale of the scores, and keys that carry none of it.
+    """The memory of features, for queries multiplied by the scale of the scores and unscaled keys.
 
-    It keeps for each feature the logarithm of its weight, and the mean of its values.
+    For each feature it stores the logarithm of its weight, and the mean of its values.
     """
 
     feature_map: FeatureMap
@@ -204,74 +204,74 @@ class ScaledMap:
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> FeatureState:
         return FeatureState.empty(k, v, window, sinks, self.feature_map.features)
 
-    def chunk(self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor) -> Reading:
+    def chunk(self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor) -> Reading:
         """Read and merge keys; the bound is HEADROOM below what a row's features could reach with the largest keys.
 
-        The stabilisers look at all keys of the chunk, also at those that come after the row.
+        The stabilisers depend on all keys of the chunk, also on those after the row.
         """
         u, w, level = self.queries(q), self.keys(k), state.level[:, :, None]
-        if is_traced() or not comes.all():
-            w = w.masked_fill(~comes[:, None, :, None], ABSENT)
-        seen = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
-        exactly = partial(read_features_exactly, u, w, v, seen, state.level, state.mean)
+        if is_traced() or not incoming.all():
+            w = w.masked_fill(~incoming[:, None, :, None], ABSENT)
+        causal = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
+        exactly = partial(read_features_exactly, u, w, v, causal, state.level, state.mean)
         ceiling = torch.maximum(w.detach().amax(-2, keepdim=True), level.detach())
-        key, held = (exp_without_underflow(x - (ceiling - HEADROOM)) for x in (w, level))
+        key, stored = (exp_without_underflow(x - (ceiling - HEADROOM)) for x in (w, level))
         u = u + ceiling[:, :, None]
         bound = u.detach().amax(-1, keepdim=True)
         query = exp_without_underflow(u.sub_(bound))
-        product = multiply_by_head(query, key.mT).mul_(seen)  # several times faster than two calls of tril
-        total = product.sum(-1, keepdim=True) + multiply_by_head(query, held.mT)
-        sums = multiply_by_head(product, v).add_(multiply_by_head(query, held.mT * state.mean))
+        product = multiply_by_head(query, key.mT).mul_(causal)  # several times faster than two calls of tril
+        total = product.sum(-1, keepdim=True) + multiply_by_head(query, stored.mT)
+        sums = multiply_by_head(product, v).add_(multiply_by_head(query, stored.mT * state.mean))
         mass = key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
         merge_into_state(state, mass.log() + ceiling[:, :, 0] - HEADROOM, key.mT @ v / mass[..., None])
         return Reading(bound - HEADROOM, total, sums, exactly)
 
     def token(
-        self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor | None, place: Tensor
+        self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor | None, place: Tensor
     ) -> tuple[Tensor, Tensor, bool]:
         w = self.keys(k)
-        if comes is not None:
-            w = w.masked_fill(~comes[:, None, :, None], ABSENT)
+        if incoming is not None:
+            w = w.masked_fill(~incoming[:, None, :, None], ABSENT)
         merge_into_state(state, w[:, :, 0], v)
         return self.queries(q)[..., 0, :] + state.level[:, :, None], state.mean, False
 
 
-def read_features_exactly(u: Tensor, w: Tensor, v: Tensor, seen: Tensor, level: Tensor, mean: Tensor) -> list[Reading]:
-    """Read the keys of a chunk, each by itself, and the features of the state: right at any magnitude, and slow."""
-    far = far_logits_exactly(u, w).masked_fill(seen == 0, EMPTY)
-    return [Reading.of(far, v), Reading.of(u + level[:, :, None, None], mean)]
+def read_features_exactly(u: Tensor, w: Tensor, v: Tensor, mask: Tensor, level: Tensor, mean: Tensor) -> list[Reading]:
+    """Read each key of a chunk by itself, and the features of the state: right at any magnitude, and slow."""
+    logits = far_logits_exactly(u, w).masked_fill(mask == 0, EMPTY)
+    return [Reading.of(logits, v), Reading.of(u + level[:, :, None, None], mean)]
 
 
 def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:
-    """Take keys into the state, given as their own levels and means."""
-    new = torch.logaddexp(state.level, level)
-    state.mean = (state.level - new).exp()[..., None] * state.mean + (level - new).exp()[..., None] * mean
-    state.level = new
+    """Merge keys, given as levels and means, into the state."""
+    total = torch.logaddexp(state.level, level)
+    state.mean = (state.level - total).exp()[..., None] * state.mean + (level - total).exp()[..., None] * mean
+    state.level = total
 
 
 def attend_token_with_features(
     q: Tensor, k: Tensor, v: Tensor, memory: Memory | None, window: int, state: ExactState
 ) -> Tensor:
-    """Attend with one token; the state is changed in place."""
+    """Attend with one token, and update the state in place."""
     q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
-    least, old_k, old_v, far = least_count(place), k, v, None
+    min_count, old_k, old_v, far = least_count(place), k, v, None
     if memory is not None:
         if window:
             slot = (place % window)[:, None]
             old_k, old_v = take_tokens(state.window_k, slot), take_tokens(state.window_v, slot)
-        comes = (place - window >= sinks)[:, None] if least - window < sinks else None
-        far = memory.token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), comes, place[:, None])
-    remember_sink(state, k, v, least)
+        incoming = (place - window >= sinks)[:, None] if min_count - window < sinks else None
+        far = memory.token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), incoming, place[:, None])
+    remember_sink(state, k, v, min_count)
     remember_token(state, k, v)
     state.count = place + 1
 
     parts, rows = [], q[..., 0, :]
     if sinks:
-        gone = None if least - window >= sinks - 1 else first_places(sinks, place - window)
-        parts.append(exact_part(rows, state.sink_k, state.sink_v, gone))
+        visible_sinks = None if min_count - window >= sinks - 1 else first_places(sinks, place - window)
+        parts.append(exact_part(rows, state.sink_k, state.sink_v, visible_sinks))
     if window:
-        held = None if least >= window - 1 else first_places(window, place)
-        parts.append(exact_part(rows, state.window_k, state.window_v, held))
+        filled = None if min_count >= window - 1 else first_places(window, place)
+        parts.append(exact_part(rows, state.window_k, state.window_v, filled))
     if far is not None:
         logits, values, is_share = far
         parts.append((logits + log_mass(parts) if is_share and parts else logits, values))

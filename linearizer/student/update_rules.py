@@ -1,14 +1,14 @@
-"""The update rules of memories that papers name: what each does, and the numbers that it keeps for a KV head.
+"""The update rules of memories from papers: what each does, and how many numbers it stores for a KV head.
 
-A memory is a matrix S that every token which leaves the window decays, erases and writes; matrix_rule.py has the
-arithmetic. This file imports nothing, so that plans can be made without PyTorch.
+A memory is a matrix S: every token that leaves the window decays it, erases from it and writes to it; matrix_rule.py
+has the arithmetic. This file imports nothing, so that plans can be made without PyTorch.
 
     S <- Diag(a) S;   S <- S + k (w - e'S);   a query reads q'S, once the token that leaves its window is written.
 
 A reading is one vector and its mass in the softmax over what a row sees:
-  gauss  log n + q·mean + ½ Σ (variance · q²) + c, of the n far keys: what their exact mass is if they are Gaussian. The
-         values' mean is kept, too: the matrix holds how values differ from it
-  sum    the feature map's own denominator, kept as one more column of the matrix
+  gauss  log n + q·mean + ½ Σ (variance · q²) + c, of the n far keys: their exact mass if they are Gaussian. The mean of
+         the values is stored, too: the matrix stores how values differ from it
+  sum    the feature map's denominator, stored as one more column of the matrix
   share  a share of what the row sees exactly
 """
 
@@ -27,19 +27,19 @@ class UpdateRule:
     label: str
     about: str
     reference: str
-    map: str = "unit"  # what makes rows of keys and queries
-    decay: str = ""  # fixed, scalar, channel: by gates; key: by the key; complement: what is not written
-    erase: str = ""  # "": nothing; scalar or channel: what the key finds; removal: a step of its own before writing
+    map: str = "unit"  # makes rows from keys and queries
+    decay: str = ""  # fixed, scalar, channel: by gates; key: by the key; complement: by what is not written
+    erase: str = ""  # "": nothing; scalar or channel: what the key finds; removal: in a separate step before writing
     mass: str = "gauss"
     read: str = ""  # norm: of unit norm; mala
-    memories: int = 1  # routed to, in addition to one that every token shares
+    memories: int = 1  # to route to; if several, every token also uses a shared one
     taps: int = 1  # of causal convolutions over keys and over queries
-    share: float = -2.0  # the logarithm of the far share before training, where the mass is a share
-    begins_like: str = ""  # the rule that it is until it is trained, because its own gates then stand still
+    share: float = -2.0  # the logarithm of the far share before training, if the mass is a share
+    begins_like: str = ""  # the rule that it equals before training, while tokens do not change its gates
 
     @property
     def steps(self) -> int:
-        """Of erasing and writing, with a key each, for every token."""
+        """How many times a token erases and writes, each with its key."""
         return 2 if self.erase == "removal" else 1
 
     @property
@@ -49,7 +49,7 @@ class UpdateRule:
 
     @property
     def has_moments(self) -> bool:
-        """Whether mean and variance of keys, and the mean of values, are kept."""
+        """Whether the state has mean and variance of keys, and the mean of values."""
         return self.mass == "gauss"
 
     @property
@@ -61,12 +61,12 @@ class UpdateRule:
         return value_dim + int(self.mass == "sum" or self.read == "mala")
 
     def numbers(self, rows: int, key_dim: int, value_dim: int, group: int) -> int:
-        """Count the fp32 numbers of one KV head, which a group of `group` query heads reads."""
-        kept = self.has_moments * (2 * key_dim + value_dim) + (self.taps - 1) * (1 + group) * key_dim
-        return self.matrices * rows * self.columns(value_dim) + kept
+        """Count the fp32 numbers of one KV head, read by `group` query heads."""
+        vectors = self.has_moments * (2 * key_dim + value_dim) + (self.taps - 1) * (1 + group) * key_dim
+        return self.matrices * rows * self.columns(value_dim) + vectors
 
     def most_rows(self, key_dim: int) -> int:
-        """Count the rows beyond which further rows would repeat them."""
+        """Return the number of rows beyond which further ones would repeat them."""
         return 2 * key_dim if self.is_wide else key_dim
 
 
@@ -201,6 +201,6 @@ UPDATE_RULES: Mapping[str, UpdateRule] = {
 
 
 def beginning(name: str) -> str:
-    """Name the rule that equals this one until it is trained; empty where there is none."""
+    """Describe the rule that equals this one until it is trained; empty if there is none."""
     like = UPDATE_RULES[name].begins_like if name in UPDATE_RULES else ""
     return f"until it is trained the same as {like}" if like else ""
