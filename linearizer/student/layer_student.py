@@ -1,7 +1,7 @@
-"""The student of one attention layer: its KV heads, grouped by what they hold.
+"""The student of one attention layer: its KV heads, in groups of the same kind.
 
-Every KV head is one of four kinds: an exact window, a window and features, a window and slots that older tokens are
-merged into, or softmax over all tokens. Heads that hold the same are a group and are computed together.
+A KV head has one of four kinds of state: an exact window; a window and features; a window and slots, into which older
+tokens are merged; or all tokens, for softmax. Heads of the same kind and size form a group and are computed together.
 """
 
 from collections.abc import Sequence
@@ -31,20 +31,20 @@ from .update_rules import UPDATE_RULES
 Tensor = torch.Tensor
 SOFTMAX = "softmax"
 FAMILIES = {"in_c": "heads in C", "in_triton": "texts with windows and slots"}  # of kernels
-TOKENS = "tokens with windows and slots"  # those in Triton, which take longer to compile and which a text does not need
-TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # of heads on which kernels are tried, of each number of bits
-TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 19, 30), 0.5, 0.125  # of the calls: a text, two tokens, a text
+TOKENS = "tokens with windows and slots"  # Triton's: slow to compile, and not needed for a text
+TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # kinds of heads for a kernel's trial, with each number of bits
+TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 19, 30), 0.5, 0.125  # of its calls: a text, two tokens, a text
 
 
 def generator_at(seed: int, *place: int) -> torch.Generator:
-    """Seed a generator for one place of a model, a layer or a head: what is drawn elsewhere changes nothing there."""
+    """Return a generator for one layer or head of a model, independent of what is drawn for the others."""
     for number in place:
         seed = (seed * 0x9E3779B97F4A7C15 + number + 1) % 2**63
     return torch.Generator().manual_seed(seed)
 
 
 class HeadGroup(nn.Module):
-    """KV heads of one layer that hold the same; `heads` are their indices in the layer."""
+    """KV heads of one layer with the same kind of state; `heads` are their indices in the layer."""
 
     def __init__(self, heads: list[int], window: int, sinks: int, bits: int, turns: bool) -> None:
         super().__init__()
@@ -54,23 +54,23 @@ class HeadGroup(nn.Module):
         return None
 
     def kind(self) -> tuple[Any, ...]:
-        """Return itself and all that is not learned: a group of equal kind has states of the same sizes."""
+        """Return the group and its sizes: groups of equal kind have states of the same sizes."""
         return self, self.window, self.bits
 
     def window_group(self, scale: float, state: Any) -> WindowGroup | None:
-        """Return what reads windows, alone or with slots, for all heads of a layer at once; None: it cannot."""
+        """Return this group for reading all heads of a layer at once; None if it has more than windows and slots."""
         return WindowGroup(self.heads, state, self.merging(scale), self.bits)
 
 
 class FeatureGroup(HeadGroup):
-    """KV heads with a window, and features or a memory where `features` is not 0."""
+    """KV heads with a window, and with features or a memory if `features` is not 0."""
 
     def __init__(
         self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16,
         value_dim: int = 0,
     ) -> None:  # fmt: skip
         value_dim = value_dim or key_dim
-        turns = can_turn(bits, key_dim, value_dim) and not features  # features are made of keys as they come
+        turns = can_turn(bits, key_dim, value_dim) and not features  # features need keys that are not turned
         super().__init__(heads, window, sinks, bits, turns)
         self.features, self.feature_map = features, None  # type: int, FeatureMap | MatrixRule | None
         if features and (rule := UPDATE_RULES.get(feature_map)):
@@ -85,7 +85,7 @@ class FeatureGroup(HeadGroup):
         return linear_attention(q * scale, k, v, self.memory(scale), self.window, real, state), state
 
     def memory(self, scale: float) -> ScaledMap | ScaledRule | None:
-        """Return the far field for queries that carry the whole scale of the scores."""
+        """Return the far field for queries multiplied by the scale of the scores."""
         if isinstance(self.feature_map, MatrixRule):
             return ScaledRule(self.feature_map, scale**0.5)
         return None if self.feature_map is None else ScaledMap(self.feature_map, scale)
@@ -101,7 +101,7 @@ class FeatureGroup(HeadGroup):
 
 
 class SlotGroup(HeadGroup):
-    """KV heads that merge what leaves their window into slots."""
+    """KV heads that merge tokens into slots when these leave the window."""
 
     def __init__(
         self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int, bits: int, value_dim: int
@@ -115,7 +115,7 @@ class SlotGroup(HeadGroup):
     def lay(
         self, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState | None
     ) -> SlotText:
-        """Lay out a text to be read."""
+        """Lay out a text for reading."""
         state = SlotState.empty(k, v, self.window, self.sinks, self.slots) if state is None else state
         return SlotText.of(q, k, v, merging, real, state)
 
@@ -126,11 +126,11 @@ class SlotGroup(HeadGroup):
 
 
 class SoftmaxGroup(HeadGroup):
-    """Softmax heads: KV heads that keep their whole cache."""
+    """KV heads that keep their whole cache, for softmax."""
 
     def __init__(self, heads: list[int], bits: int, sinks: int, key_dim: int, value_dim: int) -> None:
-        kept = sinks if bits < 16 else 0  # apart from the others
-        super().__init__(heads, 0, kept, bits, can_turn(bits, key_dim, value_dim))
+        exact_sinks = sinks if bits < 16 else 0  # stored apart from the other tokens
+        super().__init__(heads, 0, exact_sinks, bits, can_turn(bits, key_dim, value_dim))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
@@ -155,16 +155,16 @@ class SoftmaxGroup(HeadGroup):
 
 
 class LayerStudent(nn.Module):
-    """Attention of one layer; `held` says for every KV head what it holds.
+    """Attention of one layer; `head_kinds` describes the state of every KV head.
 
     It is [window, features], [window, 0, slots, block] or "softmax"; with fewer than 16 bits a number, 8 for example,
     [window, features, slots, block, 8] or "softmax 8"; with rows of a memory in place of features, its name last.
     """
 
-    def __init__(self, held: list, sinks: int, key_dim: int, feature_map: str, value_dim: int = 0) -> None:
+    def __init__(self, head_kinds: list, sinks: int, key_dim: int, feature_map: str, value_dim: int = 0) -> None:
         super().__init__()
         kinds: dict[tuple[Any, ...] | str, list[int]] = {}
-        for head, kind in enumerate(held):
+        for head, kind in enumerate(head_kinds):
             kinds.setdefault(kind if isinstance(kind, str) else tuple(kind), []).append(head)
         for kind, heads in kinds.items():
             if not isinstance(kind, str) and not any(kind[:3]) and not sinks:
@@ -180,16 +180,16 @@ class LayerStudent(nn.Module):
             return FeatureGroup(heads, window, features, sinks, key_dim, memory or feature_map, bits, value_dim)
 
         value_dim = value_dim or key_dim
-        self.kv_heads, self.sinks = len(held), sinks
+        self.kv_heads, self.sinks = len(head_kinds), sinks
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
         self.kinds_of_bits = sorted({int(each.bits) for each in self.groups})  # type: ignore[arg-type]
-        self.turns = Turns(len(held), key_dim, value_dim) if any(each.turns for each in self.groups) else None
-        self.exact_values = False  # keep values of any size as they are: to measure attention's weights, without memory
-        self.keeps_bytes = True  # of numbers of few bits; else the rounded numbers, as graphs for other runtimes do
-        self.served_in_c: ServedHeads | None = None  # by the kernel in C, where it read last
-        self.in_c: bool | None = None  # whether the kernel in C reads; None: where a trial finds it right
-        self.in_triton: bool | None = None  # the same of Triton's kernels
-        self.found_right: set[tuple] = set()  # the kernels, types and sizes for which a trial did
+        self.turns = Turns(len(head_kinds), key_dim, value_dim) if any(each.turns for each in self.groups) else None
+        self.exact_values = False  # leave values of any size unrounded: to measure attention weights, without memory
+        self.keeps_bytes = True  # pack numbers of few bits; graphs for other runtimes keep the rounded numbers
+        self.served_in_c: ServedHeads | None = None  # what the kernel in C read last
+        self.in_c: bool | None = None  # whether the kernel in C reads; None: if its trial succeeds
+        self.in_triton: bool | None = None  # the same for Triton's kernels
+        self.found_right: set[tuple] = set()  # kernels, types and sizes with a successful trial
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
@@ -203,7 +203,7 @@ class LayerStudent(nn.Module):
 
     @torch.no_grad()
     def set_merger(self, group: SlotGroup, place: int, metric: Tensor, mean_query: Tensor) -> None:
-        """Let a head of a group, by its place there, merge by metric and mean query of keys multiplied by `root`."""
+        """Set the metric and the mean query, for keys multiplied by `root`, of a head by its place in its group."""
         if self.turns is not None and group.turns:
             head = group.heads[place]
             around = mean_query[-1:].to(metric) - mean_query[:-1].to(metric) @ self.turns.key_middle[head].to(metric)
@@ -215,7 +215,7 @@ class LayerStudent(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
     ) -> Tensor:
-        """Attend and update `memory`; under autocast with inputs of its type, and everything else as without it."""
+        """Attend and update `memory`; autocast changes only the type of the inputs."""
         device = query.device.type
         attend = self.attend_uncompiled if self.breaks_graph(query, key, real, memory) else self.attend
         if device == "meta" or not torch.is_autocast_enabled(device):
@@ -225,12 +225,14 @@ class LayerStudent(nn.Module):
             return attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, memory)
 
     def breaks_graph(self, q: Tensor, k: Tensor, real: Tensor | None, memory: list | None) -> bool:
-        """Whether a compiled model leaves attention uncompiled: texts, and slots that no kernel reads, look at numbers,
-        each a break in a graph; so does all that a kernel does not read where a token may be padding."""
+        """Whether a compiled model leaves attention uncompiled, since it would read values, which breaks graphs.
+
+        So do texts, and slots that no kernel reads; where tokens may be padding, so do all heads that no kernel reads.
+        """
         if not torch.compiler.is_dynamo_compiling() or q.shape[-2] > 1:
             return torch.compiler.is_dynamo_compiling()
-        read = (held_layer(memory, k), pool_for_token(memory, k) if real is None else None) if is_compiled() else ()
-        served = [index for plan in read if plan is not None for index in plan.windows]
+        plans = (held_layer(memory, k), pool_for_token(memory, k) if real is None else None) if is_compiled() else ()
+        served = [index for plan in plans if plan is not None for index in plan.windows]
         look = SlotGroup if real is None else HeadGroup
         return any(isinstance(group, look) and index not in served for index, group in enumerate(self.groups))
 
@@ -246,14 +248,14 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`, a list with the state of every group.
 
-        The kernel in C reads for many groups at once. In PyTorch windows and slots of all heads read a token in a few
-        operations, heads with slots read a text together, and the other groups attend one by one.
+        The kernel in C serves many groups at once. In PyTorch the windows and slots of all heads read a token in a few
+        operations, heads with slots read a text together, and other groups attend one by one.
         """
         batch, count, tokens, dim = query.shape
-        each = count // self.kv_heads
-        query = query.view(batch, self.kv_heads, each, tokens, dim)
-        # what is put out lies as its layer wants it, token by token
-        out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
+        group_size = count // self.kv_heads
+        query = query.view(batch, self.kv_heads, group_size, tokens, dim)
+        # the output lies in memory token by token, as the layer needs it
+        out = value.new_empty(batch, tokens, self.kv_heads, group_size, value.shape[-1]).permute(0, 2, 3, 1, 4)
         inputs, groups = (query, key, value, scale, real, out), cast(Sequence[HeadGroup], self.groups)
         done: list[int] = []
         if is_compiled() or self.reads_in_c(query, key, value):
@@ -267,11 +269,11 @@ class LayerStudent(nn.Module):
             done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns)
         if memory is not None:
             memory += [None] * (len(groups) - len(memory))
-        left = {index: group for index, group in enumerate(groups) if index not in done}
-        taken = {index: self.take(group, *inputs[:5], memory and memory[index]) for index, group in left.items()}
-        parts = self.read_with_slots(left, taken, scale, real)
-        for index, group in left.items():
-            q, k, v, state = taken.pop(index)
+        pending = {index: group for index, group in enumerate(groups) if index not in done}
+        prepared = {index: self.take(group, *inputs[:5], memory and memory[index]) for index, group in pending.items()}
+        parts = self.read_with_slots(pending, prepared, scale, real)
+        for index, group in pending.items():
+            q, k, v, state = prepared.pop(index)
             part, state = parts.pop(index) if index in parts else group(q, k, v, scale, real, state)
             if memory is not None:
                 packs = self.keeps_bytes and group.bits < 16
@@ -292,64 +294,64 @@ class LayerStudent(nn.Module):
         real: Tensor | None,
         state: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """Return queries, keys and values as a group attends with them, and its state to compute with."""
+        """Return a group's queries, keys and values, turned and rounded as it needs them, and its unpacked state."""
         heads = as_index(group.heads, q.device)
         q, k, v = q[:, heads], k[:, heads], v[:, heads]
         if group.bits == 16:
             return q, k, v, state
-        first = first_tokens(state, q.shape[-2], real, self.sinks, q)
+        is_sink = first_tokens(state, q.shape[-2], real, self.sinks, q)
         if group.turns and self.turns is not None:
             q, k, turned = self.turns(self.turns.turn, q, k, None if self.exact_values else v, scale**0.5, heads)
             v = v if turned is None else turned
         if self.exact_values:
-            k = round_tokens([k], group.bits, first)[0]
+            k = round_tokens([k], group.bits, is_sink)[0]
         else:
-            k, v = round_tokens([k, v], group.bits, first)
+            k, v = round_tokens([k, v], group.bits, is_sink)
         return q, k, v, unpack_state(state, group.bits, k.dtype, v.dtype) if state and self.keeps_bytes else state
 
     def read_with_slots(
-        self, groups: dict[int, HeadGroup], taken: dict[int, tuple], scale: float, real: Tensor | None
+        self, groups: dict[int, HeadGroup], prepared: dict[int, tuple], scale: float, real: Tensor | None
     ) -> dict[int, tuple[Tensor, SlotState]]:
-        """Let all groups with slots read a text, so that they merge a block at once; return what each gives."""
+        """Let all groups with slots read a text, so that they merge a block at once; return outputs and states."""
         texts = {}
         for index, group in groups.items():
             if isinstance(group, SlotGroup):
-                q, k, v, state = taken[index]
+                q, k, v, state = prepared[index]
                 merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
                 texts[index] = group.lay(q * scale, k, v, merging, real, state)
         parts = read_together([*texts.values()])
         return {index: (part, text.state) for (index, text), part in zip(texts.items(), parts, strict=True)}
 
     def reads_in_c(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether the kernel in C may read such a text."""
+        """Whether the kernel in C may read this text."""
         return may_run_in_c(q, k, v) and not kernels_accept(q, k, v) and self.is_right("in_c", q, v)
 
     def reads_in_triton(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether Triton's kernels may read such a text, or token, with windows and slots."""
+        """Whether Triton's kernels for windows and slots may read this text or token."""
         if self.exact_values or not may_run_in_triton(q, k, v):
             return False
-        whole = all(group.block <= group.window for group in self.groups if isinstance(group, SlotGroup))
-        return whole and self.is_right("in_triton", q, v)
+        blocks_fit = all(group.block <= group.window for group in self.groups if isinstance(group, SlotGroup))
+        return blocks_fit and self.is_right("in_triton", q, v)
 
-    def is_right(self, way: str, q: Tensor, v: Tensor) -> bool:
-        """Whether a kernel may read as it does, "in_c" or "in_triton"; the first call compares it with PyTorch."""
-        if (chosen := getattr(self, way)) is not None:
-            return chosen
+    def is_right(self, kernel: str, q: Tensor, v: Tensor) -> bool:
+        """Whether the kernel, "in_c" or "in_triton", computes what PyTorch does; the first call compares them."""
+        if (forced := getattr(self, kernel)) is not None:
+            return forced
         group, *dims = sizes = q.shape[2], q.shape[-1], q.shape[-1] if self.exact_values else v.shape[-1]
-        of_token = way == "in_triton" and q.shape[-2] == 1
-        sinks, family = (1 if way == "in_c" else self.sinks), TOKENS if of_token else FAMILIES[way]
+        of_token = kernel == "in_triton" and q.shape[-2] == 1
+        sinks, family = (1 if kernel == "in_c" else self.sinks), TOKENS if of_token else FAMILIES[kernel]
         if (family, q.dtype, *sizes) in self.found_right:
             return True
 
         @torch.no_grad()
         def compute(bits: int, by_kernel: bool, dtype: torch.dtype) -> list[Tensor]:
-            held = TRIAL_HELD if way == "in_c" else TRIAL_HELD[:1]  # texts of windows alone have kernels of their own
-            trial: Any = LayerStudent([[*kind, bits] for kind in held], sinks, dims[0], "prf", dims[1])
+            kinds = TRIAL_HELD if kernel == "in_c" else TRIAL_HELD[:1]  # other kernels read windows alone
+            trial: Any = LayerStudent([[*kind, bits] for kind in kinds], sinks, dims[0], "prf", dims[1])
             trial.reset(generator := generator_at(0))
             trial.in_c = trial.in_triton = False
-            setattr(trial, way, by_kernel)
-            heads, tokens = len(held), TRIAL_ENDS[-1]
-            if bits in FEWER:  # an error of a sum may change what a spread, of two bytes there, is rounded to
+            setattr(trial, kernel, by_kernel)
+            heads, tokens = len(kinds), TRIAL_ENDS[-1]
+            if bits in FEWER:  # the error of a sum may change how a spread, of two bytes here, is rounded
                 trial.groups[0].merger.gain.zero_()
             trial.groups[0].merger.mean_query.fill_(TRIAL_QUERY)
             queries = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
@@ -357,7 +359,7 @@ class LayerStudent(nn.Module):
             inputs = queries, *trial.stable(bits, TRIAL_SCALE, *drawn)
             text, memory = [x.to(q.device, q.dtype).to(dtype) for x in inputs], []  # type: ignore[var-annotated]
             trial.to(q.device, dtype)
-            ends, out = TRIAL_ENDS if way == "in_c" or of_token else TRIAL_ENDS[::3], []
+            ends, out = TRIAL_ENDS if kernel == "in_c" or of_token else TRIAL_ENDS[::3], []
             for begin, end in zip((0, *ends), ends, strict=False):
                 if of_token:  # PyTorch reads the texts around them
                     trial.in_triton = by_kernel and end - begin == 1
@@ -371,7 +373,7 @@ class LayerStudent(nn.Module):
         return True
 
     def stable(self, bits: int, scale: float, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rounded keys and values, which heads of these bits round alike in spite of errors of sums."""
+        """Return rounded keys and values, whose rounding in heads of these bits does not depend on errors of sums."""
         if self.turns is None:
             return k, v
 

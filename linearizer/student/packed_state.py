@@ -1,10 +1,10 @@
-"""What heads hold in few bits: how they turn their keys and values before these are rounded, and their state as bytes.
+"""States in few bits: how heads turn keys and values before rounding, and how states are packed into bytes.
 
-Heads without features turn what they take (`Turns`): less the mean of what the head holds, keys divided and queries
-multiplied by steps that make both about equally large in every direction, then rotated, so that no few numbers are
-large. A softmax does not see that all keys are shifted alike, and the mean of the values is added to what it gives.
-Such heads hold all they hold so, and compute in at least fp32; with fewer than 8 bits what their slots count takes two
-bytes each. Sinks are never rounded to few bits: most heads lean on their keys, which are larger than all others.
+Heads without features turn keys and values (`Turns`). They subtract the head's mean; divide keys, and multiply queries,
+by steps that make both about equally large in every direction; then rotate, so that no few numbers are large. A common
+shift of all keys does not change a softmax, and the mean of the values is added to its output. The state is stored
+turned, and such heads compute in at least fp32; with fewer than 8 bits, the weight and the spread of a slot take two
+bytes each. Sinks are never rounded to few bits: most heads depend on their keys, which are larger than all others.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import nn
 from .rounding import FEWER, pack_vectors, rotate, round_vectors, unpack_vectors
 from .state import as_slice, is_exact, least_count, tensors, working_dtype
 
-MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
+MOST_TOKENS = 32767  # the largest weight of a slot in two bytes; further tokens do not count
 KEPT_AS_BYTES = (torch.int8, torch.uint8, torch.int16)
 PACKED = ("window_k", "window_v", "slot_k", "slot_v", "k", "v")
 SINKS = ("sink_k", "sink_v")
 KEYS_AND_VALUES = (*SINKS, *PACKED)
-SINK_TYPE = torch.bfloat16  # in which heads of few bits keep sinks
+SINK_TYPE = torch.bfloat16  # of sinks in heads of few bits
 
 Tensor = torch.Tensor
 
 
 class Turns(nn.Module):
-    """How the heads of a layer turn keys and values before they are rounded.
+    """How the heads of a layer turn keys and values before rounding.
 
-    A key x that is multiplied by `root` becomes the rotated (x - middle) / steps, a value the rotated x - middle.
+    A key x, multiplied by `root`, becomes the rotated (x - middle) / steps, a value the rotated x - middle.
     """
 
     key_steps: Tensor  # (heads, key_dim)
@@ -47,12 +47,12 @@ class Turns(nn.Module):
         nn.init.ones_(self.key_steps)
 
     def forward(self, compute: Any, *inputs: Any) -> Any:
-        """Compute one of the methods: what offloads parameters brings them for a forward."""
+        """Call one of the methods: offloading libraries load parameters for a forward only."""
         return compute(*inputs)
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator | None = None) -> None:
-        """Start with vectors that differ alike in all directions, around nothing."""
+        """Start for vectors around 0 with the same variance in all directions."""
         self.key_steps.fill_(1.0)
         self.key_middle.zero_()
         self.value_middle.zero_()
@@ -69,7 +69,7 @@ class Turns(nn.Module):
         return query, key, rotate(v.to(working_dtype(v)) - self.value_middle[heads].to(working_dtype(v))[:, None])
 
     def turn_back(self, out: Tensor, heads: Any) -> Tensor:
-        """Turn outputs of some heads, (batch, heads, group, tokens, dim), back to the values as they came."""
+        """Turn outputs of some heads, (batch, heads, group, tokens, dim), back to unturned values."""
         return rotate(out) + self.value_middle[heads].to(out.dtype)[:, None, None]
 
     def steps_and_middles(self, dtype: torch.dtype) -> list[Tensor]:
@@ -77,38 +77,38 @@ class Turns(nn.Module):
         return [x.to(dtype).contiguous() for x in (self.key_steps, self.key_middle, self.value_middle)]
 
     def turn_metric(self, metric: Tensor, head: int) -> Tensor:
-        """Turn a metric of keys that are multiplied by `root` into that of keys as a head keeps them."""
+        """Turn a metric of keys multiplied by `root` into one of keys as a head stores them."""
         return rotate(metric.to(self.key_steps) * self.key_steps[head])
 
 
-def round_tokens(xs: Sequence[Tensor], bits: int, first: Tensor | None) -> list[Tensor]:
-    """Round keys and values as they are attended to: all but sinks, which `first` (batch, tokens) names."""
-    rounded = in_one(lambda x: round_vectors(x, bits), xs)
-    if first is None:
+def round_tokens(xs: Sequence[Tensor], bits: int, is_sink: Tensor | None) -> list[Tensor]:
+    """Round keys and values as they are attended to: all but sinks, where `is_sink` (batch, tokens) is true."""
+    rounded = change_together(lambda x: round_vectors(x, bits), xs)
+    if is_sink is None:
         return rounded
-    return [torch.where(first[:, None, :, None], as_sink(x), own) for x, own in zip(xs, rounded, strict=True)]
+    return [torch.where(is_sink[:, None, :, None], as_sink(x), vectors) for x, vectors in zip(xs, rounded, strict=True)]
 
 
-def in_one(change: Callable[[Tensor], Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """Change vectors (…, rows, dim) all at once where they are alike: a call takes longer than its work."""
+def change_together(change: Callable[[Tensor], Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """Change vectors (…, rows, dim) at once if their shapes allow it: a call takes longer than its work."""
     if len({(x.shape[:-2], x.shape[-1], x.dtype) for x in xs}) != 1:
         return [change(x) for x in xs]
     return [*change(torch.cat([*xs], -2)).split([x.shape[-2] for x in xs], -2)]
 
 
 def as_sink(x: Tensor) -> Tensor:
-    """Round vectors to what sinks are kept in."""
+    """Round vectors to the type of stored sinks."""
     return x.to(SINK_TYPE).to(x.dtype)
 
 
 def first_tokens(state: Any, tokens: int, real: Tensor | None, sinks: int, like: Tensor) -> Tensor | None:
-    """Return which of the new tokens are sinks: (batch, tokens); None: there are none."""
+    """Return which of the new tokens are sinks: (batch, tokens); None if there are none."""
     count = None if state is None else tokens_read(state)
     if not sinks or (count is not None and least_count(count) >= sinks):
         return None
     place = torch.arange(tokens, device=like.device).expand(len(like), -1) if real is None else real.cumsum(-1) - 1
-    first = (place if count is None else place + count[:, None]) < sinks
-    return first if real is None else first & real
+    is_sink = (place if count is None else place + count[:, None]) < sinks
+    return is_sink if real is None else is_sink & real
 
 
 def tokens_read(state: Any) -> Tensor:  # (batch,)
@@ -116,10 +116,10 @@ def tokens_read(state: Any) -> Tensor:  # (batch,)
 
 
 def pack_state(state: Any, bits: int = 8, before: Any = None) -> Any:
-    """Return a state whose keys and values are bytes, but for sinks; of a whole cache only what is new is packed."""
+    """Return a state with keys and values packed into bytes, except sinks; in a softmax cache only new rows change."""
     rows = 0 if before is None or is_exact(state) else before.k.shape[-2]
-    new = {name: x[:, :, rows:] for name, x in tensors(state).items() if name in PACKED}
-    packed = dict(zip(new, in_one(lambda x: pack_vectors(x, bits), [*new.values()]), strict=True))
+    vectors = {name: x[:, :, rows:] for name, x in tensors(state).items() if name in PACKED}
+    packed = dict(zip(vectors, change_together(lambda x: pack_vectors(x, bits), [*vectors.values()]), strict=True))
     if rows:
         packed = {name: torch.cat([getattr(before, name), x], -2) for name, x in packed.items()}
     sinks = {name: x.to(SINK_TYPE) for name, x in tensors(state).items() if name in SINKS}
@@ -127,19 +127,19 @@ def pack_state(state: Any, bits: int = 8, before: Any = None) -> Any:
 
 
 def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
-    """Return a state whose keys and values can be computed with."""
+    """Return a state with unpacked keys and values."""
     dtypes, named = {"k": key_dtype, "v": value_dtype}, tensors(state)
     vectors: dict[str, Tensor] = {}
     for kind in [("k", "v")] if key_dtype == value_dtype else ["k", "v"]:
-        held = {name: x for name, x in named.items() if name in PACKED and name[-1] in kind}
+        packed = {name: x for name, x in named.items() if name in PACKED and name[-1] in kind}
         unpack = partial(unpack_vectors, dtype=dtypes[kind[0]], bits=bits)
-        vectors |= dict(zip(held, in_one(unpack, [*held.values()]), strict=True))
+        vectors |= dict(zip(packed, change_together(unpack, [*packed.values()]), strict=True))
     vectors |= {name: x.to(dtypes[name[-1]]) for name, x in named.items() if name in SINKS}
     return put_sinks_back(replace(state, **vectors, **unpack_counts(state, key_dtype)))
 
 
 def put_sinks_back(state: Any) -> Any:
-    """Return a state in whose window, or whole cache, sinks are exact again."""
+    """Return a state with exact sinks in its window or softmax cache."""
     sinks = state.sink_k.shape[-2]
     names = {"window_k": "sink_k", "window_v": "sink_v"} if is_exact(state) else {"k": "sink_k", "v": "sink_v"}
     rows = getattr(state, next(iter(names))).shape[-2]
@@ -148,8 +148,8 @@ def put_sinks_back(state: Any) -> Any:
     if is_exact(state):
         if least_count(state.count) >= rows + sinks:
             return state
-        row, last = torch.arange(rows, device=state.sink_k.device), state.count[:, None] - 1
-        place = last - (last - row) % rows  # of the newest token that lies in a row of the ring; before 0: none
+        row, newest = torch.arange(rows, device=state.sink_k.device), state.count[:, None] - 1
+        place = newest - (newest - row) % rows  # of the newest token in each row of the ring; below 0: none
     else:
         place = torch.where(state.real, state.real.cumsum(-1) - 1, sinks)
     is_sink = ((place >= 0) & (place < sinks))[:, None, :, None]
@@ -165,7 +165,7 @@ def put_sinks_back(state: Any) -> Any:
 
 
 def first_columns(k: Tensor, v: Tensor, real: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
-    """Take the first real tokens of a whole cache (batch, heads, tokens, dim); any where there are fewer."""
+    """Take the first real tokens of a softmax cache (batch, heads, tokens, dim); any others if there are fewer."""
     if not sinks:
         return k[:, :, :0], v[:, :, :0]
     order = (~real).to(torch.int8).argsort(dim=-1, stable=True)
@@ -176,12 +176,12 @@ def first_columns(k: Tensor, v: Tensor, real: Tensor, sinks: int) -> tuple[Tenso
 def round_slots(
     k: Tensor, v: Tensor, weight: Tensor, spread: Tensor, bits: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Round slots (batch, heads, slots, dim), and what they count, to what the bits of each head can hold."""
+    """Round slots (batch, heads, slots, dim), their weights and spreads, to the bits of each head."""
     if len({*bits}) == 1:
         return round_alike(k, v, weight, spread, bits[0])
     rounded = [x.clone() for x in (k, v, weight, spread)]
     for kind in {*bits} - {16}:
-        at = as_slice([head for head, own in enumerate(bits) if own == kind])
+        at = as_slice([head for head, head_bits in enumerate(bits) if head_bits == kind])
         parts = round_alike(k[:, at], v[:, at], weight[:, at], spread[:, at], kind)
         for x, part in zip(rounded, parts, strict=True):
             x[:, at] = part
@@ -200,7 +200,7 @@ def round_alike(
 
 
 def pack_counts(state: Any, bits: int) -> dict[str, Tensor]:
-    """Return the counts of slots in two bytes each, where they have few bits: they were rounded before."""
+    """Return the weights and spreads of slots of few bits in two bytes each; they are rounded already."""
     if bits not in FEWER or not hasattr(state, "weight"):
         return {}
     return {"weight": state.weight.to(torch.int16), "spread": state.spread.to(torch.bfloat16).view(torch.int16)}
@@ -214,5 +214,5 @@ def unpack_counts(state: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def round_counts(weight: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Round what slots count to what two bytes hold."""
+    """Round weights and spreads of slots to two bytes each."""
     return weight.clamp(max=MOST_TOKENS), spread.to(torch.bfloat16).to(spread.dtype)

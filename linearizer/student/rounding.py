@@ -1,13 +1,13 @@
-"""Vectors in few bits a number: what a state may hold in half of the bytes, or in fewer.
+"""Vectors in 4 to 8 bits a number, for states of half the bytes or fewer.
 
-A vector becomes numbers of few digits times one scale. In 8 bits they are whole, from -127 to 127, and the scale is a
-power of two, the least that lets its largest number fit: every such number is exact in bf16, fp16 and fp32. In 4 to 6
-bits they lie half way between whole ones, and the scale has 8 digits; of a few scales, which cut off more or fewer of
-the largest numbers, that is taken which moves the vector least. Vectors whose numbers are about equally large lose
-least, so heads turn them first (packed_state.py).
+A vector becomes codes of few digits times one scale. In 8 bits codes are integers from -127 to 127, and the scale is
+the smallest power of two at which the largest number fits: all products are exact in bf16, fp16 and fp32. In 4 to 6
+bits codes lie half way between integers, and the scale has 8 digits: of a few scales, which clip more or fewer of the
+largest numbers, the one with the smallest error is taken. Vectors of about equally large numbers lose least, so heads
+turn them first (packed_state.py).
 
-What is rounded once stays what it is when it is rounded again: so a token is the same whether it is attended to in the
-call that read it or out of the state of a later one.
+A rounded vector does not change when it is rounded again: so a token is the same in the call that read it and in the
+state of later calls.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ import math
 
 import torch
 
-from .state import is_traced, made_once, working_dtype
+from .state import cached_tensor, is_traced, working_dtype
 
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
-FEWER = (4, 5, 6)  # bits of a number whose four lowest lie two numbers to a byte, the others in bytes after them
+FEWER = (4, 5, 6)  # bits of a number: the lowest four lie two numbers to a byte, the others in bytes after them
 SCALE_BYTES = 2  # after the numbers of such a vector
-TRIED = (1.0, 0.85, 0.7)  # of the scale that lets all numbers fit: what is larger is cut off for the sake of the others
-TINIEST = 2.0**-100  # the least scale: what is smaller is 0
+TRIED = (1.0, 0.85, 0.7)  # of the scale at which all numbers fit: smaller ones clip the largest numbers
+TINIEST = 2.0**-100  # the smallest scale: below it numbers are 0
 
 Tensor = torch.Tensor
 
 
 def can_turn(bits: int, *dims: int) -> bool:
-    """Whether vectors are turned before they are rounded: where their numbers fill bytes of bits."""
+    """Whether vectors are turned before rounding: if the bits of their numbers fill bytes."""
     return bits < 16 and not any(dim % 8 for dim in dims)
 
 
 def round_vectors(x: Tensor, bits: int = 8) -> Tensor:
-    """Round vectors (…, dim) to a number of bits; gradients pass as if nothing were rounded."""
+    """Round vectors (…, dim) to a number of bits; gradients pass unchanged."""
     codes, scale = codes_of(x.detach(), bits)
     rounded = codes.mul_(scale).to(x.dtype)
     return rounded + (x - x.detach()) if x.requires_grad else rounded
 
 
 def pack_vectors(x: Tensor, bits: int = 8) -> Tensor:
-    """Write vectors (…, dim) as bytes: the low four bits of two numbers in each, the others, then the scale.
+    """Pack vectors (…, dim) into bytes: the low four bits of two numbers in each, the high bits, then the scale.
 
-    In 8 bits each number has its byte, and the exponent of the scale another.
+    In 8 bits each number takes a byte, and the exponent of the scale another.
     """
     codes, scale = codes_of(x.detach(), bits)
     if bits == 8:
         exponent = scale.view(torch.int32).bitwise_right_shift(23).sub_(127)
         return torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8)
     numbers = (codes + limit_of(bits)).to(torch.uint8)
-    first, second = (numbers & 15).chunk(2, -1)
-    bytes = [first | second << 4]
+    even, odd = (numbers & 15).chunk(2, -1)
+    bytes = [even | odd << 4]
     if bits > 4:
         place = places_in_byte(bits, codes.device)
         bytes.append(((numbers >> 4).unflatten(-1, (len(place), -1)) << place).sum(-2, dtype=torch.uint8))
@@ -58,7 +58,7 @@ def pack_vectors(x: Tensor, bits: int = 8) -> Tensor:
 
 
 def packed_bytes(dim: int, bits: int) -> int:
-    """Return how many bytes `pack_vectors` writes of a vector."""
+    """Return the bytes that `pack_vectors` writes for a vector."""
     return dim + 1 if bits == 8 else dim * bits // 8 + SCALE_BYTES
 
 
@@ -68,7 +68,7 @@ def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
 
 
 def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the codes of vectors, numbers of few digits, and the scale of each: (…, dim), (…, 1)."""
+    """Return the codes of vectors and the scale of each: (…, dim), (…, 1)."""
     work = x.to(working_dtype(x))
     if bits != 8:
         return codes_by_error(work, limit_of(bits))
@@ -77,12 +77,12 @@ def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def scale_of(x: Tensor) -> Tensor:
-    """Return the scale of each vector in 8 bits, of the bits of its largest number as fp32: (…, 1).
+    """Return the scale of each vector in 8 bits, from the bits of its largest number as fp32: (…, 1).
 
-    What is above 127/128 of a power of two takes the next.
+    Above 127/128 of a power of two it is the next one.
     """
     largest = x.abs().amax(-1, keepdim=True).float()
-    if is_traced():  # other runtimes do not look at bits
+    if is_traced():  # other runtimes cannot reinterpret bits
         scales = torch.arange(LOWEST, HIGHEST + 1, dtype=torch.float32, device=x.device).exp2()
         return scales[(largest > 127 * scales[:-1]).sum(-1, keepdim=True)]
     scale = (largest.view(torch.int32) + 0x1FFFF).bitwise_and_(0x7F800000).view(torch.float32)
@@ -90,9 +90,9 @@ def scale_of(x: Tensor) -> Tensor:
 
 
 def codes_by_error(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Return codes half way between whole numbers, none beyond a limit, and the best of the scales tried."""
+    """Return codes half way between integers, within a limit, and the best of the scales tried."""
     top = x.abs().amax(-1, keepdim=True)[..., None] / limit
-    if is_traced():  # a branch of a graph makes no constants
+    if is_traced():  # a branch of a graph cannot make constants
         tried = torch.cat([top * share for share in TRIED], -2)
     else:
         tried = top * shares_tried(x.dtype, x.device)
@@ -109,21 +109,21 @@ def limit_of(bits: int) -> float:
     return (2**bits - 1) / 2
 
 
-@made_once
+@cached_tensor
 def shares_tried(dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(TRIED, dtype=dtype, device=device)[:, None]
 
 
-@made_once
+@cached_tensor
 def places_in_byte(bits: int, device: torch.device) -> Tensor:
-    """Return the shift of each part of a byte that holds what codes have beyond their four lowest bits."""
+    """Return the shift of each part of a byte with the high bits of codes, above the lowest four."""
     with torch.inference_mode(False):
         return torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=device)[:, None]
 
 
 def codes_in(x: Tensor, bits: int) -> Tensor:
-    """Read the numbers (…, dim) of what `pack_vectors` wrote."""
+    """Read the codes (…, dim) that `pack_vectors` wrote."""
     if bits == 8:
         return x[..., :-1]
     half = (x.shape[-1] - SCALE_BYTES) * 4 // bits
@@ -143,12 +143,12 @@ def scales_in(x: Tensor, bits: int) -> Tensor:
 
 
 def view_scales(x: Tensor) -> Tensor:
-    """View the last bytes of rows as scales: a copy of them, as numbers of two bytes have to begin at an even one."""
+    """Read the last bytes of rows as scales, from a copy: numbers of two bytes must begin at an even address."""
     return x[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotate vectors (…, dim) so that no few of their numbers are large; rotated twice they are what they were."""
+    """Rotate vectors (…, dim) so that no few of their numbers are large; a second rotation undoes the first."""
     x = x.to(working_dtype(x))
     return x @ rotation(x.shape[-1], x.dtype, x.device)
 
@@ -158,11 +158,11 @@ def rotated_at_once(dim: int) -> int:
     return dim & -dim
 
 
-@made_once
+@cached_tensor
 def rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Hadamard's matrix, or several along the diagonal where the size is not a power of two; its own inverse."""
+    """Return Hadamard's matrix, or several along the diagonal if the size is no power of two; it is its own inverse."""
     size = rotated_at_once(dim)
-    with torch.inference_mode(False):  # so that a later training may use it, too
+    with torch.inference_mode(False):  # so that training may use it later
         matrix = torch.ones(1, 1, dtype=dtype, device=device)
         while len(matrix) < size:
             matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) * math.sqrt(0.5)

@@ -1,6 +1,6 @@
 """Attention to slots in PyTorch: a text, some periods at a time, and single tokens. slots_merging.py defines slots.
 
-The rows of a period see the same slots: those that hold until the next block leaves the window.
+The rows of a period see the same slots, which change when the next block leaves the window.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from .state import (
 Tensor = torch.Tensor
 SlotSteps = Generator["MergeRequest", Tensor, Tensor]
 MAX_PADDING = 2**14  # pairs with empty slots that take as long as merging heads of two sizes one after the other
-PERIODS_AT_ONCE = 16  # periods whose rows attend at once: more take memory, fewer take more operations
+PERIODS_AT_ONCE = 16  # periods whose rows attend at once: more need memory, fewer need more operations
 
 
 def block_leaves(place: int, window: int, block: int) -> bool:
-    """Whether a block is merged before the token at a place attends."""
+    """Whether a block is merged just before the token at a place attends."""
     return place >= window and (place - window) % block == 0
 
 
 def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> Slots:
-    """Return the slots of a state after blocks have merged that leave before the tokens at these places attend."""
+    """Return a state's slots after merging the blocks that leave before the tokens at these places attend."""
     window, block, device = merging.window, merging.block, state.weight.device
-    before, sinks = slots_of_state(state), state.sink_k.shape[-2]
-    comes = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]
+    slots, sinks = slots_of_state(state), state.sink_k.shape[-2]
+    leaves = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]
     place = torch.tensor([place - window for place in places], device=device)[:, None]
     place = place + torch.arange(block, device=device)
     k, v = (take_tokens(x, place % window) for x in (state.window_k, state.window_v))
-    return merge_block(before, k, v, comes & (place >= sinks), merging)
+    return merge_block(slots, k, v, leaves & (place >= sinks), merging)
 
 
 def slot_levels(slots: SlotState | Slots, merging: Merging) -> Tensor:
-    """What the weight and the spread of slots add to their logits, -∞ if they are empty: (batch, heads, slots)."""
+    """Return what weight and spread add to the logits of slots, -∞ for empty ones: (batch, heads, slots)."""
     return torch.addcmul(slots.weight.log(), merging.gain.to(slots.weight.dtype)[:, None], slots.spread)
 
 
 def read_together(texts: Sequence[SlotText]) -> list[Tensor]:
-    """Let heads of several kinds read one text, so that all of them merge a block at once; return what each gives."""
+    """Let heads of several kinds read one text, so that all merge a block at once; return their outputs."""
     readings = [read_text(text) for text in texts]
     requests = {index: next(reading) for index, reading in enumerate(readings)}
     outputs: dict[int, Tensor] = {}
@@ -86,8 +86,8 @@ class SlotText:
     columns: Columns
     merging: Merging
     state: SlotState
-    order: Tensor | None  # (batch, tokens) of the tokens, where some are no real ones
-    new: Tensor | int  # how many are real
+    order: Tensor | None  # (batch, tokens) of the tokens, if some are not real
+    real_count: Tensor | int  # how many are real
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> SlotText:
@@ -98,14 +98,14 @@ class SlotText:
         return cls(q, columns, merging, state, order, q.shape[-2] if real is None else real.sum(-1))
 
     def end(self, out: Tensor) -> Tensor:
-        """Let the state count and remember the tokens; return what they saw in the order in which they came."""
-        self.state.count = self.state.count + self.new
+        """Add the tokens to the state's count and window; return their outputs in the original order."""
+        self.state.count = self.state.count + self.real_count
         remember_window(self.state, self.columns, self.q.shape[-2])
         return out if self.order is None else take_tokens(out, self.order.argsort(-1))
 
 
 def read_text(text: SlotText) -> SlotSteps:
-    """Read a text: yield some periods at a time, be sent what their rows see, return what all tokens see."""
+    """Read a text: yield some periods at a time, receive the outputs of their rows, return those of all tokens."""
     q, columns, merging, state = text.q, text.columns, text.merging, text.state
     tokens, window, block = q.shape[-2], merging.window, merging.block
     first, end = state.count, columns.first + window + tokens
@@ -131,7 +131,7 @@ def read_text(text: SlotText) -> SlotSteps:
 
 @dataclass
 class LeavingBlocks:
-    """The blocks that leave the window as some periods begin, in this call."""
+    """The blocks that leave the window at the begin of some periods, in this call."""
 
     index: Tensor  # (batch, periods, block) the columns of their tokens
     present: Tensor  # (batch, periods, block) whether a token is merged: sinks and other calls' blocks are not
@@ -157,7 +157,7 @@ class MergeRequest:
 
 
 def merge_requests(requests: list[MergeRequest]) -> list[Slots]:
-    """Merge the blocks of all requests, those that merge alike together; update the states."""
+    """Merge the blocks of all requests, together where block and type are the same; update the states."""
     slots: dict[int, Slots] = {}
     alike: dict[tuple, list[list[int]]] = {}
     rows = [request.state.weight.shape[2] + request.merging.block for request in requests]
@@ -165,10 +165,10 @@ def merge_requests(requests: list[MergeRequest]) -> list[Slots]:
         request = requests[index]
         groups = alike.setdefault((request.merging.block, request.state.slot_k.dtype), [])
         heads = request.state.weight.shape[:2].numel()
-        if not groups or heads * (max(rows[other] for other in groups[-1]) ** 2 - rows[index] ** 2) > MAX_PADDING:
+        if not groups or heads * (max(rows[member] for member in groups[-1]) ** 2 - rows[index] ** 2) > MAX_PADDING:
             groups.append([])
         groups[-1].append(index)
-        groups[-1].sort(key=lambda index: requests[index].merging.bits)  # heads that are rounded alike lie together
+        groups[-1].sort(key=lambda index: requests[index].merging.bits)  # heads of the same bits lie together
     for indices in (indices for groups in alike.values() for indices in groups):
         slots.update(zip(indices, merge_blocks([requests[index] for index in indices]), strict=True))
     return [slots[index] for index in range(len(requests))]
@@ -180,10 +180,10 @@ def slots_of_state(state: SlotState) -> Slots:
 
 
 def merge_blocks(requests: list[MergeRequest]) -> list[Slots]:
-    """Merge the blocks that leave the windows as some periods begin; update the states.
+    """Merge the blocks that leave the windows at the begin of some periods; update the states.
 
-    Return the slots of each period and request: a batch in which every text's periods follow one another. The heads of
-    all requests lie side by side, with empty slots before those of a head that has fewer than another.
+    Return the slots of each period and request: a batch with the periods of each text in order. The heads of all
+    requests lie side by side; heads with fewer slots than others get empty ones at the front.
     """
     sizes, states = [request.state.weight.shape[1:] for request in requests], [request.state for request in requests]
     room, periods = max(count for _, count in sizes), max(request.merged.shape[1] for request in requests)
@@ -194,23 +194,23 @@ def merge_blocks(requests: list[MergeRequest]) -> list[Slots]:
     )
     rounding = Rounding(metric, states[0].slot_k.dtype, bits)
     now = torch.cat([pad(rows_of_state(request), 2, room, at_end=False) for request in requests], 1)
-    new = torch.cat([pad(rows_of_blocks(request), 2, periods) for request in requests], 1)
+    blocks = torch.cat([pad(rows_of_blocks(request), 2, periods) for request in requests], 1)
     counts = torch.tensor([count for heads, count in sizes for _ in range(heads)], device=now.device)
-    plan, after = plan_merging(now[..., -1] > 0, new[..., -1] > 0, counts), []
-    for block, step in zip(new.movedim(2, 0), plan, strict=True):
-        if step.comes:
-            both, most = torch.cat([now, block], 2), block.shape[2]
+    plan, after = plan_merging(now[..., -1] > 0, blocks[..., -1] > 0, counts), []
+    for block, step in zip(blocks.movedim(2, 0), plan, strict=True):
+        if step.has_block:
+            joined, excess = torch.cat([now, block], 2), block.shape[2]
             if is_traced():
-                now = merge_in_graph(now, block, step.left, dims, rounding)
+                now = merge_in_graph(now, block, step.remaining, dims, rounding)
             elif step.merges:
-                now = merge_rows(both, most, dims, rounding, step.full, step.left if step.drops else None)
+                now = merge_rows(joined, excess, dims, rounding, step.full, step.remaining if step.drops else None)
             else:
-                now = drop_empty(both, most, step.left)
+                now = drop_empty(joined, excess, step.remaining)
         after.append(now)
-    each = torch.stack(after, 1)  # (batch, periods, heads, room, numbers)
+    by_period = torch.stack(after, 1)  # (batch, periods, heads, room, numbers)
     slots, begin = [], 0
     for request, state, (heads, count) in zip(requests, states, sizes, strict=True):
-        of_request = slots_of_rows(each[:, : request.merged.shape[1], begin : begin + heads, room - count :], dims)
+        of_request = slots_of_rows(by_period[:, : request.merged.shape[1], begin : begin + heads, room - count :], dims)
         last = Slots(*(x[:, -1] for x in of_request.all()))
         if is_traced() or not bool(last.weight.all()):
             last = keep_slots(last, count)
@@ -220,23 +220,23 @@ def merge_blocks(requests: list[MergeRequest]) -> list[Slots]:
     return slots
 
 
-def merge_in_graph(now: Tensor, block: Tensor, left: Tensor, dims: tuple[int, int], rounding: Rounding) -> Tensor:
-    """Merge a block in the texts to which it comes; what runs the graph computes nothing where it comes to none."""
-    comes = (block[..., -1:] > 0).any(2, keepdim=True)
+def merge_in_graph(now: Tensor, block: Tensor, remaining: Tensor, dims: tuple[int, int], rounding: Rounding) -> Tensor:
+    """Merge a block in the texts that have one; the graph computes nothing if none has."""
+    incoming = (block[..., -1:] > 0).any(2, keepdim=True)
 
-    def merge(now: Tensor, block: Tensor, left: Tensor, comes: Tensor, metric: Tensor) -> Tensor:
-        both, own = torch.cat([now, block], 2), replace(rounding, metric=metric)
-        return torch.where(comes, merge_rows(both, block.shape[2], dims, own, False, left), now)
+    def merge(now: Tensor, block: Tensor, remaining: Tensor, incoming: Tensor, metric: Tensor) -> Tensor:
+        joined, traced_rounding = torch.cat([now, block], 2), replace(rounding, metric=metric)
+        return torch.where(incoming, merge_rows(joined, block.shape[2], dims, traced_rounding, False, remaining), now)
 
-    def keep(now: Tensor, *others: Tensor) -> Tensor:
+    def keep(now: Tensor, *unused: Tensor) -> Tensor:
         return now.clone()
 
-    given = now, block.contiguous(), left.contiguous(), comes, rounding.metric
-    return torch.cond(comes.any(), merge, keep, given)
+    operands = now, block.contiguous(), remaining.contiguous(), incoming, rounding.metric
+    return torch.cond(incoming.any(), merge, keep, operands)
 
 
 def rows_of_state(request: MergeRequest) -> Tensor:
-    """Lay out the slots of a state, those that are empty before the others: (batch, heads, slots, numbers)."""
+    """Lay out the slots of a state, empty ones first: (batch, heads, slots, numbers)."""
     state, work = request.state, request.state.weight.dtype
     slots = Slots(state.slot_k.to(work), state.slot_v.to(work), state.weight, state.spread)
     rows, full, size = lay_rows(slots, request.merging.rows), (state.weight > 0).sum(-1), state.weight.shape[-1]
@@ -257,32 +257,32 @@ def rows_of_blocks(request: MergeRequest) -> Tensor:
 
 @dataclass
 class Step:
-    """What happens to the slots of all heads as a period begins."""
+    """What happens to the slots of all heads at the begin of a period."""
 
-    comes: bool  # whether a block comes to any
-    merges: bool  # whether any has too many then
-    drops: bool  # whether any has fewer too many than a block
+    has_block: bool  # whether any head takes a block
+    merges: bool  # whether any has too many slots then
+    drops: bool  # whether any removes fewer slots by merging than a block has
     full: bool  # whether none has an empty slot
-    left: Tensor  # (batch · heads,) how many are not empty after it
+    remaining: Tensor  # (batch · heads,) how many are not empty afterwards
 
 
-def plan_merging(held: Tensor, comes: Tensor, counts: Tensor) -> list[Step]:
-    """Plan the steps; held (batch, heads, room), comes (batch, heads, periods, block), counts (heads,).
+def plan_merging(filled: Tensor, incoming: Tensor, counts: Tensor) -> list[Step]:
+    """Plan the steps; filled (batch, heads, room), incoming (batch, heads, periods, block), counts (heads,).
 
-    A graph that is being made knows no numbers: there all that may happen does.
+    In a graph values are unknown, so all that may happen is planned.
     """
-    before, new, block = held.sum(-1, keepdim=True), comes.sum(-1), comes.shape[-1]
-    left = torch.minimum(before + new.cumsum(-1), counts[:, None])
+    before, added, block = filled.sum(-1, keepdim=True), incoming.sum(-1), incoming.shape[-1]
+    remaining = torch.minimum(before + added.cumsum(-1), counts[:, None])
     if is_traced():
-        return [Step(True, True, True, False, own) for own in left.flatten(0, 1).unbind(-1)]
-    have = torch.cat([before, left[..., :-1]], -1) + new
-    facts = torch.stack([new > 0, have > left, have < left + block, have < held.shape[-1] + block])
-    numbers = zip(*facts.flatten(1, 2).any(1).tolist(), left.flatten(0, 1).unbind(-1), strict=True)
-    return [Step(new, merges, drops, not empty, own) for new, merges, drops, empty, own in numbers]
+        return [Step(True, True, True, False, count) for count in remaining.flatten(0, 1).unbind(-1)]
+    have = torch.cat([before, remaining[..., :-1]], -1) + added
+    facts = torch.stack([added > 0, have > remaining, have < remaining + block, have < filled.shape[-1] + block])
+    numbers = zip(*facts.flatten(1, 2).any(1).tolist(), remaining.flatten(0, 1).unbind(-1), strict=True)
+    return [Step(added, merges, drops, not empty, count) for added, merges, drops, empty, count in numbers]
 
 
 def pad(x: Tensor, dim: int, size: int, at_end: bool = True) -> Tensor:
-    """Add zeros at an end of a dimension until it has a size."""
+    """Extend a dimension to a size by zeros at one end."""
     missing = size - x.shape[dim]
     if not missing:
         return x
@@ -290,36 +290,36 @@ def pad(x: Tensor, dim: int, size: int, at_end: bool = True) -> Tensor:
     return torch.cat([x, zeros] if at_end else [zeros, x], dim)
 
 
-def attend_rows(request: MergeRequest, held: Slots) -> Tensor:
-    """Attend with the rows of some periods, each to the slots of its own.
+def attend_rows(request: MergeRequest, slots: Slots) -> Tensor:
+    """Attend with the rows of some periods, each to its period's slots.
 
-    Rows whose places are not in this call see something, too, and are dropped.
+    Rows at places outside of this call are computed, too, and dropped.
     """
     place, columns, state = request.place, request.columns, request.state
     periods, merged = place.shape[1], request.merged.clamp_min(0)
     q = split_rows(request.q.to(working_dtype(request.q)), periods)
-    near = torch.arange(columns.window, device=place.device)
-    index = (near + (merged - columns.first[:, None])[..., None]).clamp_(0, columns.k.shape[-2] - 1)
+    offset = torch.arange(columns.window, device=place.device)
+    index = (offset + (merged - columns.first[:, None])[..., None]).clamp_(0, columns.k.shape[-2] - 1)
     sinks = torch.arange(state.sink_k.shape[-2], device=place.device).expand(*place.shape, -1)
 
     def lay(tokens: Tensor, sinks: Tensor, slots: Tensor) -> Tensor:
         return torch.cat([take_periods(tokens, index), sinks.repeat_interleave(periods, 0), slots], -2)
 
-    late = torch.cat([near - (place - merged[..., None])[..., None], sinks - (merged - 1)[..., None, None]], -1)
+    outside = torch.cat([offset - (place - merged[..., None])[..., None], sinks - (merged - 1)[..., None, None]], -1)
     return join_rows(
         attend_seen(
             q,
-            lay(columns.k, state.sink_k, held.k),
-            lay(columns.v, state.sink_v, held.v),
-            late.flatten(0, 1),
-            slot_levels(held, request.merging),
+            lay(columns.k, state.sink_k, slots.k),
+            lay(columns.v, state.sink_v, slots.v),
+            outside.flatten(0, 1),
+            slot_levels(slots, request.merging),
         ),
         periods,
     )
 
 
 def take_periods(x: Tensor, index: Tensor) -> Tensor:
-    """Take tokens of x (batch, heads, tokens, dim) by an index (batch, periods, some): (batch · periods, heads, …)."""
+    """Take tokens of x (batch, heads, tokens, dim) by an index (batch, periods, count): (batch · periods, heads, …)."""
     batch, heads, tokens, dim = x.shape
     at = first_rows(batch * heads, tokens, x.device).view(batch, 1, heads, 1) + index[:, :, None]
     return x.reshape(-1, dim).index_select(0, at.flatten()).view(-1, heads, index.shape[-1], dim)

@@ -1,7 +1,7 @@
-"""The states of heads, and how new tokens are laid next to them.
+"""The states of heads, and the layout of new tokens next to them.
 
-real (batch, tokens) is false at padding, which may stand anywhere; None means that every token is real. A token's place
-is its rank among the real ones.
+real (batch, tokens) is false at padding, which may be anywhere; None means that every token is real. A token's place is
+its rank among the real ones.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-EMPTY = -1e30  # the logit of what is not seen, the level of what has seen nothing: finite, so that differences are
-ABSENT = 2 * EMPTY  # the log-feature of a key that is not there, or does not touch it: vanishes next to an empty level
+EMPTY = -1e30  # the logit of an unseen token, the level of an empty feature: finite, so that differences are finite
+ABSENT = 2 * EMPTY  # the log-feature of an absent key, or of one that a feature ignores: vanishes beside an empty level
 HEADROOM = 60.0  # fp32 spans e^±87: shifting by 60 leaves 147 below a stabiliser that a row may not have reached
 
 Tensor = torch.Tensor
 
 
-def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep what a function makes of sizes; what is made in a graph belongs to it alone."""
+def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Cache the tensors that a function makes from sizes; a tensor made in a graph belongs to it alone."""
     keep = functools.lru_cache(maxsize=512)(make)
 
     @functools.wraps(make)
@@ -36,7 +36,7 @@ def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @dataclass
 class ExactState:
-    """Exact tokens of heads: sinks and window. The window is a ring: the token at place p lies at p mod window."""
+    """Exact tokens of heads: sinks and window. The window is a ring: the token at place p is at p mod window."""
 
     count: Tensor  # (batch,) real tokens read so far
     sink_k: Tensor  # (batch, heads, sinks, dim)
@@ -46,7 +46,7 @@ class ExactState:
 
     token_buffer = None  # type: object  # where its tensors may lie (token_buffer.py)
     state_pool = None  # type: object  # the same for Triton (state_pool.py)
-    layer_in_c = None  # type: object  # what a kernel knows of its layer (kernel_layer_in_c.py)
+    layer_in_c = None  # type: object  # what a kernel stores about its layer (kernel_layer_in_c.py)
 
     @staticmethod
     def nothing(k: Tensor, v: Tensor, window: int, sinks: int) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ class SlotState(ExactState):
 
 @dataclass
 class SoftmaxState:
-    """The whole cache of softmax heads; those of few bits have their sinks once more, exactly."""
+    """The cache of softmax heads; those of few bits also store their sinks exactly."""
 
     k: Tensor  # (batch, heads, tokens, dim)
     v: Tensor
@@ -112,7 +112,7 @@ class SoftmaxState:
 
 @dataclass
 class MatrixState(ExactState):
-    """The state of heads with a window and a matrix; what a rule does not keep has no numbers."""
+    """The state of heads with a window and a matrix; tensors that a rule does not use are empty."""
 
     matrix: Tensor  # (batch, heads, memories, rows, columns)
     key_mean: Tensor  # (batch, heads, key_dim)
@@ -128,38 +128,38 @@ def is_exact(state: object) -> bool:
 
 
 def tensors(state: object) -> dict[str, Tensor]:
-    """The tensors of a state by name; each has the batch first."""
+    """Return the tensors of a state by name; the batch is their first dimension."""
     return {field.name: getattr(state, field.name) for field in fields(state)}  # type: ignore[arg-type]
 
 
 def change_tensors(state: object, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace every tensor of a state by what `change` makes of it."""
+    """Apply `change` to every tensor of a state."""
     for name, tensor in tensors(state).items():
         setattr(state, name, change(tensor))
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """Sums and exponentials are taken in at least fp32: a bf16 sum loses every term below 1/512 of it."""
+    """Return the type of sums and exponentials, at least fp32: a bf16 sum loses every term below 1/512 of it."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @dataclass
 class Columns:
-    """The remembered window and the new tokens in one row, real tokens at the right end without gaps, so that
-    distances in columns are distances in places."""
+    """The stored window and the new tokens in one row, real tokens at the right end without gaps, so that distances in
+    columns are distances in places."""
 
     k: Tensor  # (batch, heads, window + tokens, dim)
     v: Tensor
     first: Tensor  # (batch,) the place of column 0
-    empty: Tensor  # (batch,) how many columns at the left hold nothing
+    empty: Tensor  # (batch,) how many columns at the left have no token
     window: int
 
     def place(self, start: int, stop: int) -> Tensor:
-        """Places of the columns start … stop - 1: (batch, columns)."""
+        """Return the places of the columns start … stop - 1: (batch, columns)."""
         return self.first[:, None] + torch.arange(start, stop, device=self.k.device)
 
     def filled(self, start: int, stop: int) -> Tensor:
-        """Return which of these columns hold a token: (batch, columns)."""
+        """Return which of these columns have a token: (batch, columns)."""
         return torch.arange(start, stop, device=self.k.device) >= self.empty[:, None]
 
 
@@ -169,32 +169,32 @@ def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: E
         slot = ring_slots(state.count, window)
         k = torch.cat([take_tokens(state.window_k, slot), k], -2)
         v = torch.cat([take_tokens(state.window_v, slot), v], -2)
-    held = state.count.clamp(max=window)
-    new = k.new_full(held.shape, k.shape[-2] - window, dtype=torch.long) if real is None else real.sum(-1)
+    in_window = state.count.clamp(max=window)
+    added = k.new_full(in_window.shape, k.shape[-2] - window, dtype=torch.long) if real is None else real.sum(-1)
     if real is not None:
-        old = torch.arange(window, device=k.device) >= window - held[:, None]
-        order = torch.cat([old, real], -1).to(torch.int8).argsort(dim=-1, stable=True)
+        filled = torch.arange(window, device=k.device) >= window - in_window[:, None]
+        order = torch.cat([filled, real], -1).to(torch.int8).argsort(dim=-1, stable=True)
         k, v = take_tokens(k, order), take_tokens(v, order)
-    return Columns(k, v, state.count + new - k.shape[-2], k.shape[-2] - held - new, window)
+    return Columns(k, v, state.count + added - k.shape[-2], k.shape[-2] - in_window - added, window)
 
 
 def ring_slots(count: Tensor, window: int) -> Tensor:
-    """The slots of a ring from the oldest to the newest token, once `count` tokens were read: (batch, window)."""
+    """Return the slots of a ring, from the oldest to the newest token, after `count` tokens: (batch, window)."""
     return (count[:, None] + torch.arange(window, device=count.device)) % max(window, 1)
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Take tokens of x (batch, …, tokens, dim) by an index (batch, tokens); a gather would take each number alone."""
+    """Take tokens of x (batch, …, tokens, dim) by an index (batch, tokens); a gather would take single numbers."""
     shape, tokens = x.shape[:-2], x.shape[-2]
-    first = first_rows(math.prod(shape), tokens, x.device).view(*shape, 1)
-    at = first + index.view(len(x), *[1] * (x.dim() - 3), -1)
+    start = first_rows(math.prod(shape), tokens, x.device).view(*shape, 1)
+    at = start + index.view(len(x), *[1] * (x.dim() - 3), -1)
     return x.reshape(-1, x.shape[-1]).index_select(0, at.flatten()).view(*shape, index.shape[1], x.shape[-1])
 
 
-@made_once
+@cached_tensor
 def first_rows(count: int, size: int, device: torch.device) -> Tensor:
-    """Return the number of the first row of each of `count` blocks of `size` rows."""
-    with torch.inference_mode(False):  # so that a later training may use it, too
+    """Return the index of the first row of each of `count` blocks of `size` rows."""
+    with torch.inference_mode(False):  # so that training may use it later
         return torch.arange(count, device=device) * size
 
 
@@ -202,43 +202,43 @@ def remember_token(state: ExactState, k: Tensor, v: Tensor) -> None:
     """Write one token of every text into the ring, in place."""
     if not (window := state.window_k.shape[-2]):
         return
-    own_tensors(state, ("window_k", "window_v"))
+    make_writable(state, ("window_k", "window_v"))
     rows, slot = torch.arange(len(k), device=k.device), state.count % window
     state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
 
 
-def remember_sink(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
-    """Write one token of every text among the sinks, in place, where it is one of them.
+def remember_sink(state: ExactState, k: Tensor, v: Tensor, min_count: int) -> None:
+    """Write one token of every text into the sinks, in place, if it is one of them.
 
-    No text has read fewer than `least` tokens before it.
+    Every text has read at least `min_count` tokens before it.
     """
-    if least >= (sinks := state.sink_k.shape[-2]):
+    if min_count >= (sinks := state.sink_k.shape[-2]):
         return
-    own_tensors(state, ("sink_k", "sink_v"))
+    make_writable(state, ("sink_k", "sink_v"))
     rows, slot = torch.arange(len(k), device=k.device), state.count.clamp(max=sinks - 1)
-    first = (state.count < sinks)[:, None, None]
-    for held, x in ((state.sink_k, k), (state.sink_v, v)):
-        held[rows, :, slot] = torch.where(first, x[:, :, 0].to(held.dtype), held[rows, :, slot])
+    is_sink = (state.count < sinks)[:, None, None]
+    for stored, x in ((state.sink_k, k), (state.sink_v, v)):
+        stored[rows, :, slot] = torch.where(is_sink, x[:, :, 0].to(stored.dtype), stored[rows, :, slot])
 
 
-def own_tensors(state: ExactState, names: tuple[str, ...]) -> None:
-    """Copy tensors of a state that must not be written over."""
+def make_writable(state: ExactState, names: tuple[str, ...]) -> None:
+    """Copy those tensors of a state that must not be overwritten."""
     for name in names:
         if must_be_copied(getattr(state, name)):
             setattr(state, name, getattr(state, name).clone())
 
 
 def must_be_copied(x: Tensor) -> bool:
-    """Whether x must not be written over: gradients may need it, a graph changes no state that it is given, or x
-    was made in inference mode, which ended."""
+    """Whether x must not be overwritten: gradients may need it, a graph must not change its inputs, or x was made in
+    inference mode, which has ended."""
     if torch.is_grad_enabled() or is_traced():
         return True
     return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
-def first_places(size: int, last: Tensor) -> Tensor:
-    """Return which of the places 0 … size - 1 are at most a text's `last` (batch,): (batch, size)."""
-    return torch.arange(size, device=last.device) <= last[:, None]
+def first_places(size: int, last_place: Tensor) -> Tensor:
+    """Return which of the places 0 … size - 1 are at most a text's `last_place` (batch,): (batch, size)."""
+    return torch.arange(size, device=last_place.device) <= last_place[:, None]
 
 
 def least_count(count: Tensor) -> int:
@@ -247,30 +247,30 @@ def least_count(count: Tensor) -> int:
 
 
 def is_traced() -> bool:
-    """Whether a graph is being compiled: each number that Python looks at breaks one in two."""
+    """Whether a graph is being compiled: each value that Python reads breaks it in two."""
     return torch.compiler.is_compiling()
 
 
 def is_compiled() -> bool:
-    """Whether torch.compile makes a graph that computes no gradients: its steps may write over a state."""
+    """Whether torch.compile makes a graph without gradients, whose steps may overwrite a state."""
     return torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled()
 
 
 def in_graphs(schema: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a function be one step of a compiled graph: PyTorch looks at its schema, which says what it writes over.
+    """Make a function one step of compiled graphs; its schema tells PyTorch what it overwrites.
 
-    Checkpoints bring a copy of this code each, so its package is part of the name.
+    Every checkpoint brings a copy of this code, so its package is part of the name.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         name = f"linearizer_{hashlib.sha256(function.__module__.encode()).hexdigest()[:8]}::{function.__name__}"
         written = re.findall(r"!\)(?:\[\])? (\w+)", schema)
         step = torch.library.custom_op(name, function, mutates_args=written, schema=schema)
-        step.register_fake(lambda *given: None)
+        step.register_fake(lambda *args: None)
 
-        @functools.wraps(function, updated=())  # or it might be kept out of graphs as the function is
-        def call(*given: Any) -> None:
-            (step if is_traced() else function)(*given)
+        @functools.wraps(function, updated=())  # else it might be excluded from graphs like the function
+        def call(*args: Any) -> None:
+            (step if is_traced() else function)(*args)
 
         return call
 
@@ -278,39 +278,39 @@ def in_graphs(schema: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def remember_sinks(state: ExactState, columns: Columns) -> None:
-    """Copy the first tokens of the text to where they stay, if they are among the columns."""
+    """Copy the first tokens of the text into the sinks, if they are among the columns."""
     sinks = state.sink_k.shape[-2]
     if least_count(state.count) >= sinks:
         return
     column = torch.arange(sinks, device=columns.k.device) - columns.first[:, None]
     length = columns.k.shape[-2]
-    here = ((column >= columns.empty[:, None]) & (column < length))[:, None, :, None]
+    present = ((column >= columns.empty[:, None]) & (column < length))[:, None, :, None]
     column = column.clamp(0, length - 1)
-    state.sink_k = torch.where(here, take_tokens(columns.k, column), state.sink_k)
-    state.sink_v = torch.where(here, take_tokens(columns.v, column), state.sink_v)
+    state.sink_k = torch.where(present, take_tokens(columns.k, column), state.sink_k)
+    state.sink_v = torch.where(present, take_tokens(columns.v, column), state.sink_v)
 
 
 def remember_window(state: ExactState, columns: Columns, tokens: int) -> None:
-    """Put the last columns into the ring, once the state counts the new tokens."""
+    """Write the last columns into the ring; the state's count must include the new tokens."""
     slot = ring_slots(state.count, columns.window).argsort(-1)
     state.window_k = take_tokens(columns.k[:, :, tokens:], slot)
     state.window_v = take_tokens(columns.v[:, :, tokens:], slot)
 
 
 def as_index(heads: list[int], device: torch.device) -> slice | Tensor:
-    """Return indices of heads that select on a device, which does not wait for them."""
+    """Return indices of heads that a device can select by without waiting for the host."""
     even = as_slice(heads)
     return even if isinstance(even, slice) else index_of(tuple(heads), device)
 
 
-@made_once
+@cached_tensor
 def index_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # so that a later training may use it, too
+    with torch.inference_mode(False):  # so that training may use it later
         return torch.tensor(numbers, device=device)
 
 
 def as_slice(heads: list[int]) -> slice | list[int]:
-    """Return indices of heads as a slice where they are evenly spaced: it selects without a copy."""
+    """Return indices of heads, as a slice if they are evenly spaced: a slice selects without a copy."""
     apart = heads[1] - heads[0] if len(heads) > 1 else 1
     even = slice(heads[0], heads[-1] + 1, apart)
     return even if list(range(even.stop))[even] == heads else heads

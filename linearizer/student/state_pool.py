@@ -1,8 +1,8 @@
 """Texts and tokens of all heads of a layer with windows, alone or with slots, by Triton's kernels.
 
 The states of all these heads, in all numbers of bits, lie in one pool of bytes, and their tensors are views of it. A
-table says where each head's tensors lie, so one launch serves them all. Nothing is decided on the host: kernels merge
-as the number of tokens read tells, and what is launched is the same for every token, so that a graph may repeat it.
+table lists the position of each head's tensors, so one launch serves them all. The host decides nothing: kernels decide
+from the number of tokens read when to merge, and every token takes the same launches, so that a graph may repeat them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .state import FeatureState, SlotState, is_traced, working_dtype
 from .token_buffer import WindowGroup, levels_of
 
 Tensor = torch.Tensor
-ALIGNED = 16  # bytes at which a tensor of a head begins
+ALIGNED = 16  # a head's tensor begins at a multiple of these bytes
 COUNTS = ("weight", "spread")
 NAMES = ("k", "v", "sink_k", "sink_v", "level", *COUNTS)  # of each head's tensors; rows are those of ring and slots
 
@@ -31,28 +31,28 @@ class StatePool:
     count: Tensor  # (batch,) tokens read, as all states have it
     table: Tensor  # (heads, fields of kernel_packed_rows.py)
     merging: list[Tensor]  # Merging.rows and gain of all heads with slots, if there are any
-    turns: list[Tensor]  # how heads turn what they take, if they do
+    turns: list[Tensor]  # how heads turn keys and values, if they do
     sizes: list[int]  # in the order of sizes_of
-    kept: torch.dtype  # of heads of 16 bits
+    dtype: torch.dtype  # of heads of 16 bits
     dims: tuple[int, int]  # of keys and values
     groups: dict[int, Any]  # by their indices in the layer
     views: dict[int, dict[str, Tensor]]  # of the pool: all tensors of each group's heads, by name
-    windows: dict[int, Tensor]  # those that each group's state has
-    missing: int  # tokens that some text may have to read before all its sinks are there
+    windows: dict[int, Tensor]  # window_k of each group's state
+    missing: int  # the most tokens that a text still has to read to fill its sinks
 
     @staticmethod
-    @torch.inference_mode(False)  # so that later calls may write what this one makes
+    @torch.inference_mode(False)  # so that later calls may write to the pool
     @torch.no_grad()
     def of(served: dict[int, Any], memory: list, k: Tensor, v: Tensor, scale: float, turns: Turns | None) -> StatePool:
         """Lay the states of some groups, by their indices, into a pool, for a layer with keys and values like these;
-        those that have none begin there."""
+        groups without a state start an empty one there."""
         work, device, texts, sinks = working_dtype(k), k.device, len(k), next(iter(served.values())).sinks
         end, mergers, table, laid = 0, [], [], {}
         for index, group in served.items():
-            if (merging := group.merging(scale)) is not None:
-                mergers.append(merging)
-            block, slots = 0 if merging is None else merging.block, getattr(group, "slots", 0)
-            before = sum(len(other.metric) for other in mergers) - len(group.heads)
+            if (group_merging := group.merging(scale)) is not None:
+                mergers.append(group_merging)
+            block, slots = 0 if group_merging is None else group_merging.block, getattr(group, "slots", 0)
+            before = sum(len(earlier.metric) for earlier in mergers) - len(group.heads)
             rows = [
                 [head, group.bits, group.window, slots, block, before + place] for place, head in enumerate(group.heads)
             ]
@@ -73,7 +73,7 @@ class StatePool:
             pool,
             torch.zeros(texts, dtype=torch.long, device=device),
             torch.tensor(table, device=device),
-            [torch.cat([getattr(own, x) for own in mergers]).to(work) for x in ("rows", "gain") if mergers],
+            [torch.cat([getattr(merging, x) for merging in mergers]).to(work) for x in ("rows", "gain") if mergers],
             [] if turns is None else turning(turns, work),
             sizes_of(sinks, table),
             k.dtype,
@@ -103,13 +103,13 @@ class StatePool:
         return SlotState(**named, weight=views["weight"], spread=views["spread"])
 
     def lay(self, at: int, memory: list, scale: float = 1.0) -> None:
-        """Lay the states of other texts here, in the places of some of these."""
-        other = held_pool(memory, self.pool.new_empty(0, dtype=self.kept))
-        if other is not None and other.pool.shape[1] == self.pool.shape[1] and [*other.groups] == [*self.groups]:
-            self.pool[at : at + len(other.pool)].copy_(other.pool)
-            self.count[at : at + len(other.count)].copy_(other.count)
+        """Copy the states of other texts into this pool, from text `at` on."""
+        source = held_pool(memory, self.pool.new_empty(0, dtype=self.dtype))
+        if source is not None and source.pool.shape[1] == self.pool.shape[1] and [*source.groups] == [*self.groups]:
+            self.pool[at : at + len(source.pool)].copy_(source.pool)
+            self.count[at : at + len(source.count)].copy_(source.count)
             return
-        work = working_dtype(self.pool.new_empty(0, dtype=self.kept))
+        work = working_dtype(self.pool.new_empty(0, dtype=self.dtype))
         for index, group in self.groups.items():
             state = memory[index]
             for name, part in contents(group.window_group(scale, state), work).items():
@@ -117,29 +117,29 @@ class StatePool:
             self.count[at : at + len(state.count)].copy_(state.count)
 
     def holds(self, memory: list, k: Tensor) -> bool:
-        """Whether the states are still views of this pool: all that changes one replaces its count, too."""
+        """Whether the states are still views of this pool: any other change of a state replaces its count, too."""
         states = [(memory[index], window) for index, window in self.windows.items()]
         same = all(state.count is self.count and state.window_k is window for state, window in states)
-        return same and self.kept == k.dtype
+        return same and self.dtype == k.dtype
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor) -> None:
-        """Attend with a text or a token, into `out`; q (batch, heads, group, tokens, dim), k and v are those of the
-        whole layer."""
-        given, tokens = (self.pool, self.count, self.table, self.merging, self.turns), q.shape[-2]
+        """Attend with a text or a token, into `out`; q (batch, heads, group, tokens, dim), k and v have all heads of
+        the layer."""
+        operands, tokens = (self.pool, self.count, self.table, self.merging, self.turns), q.shape[-2]
         if self.reads_token(tokens, real):
-            launch_token(q, k, v, scale, out, *given, self.sizes[:5])
+            launch_token(q, k, v, scale, out, *operands, self.sizes[:5])
             self.count.add_(1)
         elif real is None:
-            launch_text(q, k, v, scale, out, *given, self.sizes, None)
+            launch_text(q, k, v, scale, out, *operands, self.sizes, None)
             self.count.add_(tokens)
             self.missing = max(self.missing - tokens, 0)
         else:
-            new, order = real.sum(-1), real.to(torch.int8).argsort(dim=-1, stable=True)
-            launch_text(q, k, v, scale, out.zero_(), *given, self.sizes, (new, order))
-            self.count.add_(new)
+            added, order = real.sum(-1), real.to(torch.int8).argsort(dim=-1, stable=True)
+            launch_text(q, k, v, scale, out.zero_(), *operands, self.sizes, (added, order))
+            self.count.add_(added)
 
     def reads_token(self, tokens: int, real: Tensor | None) -> bool:
-        """Whether the kernels for a token serve: they look for no sinks among the tokens."""
+        """Whether the kernels for a token can read this: they write no sinks."""
         if tokens > 1 or real is not None:
             return False
         if self.missing and not is_traced():
@@ -148,15 +148,15 @@ class StatePool:
 
 
 def sizes_of(sinks: int, table: list[list[int]]) -> list[int]:
-    """Return the sinks of a head; the most slots, tokens that merge at once, and rows; the fewest bits; the widest
-    window; and the fewest tokens that merge at once, or 0."""
+    """Return the sinks of a head; the most slots, tokens in a block, and rows; the fewest bits; the widest window; and
+    the fewest tokens in a block, or 0."""
     _, bits, windows, slots, blocks, *_ = zip(*table, strict=True)
     rows = [sum(pair) for pair in zip(windows, slots, strict=True)]
     return [sinks, max(slots), max(blocks), max(rows), min(bits), max(windows), min(filter(None, blocks), default=0)]
 
 
 def shapes_of(group: Any, slots: int, k: Tensor, v: Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the shapes of a head's tensors in a pool, and their types, in the order of its table."""
+    """Return the shapes and types of a head's tensors in a pool, in the order of its table."""
     work, rows = working_dtype(k), group.window + slots
     kinds = {"k": (k.shape[-1], k.dtype), "v": (v.shape[-1], v.dtype)}
     sinks = {f"sink_{name}": (group.sinks, dim) for name, (dim, _) in kinds.items()}
@@ -174,7 +174,7 @@ def shapes_of(group: Any, slots: int, k: Tensor, v: Tensor) -> dict[str, tuple[t
 
 
 def contents(group: WindowGroup, work: torch.dtype) -> dict[str, Tensor]:
-    """Return what a pool has of a group, by name."""
+    """Return the tensors of a group as a pool stores them, by name."""
     state = group.state
     rings = [name for name in ("window", "slot") if hasattr(state, f"{name}_k")]
     named = {kind: torch.cat([getattr(state, f"{name}_{kind}") for name in rings], 2) for kind in ("k", "v")}
@@ -194,10 +194,9 @@ def attend_in_pool(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
     out: Tensor, done: Sequence[int], turns: Turns | None,
 ) -> list[int]:  # fmt: skip
-    """Attend with a text or a token, windows and slots at once, into `out`; return the indices of groups that do.
+    """Attend with a text or a token, windows and slots at once, into `out`; return the indices of the groups served.
 
-    q (batch, heads, group, tokens, dim), k, v and out are those of the whole layer, and the states of its groups lie in
-    `memory`.
+    q (batch, heads, group, tokens, dim), k, v and out have all heads of the layer, and `memory` its groups' states.
     """
     memory = [] if memory is None else memory
     pool = held_pool(memory, k)
@@ -213,7 +212,7 @@ def attend_in_pool(
 
 
 def find_groups(groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]) -> dict[int, Any]:
-    """Find the groups with windows, alone or with slots, whose states a pool may have, by their indices."""
+    """Find the groups with windows, alone or with slots, that a pool can serve, by their indices."""
     served = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=True)):
         if index in done or not group.window or group.window_group(scale, state) is None:
@@ -226,12 +225,12 @@ def find_groups(groups: Sequence[Any], memory: list, k: Tensor, scale: float, do
 
 
 def held_pool(memory: list | None, k: Tensor) -> StatePool | None:
-    """Return the pool of a layer's states, where a kernel read them last."""
+    """Return the pool of a layer's states, if a kernel was the last to read them."""
     pools = [state.state_pool for state in memory or () if getattr(state, "state_pool", None) is not None]
     return pools[0] if len(pools) == 1 and pools[0].holds(memory or [], k) else None
 
 
 def pool_for_token(memory: list | None, k: Tensor) -> StatePool | None:
-    """Return the pool of a layer's states, where a kernel may read a token there."""
+    """Return the pool of a layer's states, if a kernel may read a token there."""
     pool = held_pool(memory, k)
     return None if pool is None or pool.missing else pool
