@@ -1,7 +1,7 @@
 """Rows of a cache: texts of different lengths join a batch and leave it.
 
-A student's states have one size, so rows are concatenated. Where keys of all tokens are kept (by a teacher,
-or heads that keep their whole cache), or those of a native window, shorter rows are padded at the left.
+A student's states have one size, so rows are concatenated. Keys of all tokens (of a teacher, or of heads that keep
+their whole cache), or of a native window, are padded at the left in shorter rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 def join_caches(caches: Sequence[Cache]) -> Cache:
-    """Copy several caches, each of which has read something, into one batch."""
+    """Copy several caches, which have all read something, into one batch."""
     joined = copy.copy(caches[0])
     joined.layers = [join_layers(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
     return joined
@@ -49,29 +49,29 @@ def join_layers(layers: Sequence[Any]) -> Any:
     return joined
 
 
-def real_tokens(cache: Cache, read: Tensor, new: int) -> Tensor | None:  # (rows, tokens)
-    """Return which tokens are not padding, once rows that have read the given numbers (rows,) read new ones.
+def real_tokens(cache: Cache, lengths: Tensor, added: int) -> Tensor | None:  # (rows, tokens)
+    """Return which tokens are not padding, when rows that have read `lengths` (rows,) tokens read `added` more.
 
-    None where no layer keeps keys of tokens, as states have no padding, and where none is needed.
+    None if all layers keep states, which have no padding, or if no row needs padding.
     """
-    if all(keeps_state(layer) for layer in cache.layers) or (read == read[0]).all():
+    if all(keeps_state(layer) for layer in cache.layers) or (lengths == lengths[0]).all():
         return None
-    longest = read.max()
-    return (torch.arange(int(longest) + new, device=read.device) >= (longest - read)[:, None]).long()
+    longest = lengths.max()
+    return (torch.arange(int(longest) + added, device=lengths.device) >= (longest - lengths)[:, None]).long()
 
 
 def read_on(
-    model: PreTrainedModel, cache: Cache, ids: Tensor, read: Tensor, real: Tensor | None = None
+    model: PreTrainedModel, cache: Cache, ids: Tensor, lengths: Tensor, real: Tensor | None = None
 ) -> Tensor:  # (rows, vocabulary)
-    """Read the next tokens (rows, tokens) of rows that have read the given numbers (rows,); return the last logits.
+    """Read the next tokens (rows, tokens) of rows that have read `lengths` (rows,) tokens; return the last logits.
 
-    Where states have a fixed size, tokens at the left may be padding: `real` (rows, tokens) is 0 there.
+    With states of fixed size, tokens at the left may be padding: `real` (rows, tokens) is 0 there.
     """
     count = ids.shape[1]
     out = model(
         input_ids=ids,
-        position_ids=(read[:, None] + torch.arange(count, device=ids.device)).clamp_min(0),
-        attention_mask=real_tokens(cache, read, count) if real is None else real,
+        position_ids=(lengths[:, None] + torch.arange(count, device=ids.device)).clamp_min(0),
+        attention_mask=real_tokens(cache, lengths, count) if real is None else real,
         use_cache=True,
         logits_to_keep=1,
         **{CACHE: cache},
@@ -87,53 +87,53 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
 
 
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
-    """Take one row of a batch, which has read the given tokens; its tensors are views of the batch."""
-    other = copy_cache(cache, lambda name, x: x[row : row + 1])
-    cut_padding(other, tokens)
-    return other
+    """Take one row, which has read `tokens` tokens, of a batch; its tensors are views of the batch."""
+    taken = copy_cache(cache, lambda name, x: x[row : row + 1])
+    cut_padding(taken, tokens)
+    return taken
 
 
 def copy_cache(cache: Cache, change: Change) -> Cache:
-    """Copy a cache, whose tensors become what `change` makes of them."""
+    """Return a copy of a cache with `change` applied to each tensor."""
     if isinstance(cache, LinearizedCache):
         return cache.copied(change)
-    other = copy.copy(cache)
-    other.layers = [copy_layer(layer, change) for layer in cache.layers]
-    return other
+    copied = copy.copy(cache)
+    copied.layers = [copy_layer(layer, change) for layer in cache.layers]
+    return copied
 
 
 def tensors_of(cache: Cache) -> list[Tensor]:
     """List the tensors of a cache, in the order in which `copy_cache` changes them."""
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for layer in cache.layers:
         if keeps_state(layer):
-            found += [x for state in layer.memory for x in tensors(state).values()]
+            result += [x for state in layer.memory for x in tensors(state).values()]
         elif layer.is_initialized:
-            found += [layer.keys, layer.values]
-    return found
+            result += [layer.keys, layer.values]
+    return result
 
 
-def pack(held: Sequence[Tensor]) -> Tensor:
-    """Copy tensors into one of bytes: by themselves, hundreds of small ones would take half as much memory again."""
-    return torch.cat([x.flatten().view(torch.uint8) for x in held])
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy tensors into one of bytes: hundreds of small ones would take half as much memory again."""
+    return torch.cat([x.flatten().view(torch.uint8) for x in tensors])
 
 
 def unpack(form: Cache, packed: Tensor, shapes: Sequence[torch.Size], tokens: int) -> Cache:
-    """Make a cache with the tensors of given shapes that `pack` copied; `form` is any cache of the same model."""
+    """Make a cache from tensors that `pack` copied, with their shapes; `form` is any cache of the same model."""
     sizes = [shape.numel() * x.itemsize for shape, x in zip(shapes, tensors_of(form), strict=True)]
     parts = zip(packed.split(sizes), shapes, strict=True)
 
     def take_next(name: str, x: Tensor) -> Tensor:
         part, shape = next(parts)
-        return part.clone().view(x.dtype).view(shape)  # its own memory begins where any type may
+        return part.clone().view(x.dtype).view(shape)  # new memory is aligned for any type
 
     cache = copy_cache(form, take_next)
-    cut_padding(cache, tokens)  # there is none, but layers count their tokens
+    cut_padding(cache, tokens)  # there is none, but this sets the layers' counts
     return cache
 
 
 def cut_padding(cache: Cache, longest: int) -> None:
-    """Remove the padding that no row needs where the longest has read the given number of tokens."""
+    """Remove the padding that no row needs if the longest has read `longest` tokens."""
     for layer in cache.layers:
         if keeps_state(layer):
             layer.tokens_read = longest
@@ -147,7 +147,7 @@ def cut_padding(cache: Cache, longest: int) -> None:
 
 
 def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
-    """Concatenate rows, the shorter ones padded at the left where they grow with the text."""
+    """Concatenate rows; if they grow with the text, pad the shorter ones at the left."""
     if (axis := growing_axis(holder, name)) is not None:
         longest = max(part.shape[axis] for part in parts)
         behind = [0, 0] * (-1 - axis)
@@ -156,7 +156,7 @@ def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
 
 
 def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
-    """Keep the given number of tokens at the right of all that grows with the text."""
+    """Cut tensors that grow with the text to the last `longest` tokens."""
     for name in names:
         if (axis := growing_axis(holder, name)) is not None:
             x = getattr(holder, name)
@@ -164,7 +164,7 @@ def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
 
 
 def growing_axis(holder: Any, name: str) -> int | None:
-    """Return the axis along which a tensor grows with the text; None: its size is fixed."""
+    """Return the axis along which a tensor grows with the text; None if its size is fixed."""
     if hasattr(holder, "real"):
-        return {"real": -1, "k": -2, "v": -2}.get(name)  # all but its sinks
+        return {"real": -1, "k": -2, "v": -2}.get(name)  # not its sinks
     return -2 if hasattr(holder, "keys") else None

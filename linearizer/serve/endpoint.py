@@ -1,4 +1,4 @@
-"""The endpoint in the shape of OpenAI's API: models, completions and chat completions, at once or streamed."""
+"""The endpoint, which follows OpenAI's API: models, completions and chat completions, at once or streamed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from linearizer.serve.row import Row, TextDelta
 from linearizer.teacher.logits import vocabulary
 
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
-LATE_SECONDS = 10  # after the time of a request, in which a client may read the sentence that says so
-RETRY_SECONDS = 5  # after which a client that was turned away may ask again
+LATE_SECONDS = 10  # after a request's deadline, for the client to read the error
+RETRY_SECONDS = 5  # after which a refused client may try again
 WRONG_KEY = "this server needs its key, and the request has none or another: send it as the API key"
 
 
@@ -58,13 +58,13 @@ class Served:
 
 @dataclass
 class Work:
-    """The texts of one request, and what is written of them, with the number of each."""
+    """The texts of one request, and a queue of new text, with the index of its prompt."""
 
     body: Body
     rows: list[Row]
     received: asyncio.Queue[tuple[int, TextDelta]]
     deadline: float  # on the clock of the event loop
-    alarm: asyncio.TimerHandle | None = None  # ends it then
+    alarm: asyncio.TimerHandle | None = None  # ends the request at the deadline
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -73,29 +73,29 @@ class Work:
         return isinstance(self.body, ChatBody)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
-        """Yield what is written until all texts have ended."""
-        left = len(self.rows)
-        while left:
+        """Yield new text until all texts have ended."""
+        unfinished = len(self.rows)
+        while unfinished:
             index, delta = await self.received.get()
             if delta.error is not None:
                 raise Refusal(delta.status, delta.error)
-            left -= delta.last
+            unfinished -= delta.last
             yield index, delta
 
     @property
     def usage(self) -> dict[str, Any]:
-        read, written = sum(len(row.prompt) for row in self.rows), sum(row.written for row in self.rows)
+        prompt, written = sum(len(row.prompt) for row in self.rows), sum(row.written for row in self.rows)
         reused = sum(row.reused for row in self.rows)
         return {
-            "prompt_tokens": read,
+            "prompt_tokens": prompt,
             "completion_tokens": written,
-            "total_tokens": read + written,
+            "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": reused},
         }
 
 
 def make_endpoint(served: Served, local: bool = True, key: str | None = None) -> FastAPI:
-    """Make the application that serves a model, to this machine or to others; its engine must have started."""
+    """Make the application that serves a model, `local`: to this machine only; its engine must have started."""
     app = FastAPI(title="Linearizer", docs_url=None, redoc_url=None, openapi_url=None)
     if key is not None:
         refusal = response_of(Refusal(401, WRONG_KEY, code="invalid_api_key"))
@@ -117,8 +117,8 @@ def make_endpoint(served: Served, local: bool = True, key: str | None = None) ->
         engine = served.engine
         if engine.closed:
             raise Refusal(503, STOPPED)
-        kept = {"kept_states": len(engine.kept.states), "kept_state_bytes": engine.kept.bytes}
-        return {"rows": len(engine.rows), "waiting": engine.unread, **kept}
+        states = {"kept_states": len(engine.kept.states), "kept_state_bytes": engine.kept.bytes}
+        return {"rows": len(engine.rows), "waiting": engine.unread, **states}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -147,8 +147,8 @@ def response_of(refusal: Refusal) -> JSONResponse:
 async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     """Answer a request, at once or as a stream."""
     deadline = asyncio.get_running_loop().time() + served.max_seconds
-    if not served.engine.has_room(1):  # before a body is received and read for nothing
-        raise turned_away(served)
+    if not served.engine.has_room(1):  # before a body is received in vain
+        raise no_room(served)
     body = await read_body(request, kind, served.positions)
     if body.model is not None:
         refuse_other_model(served, body.model)
@@ -163,8 +163,8 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
 
     leaving = asyncio.create_task(wait_for_disconnect())
     try:
-        texts = {index: text async for index, text in work.deltas()}  # each comes in one piece
-    except asyncio.CancelledError as error:  # by the server, which has waited long enough
+        texts = {index: text async for index, text in work.deltas()}  # each arrives in one piece
+    except asyncio.CancelledError as error:  # the server is stopping
         raise Refusal(503, STOPPED) from error
     finally:
         leaving.cancel()
@@ -173,8 +173,8 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     return {**head(served, work), "choices": choices, "usage": work.usage}
 
 
-def turned_away(served: Served) -> Refusal:
-    """Return the refusal of a request for which there is no room."""
+def no_room(served: Served) -> Refusal:
+    """Return the refusal of a request that finds no room."""
     if served.engine.closed:
         return Refusal(503, STOPPED)
     wait = {"Retry-After": str(RETRY_SECONDS)}
@@ -187,7 +187,7 @@ def refuse_other_model(served: Served, name: str) -> None:
 
 
 async def begin(served: Served, body: Body, deadline: float) -> Work:
-    """Check a request, and let its texts wait for their turn; it is given up at the deadline."""
+    """Check a request, and queue its texts; it ends at the deadline."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, TextDelta]]()
 
     def sender(index: int) -> Callable[[TextDelta], None]:
@@ -196,7 +196,7 @@ async def begin(served: Served, body: Body, deadline: float) -> Work:
         def send(delta: TextDelta) -> None:
             if not body.stream:
                 texts.append(delta.text)
-                if not delta.last:  # to wake the loop for every token would take time from the batch
+                if not delta.last:  # waking the loop for every token would slow down the batch
                     return
                 delta = replace(delta, text="".join(texts))
             loop.call_soon_threadsafe(received.put_nowait, (index, delta))
@@ -210,14 +210,14 @@ async def begin(served: Served, body: Body, deadline: float) -> Work:
     rows = [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
     work = Work(body, rows, received, deadline)
     if not served.engine.submit(*rows):
-        raise turned_away(served)
+        raise no_room(served)
     why = f"the answer was not complete after {served.max_seconds:g} seconds: ask for fewer max_tokens, or stream it"
     work.alarm = loop.call_at(deadline, received.put_nowait, (0, TextDelta(error=why, status=504)))
     return work
 
 
 def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Callable[[TextDelta], None]) -> Row:
-    """Make the text of a prompt; refuse a prompt that cannot be served."""
+    """Make the row of a prompt; refuse a prompt that cannot be served."""
     if not tokens:
         raise Refusal(400, "the prompt is empty: send at least one token", "prompt")
     room = served.positions - len(tokens)
@@ -229,14 +229,14 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
             "max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
             "context_length_exceeded",
         )
-    if min(tokens) < 0 or max(tokens) >= (known := vocabulary(served.model)):
-        raise Refusal(400, f"a token is not one of the model's {known}", "prompt")
+    if min(tokens) < 0 or max(tokens) >= (size := vocabulary(served.model)):
+        raise Refusal(400, f"a token is not one of the model's {size}", "prompt")
     ends = frozenset[int]() if body.ignore_eos else served.ends
     return Row(tokens, send, served.tokenizer, body.new_tokens or room, body.drawing(index), tuple(body.stop), ends)
 
 
 def end(served: Served, work: Work) -> None:
-    """End a request: its texts that still wait or are written are abandoned."""
+    """End a request: abandon its unfinished texts."""
     if work.alarm is not None:
         work.alarm.cancel()
     for row in work.rows:
@@ -245,22 +245,22 @@ def end(served: Served, work: Work) -> None:
 
 
 class Stream(StreamingResponse):
-    """An answer as events while it is written; a client that goes away, or does not read on, ends it."""
+    """An answer as events while it is written; it ends if the client goes away, or stops reading."""
 
     def __init__(self, served: Served, work: Work) -> None:
         super().__init__(events_of(served, work), media_type="text/event-stream")
         self.leave, self.latest = partial(end, served, work), work.deadline + LATE_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = self.latest - asyncio.get_running_loop().time()
+        seconds = self.latest - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait_for(super().__call__(scope, receive, send), left)
+            await asyncio.wait_for(super().__call__(scope, receive, send), seconds)
         except asyncio.TimeoutError:  # the client does not read
             pass
-        except asyncio.CancelledError:  # by the server, which has waited long enough
-            last = event(Refusal(503, STOPPED).content).encode()
+        except asyncio.CancelledError:  # the server is stopping
+            final = event(Refusal(503, STOPPED).content).encode()
             with suppress(Exception):  # a client may have gone by now
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+                await send({"type": "http.response.body", "body": final, "more_body": False})
         finally:
             self.leave()
 
@@ -268,17 +268,17 @@ class Stream(StreamingResponse):
 async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
     """Yield the answer as events."""
     with_usage = work.body.stream_options is not None and work.body.stream_options.include_usage
-    first = {**head(served, work), **({"usage": None} if with_usage else {})}
+    common = {**head(served, work), **({"usage": None} if with_usage else {})}
     if work.is_chat:
-        yield event({**first, "choices": [choice(work, 0, TextDelta(), role="assistant")]})
+        yield event({**common, "choices": [choice(work, 0, TextDelta(), role="assistant")]})
     try:
         async for index, delta in work.deltas():
-            yield event({**first, "choices": [choice(work, index, delta)]})
+            yield event({**common, "choices": [choice(work, index, delta)]})
     except Refusal as error:
         yield event(error.content)
         return
     if with_usage:
-        yield event({**first, "choices": [], "usage": work.usage})
+        yield event({**common, "choices": [], "usage": work.usage})
     yield "data: [DONE]\n\n"
 
 
@@ -289,7 +289,7 @@ def head(served: Served, work: Work) -> dict[str, Any]:
 
 
 def choice(work: Work, index: int, delta: TextDelta, **role: str) -> dict[str, Any]:
-    """Lay out a text, or a part of it, as an answer has it."""
+    """Return a text, or a part of it, in the form of an answer's choice."""
     if not work.is_chat:
         content: dict[str, Any] = {"text": delta.text}
     elif work.body.stream:

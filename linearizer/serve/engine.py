@@ -1,8 +1,8 @@
-"""The running batch: texts join it when their prompt is read and leave it when they end, each at its own length.
+"""The running batch: texts join it when their prompt is read and leave it when they end, at different lengths.
 
-In turns, a part of the prompts that wait is read (prompts.py), and every row of the batch writes a token. The last
-token of a prompt is the first that its row reads in the batch. The states of prompts and of ended texts are kept,
-so that the next turn of a conversation reads only what is new.
+In turns, a part of the waiting prompts is read (prompts.py), and every row of the batch writes a token. The last token
+of a prompt is the first that its row reads in the batch. The states of prompts and of ended texts are kept, so that the
+next turn of a conversation reads only new text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from linearizer.teacher.logits import fresh_cache
 MAX_ROWS = 32  # texts in the batch
 MAX_WAITING = 1024  # texts that wait for it
 READ_BETWEEN = 512  # tokens of prompts that a CPU reads between two tokens of the batch
-READ_IDLE = 4096  # the same, where nothing is written
+READ_IDLE = 4096  # the same without a batch
 
 Tensor = torch.Tensor
 
 
 class Engine:
-    """Works in a thread of its own; `submit` and `cancel` may be called from any."""
+    """The batch and its thread; `submit` and `cancel` may be called from any thread."""
 
     def __init__(self, model: PreTrainedModel, max_state_bytes: int) -> None:
         self.model, self.kept = model, KeptStates(max_state_bytes)
@@ -48,21 +48,21 @@ class Engine:
         with self.wake:
             self.closed = True
             for row in [*self.waiting, *self.prompts.rows, *self.rows]:
-                row.abandoned = True  # or a long prompt would be read to its end
+                row.abandoned = True  # else a long prompt would be read to its end
             self.wake.notify()
         self.thread.join()
 
     @property
     def unread(self) -> int:
-        """Count the texts whose prompts are not read."""
+        """Count the texts with unread prompts."""
         return len(self.waiting) + len(self.prompts.rows)
 
     def has_room(self, rows: int) -> bool:
-        """Whether the given number of rows may wait, too."""
+        """Whether this number of further rows may wait."""
         return not self.closed and len(self.waiting) + rows <= MAX_WAITING
 
     def submit(self, *rows: Row) -> bool:
-        """Queue the rows of a request; return whether there is room for all of them, or else queue none."""
+        """Queue the rows of a request if there is room for all of them, else none; return whether there was."""
         with self.wake:
             if not self.has_room(len(rows)):
                 return False
@@ -71,13 +71,13 @@ class Engine:
             return True
 
     def cancel(self, row: Row) -> None:
-        """Abandon a row; its place is free after the token that is being written."""
+        """Abandon a row; its place is free after the current token."""
         with self.wake:
             row.abandoned = True
             self.wake.notify()
 
     def work(self) -> None:
-        """Serve until closed; after an error that nothing else handles, end all rows, and admit no more."""
+        """Serve until closed; after an unhandled error, end all rows, and admit no more."""
         try:
             while True:
                 with self.wake:
@@ -93,28 +93,28 @@ class Engine:
             raise
 
     def step(self) -> None:
-        """Read a part of the prompts that wait, and write a token of every row."""
+        """Read a part of the waiting prompts, and write a token of every row."""
         self.admit()
         self.join(self.prompts.read(self.prompts.times * (READ_BETWEEN if self.rows else READ_IDLE)))
         try:
             if self.rows:
                 self.write_token(self.rows, self.cache)
             self.remove_rows()
-        except Exception as error:  # a device may fail in many ways, and other requests are served after it
+        except Exception as error:  # a device may fail in many ways; other requests must still be served
             fail_rows(self.rows, error)
             self.rows, self.cache = [], None
 
     def admit(self) -> None:
-        """Let as many rows begin as the batch will have room for."""
+        """Let rows begin while the batch will have room for them."""
         with self.wake:
             while self.waiting and len(self.rows) + len(self.prompts.rows) < MAX_ROWS:
                 self.prompts.rows.append(self.waiting.popleft())
 
     def join(self, rows: list[Row]) -> None:
-        """Let rows whose prompts are read join the batch."""
+        """Add rows to the batch whose prompts are read."""
         try:
             for row in rows:
-                if row.cache is None:  # a prompt of one token: it has no state to join yet
+                if row.cache is None:  # a prompt of one token has no state yet
                     row.cache = fresh_cache(self.model)
                     self.write_token([row], row.cache)
             if rows := [row for row in rows if not row.done]:
@@ -129,8 +129,8 @@ class Engine:
     def write_token(self, rows: list[Row], cache: Cache | None) -> None:
         """Let every row read its last token, and write the next."""
         assert cache is not None
-        ids, read = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
-        logits = self.graphs.read(cache, ids, read).float()
+        ids, lengths = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
+        logits = self.graphs.read(cache, ids, lengths).float()
         broken = logits.isnan().any(-1).tolist()
         tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
         for row, token, is_broken in zip(rows, tokens, broken, strict=True):
@@ -141,7 +141,7 @@ class Engine:
                 row.add(token)
 
     def remove_rows(self) -> None:
-        """Remove the rows that have ended or are abandoned; keep the states of what they have read."""
+        """Remove ended and abandoned rows from the batch; keep their states."""
         staying = [index for index, row in enumerate(self.rows) if not (row.done or row.abandoned)]
         if len(staying) == len(self.rows):
             return

@@ -1,7 +1,7 @@
-"""Refuses requests without the key, or that another site sends through a browser on this machine.
+"""Refuses requests without the key, and requests that another site sends through a browser on this machine.
 
-The other site's name may resolve to this machine (DNS rebinding), which the Host shows; or its page may post to this
-server, which the Origin shows.
+The other site's name may resolve to this machine (DNS rebinding): the Host shows that. Or its page may post to this
+server: the Origin shows that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REFUSED = PlainTextResponse(REFUSAL, 403)
 
 
 class Guard:
-    """Serves the requests that `allows` takes; `refuse` answers the others."""
+    """Serves requests for which `allows` is true; `refuse` answers the others."""
 
     def __init__(self, app: ASGIApp, allows: Callable[[Scope], bool], refuse: ASGIApp = REFUSED) -> None:
         self.app, self.allows, self.refuse = app, allows, refuse
@@ -39,7 +39,7 @@ def has_key(key: str) -> Callable[[Scope], bool]:
 
     def allows(scope: Scope) -> bool:
         sent = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        # compared in a time that reveals nothing of the key
+        # in constant time, which reveals nothing about the key
         return scope["path"] in OPEN_PATHS or hmac.compare_digest(sent, f"Bearer {key}".encode())
 
     return allows

@@ -1,4 +1,4 @@
-"""Let a student read a text once, keep its state in a file, and answer from it any number of times."""
+"""Lets a student read a text once, keep its state in a file, and answer from it any number of times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from linearizer.teacher.token_loop import TextStream, generate_tokens, read_toke
 
 @dataclass(frozen=True)
 class Answer:
-    """The text that a student has written, and the size of its state after it."""
+    """A student's answer, and the size of its state after it."""
 
     prompt: str
     text: str
@@ -34,9 +34,9 @@ class Answer:
 
 
 def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
-    """Let the student of a run read a text and write its state to a file; `more`: after what the file holds.
+    """Let the student of a run read a text and write its state to a file; `more`: continue from the file's state.
 
-    What was read in addition can be taken back.
+    A later text can be taken back.
     """
     check_place(path)
     if path.exists() and not more:
@@ -59,9 +59,9 @@ def ask(
     seed: int = 0,
     sample: bool = False,
 ) -> Generator[str, None, Answer]:
-    """Let the student of a run continue a prompt, after the text whose state is in a file; yield what it writes.
+    """Let the student of a run continue a prompt, after the text of a state in a file; yield what it writes.
 
-    `keep` writes the state that has read prompt and answer, too, back to the file; they can be taken back.
+    `keep` writes the state after prompt and answer back to the file; they can be taken back.
     """
     if keep and path is None:
         raise RequestError("there is no state to keep the answer in: name its file with --state")
@@ -72,15 +72,15 @@ def ask(
     if keep:
         cache.begin_turn()
     with quiet():
-        written = yield from write_answer(student, tokenizer, prompt, cache, new_tokens, seed, sample)
+        tokens = yield from write_answer(student, tokenizer, prompt, cache, new_tokens, seed, sample)
     if keep and path is not None:
         save_state(cache, path)
-    text = tokenizer.decode(written, skip_special_tokens=True)
-    return Answer(prompt, text, len(written), measure(student, run.layers, cache))
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return Answer(prompt, text, len(tokens), measure(student, run.layers, cache))
 
 
 def take_back(run: Run, path: Path) -> Reading:
-    """Return a state in a file to where it was before what was read or kept last."""
+    """Restore a state in a file to the one before the last text or answer."""
     check_place(path)
     student, _ = checkpoint.load_of_run(run)
     cache = load_state(student, path)
@@ -90,7 +90,7 @@ def take_back(run: Run, path: Path) -> Reading:
 
 
 def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> Reading:
-    """Count what was read into a cache, and its bytes, in the student's own dtype as in the teacher's."""
+    """Count the tokens that a cache has read, its bytes, and those of a teacher's cache in the student's dtype."""
     state_bytes = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
     tokens = cache.get_seq_length()
     return Reading(tokens, state_bytes, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
@@ -99,15 +99,15 @@ def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: Li
 def read_text(
     student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache
 ) -> Steps[None]:
-    """Read a text after what the cache holds."""
+    """Read a text after those in the cache."""
     ids = tokenize(tokenizer, text, cache)
     yield Progress("read", 0, ids.shape[1], "tokens")
-    for done in read_tokens(student, ids, cache):
-        yield Progress("read", done, ids.shape[1], "tokens")
+    for count in read_tokens(student, ids, cache):
+        yield Progress("read", count, ids.shape[1], "tokens")
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache) -> torch.Tensor:  # (1, tokens)
-    """Turn a text into tokens, with a start token only where nothing was read before."""
+    """Turn a text into tokens, with a start token only if nothing was read before."""
     starts = not cache.get_seq_length()
     ids: torch.Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=starts, verbose=False)["input_ids"]
     if not ids.shape[1]:
@@ -124,7 +124,7 @@ def write_answer(
     seed: int,
     sample: bool,
 ) -> Generator[str, None, list[int]]:
-    """Continue a prompt after what the cache holds; yield the text as it comes, and return its tokens.
+    """Continue a prompt after the texts in the cache; yield the text piece by piece, and return its tokens.
 
     Afterwards the cache has read all of them.
     """
@@ -138,8 +138,8 @@ def write_answer(
         written.append(token)
         if piece := stream.add(token):
             yield piece
-    if rest := stream.rest():
-        yield rest
+    if tail := stream.rest():
+        yield tail
     for _ in read_tokens(student, torch.tensor([written[-1:]]), cache):
         pass
     return written
@@ -159,7 +159,7 @@ def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
 
 
 def take_back_turn(cache: LinearizedCache) -> None:
-    """Take back what the state has read or kept last."""
+    """Take back the last text or answer of a state."""
     if not cache.turns:
         raise RequestError(
             f"there is nothing to take back: the state holds what it read first, or its last {MAX_TURNS} turns are "
@@ -169,13 +169,13 @@ def take_back_turn(cache: LinearizedCache) -> None:
 
 
 def save_state(cache: LinearizedCache, path: Path) -> None:
-    """Write a state to a file, which stays as it was until the new one is complete."""
+    """Write a state to a file; an older file stays until the new one is complete."""
     with writing(path):
         cache.save(str(path))
 
 
 def check_place(path: Path) -> None:
-    """Refuse, before anything is read, a path that no state can be written to."""
+    """Refuse, before anything is read, a path to which no state can be written."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         why = "is a folder" if path.is_dir() else "cannot be written there"

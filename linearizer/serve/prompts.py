@@ -1,7 +1,7 @@
 """Prompts that are read before they join the running batch, and states that are kept between requests.
 
-A prompt is read in chunks, after the longest kept state that it begins with: the next turn of a conversation reads only
-what is new. On a GPU, which is idle for most of the time of one text, students of a fixed size read several at once.
+A prompt is read in chunks, after the longest kept state of its beginning: the next turn of a conversation reads only
+new text. On a GPU, which one text leaves mostly idle, students of a fixed size read several prompts at once.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import trim_heaps
 
-CHUNK = 512  # tokens that are read at once on a CPU; states are kept at multiples of it
-TIMES_ON_GPU = 4  # as many tokens at once: few take a host as long to launch
-FEWEST = 64  # tokens that a prompt reads at once, if it has as many: fewer take hardly less time
-KEPT_BYTES, SHAPE_BYTES = 1024, 128  # of memory that a state, and the shape of each of its tensors, take besides
-TRIMMED_SHARE = 1 / 8  # of the bytes that may be kept: after as many more, freed memory goes back to the system
+CHUNK = 512  # tokens read at once on a CPU; states are kept at multiples of it
+TIMES_ON_GPU = 4  # as many tokens at once: launches for fewer take a host as long
+FEWEST = 64  # tokens of a prompt at once, if it has as many: fewer take hardly less time
+KEPT_BYTES, SHAPE_BYTES = 1024, 128  # further bytes of a state, and of the shape of each of its tensors
+TRIMMED_SHARE = 1 / 8  # of the bytes to keep: after as many new bytes, freed memory goes back to the system
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptState:
     tokens: int
     bytes: int
-    packed: torch.Tensor  # all numbers of its cache
+    packed: torch.Tensor  # all tensors of its cache as bytes
     shapes: tuple[torch.Size, ...]
 
 
 class KeptStates:
-    """States by the tokens that they have read; the least recently used is forgotten first."""
+    """States by the tokens that they have read; the least recently used is dropped first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes, self.untrimmed = max_bytes, 0, 0
-        self.states: OrderedDict[bytes, Kept] = OrderedDict()
+        self.states: OrderedDict[bytes, KeptState] = OrderedDict()
         self.form: Cache | None = None  # a cache without numbers
-        self.shapes: dict[tuple[torch.Size, ...], tuple[torch.Size, ...]] = {}  # one object for all states alike
+        self.shapes: dict[tuple[torch.Size, ...], tuple[torch.Size, ...]] = {}  # one object for all equal shapes
 
     def keep(self, tokens: Sequence[int], cache: Cache) -> None:
-        """Keep a copy of a cache that has read these tokens, where there is room for it."""
-        held = tensors_of(cache)
-        size = KEPT_BYTES + sum(SHAPE_BYTES + x.nbytes for x in held)
+        """Keep a copy of a cache that has read these tokens, if there is room for it."""
+        parts = tensors_of(cache)
+        size = KEPT_BYTES + sum(SHAPE_BYTES + x.nbytes for x in parts)
         if size > self.max_bytes:
             return
         if self.form is None:
@@ -57,41 +57,41 @@ class KeptStates:
         key = next(hashes(tokens, [len(tokens)]))
         if key in self.states:
             self.bytes -= self.states.pop(key).bytes
-        shapes = tuple(x.shape for x in held)
-        self.states[key] = Kept(len(tokens), size, pack(held), self.shapes.setdefault(shapes, shapes))
+        shapes = tuple(x.shape for x in parts)
+        self.states[key] = KeptState(len(tokens), size, pack(parts), self.shapes.setdefault(shapes, shapes))
         self.bytes += size
         while self.bytes > self.max_bytes:
             self.bytes -= self.states.popitem(last=False)[1].bytes
         self.untrimmed += size
-        if self.untrimmed > self.max_bytes * TRIMMED_SHARE:  # between what stays, other tensors leave holes
+        if self.untrimmed > self.max_bytes * TRIMMED_SHARE:  # freed tensors leave holes between those that stay
             self.untrimmed = 0
             trim_heaps()
 
-    def find_longest(self, tokens: Sequence[int]) -> Kept | None:
-        """Find the state that has read the most of these tokens, from the first one on."""
-        lengths = sorted({kept.tokens for kept in self.states.values() if kept.tokens <= len(tokens)})
-        if not (found := [key for key in hashes(tokens, lengths) if key in self.states]):
+    def find_longest(self, tokens: Sequence[int]) -> KeptState | None:
+        """Return the state that has read the most of these tokens, from the first one on."""
+        lengths = sorted({state.tokens for state in self.states.values() if state.tokens <= len(tokens)})
+        if not (keys := [key for key in hashes(tokens, lengths) if key in self.states]):
             return None
-        self.states.move_to_end(found[-1])
-        return self.states[found[-1]]
+        self.states.move_to_end(keys[-1])
+        return self.states[keys[-1]]
 
-    def restore(self, kept: Kept) -> Cache:
-        """Make a cache of a kept state; what it reads does not change the state."""
+    def restore(self, state: KeptState) -> Cache:
+        """Make a cache from a kept state, which does not change with it."""
         assert self.form is not None
-        return unpack(self.form, kept.packed, kept.shapes, kept.tokens)
+        return unpack(self.form, state.packed, state.shapes, state.tokens)
 
 
 def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
-    """Yield the hash of the first tokens for each length; lengths grow."""
-    hashed, done = hashlib.sha256(), 0
+    """Yield the hash of the first tokens for each of the ascending lengths."""
+    hashed, begin = hashlib.sha256(), 0
     for length in lengths:
-        hashed.update(array("q", tokens[done:length]).tobytes())
-        done = length
+        hashed.update(array("q", tokens[begin:length]).tobytes())
+        begin = length
         yield hashed.digest()
 
 
 class Prompts:
-    """Reads prompts in the order in which they came, but for their last tokens, which are read in the batch."""
+    """Reads prompts in order of arrival, except for their last tokens, which are read in the batch."""
 
     def __init__(self, model: PreTrainedModel, kept: KeptStates) -> None:
         self.model, self.kept = model, kept
@@ -99,31 +99,31 @@ class Prompts:
         self.times = TIMES_ON_GPU if on_gpu else 1
         self.chunk = CHUNK * self.times
         self.several = on_gpu and has_fixed_states(model)  # whether several prompts are read at once
-        self.rows: list[Row] = []  # in the order in which they came
+        self.rows: list[Row] = []  # in order of arrival
 
-    def read(self, most: int) -> list[Row]:
-        """Read about the given number of tokens; return the rows whose prompts are read, and no longer wait."""
-        read: list[Row] = []
+    def read(self, budget: int) -> list[Row]:
+        """Read about `budget` tokens; return the rows whose prompts are read, and remove them from the queue."""
+        finished: list[Row] = []
         while self.rows:
             row = self.rows[0]
             if not self.prepare(row):
                 self.rows.pop(0)
-            elif not row.left:
-                read.append(self.rows.pop(0))
-            elif most > 0:
-                rows = self.rows_beside(row, most) if self.several else [row]
-                count = min(max(map(self.next_part, rows)), max(FEWEST, most))
-                most -= max(FEWEST, count) * len(rows)
+            elif not row.unread:
+                finished.append(self.rows.pop(0))
+            elif budget > 0:
+                rows = self.rows_beside(row, budget) if self.several else [row]
+                count = min(max(map(self.next_part, rows)), max(FEWEST, budget))
+                budget -= max(FEWEST, count) * len(rows)
                 try:
                     self.read_part(rows, count)
-                except Exception as error:  # a device may fail in many ways, and other requests are served after it
+                except Exception as error:  # a device may fail in many ways; other requests must still be served
                     fail_rows(rows, error)
             else:
                 break
-        return read
+        return finished
 
     def prepare(self, row: Row) -> bool:
-        """Let a row go on from the longest kept state; return whether the row still waits."""
+        """Let a row continue from the longest kept state; return whether the row still waits."""
         if not (row.done or row.abandoned):
             try:
                 self.look_up(row)
@@ -133,55 +133,55 @@ class Prompts:
 
     def next_part(self, row: Row) -> int:
         """Count the tokens to the end of a row's chunk, or of its prompt."""
-        return min(self.chunk - row.read % self.chunk, row.left)
+        return min(self.chunk - row.read % self.chunk, row.unread)
 
-    def rows_beside(self, first: Row, most: int) -> list[Row]:
-        """List the rows that read their next parts at once with the first, which is one of them.
+    def rows_beside(self, first: Row, budget: int) -> list[Row]:
+        """List the rows that read their next parts at once with the first, including it.
 
-        A row that begins as another of them does waits for the state that the other leaves.
+        A row that begins like another of them waits for the other's state.
         """
         rows, longest = [first], max(FEWEST, self.next_part(first))
         for row in self.rows[1:]:
-            if any(begins_alike(row, other, other.read + self.next_part(other)) for other in rows):
+            if any(begins_alike(row, earlier, earlier.read + self.next_part(earlier)) for earlier in rows):
                 continue
-            if not self.prepare(row) or not row.left or (row.cache is None) != (first.cache is None):
+            if not self.prepare(row) or not row.unread or (row.cache is None) != (first.cache is None):
                 continue
-            if (len(rows) + 1) * max(longest, self.next_part(row)) <= most:
+            if (len(rows) + 1) * max(longest, self.next_part(row)) <= budget:
                 rows, longest = [*rows, row], max(longest, self.next_part(row))
         return rows
 
     def look_up(self, row: Row) -> None:
-        """Let a row go on from the kept state that has read the most of its prompt."""
-        kept = self.kept.find_longest(row.prompt[:-1])
-        if kept is not None and kept.tokens > row.read:
-            row.reused += kept.tokens - row.read
-            row.read, row.cache = kept.tokens, self.kept.restore(kept)
+        """Let a row continue from the kept state that has read the most of its prompt."""
+        state = self.kept.find_longest(row.prompt[:-1])
+        if state is not None and state.tokens > row.read:
+            row.reused += state.tokens - row.read
+            row.read, row.cache = state.tokens, self.kept.restore(state)
 
     @torch.inference_mode()
     def read_part(self, rows: Sequence[Row], count: int) -> None:
-        """Read the next tokens of some rows, at most the given number of each."""
+        """Read the next tokens of some rows, at most `count` of each."""
         caches, device = [row.cache for row in rows if row.cache is not None], self.model.device
         cache = fresh_cache(self.model) if not caches else caches[0] if len(rows) == 1 else join_caches(caches)
         parts = [row.prompt[row.read : row.read + min(count, self.next_part(row))] for row in rows]
         longest = max(map(len, parts))
         ids = torch.tensor([[0] * (longest - len(part)) + part for part in parts])
-        read = torch.tensor([row.read - longest + len(part) for row, part in zip(rows, parts, strict=True)])
+        lengths = torch.tensor([row.read - longest + len(part) for row, part in zip(rows, parts, strict=True)])
         real = torch.tensor([[0] * (longest - len(part)) + [1] * len(part) for part in parts])
-        read_on(self.model, cache, ids.to(device), read.to(device), real.to(device) if len(rows) > 1 else None)
+        read_on(self.model, cache, ids.to(device), lengths.to(device), real.to(device) if len(rows) > 1 else None)
         for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
             row.read += len(part)
             row.cache = cache if len(rows) == 1 else take_row(cache, index, row.read)
-            if self.kept.max_bytes and (row.read % self.chunk == 0 or not row.left):
+            if self.kept.max_bytes and (row.read % self.chunk == 0 or not row.unread):
                 self.kept.keep(row.prompt[: row.read], row.cache)
 
 
-def begins_alike(row: Row, other: Row, tokens: int) -> bool:
+def begins_alike(row: Row, earlier: Row, tokens: int) -> bool:
     """Whether the first tokens of two prompts, which both have, are the same."""
-    return row.prompt[:tokens] == other.prompt[:tokens] and len(row.prompt) > tokens
+    return row.prompt[:tokens] == earlier.prompt[:tokens] and len(row.prompt) > tokens
 
 
 def has_fixed_states(model: PreTrainedModel) -> bool:
-    """Whether no layer of a model keeps anything that grows with the text."""
+    """Whether no layer's state grows with the text."""
     if not isinstance(model, LinearizedForCausalLM):
         return False
     layers = [None if layer is None else layer["heads"] for layer in model.config.layers]

@@ -1,4 +1,4 @@
-"""A text of the running batch: its prompt, how its tokens are drawn, where it stops, and the receiver of its text."""
+"""A text of the running batch: its prompt, how to draw its tokens, where to stop, and who receives its text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Drawing:
-    """How a row draws its tokens: temperature 0 takes the likeliest."""
+    """How a row draws its tokens: with temperature 0 it takes the likeliest."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -41,7 +41,7 @@ class TextDelta:
     text: str = ""
     finish: str | None = None  # "stop", or "length"
     error: str | None = None
-    status: int = 500  # of HTTP, where there is an error
+    status: int = 500  # of HTTP, if there is an error
 
     @property
     def last(self) -> bool:
@@ -50,7 +50,7 @@ class TextDelta:
 
 @dataclass
 class Row:
-    """A text that is read, then written on; `send` is called in the engine's thread."""
+    """A text that is read, then continued; `send` is called in the engine's thread."""
 
     prompt: list[int]
     send: Callable[[TextDelta], None]
@@ -61,7 +61,7 @@ class Row:
     ends: frozenset[int] = frozenset()  # tokens that end a text
 
     cache: Cache | None = None  # until it joins the batch
-    reused: int = 0  # tokens whose state was kept
+    reused: int = 0  # tokens read from kept states
     abandoned: bool = False  # its client has gone
     done: bool = False
     failed: bool = False
@@ -75,12 +75,12 @@ class Row:
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def left(self) -> int:
-        """The tokens of the prompt to read before the last one, which is read in the batch."""
+    def unread(self) -> int:
+        """The unread tokens of the prompt, except for the last one, which is read in the batch."""
         return max(0, len(self.prompt) - 1 - self.read)
 
     def add(self, token: int) -> None:
-        """Take the next token, and send the text that later tokens cannot change."""
+        """Add the next token, and send the text that later tokens cannot change."""
         self.tokens.append(token)
         ended = token in self.ends
         text = self.unsent + ("" if ended else self.stream.add(token))
@@ -103,7 +103,7 @@ class Row:
         self.send_delta(TextDelta(error=why))
 
     def send_delta(self, delta: TextDelta) -> None:
-        """Send new text, the last of which ends the row; a row whose receiver has gone is abandoned."""
+        """Send new text; the last delta ends the row; abandon a row without a receiver."""
         self.done = delta.last
         try:
             self.send(delta)
@@ -119,9 +119,9 @@ def fail_rows(rows: Sequence[Row], error: Exception) -> None:
 
 
 def begun_stop(text: str, stop: Sequence[str]) -> int:
-    """Count the last letters of a text with which one of several strings may begin."""
-    most = min(len(text), max((len(each) - 1 for each in stop), default=0))
-    return next((size for size in range(most, 0, -1) if any(each.startswith(text[-size:]) for each in stop)), 0)
+    """Count the last letters of a text that may be the beginning of a stop string."""
+    longest = min(len(text), max((len(string) - 1 for string in stop), default=0))
+    return next((size for size in range(longest, 0, -1) if any(string.startswith(text[-size:]) for string in stop)), 0)
 
 
 def choose_tokens(logits: Tensor, drawings: Sequence[Drawing], texts: Sequence[Sequence[int]]) -> list[int]:
@@ -134,12 +134,12 @@ def choose_tokens(logits: Tensor, drawings: Sequence[Drawing], texts: Sequence[S
 
 
 def draw_token(logits: Tensor, drawing: Drawing, text: Sequence[int]) -> int:  # (1, vocabulary)
-    """Draw a token with one random number, limited by the processors of transformers in their order."""
+    """Draw a token with one random number, after the processors of transformers in their order."""
     ids = torch.tensor([text] if drawing.repetition_penalty != 1.0 else [[]], dtype=torch.long, device=logits.device)
     logits = RepetitionPenaltyLogitsProcessor(drawing.repetition_penalty)(ids, logits)
     if not drawing.temperature:
         return int(logits.argmax())
-    logits = (logits - logits.max()) / max(drawing.temperature, 1e-30)  # a smaller one is 0 in float32
+    logits = (logits - logits.max()) / max(drawing.temperature, 1e-30)  # smaller ones are 0 in float32
     if drawing.top_k is not None:
         logits = TopKLogitsWarper(drawing.top_k)(ids, logits)
     if drawing.top_p < 1:

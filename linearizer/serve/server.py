@@ -11,17 +11,17 @@ from linearizer.quiet import quiet
 from linearizer.run.folder import Run
 
 HOST, PORT = "127.0.0.1", 8000
-LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # to listen on, for this machine alone
+LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # only this machine can reach these
 MAX_STATE_BYTES = 2**30  # of states kept between requests
 MAX_SECONDS = 3600.0  # of a request
-KEEP_ALIVE_SECONDS = 75  # of a connection: more than clients keep it, or they would send into a closing connection
-UNREAD_SECONDS = 300  # of a connection whose client reads nothing of what has been sent
-CLOSING_SECONDS = 2  # that requests have to finish when the server is stopped
-LONGEST_SECONDS = 2**31  # that a request may take
+KEEP_ALIVE_SECONDS = 75  # of a connection: longer than clients keep it, else they would send into a closing one
+UNREAD_SECONDS = 300  # until a connection ends whose client reads nothing
+CLOSING_SECONDS = 2  # for requests to finish when the server is stopped
+LONGEST_SECONDS = 2**31  # of a request
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take an address of this machine, before anything slow begins or is imported."""
+    """Bind an address of this machine, before anything slow begins or is imported."""
     if not 0 <= port <= 65535:
         raise RequestError(f"--port {port} is not a port: choose a number from 1 to 65535, or 0 for any free port")
     try:
@@ -29,7 +29,7 @@ def listen(host: str, port: int) -> socket.socket:
             raise ValueError("it has a null character")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # in Linux; every connection takes it over
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # in Linux; every connection inherits it
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_SECONDS)
         return listening
     except (OSError, ValueError) as error:
@@ -49,9 +49,9 @@ def serve(
     api_key: str | None = None,
     ready: Callable[[str, str], None] = lambda url, name: None,
 ) -> None:
-    """Serve a run's student behind an endpoint like OpenAI's; `ready` receives its address and the model's name.
+    """Serve a run's student behind an endpoint like OpenAI's; call `ready` with its address and the model's name.
 
-    A request is given up after `max_seconds`, and must carry the `api_key` if there is one.
+    A request ends after `max_seconds`, and must carry the `api_key` if there is one.
     """
     if max_state_bytes < 0:
         raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: 0 keeps no states")
