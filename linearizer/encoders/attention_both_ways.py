@@ -3,9 +3,9 @@
     out_i = softmax_j( q_i·k_j if j is near i, else q_i·k̄_c(j) + spread_c(j) ) v_j
 
 c(j) is the slot of token j, k̄_c the mean key of a slot, and its spread half of the variance of its tokens' scores: to
-second order, the mean of exp(score) is exp(mean + variance / 2). It is computed as slots over all tokens, corrected at
-the near ones. Near are the tokens of the same block and of the blocks around it, and the global tokens at either end,
-such as [CLS] and [SEP], which also see every token exactly.
+second order, the mean of exp(score) is exp(mean + variance / 2). The code computes slots over all tokens, and corrects
+them at the near ones. Near tokens are those of the same block and of the blocks around it, and the global tokens at
+either end, such as [CLS] and [SEP], which also see every token exactly.
 """
 
 import itertools
@@ -24,7 +24,7 @@ CHUNK = 4096  # queries at once: bounds the copies of near keys and values
 
 @dataclass(frozen=True)
 class BothWays:
-    """How a head attends. `block`: its tokens along each axis, one of a text and two of a picture."""
+    """How a head attends. `block`: tokens along each axis; a text has one axis, a picture two."""
 
     block: tuple[int, ...]
     slots: int = 0
@@ -33,7 +33,7 @@ class BothWays:
 
     @property
     def keys(self) -> float:
-        """How many keys a token sees, with what finding its slots costs; global tokens see all, and are seen by all."""
+        """Keys that a token sees, including the cost of finding slots; global tokens see all and are seen by all."""
         near = math.prod(3 * size for size in self.block)
         return near + self.slots + search_keys(self.slots) + 2 * (self.first + self.last)
 
@@ -42,8 +42,8 @@ class BothWays:
     ) -> torch.Tensor:
         """Attend with rows of whole texts or pictures: (batch, heads, tokens, dim) each.
 
-        A row of no more tokens than the keys that a token sees is read as by the teacher. `grid`: patches along each
-        axis of a picture.
+        A row with no more tokens than `keys` is read with softmax, as the teacher does. `grid`: patches along each axis
+        of a picture.
         """
         tokens = query.shape[2]
         if tokens <= self.keys:
@@ -51,8 +51,8 @@ class BothWays:
         ends = self.first, tokens - self.last
         query = query * scale
         edge = [*range(ends[0]), *range(ends[1], tokens)]
-        own, inner_keys, inner_values = (x[:, :, ends[0] : ends[1]] for x in (query, key, value))
-        inner = self.attend_within(own, inner_keys, inner_values, key[:, :, edge], value[:, :, edge], grid)
+        inner_queries, inner_keys, inner_values = (x[:, :, ends[0] : ends[1]] for x in (query, key, value))
+        inner = self.attend_within(inner_queries, inner_keys, inner_values, key[:, :, edge], value[:, :, edge], grid)
         outer = scaled_dot_product_attention(query[:, :, edge], key, value, scale=1.0)
         return torch.cat([outer[:, :, : self.first], inner, outer[:, :, self.first :]], 2)
 
@@ -65,40 +65,40 @@ class BothWays:
         edge_values: torch.Tensor,
         grid: Sequence[int],
     ) -> torch.Tensor:
-        """Attend with all tokens but the global ones, which are seen by each."""
+        """Attend with all tokens except the global ones, which every token sees."""
         tokens = key.shape[2]
         blocks = block_layout(tuple(grid) or (tokens,), self.block, key.device)
         slots = Slots.of(query, key, value, self.slots) if self.slots else None
         padded = [pad(x, (0, 0, 0, 1)) for x in (query, key, value)]
         outputs = []
         for members, near in blocks.chunks(CHUNK):
-            own, near_keys, near_values = padded[0][:, :, members], padded[1][:, :, near], padded[2][:, :, near]
-            shown = own @ near_keys.mT
+            queries, near_keys, near_values = padded[0][:, :, members], padded[1][:, :, near], padded[2][:, :, near]
+            shown = queries @ near_keys.mT
             shown = shown.masked_fill((near == tokens)[:, None], torch.finfo(shown.dtype).min)
-            scores = [own @ edge_keys[:, :, None].mT, shown]
+            scores = [queries @ edge_keys[:, :, None].mT, shown]
             if slots is not None:
-                far, owner = slots.far_from(near)
-                scores.append(slots.scores(own, far))
+                far_counts, owner = slots.far_from(near)
+                scores.append(slots.scores(queries, far_counts))
             weights = torch.cat(scores, -1).softmax(-1).split([x.shape[-1] for x in scores], -1)
             of_near = weights[1]
             if slots is not None:
-                each = weights[2] / far[..., None, :].clamp_min(1)  # the weight of a token of the slot
-                of_near = of_near - each.gather(-1, owner[..., None, :].expand_as(of_near))
+                token_weights = weights[2] / far_counts[..., None, :].clamp_min(1)  # the weight of a token of the slot
+                of_near = of_near - token_weights.gather(-1, owner[..., None, :].expand_as(of_near))
             out = weights[0] @ edge_values[:, :, None] + of_near @ near_values
-            outputs.append(out if slots is None else out + each @ slots.values[:, :, None])
+            outputs.append(out if slots is None else out + token_weights @ slots.values[:, :, None])
         return torch.cat(outputs, 2).flatten(2, 3)[:, :, blocks.places]
 
 
 @dataclass(frozen=True)
 class HeadsOfLayer:
-    """How each head of a layer attends; heads that attend alike do so together."""
+    """How each head of a layer attends; heads with the same way attend together."""
 
     ways: tuple[BothWays, ...]
 
     @property
     def keys(self) -> float:
-        """How many keys a token sees, a mean over the heads."""
-        return sum(how.keys for how in self.ways) / len(self.ways)
+        """Keys that a token sees, a mean over the heads."""
+        return sum(way.keys for way in self.ways) / len(self.ways)
 
     @property
     def first(self) -> int:
@@ -108,10 +108,10 @@ class HeadsOfLayer:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, grid: Sequence[int] = ()
     ) -> torch.Tensor:
         """Attend as BothWays does."""
-        heads = {how: [i for i, each in enumerate(self.ways) if each == how] for how in dict.fromkeys(self.ways)}
+        heads = {way: [i for i, x in enumerate(self.ways) if x == way] for way in dict.fromkeys(self.ways)}
         if len(heads) == 1:
             return self.ways[0].attend(query, key, value, scale, grid)
-        parts = [how.attend(query[:, at], key[:, at], value[:, at], scale, grid) for how, at in heads.items()]
+        parts = [way.attend(query[:, at], key[:, at], value[:, at], scale, grid) for way, at in heads.items()]
         order = [head for at in heads.values() for head in at]
         return torch.cat(parts, 1)[:, [order.index(head) for head in range(len(order))]]
 
@@ -119,9 +119,9 @@ class HeadsOfLayer:
 def read_layers(
     ways: Sequence[tuple[Sequence[int], int]], heads: Sequence[Sequence[int]], first: int, last: int
 ) -> list[HeadsOfLayer]:
-    """Return how the heads of each layer attend, by their numbers among some ways: a block and a number of slots."""
+    """Return the ways of the heads of each layer, from indices into `ways`: pairs of a block and a number of slots."""
     different = [BothWays(tuple(block), slots, first, last) for block, slots in ways]
-    return [HeadsOfLayer(tuple(different[way] for way in layer)) for layer in heads]
+    return [HeadsOfLayer(tuple(different[index] for index in layer)) for layer in heads]
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,15 @@ class Slots:
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: int) -> "Slots":
-        """Find slots: a difference of two keys counts along each axis by how large the queries are there."""
+        """Find slots: a difference of two keys is weighted along each axis by the size of the queries there."""
         metric = query.detach().square().mean(-2, keepdim=True)
         weighted = key.detach() * metric.sqrt()
         owner = find_slots(weighted, slots)
         counts = torch.zeros_like(key[:, :, :slots, 0]).scatter_add(-1, owner, torch.ones_like(key[..., 0]))
 
-        def gather(each: torch.Tensor) -> torch.Tensor:
-            into = owner[..., None].expand_as(each)
-            return torch.zeros_like(each[:, :, :slots]).scatter_add(-2, into, each)
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            into = owner[..., None].expand_as(x)
+            return torch.zeros_like(x[:, :, :slots]).scatter_add(-2, into, x)
 
         keys = gather(key) / counts.clamp_min(1)[..., None]
         lengths = gather((key.square() * metric).sum(-1, keepdim=True))[..., 0] / counts.clamp_min(1)
@@ -152,40 +152,40 @@ class Slots:
         return cls(keys, gather(value), counts, spreads / 2, owner)
 
     def far_from(self, near: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count the tokens of each slot that are not near a block, and tell the slots of those that are.
+        """Count the tokens of each slot that are not near a block, and return the slots of those that are.
 
-        near: (blocks, near tokens); where a block has fewer, a number beyond the last. A slot whose tokens are all
-        near is left out by its count, a whole number: the difference of its scores would be rounding alone.
+        near: (blocks, near tokens), padded by a number beyond the last token. A slot with only near tokens is left out
+        by its count, an integer: the difference of its scores would be only rounding.
         """
         owner = pad(self.owner, (0, 1))[:, :, near]
-        there = (near < self.owner.shape[-1]).to(self.counts.dtype).expand(owner.shape)
-        far = self.counts[:, :, None].expand(-1, -1, len(near), -1)
-        return far.scatter_add(-1, owner, -there), owner
+        is_token = (near < self.owner.shape[-1]).to(self.counts.dtype).expand(owner.shape)
+        counts = self.counts[:, :, None].expand(-1, -1, len(near), -1)
+        return counts.scatter_add(-1, owner, -is_token), owner
 
-    def scores(self, query: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
-        """Score slots for queries (batch, heads, blocks, queries, dim) by all of their tokens that are far."""
-        level = self.spreads[:, :, None] + far.clamp_min(1).log()
-        level = level.masked_fill(far < 0.5, torch.finfo(level.dtype).min)
+    def scores(self, query: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Score slots, by all their far tokens, for queries (batch, heads, blocks, queries, dim)."""
+        level = self.spreads[:, :, None] + counts.clamp_min(1).log()
+        level = level.masked_fill(counts < 0.5, torch.finfo(level.dtype).min)
         return query @ self.keys[:, :, None].mT + level[..., None, :]
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The blocks of a text or picture, whose tokens have numbers; the number after the last stands for no token."""
+    """The blocks of a text or picture by the numbers of their tokens; the number after the last means no token."""
 
     members: torch.Tensor  # (blocks, tokens of a block)
     near: torch.Tensor  # (blocks, tokens near it)
     places: torch.Tensor  # where each token is among all members
 
     def chunks(self, queries: int) -> zip:
-        """Cut the blocks into chunks of some number of queries."""
+        """Split the blocks into chunks of at most `queries` queries, or of one block."""
         blocks = max(1, queries // self.members.shape[1])
         return zip(self.members.split(blocks), self.near.split(blocks), strict=True)
 
 
 @lru_cache(maxsize=32)
 def block_layout(grid: tuple[int, ...], block: tuple[int, ...], device: torch.device) -> BlockLayout:
-    """Lay blocks over the axes of a grid; near are a block and those around it."""
+    """Lay blocks over the axes of a grid; near a block are itself and those around it."""
     if len(grid) != len(block):
         raise ValueError(f"blocks of {block} tokens cannot lie on a grid of {grid}")
     tokens = math.prod(grid)
@@ -196,9 +196,9 @@ def block_layout(grid: tuple[int, ...], block: tuple[int, ...], device: torch.de
     near, members = [], []
     for corner in itertools.product(*(range(0, n * size, size) for n, size in zip(along, block, strict=True))):
         around = tuple(slice(start, start + 3 * size) for start, size in zip(corner, block, strict=True))
-        own = tuple(slice(start + size, start + 2 * size) for start, size in zip(corner, block, strict=True))
+        inside_block = tuple(slice(start + size, start + 2 * size) for start, size in zip(corner, block, strict=True))
         near.append(padded[around].flatten())
-        members.append(padded[own].flatten())
+        members.append(padded[inside_block].flatten())
     stacked = torch.stack(members)
     places = torch.empty(tokens + 1, dtype=torch.long)
     places[stacked.flatten()] = torch.arange(stacked.numel())

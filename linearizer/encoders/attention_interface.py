@@ -1,7 +1,7 @@
-"""The seam to transformers' attention for models that read in both directions, and the only place that knows it.
+"""The link to transformers' attention interface for models that read in both directions.
 
-A model that asks for IMPLEMENTATION hands the queries, keys and values of every layer to `both_ways`, with a mask of
-padding alone.
+With the implementation IMPLEMENTATION a model passes the queries, keys and values of every layer to `both_ways`, with a
+mask of padding only.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-# Checkpoints bring a copy of this file each; the names keep them apart in one process.
+# Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
 IMPLEMENTATION = f"both_ways_{_COPY}"
-GRID: ContextVar[tuple[int, ...]] = ContextVar("grid", default=())  # patches along each axis of the pictures at work
+GRID: ContextVar[tuple[int, ...]] = ContextVar("grid", default=())  # patches along each axis of the current pictures
 NOT_SERVED = (
     "a linearized encoder lets every token see all others but padding; other masks are not served: pass an "
     "attention_mask (texts, tokens), or leave it out"
@@ -27,12 +27,12 @@ NOT_SERVED = (
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that hand attention in both directions to transformers' attention interface, in order."""
+    """Return the modules that attend in both directions through transformers' attention interface, in order."""
     return [module for module in model.modules() if getattr(module, "is_causal", None) is False and hands_over(module)]
 
 
 def replaced_modules(model: nn.Module) -> list[nn.Module]:
-    """Those of them that attend to all tokens; one that has a window of its own stays as it is."""
+    """Return those of them that attend to all tokens; modules with a native window stay unchanged."""
     return [module for module in attention_modules(model) if getattr(module, "sliding_window", None) is None]
 
 
@@ -51,34 +51,34 @@ def both_ways(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as the module's `both_ways` says; a layer without, or with a window of its own, as the teacher did."""
-    own = getattr(module, "both_ways", None)
-    if own is None or kwargs.get("sliding_window") is not None:
+    """Attend with the module's `both_ways`; without it, or with a native window, as the teacher did."""
+    attention = getattr(module, "both_ways", None)
+    if attention is None or kwargs.get("sliding_window") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if key.shape[1] != query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is None:
-        # a layer that is computed again for its gradients is outside of the model's call
-        out = own.attend(query, key, value, scale, GRID.get() or getattr(module, "grid", ()))
+        # checkpointed layers are computed again outside of the model's call
+        out = attention.attend(query, key, value, scale, GRID.get() or getattr(module, "grid", ()))
     else:
-        out = attend_without_padding(own, query, key, value, scale, attention_mask[:, 0, 0])
+        out = attend_without_padding(attention, query, key, value, scale, attention_mask[:, 0, 0])
     return out.transpose(1, 2).contiguous(), None
 
 
 def attend_without_padding(
-    own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, real: torch.Tensor
+    attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, real: torch.Tensor
 ) -> torch.Tensor:
-    """Attend with the real tokens (batch, tokens) of each row alone, so that a row does not depend on its batch.
+    """Attend only with the real tokens (batch, tokens) of each row, so that a row does not depend on its batch.
 
-    Rows of one length go together; padding gets zeros.
+    Rows of the same length attend together; the output at padding is 0.
     """
     out, lengths = torch.zeros_like(value), real.sum(-1)
     for length in sorted({*lengths.tolist()} - {0}):
         rows = (lengths == length).nonzero()  # (rows, 1)
         tokens = real[rows[:, 0]].nonzero()[:, 1].view(-1, length)
         parts = (x.transpose(1, 2)[rows, tokens].transpose(1, 2) for x in (query, key, value))
-        out.transpose(1, 2)[rows, tokens] = own.attend(*parts, scale).transpose(1, 2)
+        out.transpose(1, 2)[rows, tokens] = attention.attend(*parts, scale).transpose(1, 2)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Denoisers: the part of a pipeline of diffusers that a student replaces. No code of a pipeline's folder is run."""
+"""Denoisers: the part of a diffusers pipeline that a student replaces. No code of a pipeline's folder is run."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STUDENTS = {  # of each kind of teacher
     "UNet2DConditionModel": "LinearizedUNet",
 }
 CODE = "modeling_denoiser"  # of a checkpoint's part
-CARRIED = ("slots_of_all", "attention_both_ways", CODE)  # modules that it is made of, each before those that import it
-COPIED = (".json", ".safetensors", ".txt", ".model")  # endings of a pipeline's files that hold no code
+CARRIED = ("slots_of_all", "attention_both_ways", CODE)  # its modules, each before those that import it
+COPIED = (".json", ".safetensors", ".txt", ".model")  # endings of a pipeline's files without code
 LIBRARIES = ("diffusers", "transformers", "stable_diffusion", None)  # stable_diffusion is a part of diffusers
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The folder of a pipeline, which part of it is the denoiser, and of what kind."""
+    """The folder of a pipeline, and the name and kind of its denoiser."""
 
     folder: Path
     part: str
@@ -45,11 +45,11 @@ class Pipeline:
 
     @staticmethod
     def find(model: str) -> Pipeline:
-        """Read the index of a pipeline; refuse one whose denoiser cannot be linearized, or that needs other code."""
+        """Read the index of a pipeline; refuse it if its denoiser cannot be linearized, or if it needs other code."""
         folder = Path(os.path.expanduser(model))
         index = read_json(model, folder / PIPELINE)
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
-        parts = {name: pair for name, pair in pairs.items() if all(isinstance(each, str | None) for each in pair)}
+        parts = {name: pair for name, pair in pairs.items() if all(isinstance(value, str | None) for value in pair)}
         for name, (library, _) in parts.items():
             if library not in LIBRARIES:
                 raise UnsupportedModel(
@@ -67,9 +67,9 @@ class Pipeline:
         )
 
     def load_denoiser(self) -> Any:
-        """Load the denoiser in float32 as a model whose attention can be replaced; it attends as the teacher."""
+        """Load the denoiser in float32, with replaceable attention; it attends as the teacher."""
         kind = getattr(modeling(), STUDENTS[self.kind])
-        with explaining(self.folder):
+        with explain_errors(self.folder):
             model = kind.from_pretrained(self.folder / self.part, use_safetensors=True)
         return model.float().requires_grad_(False).eval()
 
@@ -77,20 +77,20 @@ class Pipeline:
         """Load all other parts in float32."""
         from diffusers import DiffusionPipeline
 
-        how = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
-        with explaining(self.folder):
-            whole = DiffusionPipeline.from_pretrained(self.folder, **{self.part: denoiser}, **how).to(torch.float32)
-        whole.set_progress_bar_config(disable=True)
-        return whole
+        kwargs = {"use_safetensors": True, "trust_remote_code": False, "local_files_only": True}
+        with explain_errors(self.folder):
+            result = DiffusionPipeline.from_pretrained(self.folder, **{self.part: denoiser}, **kwargs).to(torch.float32)
+        result.set_progress_bar_config(disable=True)
+        return result
 
-    def write_denoiser(self, folder: Path, denoiser: Any, how: BothWays) -> None:
+    def write_denoiser(self, folder: Path, denoiser: Any, way: BothWays) -> None:
         """Write the denoiser of a student, with its code."""
-        denoiser.register_to_config(**{modeling().SETTING: {"block": list(how.block), "slots": how.slots}})
+        denoiser.register_to_config(**{modeling().SETTING: {"block": list(way.block), "slots": way.slots}})
         denoiser.save_pretrained(folder / self.part)
         (folder / self.part / f"{CODE}.py").write_text(code_in_one_file(), encoding="utf-8")
 
     def write_others(self, folder: Path) -> None:
-        """Write all other files of the teacher's pipeline, and an index by which diffusers loads the student's."""
+        """Write all other files of the teacher's pipeline, and an index from which diffusers loads the student."""
 
         def left_out(place: str, names: list[str]) -> list[str]:
             files = (name for name in names if not (Path(place) / name).is_dir())
@@ -102,7 +102,7 @@ class Pipeline:
 
 
 def modeling() -> Any:
-    """Import what needs diffusers."""
+    """Import the module that needs diffusers."""
     try:
         from linearizer.encoders import modeling_denoiser
     except ImportError as error:
@@ -111,21 +111,21 @@ def modeling() -> Any:
 
 
 def code_in_one_file() -> str:
-    """Write the modules that a denoiser needs as one, without the imports of each other."""
+    """Join the modules that a denoiser needs, without the imports between them."""
     sources = ((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in CARRIED)
     lines = (line for source in sources for line in [*source.splitlines(), "", ""])
     return "\n".join(line for line in lines if not line.startswith("from .")) + "\n"
 
 
 @contextmanager
-def explaining(folder: Path) -> Iterator[None]:
-    """Turn what diffusers says of a damaged pipeline into a sentence."""
+def explain_errors(folder: Path) -> Iterator[None]:
+    """Turn diffusers' errors about a damaged pipeline into one sentence."""
     from diffusers.utils import logging
 
     try:
         with quiet(logging):
             yield
-    except Exception as error:  # each part reads its files in its own way, with errors of many types
+    except Exception as error:  # the parts of pipelines raise errors of many types
         raise ModelNotAvailable(
             f"{str(folder)!r} cannot be loaded by diffusers from safetensors alone ({first_line(error)}): repair it, "
             "or download it again"
@@ -134,27 +134,27 @@ def explaining(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Call:
-    """What a pipeline asked its denoiser, and the noise that this found; a student is asked the same."""
+    """A pipeline's inputs to its denoiser, and the noise that this found; students get the same inputs."""
 
-    given: dict[str, Any]
+    inputs: dict[str, Any]
     noise: torch.Tensor
 
     def ask(self, denoiser: Any) -> torch.Tensor:
-        return noise_of(self.given, denoiser(**self.given))
+        return noise_of(self.inputs, denoiser(**self.inputs))
 
     def kl(self, noise: torch.Tensor, scheduler: Any) -> torch.Tensor:
         """Return the KL of a step with other noise, in nats: |ε - ε'|² / 2σ², with the σ of ε in a step of DDPM."""
-        time = torch.as_tensor(self.given["timestep"]).long().cpu()
-        kept, added = scheduler.alphas_cumprod.cpu()[time], scheduler.betas.cpu()[time]
-        weight = added / (2 * (1 - added) * (1 - kept))
+        time = torch.as_tensor(self.inputs["timestep"]).long().cpu()
+        signal, added = scheduler.alphas_cumprod.cpu()[time], scheduler.betas.cpu()[time]
+        weight = added / (2 * (1 - added) * (1 - signal))
         if scheduler.config.prediction_type == "v_prediction":
-            weight = weight * kept
+            weight = weight * signal
         return (weight.to(noise.device) * (noise - self.noise).square().flatten(1).sum(1)).mean()
 
 
-def noise_of(given: dict[str, Any], out: Any) -> torch.Tensor:
-    """Take the noise out of what a denoiser returns, which may have variances after it."""
-    latents = given["sample"] if "sample" in given else given["hidden_states"]
+def noise_of(inputs: dict[str, Any], out: Any) -> torch.Tensor:
+    """Return the noise in a denoiser's output, where variances may follow it."""
+    latents = inputs["sample"] if "sample" in inputs else inputs["hidden_states"]
     return out[0][:, : latents.shape[1]]
 
 
@@ -168,24 +168,24 @@ def check_scheduler(model: str, scheduler: Any) -> None:
         )
 
 
-def draw_calls(whole: Any, denoiser: Any, prompt: str, seed: int, steps: int) -> list[Call]:
-    """Let the teacher draw a picture for a prompt, or for a class of its own, and note what it is asked."""
+def draw_calls(pipeline: Any, denoiser: Any, prompt: str, seed: int, steps: int) -> list[Call]:
+    """Let the teacher draw a picture for a prompt, or for one of its classes, and record the denoiser's calls."""
     signature = inspect.signature(super(modeling().BothWaysDenoiser, denoiser).forward)
     calls = list[Call]()
 
     def note(module: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        given = {**signature.bind(*args, **kwargs).arguments, "return_dict": False}
-        calls.append(Call(given, noise_of(given, out)))
+        inputs = {**signature.bind(*args, **kwargs).arguments, "return_dict": False}
+        calls.append(Call(inputs, noise_of(inputs, out)))
 
     generator = torch.Generator().manual_seed(seed)
     classes = getattr(denoiser.config, "num_embeds_ada_norm", None) or 1
     label = int(torch.randint(classes, (1,), generator=generator))
-    by_prompt = "prompt" in inspect.signature(whole.__call__).parameters
-    asked = {"prompt": prompt, "output_type": "latent"} if by_prompt else {"class_labels": [label], "output_type": "np"}
+    by_prompt = "prompt" in inspect.signature(pipeline.__call__).parameters
+    topic = {"prompt": prompt, "output_type": "latent"} if by_prompt else {"class_labels": [label], "output_type": "np"}
     hook = denoiser.register_forward_hook(note, with_kwargs=True)
     try:
         with torch.no_grad():
-            whole(**asked, num_inference_steps=steps, generator=generator)
+            pipeline(**topic, num_inference_steps=steps, generator=generator)
     finally:
         hook.remove()
     return calls

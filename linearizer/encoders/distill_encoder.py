@@ -1,4 +1,4 @@
-"""Distils an encoder's student: its layers learn to write what its teacher's write, so that they make up for slots."""
+"""Distils an encoder's student: its layers learn the outputs of its teacher's layers, to make up for slots."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from linearizer.student.attention_interface import attending
 Weights = Mapping[str, torch.Tensor]
 Group = TypeVar("Group")
 NO_WEIGHTS: Weights = {}
-RATE = 2e-5  # of Adam at first; it falls to nothing
+RATE = 2e-5  # of Adam at first; it falls to 0
 
 
 def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> Steps[None]:
-    """Train the layers of a student to write what those of its teacher write: the student as it was, with softmax."""
+    """Train a student's layers on the outputs of its teacher's: the untrained student with softmax."""
 
-    def loss_on(group: Inputs, kept: Weights) -> torch.Tensor:
+    def loss_on(group: Inputs, initial: Weights) -> torch.Tensor:
         with torch.no_grad():
-            target = read_states(student, group, "sdpa", kept)
+            target = read_states(student, group, "sdpa", initial)
         return states_loss(read_states(student, group, IMPLEMENTATION), target)
 
     return train_layers(student, list(batches(list(inputs), batch)), loss_on)
@@ -37,22 +37,22 @@ def distil(student: LinearizedEncoder, inputs: Sequence[Inputs], batch: int) -> 
 def train_layers(
     student: nn.Module, inputs: Sequence[Group], loss_on: Callable[[Group, Weights], torch.Tensor]
 ) -> Steps[None]:
-    """Train the layers of a student, embeddings aside, on each group of inputs once but the last.
+    """Train the layers of a student, except embeddings, once on each group of inputs except the last.
 
-    This decides: a student that training did not bring nearer to its teacher there is left as it was. `loss_on` also
-    gets the weights as they were.
+    The last group decides: if training did not lower the loss there, the weights are restored. `loss_on` also gets the
+    initial weights.
     """
     *groups, check = inputs
     weights = layer_weights(student)
-    kept = {name: weight.detach().clone() for name, weight in weights.items()}
+    initial = {name: weight.detach().clone() for name, weight in weights.items()}
     with torch.no_grad():
-        before = loss_on(check, kept)
+        before = loss_on(check, initial)
     for weight in weights.values():
         weight.requires_grad_(True)
     optimizer = torch.optim.Adam(weights.values(), RATE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, max(1, len(groups)))
     for number, group in enumerate(groups):
-        loss = loss_on(group, kept)
+        loss = loss_on(group, initial)
         if not torch.isfinite(loss):
             raise LinearizerError(f"the loss of step {number + 1} is not finite: ask for --steps 0, or another seed")
         optimizer.zero_grad()
@@ -62,13 +62,13 @@ def train_layers(
         schedule.step()
         yield Progress("distill", number + 1, len(groups), "steps", {"loss": loss.item()})
     student.requires_grad_(False)
-    if not loss_on(check, kept) < before:
+    if not loss_on(check, initial) < before:
         for name, weight in weights.items():
-            weight.copy_(kept[name])
+            weight.copy_(initial[name])
 
 
 def layer_weights(student: nn.Module) -> dict[str, nn.Parameter]:
-    """Name the weights of a student but those that turn tokens or patches into vectors."""
+    """Return the weights of a student by name, without those that turn tokens or patches into vectors."""
     embedding = {x for m in student.modules() if isinstance(m, nn.Embedding | nn.Conv2d) for x in m.parameters()}
     return {name: x for name, x in student.named_parameters() if x not in embedding and "embed" not in name}
 
@@ -81,15 +81,15 @@ def read_states(
 ) -> tuple[torch.Tensor, ...]:
     """Return the hidden states after each layer, with other `weights`; with "sdpa" a student attends as its teacher."""
     device = next(student.parameters()).device
-    given = {**{name: x.to(device) for name, x in inputs.items()}, "output_hidden_states": True}
+    kwargs = {**{name: x.to(device) for name, x in inputs.items()}, "output_hidden_states": True}
     with attending(student.base, implementation):
-        out = functional_call(student, dict(weights), kwargs=given)
-    last = getattr(out, "last_hidden_state", None)
-    return (*out.hidden_states[1:], *(() if last is None else (last,)))
+        out = functional_call(student, dict(weights), kwargs=kwargs)
+    final = getattr(out, "last_hidden_state", None)
+    return (*out.hidden_states[1:], *(() if final is None else (final,)))
 
 
 def states_loss(states: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the error of hidden states relative to their variance, a mean over layers, and that of their last mean."""
+    """Return the mean error of layers' hidden states relative to their variance, plus 1 - cosine of last means."""
     errors = [
         (mine - target).square().sum() / (target - target.mean((0, 1))).square().sum().clamp_min(1e-12)
         for mine, target in zip(states, targets, strict=True)

@@ -1,10 +1,10 @@
-"""The folder of an encoder's run. What every run has lies in it as run/folder.py says, and besides:
+"""The folder of an encoder's run: the files of every run (run/folder.py), and also:
 
 RUN/encoder.json     its plan, as decided
 RUN/ways.json        how each head of the student attends, and how that was chosen
-RUN/state/window/    the control: a window of as many keys, distilled as the student is
+RUN/state/window/    the control: a window of as many keys, distilled like the student
 RUN/quality.json     how close the student and its controls are to the teacher
-RUN/times.json       how long a layer takes over the number of tokens
+RUN/times.json       how long a layer takes, by the number of tokens
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ChosenWays(JsonProduct):
     heads: tuple[tuple[int, ...], ...]  # which of these each head has, layer by layer
     first: int  # global tokens
     last: int
-    kl: dict[str, float]  # before training, of each that there was to choose from; nothing where there was no choice
+    kl: dict[str, float]  # of each candidate before training; empty if there was no choice
 
     @classmethod
     def of(cls, chosen: str, layers: Sequence[HeadsOfLayer], kl: dict[str, float]) -> ChosenWays:
-        different = [*dict.fromkeys(how for layer in layers for how in layer.ways)]
-        heads = tuple(tuple(different.index(how) for how in layer.ways) for layer in layers)
-        ways = tuple((how.block, how.slots) for how in different)
+        different = [*dict.fromkeys(way for layer in layers for way in layer.ways)]
+        heads = tuple(tuple(different.index(way) for way in layer.ways) for layer in layers)
+        ways = tuple((way.block, way.slots) for way in different)
         return cls(chosen, ways, heads, different[0].first, different[0].last, kl)
 
     @property
@@ -51,7 +51,7 @@ class ChosenWays(JsonProduct):
 
 @dataclass(frozen=True)
 class EncoderRun:
-    """The run of an encoder, and what was decided before its work."""
+    """The run of an encoder, and what was decided at its start."""
 
     run: Run
 
@@ -65,7 +65,7 @@ class EncoderRun:
 
     @property
     def window(self) -> Path:
-        """The checkpoint of the control; there is none where nothing is trained, or the student is a window itself."""
+        """The checkpoint of the control; none if nothing is trained, or the student is itself a window."""
         return self.run.folder / "state" / "window"
 
     @property
@@ -75,18 +75,18 @@ class EncoderRun:
 
     @property
     def both_ways(self) -> BothWays:
-        """How all heads attend if they attend alike."""
+        """How all heads attend if they all attend in one way."""
         return attention_of(self.plan, self.inspection)
 
     @property
     def ways(self) -> ChosenWays:
-        """How each head of the student attends: all alike, where nothing else was chosen."""
-        found = self.run.product(WAYS, ChosenWays.from_json)
-        return found or ChosenWays.of(EQUAL, self.alike(self.both_ways), {})
+        """How each head of the student attends: all in one way if nothing else was chosen."""
+        stored = self.run.product(WAYS, ChosenWays.from_json)
+        return stored or ChosenWays.of(EQUAL, self.uniform_layers(self.both_ways), {})
 
-    def alike(self, how: BothWays) -> list[HeadsOfLayer]:
-        """Let all heads attend in one way."""
-        return [HeadsOfLayer((how,) * self.inspection.heads)] * self.inspection.layers
+    def uniform_layers(self, way: BothWays) -> list[HeadsOfLayer]:
+        """Return layers whose heads all attend in one way."""
+        return [HeadsOfLayer((way,) * self.inspection.heads)] * self.inspection.layers
 
     @property
     def keys(self) -> float:
@@ -95,20 +95,20 @@ class EncoderRun:
 
     @property
     def typical_layer(self) -> HeadsOfLayer:
-        """A layer whose heads are as different as all heads are."""
-        heads = sorted((how for layer in self.ways.layers for how in layer.ways), key=lambda how: how.keys)
+        """A layer with a sample of the ways of all heads."""
+        heads = sorted((way for layer in self.ways.layers for way in layer.ways), key=lambda way: way.keys)
         return HeadsOfLayer(tuple(heads[self.inspection.layers // 2 :: self.inspection.layers]))
 
     @property
     def plain_window(self) -> BothWays:
         """A window of as many keys."""
-        how = self.both_ways
-        return spend_keys(self.plan.budget, len(how.block), how.first, how.last, slots=False)
+        way = self.both_ways
+        return spend_keys(self.plan.budget, len(way.block), way.first, way.last, slots=False)
 
     @property
     def is_window(self) -> bool:
         """Whether the student is a plain window itself."""
-        return self.ways.layers == self.alike(self.plain_window)
+        return self.ways.layers == self.uniform_layers(self.plain_window)
 
     @property
     def stretched(self) -> bool:
@@ -117,17 +117,17 @@ class EncoderRun:
 
     @property
     def judgements(self) -> dict[str, Judgement]:
-        """How close the student and its controls are to the teacher, by what was read: the run's own texts first."""
+        """How close the student and its controls are to the teacher, by source: the run's texts first."""
         return self.run.product(QUALITY, lambda text: read_json(dict[str, Judgement], text)) or {}
 
     @property
     def times(self) -> list[LayerTime]:
-        """How long a layer takes, where that was measured."""
+        """How long a layer takes, if that was measured."""
         return self.run.product(TIMES, lambda text: read_json(dict[str, list[LayerTime]], text)["times"]) or []
 
 
 def check_budget(plan: EncoderPlan, inspection: EncoderInspection) -> None:
-    """Refuse a budget that is too small, or with which there is nothing to save."""
+    """Refuse a budget that is too small, or that saves nothing."""
     inspection.check_worth(plan.budget, plan.length or inspection.tokens)
     attention_of(plan, inspection)
 

@@ -1,4 +1,4 @@
-"""Loads an encoder, and what it reads: texts of one length, or a folder of pictures through its own processor."""
+"""Loads an encoder and its inputs: texts of one length, or a folder of pictures through its processor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Inputs = dict[str, torch.Tensor]  # of one text or picture, as a batch of one
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """What makes inputs of texts or pictures, and how many special tokens it puts around a text."""
+    """A tokenizer or processor, and how many special tokens it puts around a text."""
 
     reader: Any  # a tokenizer, or a processor of pictures
     first: int
@@ -47,16 +47,16 @@ def load_files(source: Source, inspection: EncoderInspection, token: str | None 
     """Load the tokenizer of an encoder, or its processor of pictures."""
     if inspection.reads == "texts":
         tokenizer = load_tokenizer(source, token)
-        plain, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-        first = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-        return EncoderFiles(tokenizer, first, len(whole) - len(plain) - first)
+        plain, with_special = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        first = next((i for i in range(len(with_special)) if with_special[i : i + len(plain)] == plain), 0)
+        return EncoderFiles(tokenizer, first, len(with_special) - len(plain) - first)
     from transformers import AutoImageProcessor
 
     folder = fetch(source, (CONFIG, PROCESSOR), token)
     with quiet():
         try:
             processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:  # each kind reads its file in its own way, with errors of many types
+        except Exception as error:  # processors raise errors of many types
             raise ModelNotAvailable(
                 f"{source.name!r} has no processor of pictures that can be loaded ({first_line(error)}): put its "
                 f"{PROCESSOR} next to its weights"
@@ -69,26 +69,26 @@ def read_texts_whole(
 ) -> list[list[Inputs]]:
     """Cut the documents of a source into texts of `length` tokens with special tokens; none spans documents.
 
-    Reading ends where there are enough texts, in twice as many documents as there are texts to judge on.
+    Reading ends with enough texts from at least twice as many documents as there are texts to judge on.
     """
-    around, documents, seen = files.reader("a")["input_ids"], list[list[Inputs]](), 0
-    first, last, fresh = around[: files.first], around[len(around) - files.last :], length - files.first - files.last
+    around, documents, tokens = files.reader("a")["input_ids"], list[list[Inputs]](), 0
+    before, after, size = around[: files.first], around[len(around) - files.last :], length - files.first - files.last
     for document in read_for_length(source, length, token=token):
         ids = files.reader(document, add_special_tokens=False, verbose=False)["input_ids"]
-        seen += len(ids)
-        cuts = (ids[begin : begin + fresh] for begin in range(0, len(ids) - fresh + 1, fresh))
-        if texts := [{"input_ids": torch.tensor([[*first, *cut, *last]])} for cut in cuts]:
+        tokens += len(ids)
+        cuts = (ids[begin : begin + size] for begin in range(0, len(ids) - size + 1, size))
+        if texts := [{"input_ids": torch.tensor([[*before, *cut, *after]])} for cut in cuts]:
             documents.append(texts)
         if len(documents) >= 2 * judged and sum(map(len, documents)) >= learnt + judged:
             break
     if not documents:
-        raise too_little_text(source, seen, learnt + judged, length)
+        raise too_little_text(source, tokens, learnt + judged, length)
     return documents
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Inputs to learn from, and others to judge on, with the numbers of their documents, each a row."""
+    """Inputs to learn from, and others to judge on, with the numbers of their documents."""
 
     learnt: list[Inputs]
     judged: list[Inputs]
@@ -96,23 +96,23 @@ class Shares:
 
 
 def share_out(documents: Sequence[Sequence[Inputs]], learnt: int, judged: int, least: int) -> Shares:
-    """Judge on every other document, first on one text of each, and learn from the others; on all if nothing is learnt.
+    """Judge on every other document, or on all if nothing is learnt, first on one text of each; learn from the others.
 
-    Where that leaves fewer than the `least` texts to learn from, or too few to judge on, the last texts are judged.
+    If that leaves fewer than `least` texts to learn from, or too few to judge on, judge on the last texts.
     """
-    held = list(documents[1::2] if learnt else documents)[:judged]
-    others = [*documents[::2], *documents[1::2][judged:]]
-    turns = [(number, text) for row in zip_longest(*held) for number, text in enumerate(row) if text is not None]
-    rest = [text for document in others for text in document]
-    if len(turns) < judged or len(rest) < least:
+    held_out = list(documents[1::2] if learnt else documents)[:judged]
+    learnt_documents = [*documents[::2], *documents[1::2][judged:]]
+    to_judge = [(number, text) for row in zip_longest(*held_out) for number, text in enumerate(row) if text is not None]
+    to_learn = [text for document in learnt_documents for text in document]
+    if len(to_judge) < judged or len(to_learn) < least:
         numbered = [(number, text) for number, document in enumerate(documents) for text in document]
-        turns, rest = numbered[-judged:], [text for _, text in numbered[:-judged]]
-    numbers = torch.tensor([[number] for number, _ in turns[:judged]])
-    return Shares(rest[:learnt], [text for _, text in turns[:judged]], numbers)
+        to_judge, to_learn = numbered[-judged:], [text for _, text in numbered[:-judged]]
+    numbers = torch.tensor([[number] for number, _ in to_judge[:judged]])
+    return Shares(to_learn[:learnt], [text for _, text in to_judge[:judged]], numbers)
 
 
 def begin_of_text(inputs: Inputs, length: int | None, last: int) -> Inputs:
-    """Shorten a text to `length` tokens, with the special ones at its end; a picture has no length."""
+    """Shorten a text to `length` tokens, including the special ones at its end; a picture has no length."""
     ids = inputs.get("input_ids")
     if ids is None or length is None or length >= ids.shape[1]:
         return inputs
@@ -129,17 +129,17 @@ def read_pictures(source: str, files: EncoderFiles, count: int, token: str | Non
 
 
 def open_pictures(source: str, token: str | None) -> Iterator[Any]:
-    """Open the pictures of a folder, in the order of their names, or of a data set of the Hub."""
+    """Open the pictures of a folder, by name, or of a data set of the Hub."""
     from PIL import Image
 
     if not is_dataset(source):
         return map(open_picture, list_pictures(source))
-    found = read_column(source.partition(":")[2], Image.Image, "image", token)
-    return (picture.convert("RGB") for picture in found)
+    pictures = read_column(source.partition(":")[2], Image.Image, "image", token)
+    return (picture.convert("RGB") for picture in pictures)
 
 
 def is_dataset(source: str) -> bool:
-    """Whether pictures come from a data set, in place of a folder."""
+    """Whether a source of pictures is a data set, not a folder."""
     return source.startswith("dataset:")
 
 
@@ -155,17 +155,17 @@ def open_picture(path: Path) -> Any:
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")
-    except Exception as error:  # a damaged picture, or so large that it may be meant to fill the memory
+    except Exception as error:  # a damaged picture, or one too large, perhaps made to fill the memory
         raise TextError(f"{str(path)!r} is not a picture that can be read ({first_line(error)}): remove it") from error
 
 
 def batches(inputs: list[Inputs], size: int) -> Iterator[Inputs]:
-    """Put inputs of one shape together, a batch at a time."""
+    """Yield batches of successive inputs of the same shape."""
     begin = 0
     while begin < len(inputs):
         shapes = {name: x.shape for name, x in inputs[begin].items()}
         end = begin + 1
         while end < min(begin + size, len(inputs)) and {name: x.shape for name, x in inputs[end].items()} == shapes:
             end += 1
-        yield {name: torch.cat([each[name] for each in inputs[begin:end]]) for name in shapes}
+        yield {name: torch.cat([x[name] for x in inputs[begin:end]]) for name in shapes}
         begin = end

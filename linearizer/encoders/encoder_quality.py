@@ -1,6 +1,6 @@
-"""How close an encoder's student is to its teacher on held-out texts or pictures, and controls of as many keys.
+"""How close an encoder's student, and controls of as many keys, are to its teacher on held-out texts or pictures.
 
-denoiser_run.py scores denoisers, whose kl is that of a step, and whose hidden states are the noise.
+denoiser_run.py scores denoisers: their kl is for one step, and their hidden states are the noise.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ TOKENS_APART = 16  # of a text whose every token has logits: all of them would t
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model makes of inputs: hidden states of each (tokens, dim), and logits (tokens or 1, classes) if any."""
+    """A model's outputs for inputs: hidden states (tokens, dim), and logits (tokens or 1, classes) if any."""
 
     hidden: list[torch.Tensor]
     logits: list[torch.Tensor]
 
     @property
     def means(self) -> torch.Tensor:  # (inputs, dim)
-        return torch.stack([each.mean(0) for each in self.hidden])
+        return torch.stack([states.mean(0) for states in self.hidden])
 
 
 @dataclass(frozen=True)
 class Quality:
     """How close a model is to the teacher: means over held-out inputs, with their intervals."""
 
-    keys: float  # that a token sees, a mean over heads, with what finding slots costs
-    kl: Estimate  # nats: of the classes, or of which other input is alike (softmax of 20 cosines), teacher ‖ student
+    keys: float  # that a token sees, a mean over heads, including the cost of finding slots
+    kl: Estimate  # nats, teacher ‖ student: of the classes, or of which other input is alike (softmax of 20 cosines)
     agreement: Estimate  # share of the same classes, or nearest inputs, or signs of noise
     hidden: Estimate  # cosine of the hidden states of all tokens
-    nearest: Estimate | None = None  # share of the same among the five nearest inputs, fewer where inputs are few
-    apart: Estimate | None = None  # kl of the student less this, input by input; None of the student itself
+    nearest: Estimate | None = None  # share of the same among the five nearest inputs, or fewer if inputs are few
+    apart: Estimate | None = None  # kl of the student less this, input by input; None for the student itself
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Judgement:
     text: str  # the source, or a folder of pictures
     tokens: int  # of a text or picture
     inputs: int
-    drawn: str  # what the intervals are over: documents or texts
+    drawn: str  # the unit of the intervals: documents or texts
     count: int  # how many of these there are
     rows: dict[str, Quality]
 
@@ -68,7 +68,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds that the attention of a layer takes: a student's, and softmax over all tokens (SDPA)."""
+    """Seconds for the attention of a layer: a student's, and softmax over all tokens (SDPA)."""
 
     tokens: int
     student: float
@@ -76,7 +76,7 @@ class LayerTime:
 
 
 def read_outputs(model: PreTrainedModel, inputs: Iterable[Inputs]) -> Outputs:
-    """Let a model read inputs."""
+    """Return a model's outputs for inputs."""
     hidden, logits = list[torch.Tensor](), list[torch.Tensor]()
     with torch.no_grad():
         for batch in batches(list(inputs), AT_ONCE):
@@ -88,16 +88,16 @@ def read_outputs(model: PreTrainedModel, inputs: Iterable[Inputs]) -> Outputs:
 
 
 def last_hidden(out: Any) -> torch.Tensor:
-    """Return the last hidden states: those that a model gives out, or else those before its head."""
+    """Return the last hidden states of a model's output, or else those before its head."""
     states = getattr(out, "last_hidden_state", None)
     return out.hidden_states[-1] if states is None else states
 
 
 def score(teacher: Outputs, student: Outputs) -> dict[str, torch.Tensor]:
-    """Score what two models make of each input, by the names in Quality: (inputs, 1) each."""
-    likeness = [alike(outputs.means) for outputs in (teacher, student)]
-    closest = [each.topk(min(NEAREST, max(1, (len(each) - 1) // 2))).indices for each in likeness]
-    same = (closest[0][:, :, None] == closest[1][:, None]).any(-1).double().mean(-1)
+    """Compare two models' outputs for each input, by the fields of Quality: (inputs, 1) each."""
+    likeness = [log_similarities(outputs.means) for outputs in (teacher, student)]
+    closest = [x.topk(min(NEAREST, max(1, (len(x) - 1) // 2))).indices for x in likeness]
+    shared = (closest[0][:, :, None] == closest[1][:, None]).any(-1).double().mean(-1)
     if teacher.logits:
         pairs = [[x.log_softmax(-1) for x in pair] for pair in zip(teacher.logits, student.logits, strict=True)]
     else:
@@ -106,7 +106,7 @@ def score(teacher: Outputs, student: Outputs) -> dict[str, torch.Tensor]:
     scores = {
         "kl": torch.stack([(a.exp() * (a - b)).nan_to_num().sum(-1).mean() for a, b in pairs]),
         "agreement": torch.stack([(a.argmax(-1) == b.argmax(-1)).double().mean() for a, b in pairs]),
-        "nearest": same,
+        "nearest": shared,
         "hidden": torch.stack([cosine_similarity(a, b, dim=-1).mean() for a, b in states]),
     }
     return {name: x.double()[:, None] for name, x in scores.items()}
@@ -120,16 +120,16 @@ def describe_scores(
     return Quality(keys, **{name: over.estimate(x) for name, x in scores.items()}, apart=apart)
 
 
-def alike(means: torch.Tensor) -> torch.Tensor:
-    """Return how alike each input is to every other, as logarithms of shares; it is not compared with itself."""
+def log_similarities(means: torch.Tensor) -> torch.Tensor:
+    """Return the similarity of each input to every other, not to itself, as logarithms of shares."""
     unit = normalize(means, dim=-1)
-    own = torch.eye(len(unit), dtype=torch.bool)
-    return (SHARPNESS * unit @ unit.T).masked_fill(own, float("-inf")).log_softmax(-1)
+    is_itself = torch.eye(len(unit), dtype=torch.bool)
+    return (SHARPNESS * unit @ unit.T).masked_fill(is_itself, float("-inf")).log_softmax(-1)
 
 
 @dataclass(frozen=True)
 class MergedTokens:
-    """A control in the manner of ToMe: all tokens are merged to a number of keys, whose search is not counted."""
+    """A control like ToMe: all tokens are merged to a number of keys; the cost of the search is not counted."""
 
     count: int
 
@@ -138,12 +138,12 @@ class MergedTokens:
     ) -> torch.Tensor:
         if key.shape[2] <= self.count:
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
-        unit, whole = normalize(key, dim=-1), key.shape[2] + 1
-        heads = [slots_of_all.find_slots(each[None, None], self.count, piece=whole) for each in unit.flatten(0, 1)]
+        unit, piece = normalize(key, dim=-1), key.shape[2] + 1
+        heads = [slots_of_all.find_slots(x[None, None], self.count, piece=piece) for x in unit.flatten(0, 1)]
         owner = torch.cat(heads).view(key.shape[:3])  # one by one: all pairs of all heads would take gigabytes
         sums = [torch.zeros_like(x[:, :, : self.count]) for x in (key, value)]
         into = owner[..., None].expand_as(key)
-        keys, values = (each.scatter_add(2, into, x) for each, x in zip(sums, (key, value), strict=True))
+        keys, values = (total.scatter_add(2, into, x) for total, x in zip(sums, (key, value), strict=True))
         counts = torch.zeros_like(keys[..., :1]).scatter_add(2, owner[..., None], torch.ones_like(key[..., :1]))
         shown = counts.log().mT.clamp_min(torch.finfo(counts.dtype).min)
         scores = query * scale @ (keys / counts.clamp_min(1)).mT + shown

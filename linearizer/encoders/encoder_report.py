@@ -1,4 +1,4 @@
-"""What is said of an encoder's student: a verdict in sentences, and tables of what judging measured."""
+"""The report on an encoder's student: a verdict in sentences, and tables of its judgements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linearizer.run.folder import Run
 
 
 def judge_any_run(run: Run) -> Verdict | None:
-    """Return the verdict on the student of a run, of an encoder or not; None until it is judged."""
+    """Return the verdict on the student of any run; None until it is judged."""
     return judge_encoder(EncoderRun(run)) if run.of_encoder else judge_run(run)
 
 
@@ -24,31 +24,31 @@ def judge_encoder(encoder: EncoderRun) -> Verdict | None:
     judgement = judged[0]
     student, window = judgement.rows[STUDENT], judgement.rows.get(WINDOW)
     kind, words = weigh(encoder, judgement, student, window)
-    lengths = tuple(sorted({each.tokens for each in judged}))
+    lengths = tuple(sorted({x.tokens for x in judged}))
     sentence = f"{words} {describe_lengths(encoder, judgement, lengths)}"
     return Verdict(kind, sentence, student.agreement.mean, student.kl.mean, judgement.tokens, lengths)
 
 
 def weigh(encoder: EncoderRun, judgement: Judgement, student: Quality, window: Quality | None) -> tuple[Kind, str]:
     """Compare a student with a window of as many keys by the interval of their paired difference."""
-    where = f"on {describe_inputs(encoder, judgement.tokens)}"
-    near = f"it is as near to its teacher as a KL of {student.kl.mean:.4f}"
+    inputs = f"on {describe_inputs(encoder, judgement.tokens)}"
+    distance = f"it is as near to its teacher as a KL of {student.kl.mean:.4f}"
     agrees = f"{what_agrees(encoder)} for {student.agreement.mean:.1%}"
     if window is None or window.apart is None:
-        return "note", f"A plain window: {where} {near}, with {agrees}."
-    beside = "a window of as many keys" + ", trained in the same way," * bool(encoder.plan.steps)
+        return "note", f"A plain window: {inputs} {distance}, with {agrees}."
+    control = "a window of as many keys" + ", trained in the same way," * bool(encoder.plan.steps)
     low, high = window.apart.interval
-    found = f"{near} (the window {window.kl.mean:.4f}; difference {in_interval(window.apart)}), with {agrees}"
+    result = f"{distance} (the window {window.kl.mean:.4f}; difference {in_interval(window.apart)}), with {agrees}"
     if high < 0:
-        return "good" if student.agreement.mean >= NEAR else "note", f"Better than {beside} {where}: {found}."
+        return "good" if student.agreement.mean >= NEAR else "note", f"Better than {control} {inputs}: {result}."
     if low > 0:
-        return "bad", f"Worse than {beside} {where}: {found}. Take windows alone (--no-slots), or a larger budget."
+        return "bad", f"Worse than {control} {inputs}: {result}. Take windows alone (--no-slots), or a larger budget."
     kind: Kind = "bad" if student.agreement.mean < FAR else "note"
-    return kind, f"No difference from {beside} is shown {where}: {found}."
+    return kind, f"No difference from {control} is shown {inputs}: {result}."
 
 
 def what_agrees(encoder: EncoderRun) -> str:
-    """Name what the student should find as its teacher does."""
+    """Name the result on which student and teacher should agree."""
     heads = ("Classification", "MaskedLM")
     return "the same class" if encoder.inspection.auto_class.endswith(heads) else kind_of(encoder.inspection).agrees
 
@@ -58,9 +58,9 @@ def describe_inputs(encoder: EncoderRun, tokens: int) -> str:
 
 
 def describe_lengths(encoder: EncoderRun, judgement: Judgement, lengths: tuple[int, ...]) -> str:
-    """Say how many inputs were judged, at which lengths, and that no others were."""
+    """Describe how many inputs were judged, and at which lengths."""
     units = f" of {judgement.count} documents" if judgement.drawn == "documents" else ""
-    sizes = " and ".join(f"{each:,}" for each in lengths)
+    sizes = " and ".join(f"{length:,}" for length in lengths)
     stretched = ""
     if encoder.stretched:
         positions = f"{encoder.inspection.tokens:,} positions, stretched to {encoder.tokens:,}"
@@ -70,22 +70,22 @@ def describe_lengths(encoder: EncoderRun, judgement: Judgement, lengths: tuple[i
 
 
 def describe_choice(encoder: EncoderRun) -> str:
-    """Say how it was chosen how each head attends; empty where there was no choice."""
+    """Describe the choice of how heads attend; empty if there was none."""
     ways = encoder.ways
-    others = ", ".join(f"{name} {kl:.4f}" for name, kl in ways.kl.items() if name != ways.chosen)
-    where = f"before training, on {encoder.inspection.reads} that are not judged"
-    return f"{ways.chosen}: KL {ways.kl[ways.chosen]:.4f} {where}; {others}" if ways.kl else ""
+    alternatives = ", ".join(f"{name} {kl:.4f}" for name, kl in ways.kl.items() if name != ways.chosen)
+    basis = f"before training, on {encoder.inspection.reads} that are not judged"
+    return f"{ways.chosen}: KL {ways.kl[ways.chosen]:.4f} {basis}; {alternatives}" if ways.kl else ""
 
 
 def quality_table(encoder: EncoderRun, judgement: Judgement) -> Table:
-    """Lay out the student and its controls beside the teacher."""
+    """Return the table that compares the student and its controls with the teacher."""
     rows: list[tuple[object, ...]] = [
         (describe_inputs(encoder, judgement.tokens), "keys", "KL", "student less", "same first", "nearest", "hidden")
     ]
     for name, row in judgement.rows.items():
-        shares = (with_half_width(each, ".1%") for each in (row.agreement, row.nearest))
-        near = with_half_width(row.kl, ".4f"), in_interval(row.apart), *shares, with_half_width(row.hidden, ".4f")
-        rows.append((name, f"{row.keys:.4g}", *near))
+        shares = (with_half_width(estimate, ".1%") for estimate in (row.agreement, row.nearest))
+        cells = with_half_width(row.kl, ".4f"), in_interval(row.apart), *shares, with_half_width(row.hidden, ".4f")
+        rows.append((name, f"{row.keys:.4g}", *cells))
     kl_of = kind_of(encoder.inspection).kl_of
     over = f"95% intervals from {judgement.count} {judgement.drawn}, drawn again; {judgement.text}"
     about = (

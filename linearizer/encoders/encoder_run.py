@@ -1,7 +1,6 @@
 """The run of an encoder: decide -> price and choose -> attend linearly -> distil -> save -> judge beside controls.
 
-Its folder is described in encoder_folder.py. What is finished is kept: a run that is resumed goes on after the last
-product.
+encoder_folder.py describes its folder. Finished products are kept: a resumed run continues after the last one.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ LENGTHS_OF = "sentence_bert_config.json"
 SENTENCES = ("modules.json", LENGTHS_OF, "config_sentence_transformers.json", "*_*/config.json")
 STUDENT, UNTRAINED, MERGED, WINDOW = "student", "before training", "merged tokens", "window"
 ALIKE = "all heads alike, before training"
-PRICED, LEAST_PRICED = 16, 4  # texts that ways to attend are priced on; they are chosen by as many others
+PRICED, LEAST_PRICED = 16, 4  # texts on which ways to attend are priced; as many others decide between them
 PRICED_TOKENS = 2**15  # of these texts: longer ones are fewer
 
 
@@ -66,7 +65,7 @@ def inspect(model: str, token: str | None = None) -> EncoderInspection:
 
 
 def decide(plan: EncoderPlan, token: str | None = None) -> tuple[EncoderPlan, EncoderInspection]:
-    """Decide the revision and the length that a plan leaves open; inspect its model with the files that it reads by."""
+    """Decide the revision and the length that a plan leaves open; inspect its model with its tokenizer or processor."""
     source = find_model(plan.model, token)
     inspection = inspect_encoder(source, load_config(source, token))
     length = decide_length(plan, inspection)
@@ -95,10 +94,10 @@ def decide_length(plan: EncoderPlan, inspection: EncoderInspection) -> int | Non
 
 
 def check_pictures(plan: EncoderPlan) -> None:
-    """Refuse a source without pictures to judge on and some to learn from."""
+    """Refuse a source with too few pictures to judge on and to learn from."""
     if plan.pictures is None:
         raise RequestError(f"{plan.model!r} reads pictures: name a folder or a data set of pictures with --pictures")
-    if not is_dataset(plan.pictures):  # which is counted when it is read
+    if not is_dataset(plan.pictures):  # a data set is counted when it is read
         check_count(plan, sum(1 for _ in list_pictures(plan.pictures)))
 
 
@@ -112,9 +111,9 @@ def check_count(plan: EncoderPlan, count: int) -> None:
 
 
 def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]:
-    """Make the student of a run and the window beside it, and judge them, from where the run stands."""
+    """Make the student of a run and its control, a window, and judge them; continue after the last product."""
     shares = read_shares(encoder, encoder.plan, token)
-    learnt = Random(encoder.plan.seed).sample(shares.learnt, len(shares.learnt))  # or the last document would decide
+    learnt = Random(encoder.plan.seed).sample(shares.learnt, len(shares.learnt))  # else the last document would decide
     if not encoder.run.has_file(WAYS):
         chosen = yield from choose_ways(encoder, learnt, token)
         encoder.run.write_product(WAYS, chosen.to_json())
@@ -131,128 +130,129 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
 
 
 def choose_ways(encoder: EncoderRun, inputs: Sequence[Inputs], token: str | None) -> Steps[ChosenWays]:
-    """Choose how each head attends: by prices, all alike, or as a window, whichever has the least kl on other texts.
+    """Choose how each head attends: by prices, all alike, or as a window, whichever has the lowest kl on other texts.
 
-    All heads attend alike where there are too few texts to price and to choose on, and with pictures: in the mean over
-    a picture the changes of all heads add up to far more than prices predict, so that they choose badly.
+    All heads attend alike if there are too few texts to price and to choose on, and with pictures: in the mean over a
+    picture the changes of all heads add up to far more than prices predict, so prices choose badly.
     """
-    plan, equal = encoder.plan, encoder.alike(encoder.both_ways)
+    plan, equal = encoder.plan, encoder.uniform_layers(encoder.both_ways)
     count = min(PRICED, max(LEAST_PRICED, PRICED_TOKENS // encoder.tokens), len(inputs) // 2)
     if count < LEAST_PRICED or encoder.inspection.reads != "texts":
         return ChosenWays.of(EQUAL, equal, {})
-    how, others = encoder.both_ways, inputs[count : 2 * count]
-    offers = list_offers(plan.budget, how.first, how.last, plan.slots, encoder.tokens)
+    way, held_out = encoder.both_ways, inputs[count : 2 * count]
+    offers = list_offers(plan.budget, way.first, way.last, plan.slots, encoder.tokens)
     teacher = load_teacher(encoder, token)
-    expected = read_outputs(teacher, others)
+    expected = read_outputs(teacher, held_out)
     student = make_student(encoder, teacher, equal)
     prices = yield from log_progress(encoder.run, measure_prices(student, inputs[:count], offers, plan.seed))
     candidates = {
         BY_PRICE: choose_by_prices(prices, offers, plan.budget, encoder.tokens),
         EQUAL: equal,
-        PLAIN: encoder.alike(encoder.plain_window),
+        PLAIN: encoder.uniform_layers(encoder.plain_window),
     }
     kl = dict[str, float]()
     for name, layers in candidates.items():
         student.attend_with(layers)
-        kl[name] = float(score(expected, read_outputs(student, others))["kl"].mean())
+        kl[name] = float(score(expected, read_outputs(student, held_out))["kl"].mean())
         yield Progress("check", len(kl), len(candidates), "students")
-    chosen = min(kl, key=lambda name: kl[name])
-    encoder.run.log(EventName.CHECKED, kept=chosen, kl=kl)
-    return ChosenWays.of(chosen, candidates[chosen], kl)
+    best = min(kl, key=lambda name: kl[name])
+    encoder.run.log(EventName.CHECKED, kept=best, kl=kl)
+    return ChosenWays.of(best, candidates[best], kl)
 
 
 def missing_students(encoder: EncoderRun) -> list[tuple[Path, list[HeadsOfLayer]]]:
-    """List the checkpoints that are still to be made: the student, and a window that is trained in the same way."""
+    """List the checkpoints still to make: the student, and a window trained in the same way."""
     ways = [(encoder.run.checkpoint, encoder.ways.layers)]
     if encoder.plan.steps and not encoder.is_window:
-        ways.append((encoder.window, encoder.alike(encoder.plain_window)))
+        ways.append((encoder.window, encoder.uniform_layers(encoder.plain_window)))
     return [(folder, layers) for folder, layers in ways if not folder.is_dir()]
 
 
 def evaluate(encoder: EncoderRun, request: Request, again: bool, token: str | None = None) -> Steps[Judgement]:
-    """Judge the student of a run on other texts, or on the beginnings of the run's own."""
+    """Judge the student of a run on other texts, or on the beginnings of the run's texts."""
     plan = plan_of_request(encoder, request)
-    asked = source_of(plan), plan.length or encoder.tokens, plan.texts
-    known = {(each.text, each.tokens, each.inputs): each for each in encoder.judgements.values()}
-    if asked in known and not again:
-        return known[asked]
+    requested = source_of(plan), plan.length or encoder.tokens, plan.texts
+    stored = {(x.text, x.tokens, x.inputs): x for x in encoder.judgements.values()}
+    if requested in stored and not again:
+        return stored[requested]
     return (yield from judge_and_keep(encoder, read_shares(encoder, plan, token), plan, token))
 
 
 def judge_and_keep(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | None) -> Steps[Judgement]:
-    """Judge the student on what a plan reads, and keep that."""
-    new = yield from log_progress(encoder.run, judge(encoder, shares, plan, token))
-    keep_judgement(encoder, new)
-    return new
+    """Judge the student on a plan's texts or pictures, and store the judgement."""
+    judgement = yield from log_progress(encoder.run, judge(encoder, shares, plan, token))
+    keep_judgement(encoder, judgement)
+    return judgement
 
 
-def keep_judgement(encoder: EncoderRun, new: Judgement) -> None:
-    """Add a judgement to what was measured, in the place of an earlier judgement on the same texts."""
-    kept = {**encoder.judgements, new.name: new}
-    encoder.run.write_product(QUALITY, json.dumps({name: asdict(each) for name, each in kept.items()}, indent=1))
+def keep_judgement(encoder: EncoderRun, judgement: Judgement) -> None:
+    """Store a judgement, in place of an earlier one on the same texts."""
+    judgements = {**encoder.judgements, judgement.name: judgement}
+    encoder.run.write_product(QUALITY, json.dumps({name: asdict(each) for name, each in judgements.items()}, indent=1))
 
 
 def plan_of_request(encoder: EncoderRun, request: Request) -> EncoderPlan:
-    """Return what is to be read; refuse what is measured of causal models alone, and what the student cannot read."""
-    own, inspection, usual = encoder.plan, encoder.inspection, Request()
+    """Return the plan of what to read; refuse options for causal models only, and what the student cannot read."""
+    base, inspection, usual = encoder.plan, encoder.inspection, Request()
     served = ("text", "length", "texts") if inspection.reads == "texts" else ("texts",)
-    asked, plain = asdict(request), asdict(usual)
-    if others := [name for name in asked if asked[name] != plain[name] and name not in served]:
+    requested, defaults = asdict(request), asdict(usual)
+    if unserved := [name for name in requested if requested[name] != defaults[name] and name not in served]:
         raise RequestError(
-            f"--{others[0].replace('_', '-')} is not for the student of this encoder: it is judged by "
+            f"--{unserved[0].replace('_', '-')} is not for the student of this encoder: it is judged by "
             f"{', '.join(f'--{name}' for name in served)}"
         )
     if inspection.reads == "pictures":
-        plan, most = replace(own, texts=request.texts), encoder.tokens
+        plan, limit = replace(base, texts=request.texts), encoder.tokens
     else:
-        length, text = request.length or encoder.tokens, absolute_source(request.text or own.text)
-        plan, most = replace(own, text=text, length=length, texts=request.texts), max(encoder.tokens, inspection.tokens)
-        inspection.check_worth(own.budget, length)
-    if source_of(plan) == source_of(own) and (plan.texts > own.texts or (plan.length or 0) > encoder.tokens):
+        length, text = request.length or encoder.tokens, absolute_source(request.text or base.text)
+        limit = max(encoder.tokens, inspection.tokens)
+        plan = replace(base, text=text, length=length, texts=request.texts)
+        inspection.check_worth(base.budget, length)
+    if source_of(plan) == source_of(base) and (plan.texts > base.texts or (plan.length or 0) > encoder.tokens):
         raise RequestError(
-            f"{str(encoder.run.folder)!r} kept {own.texts} {inspection.reads} of {encoder.tokens:,} tokens from its "
+            f"{str(encoder.run.folder)!r} kept {base.texts} {inspection.reads} of {encoder.tokens:,} tokens from its "
             "training: ask for fewer or shorter ones, or name another --text"
         )
-    if (plan.length or 0) > most:
-        raise RequestError(f"{str(encoder.run.folder)!r} reads {most:,} tokens at most: ask for a smaller --length")
+    if (plan.length or 0) > limit:
+        raise RequestError(f"{str(encoder.run.folder)!r} reads {limit:,} tokens at most: ask for a smaller --length")
     return plan
 
 
 def source_of(plan: EncoderPlan) -> str:
-    """Name what is read: a source of text, or of pictures."""
+    """Return the source of a plan's text or pictures."""
     return plan.pictures or plan.text
 
 
 def read_shares(encoder: EncoderRun, plan: EncoderPlan, token: str | None) -> Shares:
-    """Read inputs to learn from, and others to judge on, of which nothing was learnt.
+    """Read inputs to learn from, and others, which were not learnt from, to judge on.
 
-    Of the run's own source, a shorter text is the beginning of a text that the run judges on.
+    From the run's source, shorter texts are beginnings of the texts that the run judges on.
     """
     files = load_files(find_model(plan.model, token), encoder.inspection, token)
-    own = source_of(plan) == source_of(encoder.plan)
-    whole = encoder.plan if own else replace(plan, steps=0)
-    learnt = max(whole.learnt, 2 * PRICED * (encoder.inspection.reads == "texts")) if own else 0
+    is_run_source = source_of(plan) == source_of(encoder.plan)
+    full_plan = encoder.plan if is_run_source else replace(plan, steps=0)
+    learnt = max(full_plan.learnt, 2 * PRICED * (encoder.inspection.reads == "texts")) if is_run_source else 0
     if encoder.inspection.reads == "texts":
-        length = whole.length or encoder.tokens
-        documents = read_texts_whole(whole.text, files, length, learnt, whole.texts, token)
-        found = sum(map(len, documents))
-        if found < whole.texts + whole.least:
+        length = full_plan.length or encoder.tokens
+        documents = read_texts_whole(full_plan.text, files, length, learnt, full_plan.texts, token)
+        count = sum(map(len, documents))
+        if count < (needed := full_plan.texts + full_plan.least):
             raise TextError(
-                f"{whole.text!r} has {found} texts of {length} tokens, and {whole.texts + whole.least} are needed: "
+                f"{full_plan.text!r} has {count} texts of {length} tokens, and {needed} are needed: "
                 "name a longer --text, or ask for a shorter --length or fewer --texts"
             )
-        shares = share_out(documents, learnt, whole.texts, whole.least)
+        shares = share_out(documents, learnt, full_plan.texts, full_plan.least)
     else:
-        pictures = read_pictures(str(whole.pictures), files, learnt + whole.texts, token)
-        check_count(whole, len(pictures))
-        numbers = torch.arange(whole.texts)[:, None]
-        shares = Shares(pictures[: -whole.texts][:learnt], pictures[-whole.texts :], numbers)
-    judged = [begin_of_text(each, plan.length, files.last) for each in shares.judged[: plan.texts]]
+        pictures = read_pictures(str(full_plan.pictures), files, learnt + full_plan.texts, token)
+        check_count(full_plan, len(pictures))
+        numbers = torch.arange(full_plan.texts)[:, None]
+        shares = Shares(pictures[: -full_plan.texts][:learnt], pictures[-full_plan.texts :], numbers)
+    judged = [begin_of_text(inputs, plan.length, files.last) for inputs in shares.judged[: plan.texts]]
     return replace(shares, judged=judged, documents=shares.documents[: plan.texts])
 
 
 def load_teacher(encoder: EncoderRun, token: str | None = None) -> PreTrainedModel:
-    """Load the teacher of a run; for texts longer than its positions, with positions between those it has."""
+    """Load the teacher of a run; for texts longer than its positions, interpolate these."""
     source = find_model(encoder.plan.model, token)
     teacher = load_encoder(source, load_config(source, token), token)
     if encoder.stretched:
@@ -261,20 +261,20 @@ def load_teacher(encoder: EncoderRun, token: str | None = None) -> PreTrainedMod
 
 
 def make_student(encoder: EncoderRun, teacher: PreTrainedModel, layers: Sequence[HeadsOfLayer]) -> LinearizedEncoder:
-    """Let a teacher attend in another way; it changes in place."""
+    """Turn a teacher, in place, into a student with these layers."""
     source = encoder.inspection
     origin: dict[str, Any] = {"name": source.repo_id or Path(source.name).name, "revision": source.revision}
     origin |= {"positions": source.tokens} if encoder.stretched else {}
     ways = asdict(ChosenWays.of("", layers, {}))
-    how = {name: ways[name] for name in ("ways", "heads", "first", "last")}
-    config = LinearizedEncoderConfig(teacher.config, source.auto_class, **how, teacher=origin)
+    kwargs = {name: ways[name] for name in ("ways", "heads", "first", "last")}
+    config = LinearizedEncoderConfig(teacher.config, source.auto_class, **kwargs, teacher=origin)
     return LinearizedEncoder.from_teacher(teacher, config)
 
 
 def save(encoder: EncoderRun, student: LinearizedEncoder, folder: Path, token: str | None = None) -> None:
-    """Write weights, config, the student's code, and the files that read texts or pictures.
+    """Write weights, config, the student's code, and its tokenizer or processor.
 
-    Of a sentence encoder its pooling is kept, so that sentence-transformers loads the student as it loads the teacher.
+    A sentence encoder keeps its pooling, so that sentence-transformers loads the student like the teacher.
     """
     source = find_model(encoder.plan.model, token)
     reader = load_files(source, encoder.inspection, token).reader
@@ -294,7 +294,7 @@ def save(encoder: EncoderRun, student: LinearizedEncoder, folder: Path, token: s
 
 
 def files_of_sentences(encoder: EncoderRun, source: Source, token: str | None) -> Iterator[tuple[Path, bytes]]:
-    """Read the files by which sentence-transformers knows a teacher; of stretched texts, their length is changed."""
+    """Read a teacher's files for sentence-transformers, with the length of stretched texts."""
     originals = fetch(source, SENTENCES, token)
     for path in (path for pattern in SENTENCES for path in originals.glob(pattern) if path.is_file()):
         content = path.read_bytes()
@@ -320,17 +320,17 @@ def judge(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | N
     teacher, inputs = load_teacher(encoder, token), shares.judged
     drawn, owners = owners_of(shares.documents)
     expected, over = read_outputs(teacher, inputs), Resampled(owners, plan.seed)
-    begun = make_student(encoder, teacher, encoder.ways.layers)
+    untrained = make_student(encoder, teacher, encoder.ways.layers)
 
-    def attend_with(how: Any) -> LinearizedEncoder:
-        begun.attend_with(how)
-        return begun
+    def attend_with(way: Any) -> LinearizedEncoder:
+        untrained.attend_with(way)
+        return untrained
 
     def load(folder: Path) -> LinearizedEncoder:
         return load_student(folder).to(teacher.device)
 
     rows = yield from compare(
-        encoder, over, load, attend_with, lambda each: score(expected, read_outputs(each, inputs))
+        encoder, over, load, attend_with, lambda model: score(expected, read_outputs(model, inputs))
     )
     drawn = drawn if encoder.inspection.reads == "texts" else "pictures"
     return Judgement(source_of(plan), plan.length or encoder.tokens, len(inputs), drawn, over.count, rows)
@@ -343,14 +343,14 @@ def compare(
     attend_with: Callable[[Any], Any],
     scored: Callable[[Any], dict[str, torch.Tensor]],
 ) -> Steps[dict[str, Quality]]:
-    """Compare the student that was saved, itself before its training, and controls with the teacher."""
-    how, ways, rows = encoder.both_ways, encoder.ways, dict[str, tuple[float, dict[str, torch.Tensor]]]()
-    controls: dict[str, tuple[float, Any]] = {STUDENT: (encoder.keys, how if ways.chosen == EQUAL else ways.layers)}
+    """Compare the saved student, the untrained student, and controls with the teacher."""
+    way, ways, rows = encoder.both_ways, encoder.ways, dict[str, tuple[float, dict[str, torch.Tensor]]]()
+    controls: dict[str, tuple[float, Any]] = {STUDENT: (encoder.keys, way if ways.chosen == EQUAL else ways.layers)}
     if encoder.plan.steps:
         controls[UNTRAINED] = controls[STUDENT]
     if ways.chosen != EQUAL:
-        controls[ALIKE] = how.keys, how
-    controls[MERGED] = int(how.keys), MergedTokens(int(how.keys))
+        controls[ALIKE] = way.keys, way
+    controls[MERGED] = int(way.keys), MergedTokens(int(way.keys))
     if not encoder.is_window:
         controls[WINDOW] = encoder.plain_window.keys, encoder.plain_window
     for name, (keys, attention) in controls.items():
@@ -358,4 +358,4 @@ def compare(
         student = load(saved) if saved is not None and saved.is_dir() else attend_with(attention)
         rows[name] = keys, scored(student)
         yield Progress("evaluate", len(rows), len(controls), "models")
-    return {name: describe_scores(keys, each, rows[STUDENT][1], over) for name, (keys, each) in rows.items()}
+    return {name: describe_scores(keys, scores, rows[STUDENT][1], over) for name, (keys, scores) in rows.items()}

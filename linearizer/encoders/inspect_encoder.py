@@ -1,4 +1,4 @@
-"""Inspects an encoder, and decides whether it can be linearized, from its config, without its weights."""
+"""Decides from its config whether an encoder can be linearized, without its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WATCHED_TOKENS = 8
 ANOTHER = "name an encoder with plain softmax attention, such as bert, roberta, electra, vit or dinov2"
-MASKED = "its layers mask or weight pairs of tokens by numbers of their own, such as biases of positions"
+MASKED = "its layers mask or weight pairs of tokens in other ways, such as by biases of positions"
 CAUSAL = "its tokens read only those before them"
 UNSEEN = "its code does not hand its attention to transformers' attention interface, so no layer is seen"
 TESTED = frozenset(
@@ -31,7 +31,7 @@ TESTED = frozenset(
 
 
 def reads_both_ways(config: PreTrainedConfig) -> bool:
-    """Whether a config is that of an encoder of texts or pictures, which this room serves or refuses."""
+    """Whether a config is of an encoder of texts or pictures, which this room serves or refuses."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
 
     kind = type(config)
@@ -45,17 +45,17 @@ def is_of_pictures(config: PreTrainedConfig) -> bool:
 
 
 def auto_class_of(config: PreTrainedConfig) -> str:
-    """Name the class of transformers that loads a model as its config says what it is; AutoModel if it says nothing."""
+    """Return the name of the class of transformers for the architecture in a config; AutoModel if it names none."""
     names = getattr(config, "architectures", None) or ()
-    for auto, each in CLASSES.items():
-        found = each._model_mapping[type(config)] if type(config) in each._model_mapping else ()
-        if any(kind.__name__ in names for kind in (found if isinstance(found, (list, tuple)) else [found])):
+    for auto, auto_class in CLASSES.items():
+        kinds = auto_class._model_mapping[type(config)] if type(config) in auto_class._model_mapping else ()
+        if any(kind.__name__ in names for kind in (kinds if isinstance(kinds, (list, tuple)) else [kinds])):
             return auto
     return "AutoModel"
 
 
 def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspection:
-    """Describe an encoder; refuse those whose attention is more than softmax over all tokens."""
+    """Describe an encoder; refuse it if its attention is more than softmax over all tokens."""
     try:
         model = build_blueprint(config, CLASSES[auto_class_of(config)])
         shapes = run_blueprint(lambda: watch_encoder(model))
@@ -67,7 +67,7 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
     parameters = sum(x.numel() for x in model.parameters())
     pictures = is_of_pictures(config)
     patches = math.prod(grid_of(config, blank_input(model)["pixel_values"])) if pictures else 0
-    _, heads, seen, dim = shapes[0]
+    _, heads, tokens, dim = shapes[0]
     return EncoderInspection(
         **source.facts,
         architecture=(config.architectures or [type(model).__name__])[0],
@@ -78,8 +78,8 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
         layers=len(shapes),
         heads=heads,
         head_dim=dim,
-        tokens=seen if pictures else most_tokens(model),
-        first=seen - patches if pictures else 0,
+        tokens=tokens if pictures else most_tokens(model),
+        first=tokens - patches if pictures else 0,
         stretches=not pictures and bool(position_tables(model)),
         parameters=parameters,
         layer_parameters=parameters - embedded,
@@ -88,20 +88,20 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
 
 
 def watch_encoder(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """Run a model on a small input, and return the shapes of the queries of the layers that a student replaces."""
-    seen: list[tuple[int, ...]] = []
+    """Run a model on a small input; return the shapes of the queries in the layers that a student replaces."""
+    shapes: list[tuple[int, ...]] = []
 
-    def observe(module: nn.Module, query: torch.Tensor, *rest: Any) -> None:
-        others = rest[-1]
-        if others.get("is_causal"):
+    def observe(module: nn.Module, query: torch.Tensor, *args: Any) -> None:
+        kwargs = args[-1]
+        if kwargs.get("is_causal"):
             raise Refused(CAUSAL)
-        if others.get("sliding_window") is not None:
+        if kwargs.get("sliding_window") is not None:
             return
-        if any(others.get(name) is not None for name in ("attention_mask", "position_bias", "softcap", "s_aux")):
+        if any(kwargs.get(name) is not None for name in ("attention_mask", "position_bias", "softcap", "s_aux")):
             raise Refused(MASKED)
         if not hasattr(module, "is_causal") or module.is_causal is not False:
             raise Refused(CAUSAL)
-        seen.append(tuple(query.shape))
+        shapes.append(tuple(query.shape))
 
     if not attention_modules(model):
         raise Refused(UNSEEN)
@@ -109,13 +109,13 @@ def watch_encoder(model: PreTrainedModel) -> list[tuple[int, ...]]:
         module.observe = observe
     with torch.no_grad(), attending(model, OBSERVED):
         model(**blank_input(model))
-    if not seen or len(seen) != len(replaced_modules(model)):
+    if not shapes or len(shapes) != len(replaced_modules(model)):
         raise Refused(UNSEEN)
-    return seen
+    return shapes
 
 
 def blank_input(model: PreTrainedModel) -> dict[str, Any]:
-    """Return a short text, or a picture of the size that a model is made for."""
+    """Return a short text, or a picture of a model's usual size."""
     config = model.config
     if not is_of_pictures(config):
         return {"input_ids": torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)}
@@ -126,7 +126,7 @@ def blank_input(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def most_tokens(model: PreTrainedModel) -> int:
-    """Return how many positions a text may have."""
+    """Return the largest number of tokens of a text."""
     for _, table in position_tables(model):
         return table.num_embeddings - unused_rows(table)
     return int(getattr(model.config, "max_position_embeddings", 0)) or 512

@@ -1,4 +1,4 @@
-"""The two kinds of runs in this room, and which of them a model has: what differs between them is chosen here."""
+"""The two kinds of runs in this room, the differences between them, and the kind of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from linearizer.teacher.load import load_config
 
 @dataclass(frozen=True)
 class Kind:
-    """What is done with a model, and the words in which its result is told."""
+    """The steps of a run, and the words of its report."""
 
     inspect: Callable[[str, str | None], EncoderInspection]  # by a model and a token
     decide: Callable[[EncoderPlan, str | None], tuple[EncoderPlan, EncoderInspection]]
@@ -31,10 +31,10 @@ class Kind:
     title: str  # of a model
     library: str  # that loads a student
     kl_of: str
-    agrees: str  # what a student should find as its teacher does
+    agrees: str  # the result on which student and teacher should agree
 
     def begin(self, folder: Path, plan: EncoderPlan, token: str | None = None, resume: bool = False) -> EncoderRun:
-        """Begin a run, or open the run to resume; all that can be refused before the work is refused here."""
+        """Begin a run, or open the run to resume; refuse here whatever can be refused before the work."""
         if Run.is_begun(folder, resume):
             (run := Run(folder)).check_same(plan)
         else:
@@ -67,7 +67,7 @@ DENOISER = Kind(
 
 
 def find_kind(model: str, token: str | None = None) -> Kind | None:
-    """Return the kind of run that a model has in this room; None: its tokens read only those before them."""
+    """Return the kind of run for a model; None if it is causal."""
     if Pipeline.is_at(model):
         return DENOISER
     source = find_model(model, token)

@@ -1,4 +1,4 @@
-"""How long attention takes in a layer over the number of tokens: a student's, and softmax over all tokens (SDPA)."""
+"""How long attention takes in a layer, by the number of tokens: a student's, and softmax over all tokens (SDPA)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from linearizer.teacher.devices import choose_device
 LEAST, MOST = 256, 32768  # tokens
 MOST_SECONDS = 1.0  # of a layer: longer texts are not timed
 FASTER = 2.0  # times as fast as SDPA: the lines have crossed
-TIMED = 3  # times, of which the fastest counts; once where that takes long
+TIMED = 3  # times, of which the fastest counts; longer texts are timed once
 SHORT = 2048  # tokens
 
 
 def keep_times(encoder: EncoderRun) -> Steps[None]:
-    """Time a layer of the student at more and more tokens, until it is clearly faster, and keep that."""
+    """Time a layer of the student with more and more tokens, until it is clearly faster, and store the times."""
     times = yield from log_progress(encoder.run, time_lengths(encoder))
-    encoder.run.write_product(TIMES, json.dumps({"times": [asdict(each) for each in times]}))
+    encoder.run.write_product(TIMES, json.dumps({"times": [asdict(layer_time) for layer_time in times]}))
 
 
 def time_lengths(encoder: EncoderRun) -> Steps[list[LayerTime]]:
@@ -43,20 +43,20 @@ def time_lengths(encoder: EncoderRun) -> Steps[list[LayerTime]]:
     return times
 
 
-def sizes_of(how: BothWays, tokens: int) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of texts, or the sides of pictures from the usual one on, each twice as long as the last.
+def sizes_of(way: BothWays, tokens: int) -> Iterator[tuple[int, ...]]:
+    """Yield lengths of texts, or sides of pictures from the usual one on, each twice the last.
 
-    With as few tokens as keys there is nothing to compare.
+    Skip sizes with no more tokens than keys: there is nothing to compare.
     """
-    axes, size = len(how.block), LEAST if len(how.block) == 1 else math.isqrt(tokens)
+    axes, size = len(way.block), LEAST if len(way.block) == 1 else math.isqrt(tokens)
     while size**axes <= MOST:
-        if size**axes > how.keys:
+        if size**axes > way.keys:
             yield (size,) * axes
         size *= 2
 
 
 def time_layer(
-    how: BothWays | HeadsOfLayer,
+    way: BothWays | HeadsOfLayer,
     heads: int,
     dim: int,
     grid: tuple[int, ...],
@@ -64,7 +64,7 @@ def time_layer(
     clock: Callable[[], float] = time.perf_counter,
 ) -> LayerTime:
     """Time a layer on random numbers."""
-    tokens = math.prod(grid) + (how.first if len(grid) > 1 else 0)
+    tokens = math.prod(grid) + (way.first if len(grid) > 1 else 0)
     query, key, value = (torch.randn(1, heads, tokens, dim, device=device) for _ in range(3))
     axes, times = grid if len(grid) > 1 else (), TIMED if tokens <= SHORT else 1
 
@@ -72,13 +72,13 @@ def time_layer(
         with torch.no_grad():
             return min(timeit.repeat(lambda: float(attend()[0, 0, 0, 0]), timer=clock, repeat=times, number=1))
 
-    student = seconds(lambda: how.attend(query, key, value, dim**-0.5, axes))
+    student = seconds(lambda: way.attend(query, key, value, dim**-0.5, axes))
     return LayerTime(tokens, student, seconds(lambda: scaled_dot_product_attention(query, key, value)))
 
 
 def crossing(times: Sequence[LayerTime]) -> float | None:
-    """Return from how many tokens on a layer is faster than with SDPA, between two sizes that were measured."""
-    ahead = [(math.log(each.tokens), math.log(each.sdpa / each.student)) for each in times]
+    """Return the number of tokens from which on a layer is faster than SDPA, interpolated between two timed sizes."""
+    ahead = [(math.log(x.tokens), math.log(x.sdpa / x.student)) for x in times]
     for (before, low), (after, high) in pairwise(ahead):
         if low < 0 <= high:
             return math.exp(before - low * (after - before) / (high - low))

@@ -1,8 +1,8 @@
 """An encoder of transformers whose attention takes time linear in the tokens.
 
-The teacher's own modelling code runs unchanged inside `base`; each attention module that reads in both directions has
-a `both_ways`, which takes over where transformers lets an attention implementation be chosen (attention_interface.py).
-All weights have the names that they have in the teacher. attention_both_ways.py says what is computed.
+The teacher's modelling code runs unchanged inside `base`; each attention module that reads in both directions has a
+`both_ways`, which transformers calls in place of its attention (attention_interface.py). All weights keep the teacher's
+names. attention_both_ways.py describes the computation.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ from transformers.utils import logging
 from .attention_both_ways import BothWays, HeadsOfLayer, read_layers
 from .attention_interface import GRID, IMPLEMENTATION, attention_modules, replaced_modules
 
-CLASSES = {  # that a teacher may have
+CLASSES = {  # of teachers
     each.__name__: each
     for each in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForImageClassification)
 }
 OWN = {"base", "auto_class", "ways", "heads", "first", "last", "teacher", "auto_map"}  # of a config
 CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module
-TRAITS = (  # of the base that transformers asks a model for
+TRAITS = (  # of the base, which transformers reads from a model
     "base_model_prefix",
     "_tied_weights_keys",
     "_keys_to_ignore_on_load_missing",
@@ -43,10 +43,9 @@ logger = logging.get_logger(__name__)
 
 
 class LinearizedEncoderConfig(PreTrainedConfig):
-    """base: the teacher's config; auto_class: the class of transformers that loads it; ways: the ways to attend that
-    heads have, a block and a number of slots each; heads: which of these each head has, layer by layer, or nothing
-    where all have the first; first, last: global tokens. What the teacher's config knows is read from it and written
-    to it."""
+    """base: the teacher's config; auto_class: the class of transformers that loads it; ways: the heads' ways to attend,
+    each a block and a number of slots; heads: the index of each head's way, layer by layer, or nothing if all have the
+    first; first, last: global tokens. Attributes of the teacher's config are read from it and written to it."""
 
     model_type = "linearized_encoder"
 
@@ -82,7 +81,7 @@ class LinearizedEncoderConfig(PreTrainedConfig):
             setattr(base, name, value)
 
     def read_ways(self) -> BothWays | list[HeadsOfLayer]:
-        """Return how all heads attend, or those of each layer."""
+        """Return how all heads attend, or how the heads of each layer do."""
         layers = read_layers(self.ways, self.heads or [[0]], self.first, self.last)
         return layers if self.heads else layers[0].ways[0]
 
@@ -90,14 +89,14 @@ class LinearizedEncoderConfig(PreTrainedConfig):
         return self.__dict__.get("base") or self
 
     def to_dict(self) -> dict:
-        """Leave out where the teacher lay."""
+        """Leave out the teacher's path."""
         content = super().to_dict()
         base = content["base"] or {}
         return {**content, "base": {name: x for name, x in base.items() if not name.startswith("_")}}
 
 
 class LinearizedEncoder(PreTrainedModel):
-    """`base` is the teacher's model. It is not a child: its children are this model's own."""
+    """`base` is the teacher's model. It is no child: its children are also this model's."""
 
     config_class = LinearizedEncoderConfig
     supports_gradient_checkpointing = True
@@ -107,10 +106,10 @@ class LinearizedEncoder(PreTrainedModel):
     def __init__(self, config: LinearizedEncoderConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
         if base is None:
-            how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}
+            settings = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}
             if config.auto_class not in CLASSES:
                 raise ValueError(f"auto_class={config.auto_class!r} is not one of {', '.join(CLASSES)}")
-            base = CLASSES[config.auto_class].from_config(config.base, **how)
+            base = CLASSES[config.auto_class].from_config(config.base, **settings)
         config.base = base.config
         self.__dict__["base"] = base
         self.__dict__.update({name: base.__dict__[name] for name in CONTENT})
@@ -122,18 +121,18 @@ class LinearizedEncoder(PreTrainedModel):
 
     @classmethod
     def from_teacher(cls, teacher: PreTrainedModel, config: LinearizedEncoderConfig) -> "LinearizedEncoder":
-        """Let a teacher attend linearly; it is changed in place and shares all its weights."""
+        """Make a teacher attend linearly; it is changed in place and shares all its weights."""
         for module in teacher.modules():
-            module._is_hf_initialized = True  # or its weights might be drawn again
+            module._is_hf_initialized = True  # else its weights might be drawn again
         student = cls(config, base=teacher)
         teacher.set_attn_implementation(IMPLEMENTATION)
         return student.train(teacher.training)
 
     def attend_with(self, ways: Any) -> None:
-        """Let all layers attend in another way, or each in that which a list has for it."""
+        """Make all layers attend in another way, or each in its way from a list."""
         modules = replaced_modules(self.base)
-        for module, how in zip(modules, ways if isinstance(ways, list) else [ways] * len(modules), strict=True):
-            module.both_ways = how
+        for module, way in zip(modules, ways if isinstance(ways, list) else [ways] * len(modules), strict=True):
+            module.both_ways = way
 
     def _init_weights(self, module: nn.Module) -> None:
         self.base._init_weights(module)
@@ -159,12 +158,12 @@ class LinearizedEncoder(PreTrainedModel):
         pixel_values: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        given = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        given |= {"inputs_embeds": inputs_embeds, "pixel_values": pixel_values}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        inputs |= {"inputs_embeds": inputs_embeds, "pixel_values": pixel_values}
         if kwargs.get("output_attentions"):
             logger.warning_once(NO_WEIGHTS)
             kwargs["output_attentions"] = False
-        if self.config.output_hidden_states:  # which `base` reads from its own config
+        if self.config.output_hidden_states:  # `base` reads only its own config
             kwargs.setdefault("output_hidden_states", True)
         grid = () if pixel_values is None else grid_of(self.base.config, pixel_values)
         if grid and torch.is_grad_enabled():
@@ -172,7 +171,7 @@ class LinearizedEncoder(PreTrainedModel):
                 module.__dict__["grid"] = grid
         token = GRID.set(grid)
         try:
-            return self.base(**{name: x for name, x in given.items() if x is not None}, **kwargs)
+            return self.base(**{name: x for name, x in inputs.items() if x is not None}, **kwargs)
         finally:
             GRID.reset(token)
 

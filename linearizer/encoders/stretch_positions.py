@@ -7,22 +7,22 @@ from torch import nn
 from torch.nn.functional import interpolate
 from transformers import PreTrainedModel
 
-MOST_STRETCHED = 64  # times as many positions as a model has
+MOST_STRETCHED = 64  # times a model's positions
 
 
 def position_tables(model: nn.Module) -> list[tuple[nn.Module, nn.Embedding]]:
-    """Find the learned positions of a model, and the modules that hold them."""
-    found = [(module, getattr(module, "position_embeddings", None)) for module in model.modules()]
-    return [(module, table) for module, table in found if isinstance(table, nn.Embedding)]
+    """Return the learned positions of a model, with their modules."""
+    tables = [(module, getattr(module, "position_embeddings", None)) for module in model.modules()]
+    return [(module, table) for module, table in tables if isinstance(table, nn.Embedding)]
 
 
 def unused_rows(table: nn.Embedding) -> int:
-    """Count the rows before the first position: RoBERTa counts positions from after its padding."""
+    """Count the rows before the first position: RoBERTa's positions begin after its padding."""
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def stretch_positions(model: PreTrainedModel, tokens: int) -> None:
-    """Let texts have `tokens` tokens: their positions lie evenly between the first and last that were learned."""
+    """Interpolate positions for texts of `tokens` tokens, evenly between the first and last learned ones."""
     for module, table in position_tables(model):
         skipped = unused_rows(table)
         learned = table.weight.detach()[skipped:]

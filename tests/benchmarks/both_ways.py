@@ -105,7 +105,7 @@ def judge_others(work):
     shares, how = encoder_run.read_shares(encoder, encoder.plan, None), encoder.both_ways
     teacher, dims = encoder_run.load_teacher(encoder), encoder.inspection.head_dim
     expected = read_outputs(teacher, shares.judged)
-    student = encoder_run.make_student(encoder, teacher, encoder.alike(how))
+    student = encoder_run.make_student(encoder, teacher, encoder.uniform_layers(how))
     weights = {name: x.clone() for name, x in student.state_dict().items()}
     rows = {
         "window and slots": how,

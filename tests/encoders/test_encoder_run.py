@@ -20,7 +20,7 @@ from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.distill_encoder import distil, read_states, states_loss
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_inputs import share_out
-from linearizer.encoders.encoder_quality import LayerTime, Outputs, alike, describe_scores, score
+from linearizer.encoders.encoder_quality import LayerTime, Outputs, describe_scores, log_similarities, score
 from linearizer.encoders.kinds import ENCODER
 from linearizer.encoders.layer_times import crossing
 from linearizer.evaluate.language import Resampled
@@ -275,7 +275,7 @@ def test_outputs_that_agree_have_no_kl_and_others_some():
     worse = describe_scores(1, apart, exact, over)
     assert worse.kl.mean > 0.1 and worse.nearest.mean < 1 and worse.apart.interval[1] < 0
     assert worse.kl.interval[0] < worse.kl.mean < worse.kl.interval[1]
-    torch.testing.assert_close(alike(means).exp().sum(-1), torch.ones(8))
+    torch.testing.assert_close(log_similarities(means).exp().sum(-1), torch.ones(8))
 
 
 def test_student_and_sdpa_take_as_long_where_their_lines_cross():
