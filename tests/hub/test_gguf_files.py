@@ -194,5 +194,5 @@ def test_a_damaged_file_is_one_sentence(damage, file, tmp_path):
 def test_a_space_takes_files_of_the_hub_by_what_they_become(file, monkeypatch):
     monkeypatch.setenv("SPACE_ID", "org/space")
     limits.check_model("org/name:sub/a.gguf")
-    with pytest.raises(RequestError, match="named by its id on the Hub"):
+    with pytest.raises(RequestError, match="name a model by its id on the Hub"):
         limits.check_model(str(file))

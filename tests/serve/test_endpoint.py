@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 
-from linearizer.page.cards import ways_of_causal
+from linearizer.page.cards import write_causal_ways
 from linearizer.run.folder import Run
 from tests.support.runs import wait_until
 from tests.support.serving import chat, complete
@@ -47,7 +47,7 @@ def test_it_writes_what_generate_writes(served):
 
 
 def test_what_the_page_says_to_ask_is_answered(served):
-    body = shlex.split(ways_of_causal(Run(Path("run")))["Ask the server"])[-1]
+    body = shlex.split(write_causal_ways(Run(Path("run")))["Ask the server"])[-1]
     answer = served.post("completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == json.loads(body)["max_tokens"]
 
