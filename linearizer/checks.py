@@ -57,7 +57,7 @@ def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Colle
         tokens = count_tokens(plan.text, load_tokenizer(source, token), needed_tokens(plan), token)
         plan = fit_to_text(plan, tokens, yielding)
         if tokens < needed_tokens(plan):
-            raise too_little_text(plan.text, tokens, min_texts(plan), plan.kept_length(None))
+            raise too_little_text(plan.text, tokens, min_texts(plan), plan.resolved_length(None))
     if plan.samples // 2 > plan.drawn_tokens:
         raise RequestError(
             f"{plan.texts} texts of {plan.length} tokens leave {plan.drawn_tokens} tokens to draw from, and heads are "
@@ -80,7 +80,7 @@ def check_plan(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool])
 def check_packed(plan: Plan, inspection: Inspection) -> None:
     """Refuse to change weights that stay quantised."""
     if plan.changes_weights and inspection.packed:
-        change, remedy = ("adapters", "--lora 0") if plan.kept_lora else ("fitted maps", "--steps 0")
+        change, remedy = ("adapters", "--lora 0") if plan.resolved_lora else ("fitted maps", "--steps 0")
         raise RequestError(
             f"{inspection.name!r} is quantised ({inspection.quantised}), and {change} cannot be merged into such "
             f"weights: ask for {remedy}, or name the model that it was quantised from"
@@ -89,7 +89,7 @@ def check_packed(plan: Plan, inspection: Inspection) -> None:
 
 def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
     """Refuse to fit the outputs of layers if a layer receives more than the output of the layer before it."""
-    if plan.trains and FITTED in plan.kept_loss.split("+") and not is_chain():
+    if plan.trains and FITTED in plan.resolved_loss.split("+") and not is_chain():
         raise RequestError(
             f"the layers of {inspection.name!r} are not a chain, so their outputs cannot be fitted: ask for --loss "
             "logits, or train nothing (--steps 0)"
@@ -99,7 +99,7 @@ def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]
 def check_spread(plan: Plan) -> None:
     """Refuse a method that needs all weights, or a second copy of them, on one device, if they take several."""
     if plan.changes_weights or plan.rules.decided_by == "gates":
-        step = "lora" if plan.kept_lora else "fitting them" if plan.changes_weights else "learning gates"
+        step = "lora" if plan.resolved_lora else "fitting them" if plan.changes_weights else "learning gates"
         raise RequestError(
             f"the weights do not fit into the memory of one device and are spread over several, which {step} does not "
             "serve: choose another recipe, or leave adapters (--lora 0) or training (--steps 0) out"
@@ -109,8 +109,8 @@ def check_spread(plan: Plan) -> None:
 def check_streamed(plan: Plan) -> None:
     """Refuse a method that needs the gradients of a whole model, if its weights do not fit into memory."""
     end_to_end = [phase.loss for phase in training_settings(plan) if plan.trains and phase.loss not in LAYERWISE]
-    if end_to_end or plan.kept_lora or plan.rules.decided_by == "gates":
-        method = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.kept_lora else "learning gates"
+    if end_to_end or plan.resolved_lora or plan.rules.decided_by == "gates":
+        method = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.resolved_lora else "learning gates"
         raise RequestError(
             f"the weights do not fit into memory and are read block by block, which {method} cannot be computed with: "
             f"train layer by layer ({', '.join(sorted(LAYERWISE))}), choose another recipe, or use a larger machine"

@@ -112,11 +112,11 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
 
 
 def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
-    kept = {name: Plan.of(name, model="demo", budget=64, may_grow=name == "duo").kept_bits for name in RECIPES}
+    kept = {name: Plan.of(name, model="demo", budget=64, may_grow=name == "duo").resolved_bits for name in RECIPES}
     assert [name for name, bits in kept.items() if bits == 8] == ["best"]
-    assert Plan.of("windows", model="demo", budget=64, bits=8).kept_bits == 8
+    assert Plan.of("windows", model="demo", budget=64, bits=8).resolved_bits == 8
     usual, asked = (Plan.of(model="demo", budget=64, bits=bits) for bits in (None, 4))
-    assert (usual.fewer_bits, asked.fewer_bits, asked.kept_bits) == ((6, 5, 4), (), 4)
+    assert (usual.fewer_bits, asked.fewer_bits, asked.resolved_bits) == ((6, 5, 4), (), 4)
     for recipe, bits in (("paper", 8), ("duo", 8), ("best", 3), ("features", 4)):
         with pytest.raises(RequestError, match="bits"):
             Plan.of(recipe, model="demo", budget=64, bits=bits)

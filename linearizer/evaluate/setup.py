@@ -87,7 +87,7 @@ class Setup:
     @property
     def usual_length(self) -> int:
         """The length of the run's own texts."""
-        return self.run.plan.kept_length(self.run.positions)
+        return self.run.plan.resolved_length(self.run.positions)
 
     def beyond(self, length: int) -> bool:
         """Whether a text is longer than the teacher's positions; refuse it if these are learned."""

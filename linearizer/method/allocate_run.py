@@ -62,8 +62,8 @@ def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers | N
         yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
     if run.plan.rules.decided_by == "gates" and run.gates is None:
         texts, plan = texts_to_price_on(run, teacher, token), run.plan
-        window = max(plan.budget or 0, 2 * plan.kept_sinks) - plan.kept_sinks
-        steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.kept_sinks, GATE_STEPS)
+        window = max(plan.budget or 0, 2 * plan.resolved_sinks) - plan.resolved_sinks
+        steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.resolved_sinks, GATE_STEPS)
         run.write_product("gates.json", json.dumps({"gates": (yield from log_progress(run, steps))}))
     return decide(run, run.plan, teacher.inspection.layers)
 
@@ -118,7 +118,7 @@ def price_share(
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
     """List the options that the heads of a run are priced with."""
     plan = run.plan
-    bits = plan.kept_bits, fewer_bits(plan, teacher.inspection.layers)
+    bits = plan.resolved_bits, fewer_bits(plan, teacher.inspection.layers)
     return options_to_price(texts.shape[1], plan.rules.far_field, *bits)
 
 

@@ -48,7 +48,7 @@ def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: st
     with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
         steps = kl_by_token(teacher.model, texts, layers, list(offered.values()), begin)
         kl = yield from log_progress(run, steps)
-    length, tokens = run.plan.kept_length(run.positions), texts.shape[1]
+    length, tokens = run.plan.resolved_length(run.positions), texts.shape[1]
     lengths = tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
     measured = tuple(
         Candidate(name, tuple(kl_of_tokens[:, :length].mean().item() for length in lengths))
@@ -70,7 +70,7 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
         candidates[WINDOWS] = allocate_by_prices(offers)
         candidates[SLOTS] = replace(allocate_alike(layers, plan, prices.sinks), strategy=SLOTS)
     window = replace(plan, strategy="window", bits=PLAIN_BITS, window=None)
-    candidates[WINDOW] = allocate_alike(layers, window, plan.kept_sinks)
+    candidates[WINDOW] = allocate_alike(layers, window, plan.resolved_sinks)
     names: dict[tuple, str] = {}
     for name, candidate in candidates.items():
         names.setdefault((candidate.sinks, candidate.heads), name)

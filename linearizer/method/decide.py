@@ -30,10 +30,11 @@ Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that the plan's strategy cannot spend, whatever is measured later."""
     if plan.rules.spends_tokens:
-        fewest_sinks = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
-        check_least_budget(layers, plan.budget or 0, fewest_sinks, min(plan.kept_bits, *fewer_bits(plan, layers), 16))
+        fewest_sinks = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.resolved_sinks
+        fewest_bits = min(plan.resolved_bits, *fewer_bits(plan, layers), 16)
+        check_least_budget(layers, plan.budget or 0, fewest_sinks, fewest_bits)
     else:
-        check_room(layers, plan.budget, plan.features, plan.kept_window + plan.kept_sinks)
+        check_room(layers, plan.budget, plan.features, plan.resolved_window + plan.resolved_sinks)
 
 
 def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
@@ -42,11 +43,12 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     if plan.rules.decided_by == "prices":
         return allocate_by_prices(offers_of(run, plan, layers))
     if plan.rules.decided_by == "budget":
-        return allocate_alike(layers, plan, plan.kept_sinks)
+        return allocate_alike(layers, plan, plan.resolved_sinks)
     if plan.rules.decided_by == "gates":
         if (gates := run.gates) is None:
             raise missing_measurement(run, plan, "gates")
-        return allocate_by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.target_tokens(run.positions))
+        length = plan.target_tokens(run.positions)
+        return allocate_by_gates(gates, layers, plan.budget or 0, plan.resolved_sinks, length)
     if (profile := run.profile) is None:
         raise missing_measurement(run, plan, "profile")
     return allocate_by_freedoms(
@@ -55,8 +57,8 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
         budget=plan.budget,
         features=plan.features,
         strategy=plan.strategy,
-        window=plan.kept_window,
-        sinks=plan.kept_sinks,
+        window=plan.resolved_window,
+        sinks=plan.resolved_sinks,
     )
 
 
@@ -72,12 +74,12 @@ def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocatio
         return Allocation(plan.strategy, sinks, tuple(allocate_memory(layer, plan, sinks) for layer in layers))
 
     def row(layer: Layer) -> tuple[Head, ...]:
-        token = token_bytes(layer, plan.kept_bits)
+        token = token_bytes(layer, plan.resolved_bits)
         room = ((plan.budget or 0) - sinks) * token_bytes(layer)
-        unit = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[far_field]
+        unit = {"": 0, "slots": slot_bytes(layer, plan.resolved_bits), "features": feature_bytes(layer)}[far_field]
         count = room // (token + unit) if unit else 0
         slots, features = (count if far_field == kind else 0 for kind in ("slots", "features"))
-        head = Head((room - count * unit) // token, features, slots=slots, bits=plan.kept_bits)
+        head = Head((room - count * unit) // token, features, slots=slots, bits=plan.resolved_bits)
         return (head,) * heads_replaced(layer)
 
     return Allocation("window", sinks, tuple(map(row, layers)))
@@ -95,8 +97,8 @@ def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
     If the plan sets no window, the window also takes the bytes that rows cannot use.
     """
     room = (plan.budget or 0) * token_bytes(layer)
-    token = token_bytes(layer, plan.kept_bits)
-    head = Head(plan.kept_window, bits=plan.kept_bits, memory=plan.memory)
+    token = token_bytes(layer, plan.resolved_bits)
+    head = Head(plan.resolved_window, bits=plan.resolved_bits, memory=plan.memory)
     most_rows = UPDATE_RULES[plan.memory].most_rows(layer.key_dim)
     fits = [r for r in range(1, most_rows + 1) if head_bytes(replace(head, features=r), layer, sinks, 0) <= room]
     if not fits:
@@ -113,9 +115,9 @@ def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
 
 def sinks_to_try(plan: Plan) -> tuple[int, ...]:
     """List the numbers of sinks to choose from, the largest first: it is the safest where the kl does not differ."""
-    return (
-        tuple(count for count in (SINKS, 2, 1, 0) if count <= plan.kept_sinks) if plan.sinks is None else (plan.sinks,)
-    )
+    if plan.sinks is not None:
+        return (plan.sinks,)
+    return tuple(count for count in (SINKS, 2, 1, 0) if count <= plan.resolved_sinks)
 
 
 def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:

@@ -158,7 +158,7 @@ def layer_profile(record: LayerSamples, curves: list[Freedoms], settings: Profil
 
 def profile_settings(plan: Plan) -> ProfileSettings:
     """Return the settings of a plan."""
-    settings = ProfileSettings(plan.text, plan.samples, sinks=plan.kept_sinks, seed=plan.seed)
+    settings = ProfileSettings(plan.text, plan.samples, sinks=plan.resolved_sinks, seed=plan.seed)
     return replace(settings, per="query", gauge="raw") if plan.recipe == "paper" else settings
 
 
@@ -167,7 +167,7 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     if profile := run.profile:
         return profile
     with interruptible(run):
-        texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
+        texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.resolved_texts]
         if not run.plan.memory:
             texts = join_texts(texts, run.plan, teacher.inspection.max_positions)
         check_logits(teacher.model, texts)
@@ -187,7 +187,7 @@ def join_texts(texts: torch.Tensor, plan: Plan, positions: int | None) -> torch.
     """
     length = 2 * texts.shape[1]
     count = texts.numel() // length
-    is_enough = count * (length - plan.kept_sinks) >= plan.samples // 2
+    is_enough = count * (length - plan.resolved_sinks) >= plan.samples // 2
     if not count or not is_enough or length > (positions or length):
         return texts
     return texts.flatten()[: count * length].view(count, length)
@@ -195,8 +195,8 @@ def join_texts(texts: torch.Tensor, plan: Plan, positions: int | None) -> torch.
 
 def fit_to_text(plan: Plan, tokens: int, yielding: Collection[str]) -> Plan:
     """Shrink the options that yield, first the number of texts and then their length, to the tokens of a text."""
-    while "texts" in yielding and needed_tokens(plan) > tokens and plan.kept_texts > FEW_TEXTS:
-        plan = replace(plan, texts=plan.kept_texts - 1)
+    while "texts" in yielding and needed_tokens(plan) > tokens and plan.resolved_texts > FEW_TEXTS:
+        plan = replace(plan, texts=plan.resolved_texts - 1)
     if "length" in yielding and needed_tokens(plan) > tokens:
         plan = replace(plan, length=max(MIN_LENGTH, tokens // min_texts(plan) // 8 * 8))
     return plan
@@ -204,7 +204,7 @@ def fit_to_text(plan: Plan, tokens: int, yielding: Collection[str]) -> Plan:
 
 def needed_tokens(plan: Plan) -> int:
     """Count the tokens that the texts of a run need at least."""
-    return min_texts(plan) * plan.kept_length(None)
+    return min_texts(plan) * plan.resolved_length(None)
 
 
 def min_texts(plan: Plan) -> int:

@@ -130,7 +130,7 @@ def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
     """Return the amounts that a plan asks for, including those it leaves out."""
     plan = plan.sized(inspection.max_positions)
     amounts: dict[str, float] = {name: getattr(plan, name) or 0 for name in MAX_OF_PLAN}
-    return amounts | {"window": plan.kept_window, "sinks": plan.kept_sinks, "lora": plan.kept_lora}
+    return amounts | {"window": plan.resolved_window, "sinks": plan.resolved_sinks, "lora": plan.resolved_lora}
 
 
 def check_weights(name: str, weight_bytes: float, limits: Limits) -> None:

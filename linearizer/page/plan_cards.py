@@ -70,7 +70,7 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
     in proportion to the length, so beyond that it grows at most in proportion to the length.
     """
     unit = sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
-    exact_bytes = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
+    exact_bytes = head_bytes.cache_bytes(layers, plan.resolved_sinks + plan.resolved_window)
     if plan.budget is None:
         features, max_bytes = float(plan.features or 0), exact_bytes + (plan.features or 0) * unit
     else:
@@ -129,7 +129,7 @@ def plan_card(plan: Plan) -> str:
         ("state", "may grow" if plan.may_grow else "never grows"),
         ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
         *((("reference", RECIPES[plan.recipe].reference),) if RECIPES[plan.recipe].reference else ()),
-        ("text", f"{plan.kept_texts} texts of {plan.kept_length(None)} tokens, {plan.text}"),
+        ("text", f"{plan.resolved_texts} texts of {plan.resolved_length(None)} tokens, {plan.text}"),
         ("training", f"{plan.steps} steps" if plan.steps else "none"),
         ("seed", str(plan.seed)),
     ]
@@ -186,7 +186,7 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
 
     plan, allocation = share_out(run, budget)
     sizes: dict[str, Any] = {"budget": plan.budget, "features": plan.features}
-    sizes |= {"window": plan.kept_window, "sinks": plan.kept_sinks}
+    sizes |= {"window": plan.resolved_window, "sinks": plan.resolved_sinks}
     fix = None
     with suppress(BudgetError):  # equal shares may be too small for features
         fix = allocate_by_freedoms(require_profile(run), run.layers, strategy="fix", **sizes)

@@ -173,10 +173,11 @@ class Plan(JsonProduct):
             raise BudgetError(
                 f"the strategy {self.strategy} spends a budget in tokens: ask for one instead of features"
             )
-        if self.window is not None and self.budget is not None and self.window + self.kept_sinks > self.budget:
+        sinks = self.resolved_sinks
+        if self.window is not None and self.budget is not None and self.window + sinks > self.budget:
             raise BudgetError(
-                f"a budget of {self.budget} tokens is too small for a window of {self.window} and {self.kept_sinks} "
-                f"sinks: ask for a window of at most {max(self.budget - self.kept_sinks, 0)}, or leave it out"
+                f"a budget of {self.budget} tokens is too small for a window of {self.window} and {sinks} sinks: "
+                f"ask for a window of at most {max(self.budget - sinks, 0)}, or leave it out"
             )
         self.check_memory()
         if self.bits is not None and self.bits not in self.rules.bits:
@@ -202,7 +203,7 @@ class Plan(JsonProduct):
                 f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
                 f"--feature-map {' or '.join(list(UPDATE_RULES)[-3:])}, or another strategy"
             )
-        if self.memory and self.trains and "softmax" in self.kept_loss:
+        if self.memory and self.trains and "softmax" in self.resolved_loss:
             raise RequestError(
                 f"{self.memory} has no rows of attention, which the loss softmax compares: ask for --loss output"
             )
@@ -213,22 +214,22 @@ class Plan(JsonProduct):
         return self.feature_map if self.feature_map in UPDATE_RULES and self.rules.far_field == "features" else ""
 
     @property
-    def kept_sinks(self) -> int:
+    def resolved_sinks(self) -> int:
         """The plan's sinks, or the largest number that is kept."""
         if self.sinks is not None:
             return self.sinks
         return 0 if self.budget is None else min(SINKS, self.budget // 8)
 
     @property
-    def kept_window(self) -> int:
+    def resolved_window(self) -> int:
         """The plan's window, or half of the budget minus the sinks, or less if features need the room."""
         if self.window is not None:
             return self.window
         budget = self.budget or 0
-        return max(min(budget // 2, budget - MIN_FEATURES_IN_TOKENS) - self.kept_sinks, 0)
+        return max(min(budget // 2, budget - MIN_FEATURES_IN_TOKENS) - self.resolved_sinks, 0)
 
     @property
-    def kept_texts(self) -> int:
+    def resolved_texts(self) -> int:
         """The plan's number of texts, or a number for about the same number of tokens in texts of any length."""
         shared = MEASURED_TOKENS // (self.length or self.usual_length)
         return self.texts or min(USUAL_TEXTS, max(FEWEST_TEXTS, shared))
@@ -239,20 +240,20 @@ class Plan(JsonProduct):
         least = PRICED_LENGTH if self.rules.decided_by == "prices" else USUAL_LENGTH
         return max(least, (BUDGETS_IN_GRAPH if self.differentiates_all else BUDGETS_IN_LENGTH) * (self.budget or 0))
 
-    def kept_length(self, positions: int | None) -> int:
+    def resolved_length(self, positions: int | None) -> int:
         """The plan's number of tokens of a text, or the usual number, within the model's positions."""
         length = self.length or self.usual_length
         return min(length, positions or length)
 
     def sized(self, positions: int | None) -> Plan:
         """Decide the number of tokens of a text, within the model's positions, and then the number of texts."""
-        plan = replace(self, length=self.kept_length(positions))
-        return replace(plan, texts=plan.kept_texts)
+        plan = replace(self, length=self.resolved_length(positions))
+        return replace(plan, texts=plan.resolved_texts)
 
     @property
     def drawn_tokens(self) -> int:
         """Count the tokens from which queries and keys are drawn."""
-        return self.kept_texts * max(self.kept_length(None) - self.kept_sinks, 0)
+        return self.resolved_texts * max(self.resolved_length(None) - self.resolved_sinks, 0)
 
     @property
     def samples(self) -> int:
@@ -262,10 +263,10 @@ class Plan(JsonProduct):
     @property
     def sizes(self) -> Mapping[str, int]:
         """The values of the options that yield to a source, usual values if they are left out."""
-        return {"texts": self.kept_texts, "length": self.kept_length(None)}
+        return {"texts": self.resolved_texts, "length": self.resolved_length(None)}
 
     @property
-    def kept_bits(self) -> int:
+    def resolved_bits(self) -> int:
         """The plan's bits, or the bits in which options are priced."""
         return self.bits or self.rules.bits[0]
 
@@ -308,37 +309,37 @@ class Plan(JsonProduct):
         return self.trains and not self.may_hold_features
 
     @property
-    def kept_loss(self) -> str:
+    def resolved_loss(self) -> str:
         """The plan's loss, or the loss that suits what is trained."""
         if self.heals:
             return self.loss or ("logits" if self.lora else FITTED)
         return self.loss or "softmax"
 
     @property
-    def kept_lora(self) -> int:
+    def resolved_lora(self) -> int:
         """The plan's rank of adapters, or the rank of adapters that compensate the loss of the heads."""
-        adapts = self.heals and FITTED not in self.kept_loss.split("+")
+        adapts = self.heals and FITTED not in self.resolved_loss.split("+")
         return (HEALING_RANK if adapts else 0) if self.lora is None else self.lora
 
     @property
     def differentiates_all(self) -> bool:
         """Whether a loss, of adapters or gates, runs through the whole model."""
-        return bool(self.kept_lora) or self.rules.decided_by == "gates"
+        return bool(self.resolved_lora) or self.rules.decided_by == "gates"
 
     @property
     def changes_weights(self) -> bool:
         """Whether training changes the teacher's weights: by adapters, or by fitting the outputs of layers."""
-        return bool(self.kept_lora) or (self.trains and FITTED in self.kept_loss.split("+"))
+        return bool(self.resolved_lora) or (self.trains and FITTED in self.resolved_loss.split("+"))
 
     @property
     def texts_measured(self) -> int:
         """The number of texts, from the first on, to measure; two or more if heads have prices or gates."""
-        return max(self.kept_texts, 2) if self.rules.product in ("prices", "gates") else self.kept_texts
+        return max(self.resolved_texts, 2) if self.rules.product in ("prices", "gates") else self.resolved_texts
 
     @property
     def texts_priced(self) -> int:
         """The number of texts, from the first on, to price heads on; students are compared on others."""
-        return max(1, self.kept_texts // 2)
+        return max(1, self.resolved_texts // 2)
 
     def command(self) -> str:
         """Write `linearizer run …` with the recipe and every option that is not the recipe's."""

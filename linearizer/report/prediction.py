@@ -44,7 +44,7 @@ def find_correction(run: Run) -> Correction | None:
     offers = offers_of(run, run.plan, run.layers)
     if not (predicted := fsum(offer.kl for offer in offers.taken(allocate_by_prices(offers)))) > 0:
         return None
-    length, priced = run.plan.kept_length(run.positions), candidates.measured[0]  # the first is by prices
+    length, priced = run.plan.resolved_length(run.positions), candidates.measured[0]  # the first is by prices
     by_length = dict(zip(candidates.lengths, priced.kl, strict=True))
     length = length if length in by_length else candidates.lengths[-1]
     return Correction(predicted, by_length[length], length)

@@ -72,7 +72,7 @@ def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     """
     plan, layers, language = run.plan, run.layers, part.result
     assert (read := part.read) is not None, "the part reads texts"
-    length = plan.kept_length(run.positions)  # as long as what prices predict
+    length = plan.resolved_length(run.positions)  # as long as what prices predict
     at = language.at(length)
     subjects, length = (at.subjects, length) if at else (language.subjects, read.length)
     state_bytes = allocation.state_bytes(layers, plan.target_tokens(run.positions) if plan.may_grow else 0)

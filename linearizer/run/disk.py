@@ -46,20 +46,20 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
 
 def rows_of(plan: Plan, layer: Layer) -> int:
     """Estimate the mean number of features, or of rows of a memory, of the heads of a layer."""
-    rows = plan.features or (plan.budget or 0) - plan.kept_window - plan.kept_sinks
+    rows = plan.features or (plan.budget or 0) - plan.resolved_window - plan.resolved_sinks
     return min(rows, UPDATE_RULES[plan.memory].most_rows(layer.key_dim)) if plan.memory else rows
 
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the bytes for resuming: samples of queries, keys and values, texts, and the state of training."""
     plan = plan.sized(inspection.max_positions)
-    length = plan.kept_length(None)
+    length = plan.resolved_length(None)
     sampled = plan.samples // 2 + (length if plan.memory else 0)
     samples = sampled * sum(
         layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)
         for layer in inspection.layers
     )
-    texts = length * (plan.steps * plan.batch + plan.texts_measured + plan.kept_texts)
+    texts = length * (plan.steps * plan.batch + plan.texts_measured + plan.resolved_texts)
     return NUMBER * (samples + texts) + training_bytes(plan, inspection)
 
 
@@ -68,6 +68,6 @@ def training_bytes(plan: Plan, inspection: Inspection) -> int:
     if not plan.trains:
         return 0
     widths = sum(layer.query_heads * layer.key_dim for layer in inspection.replaced_layers)
-    adapters = plan.kept_lora * NUMBER * 8 * widths  # of q, k, v and o, for hidden states as wide as all queries
+    adapters = plan.resolved_lora * NUMBER * 8 * widths  # of q, k, v and o, for hidden states as wide as all queries
     files = 1 if plan.steps <= SAVE_EVERY else FILES
     return KEPT * files * (map_bytes(plan, inspection) + adapters)

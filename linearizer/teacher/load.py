@@ -286,7 +286,7 @@ def texts_of(
     plan: Plan, teacher: Teacher, texts: int, token: str | None, least: int | None = None
 ) -> torch.Tensor:  # (texts, tokens)
     """Take the first texts of a plan's source, at the plan's length."""
-    length = plan.kept_length(teacher.inspection.max_positions)
+    length = plan.resolved_length(teacher.inspection.max_positions)
     return read_texts(
         plan.text, teacher.tokenizer, length, texts, least=least, model=teacher.model, seed=plan.seed, token=token
     )

@@ -124,7 +124,7 @@ class TrainingResult:
 
 def training_settings(plan: Plan) -> list[TrainingSettings]:
     """Make the settings of each phase of a plan: one phase for each loss; the first phase takes the odd step."""
-    losses = plan.kept_loss.split("+")
+    losses = plan.resolved_loss.split("+")
     steps, odd = divmod(plan.steps, len(losses))
     return [
         TrainingSettings(
@@ -132,7 +132,7 @@ def training_settings(plan: Plan) -> list[TrainingSettings]:
             steps=steps + (number < odd),
             batch=plan.batch,
             seed=plan.seed,
-            lora=plan.kept_lora if loss in END_TO_END else 0,
+            lora=plan.resolved_lora if loss in END_TO_END else 0,
             window_dropout=0.0 if plan.heals else DROPOUT,
         )
         for number, loss in enumerate(losses)

@@ -111,7 +111,7 @@ def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: f
 def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     """Estimate the seconds of all steps."""
     plan = plan.sized(inspection.max_positions)
-    layers, length = inspection.replaced_layers, plan.kept_length(None)
+    layers, length = inspection.replaced_layers, plan.resolved_length(None)
     products, heads = product_speed(plan, inspection, speeds), sum(layer.kv_heads for layer in layers)
     teacher, student, logits = text_seconds(plan, inspection, speeds)
     judging = JUDGING_PASSES * (teacher + student + logits)
@@ -123,7 +123,7 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     training = training_seconds(plan, layers, teacher, student, length / products)
     spectra = heads * plan.samples**3 / speeds.spectra
     reading = reading_seconds(plan, inspection, speeds)
-    return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
+    return START_SECONDS + spectra + plan.resolved_texts * teacher + pricing + training + judging + reading
 
 
 def forecast_encoder(plan: EncoderPlan, inspection: EncoderInspection, speeds: Speeds, download: float) -> RunForecast:
@@ -150,7 +150,7 @@ def encoder_memory(plan: EncoderPlan, inspection: EncoderInspection) -> float:
 def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[float, float, float]:
     """Estimate the seconds that teacher, student and logits take for one text of a run."""
     plan = plan.sized(inspection.max_positions)
-    layers, length = inspection.replaced_layers, plan.kept_length(None)
+    layers, length = inspection.replaced_layers, plan.resolved_length(None)
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     teacher = length * (2 * inspection.active + attention) / product_speed(plan, inspection, speeds)
     student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students
@@ -161,7 +161,7 @@ def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, spe
     """Estimate the seconds of an evaluation from the tokens that its parts read; for tasks they are unknown."""
     if "tasks" in request.chosen:
         return math.inf
-    usual = plan.kept_length(inspection.max_positions)
+    usual = plan.resolved_length(inspection.max_positions)
     length, lengths = request.length or usual, request.lengths or (4 * usual,)
     tokens = {
         "language": JUDGED_SHARE * request.texts * max(length, *request.lengths, 0),
@@ -189,7 +189,7 @@ def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float
     weights = bytes_in_memory(inspection, plan.dtype, plan.device)
     if not (weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device)):
         return inspection.weight_bytes / speeds.reads
-    length = plan.kept_length(inspection.max_positions)
+    length = plan.resolved_length(inspection.max_positions)
     batches = min(JUDGING.texts, math.ceil(JUDGING.texts * length * inspection.vocabulary / MAX_LOGITS))
     count = 2.0 + 2 * 3 * batches  # two parts of judging, with three subjects
     if plan.rules.decided_by == "prices":
@@ -208,7 +208,7 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
 
 def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: float, operation: float) -> float:
     """Estimate the seconds of training; `operation`: the seconds of one operation on every token of a text."""
-    step = teacher + (HEALING_PASSES if plan.kept_lora else 1) * (teacher + student)
+    step = teacher + (HEALING_PASSES if plan.resolved_lora else 1) * (teacher + student)
     if not plan.heals:
         products = sum(layer.query_heads * layer.key_dim * rows_of(plan, layer) for layer in layers)
         step = teacher + TRAINING_FACTOR * products * operation
@@ -218,7 +218,7 @@ def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: f
 def run_memory(plan: Plan, inspection: Inspection) -> float:
     """Estimate the bytes of memory of a run: the weights, and the needs of its most expensive step."""
     plan = plan.sized(inspection.max_positions)
-    layers, length = inspection.replaced_layers, plan.kept_length(None)
+    layers, length = inspection.replaced_layers, plan.resolved_length(None)
     weights: float = bytes_in_memory(inspection, plan.dtype, plan.device)
     if streams(inspection, plan.dtype, plan.device):
         weights = min(weights, bytes_for_weights(plan.device))
@@ -232,8 +232,8 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
     if plan.differentiates_all:
         width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
         graph = length * NUMBER * GRAPH_WIDTHS * width * len(inspection.layers)
-        graph = plan.batch * (graph + 2 * length * token) if plan.kept_lora else GATE_BATCH * graph
-    if plan.kept_lora:  # a student is judged with its teacher's own weights
+        graph = plan.batch * (graph + 2 * length * token) if plan.resolved_lora else GATE_BATCH * graph
+    if plan.resolved_lora:  # a student is judged with its teacher's own weights
         weights *= 2
     sample = 6 * 8 * plan.samples**2
     work = max(sample, judging, pricing, rows, graph)

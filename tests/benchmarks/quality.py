@@ -157,7 +157,7 @@ def prepared(work, plan, row):
     elif plan.rules.decided_by == "prices" and "uniform" not in row:
         texts = allocate_run.texts_to_price_on(run, teacher, None)
         sinks = finish(allocate_run.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
-        bits = "-".join(map(str, (plan.kept_bits, *plan.fewer_bits)))
+        bits = "-".join(map(str, (plan.resolved_bits, *plan.fewer_bits)))
         prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{plan.budget}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
@@ -180,7 +180,7 @@ def made(run, teacher, row):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
     if "uniform" in row:
-        allocation = allocate_alike(layers, plan, plan.kept_sinks)
+        allocation = allocate_alike(layers, plan, plan.resolved_sinks)
     elif share_of(row) in PRICES:
         allocation = share_out(run.prices, plan, layers)
     else:
@@ -188,14 +188,15 @@ def made(run, teacher, row):
     if row.startswith("slots"):
         allocation = with_slots(allocation, layers)
     student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
-    texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
+    texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.resolved_length(None), None)
     finish(distill.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
 def held_out(plan, teacher):
     """Take the same text for every row: what comes after all that is measured or trained on."""
-    return teacher_module.texts_of(replace(plan, seed=0), teacher, AHEAD // plan.kept_length(None) + HELD, None)[-HELD:]
+    count = AHEAD // plan.resolved_length(None) + HELD
+    return teacher_module.texts_of(replace(plan, seed=0), teacher, count, None)[-HELD:]
 
 
 @contextmanager

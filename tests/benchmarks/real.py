@@ -227,11 +227,11 @@ class Bench:
         """Make the student of a row as a run makes it."""
         plan, layers = run.plan, teacher.inspection.layers
         if is_control(row):
-            allocation = allocate_alike(layers, plan, plan.kept_sinks)
+            allocation = allocate_alike(layers, plan, plan.resolved_sinks)
             return pipeline.begin_student(run, teacher, allocation).eval(), allocation
         self.measure_once(run, teacher, costs)
         if "uniform" in row:
-            allocation = allocate_alike(layers, plan, plan.kept_sinks)
+            allocation = allocate_alike(layers, plan, plan.resolved_sinks)
         else:
             allocation = run.allocation or finish(allocate_run.allocate(run, teacher, None))
             run.write_product("allocation.json", allocation.to_json())

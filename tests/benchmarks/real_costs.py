@@ -44,7 +44,7 @@ class Costs:
 
     def in_passes(self):
         """Return seconds, and passes over the texts that the run measured."""
-        texts, length = self.run.plan.texts, self.run.plan.kept_length(self.run.positions)
+        texts, length = self.run.plan.texts, self.run.plan.resolved_length(self.run.positions)
         passes = self.spent["tokens"] / (texts * length)
         return {"seconds": self.spent["seconds"], "passes": passes, "texts": texts, "length": length}
 

@@ -40,8 +40,8 @@ Tensor = torch.Tensor
 def price_heads(kind: str, run: Run, teacher: Teacher) -> Prices:
     """Price every head with so many tokens, in the way of this kind."""
     plan, texts, layers = run.plan, allocate_run.texts_to_price_on(run, teacher, None), teacher.inspection.layers
-    options = tuple(Head(window=size, bits=plan.kept_bits) for size in SIZES)
-    return Prices(plan.kept_sinks, options, PRICES[kind](teacher.model, layers, texts, plan, begin_of(run)))
+    options = tuple(Head(window=size, bits=plan.resolved_bits) for size in SIZES)
+    return Prices(plan.resolved_sinks, options, PRICES[kind](teacher.model, layers, texts, plan, begin_of(run)))
 
 
 def share_out(prices: Prices, plan: Plan, layers: Sequence[Layer]) -> Allocation:
@@ -49,7 +49,7 @@ def share_out(prices: Prices, plan: Plan, layers: Sequence[Layer]) -> Allocation
     bought = allocate_by_prices(OffersOfHeads.of(prices, layers, plan.budget or 0, 0))
     left = cache_bytes(layers, plan.budget or 0) - bought.state_bytes(layers, 0)
     rows = list(zip(bought.heads, layers, strict=True))
-    more = left // sum(len(row) * token_bytes(layer, plan.kept_bits) for row, layer in rows)
+    more = left // sum(len(row) * token_bytes(layer, plan.resolved_bits) for row, layer in rows)
     return replace(
         bought, heads=tuple(tuple(replace(head, window=head.window + more) for head in row) for row, _ in rows)
     )
@@ -106,7 +106,7 @@ def prices_by_loss(
     model: PreTrainedModel, layers: Sequence[Layer], texts: Tensor, plan: Plan, begin: Begin
 ) -> tuple[KlOfLayer, ...]:
     """Price tokens by the loss (log-perplexity) when one head holds them beside others' equal shares (2602.16284)."""
-    texts, alike = texts[:: max(1, len(texts) // PRICED)], allocate_alike(layers, plan, plan.kept_sinks)
+    texts, alike = texts[:: max(1, len(texts) // PRICED)], allocate_alike(layers, plan, plan.resolved_sinks)
 
     def loss_of(allocation: Allocation) -> float:
         logits = logits_of_student(model, texts, layers, allocation, begin)
@@ -114,7 +114,7 @@ def prices_by_loss(
 
     def price(index: int, head: int, size: int) -> float:
         row = list(alike.heads[index])
-        row[head] = half_slots(Head(window=size, bits=plan.kept_bits), layers[index], alike.sinks)
+        row[head] = half_slots(Head(window=size, bits=plan.resolved_bits), layers[index], alike.sinks)
         return loss_of(replace(alike, heads=(*alike.heads[:index], tuple(row), *alike.heads[index + 1 :])))
 
     return tuple(

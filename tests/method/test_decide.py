@@ -106,7 +106,7 @@ def test_a_memory_takes_what_a_window_leaves_of_the_budget(budget, inspection):
         allocation = decide(None, plan, inspection.layers)
         (head,) = {head for row in allocation.heads for head in row}
         spent, paid = allocation.state_bytes(inspection.layers, 512), cache_bytes(inspection.layers, budget)
-        assert head.memory == memory and head.window >= plan.kept_window and head.features
+        assert head.memory == memory and head.window >= plan.resolved_window and head.features
         assert paid - 2 * paid / budget < spent <= paid
         assert head.features <= UPDATE_RULES[memory].most_rows(inspection.layers[0].key_dim)
 

@@ -75,7 +75,7 @@ def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_ef
             actions.start_run(find_visitor(), "demo", 64, effort, asked)
         plan = planning.make_plan("demo", 64, effort, {"text": f"file:{text}"})
         run = pipeline.begin(find_visitor().fresh_folder(plan), plan, yielding=YIELDING)
-        assert run.plan.texts == 2 and run.plan.length <= plan.kept_length(None)
+        assert run.plan.texts == 2 and run.plan.length <= plan.resolved_length(None)
     assert len(list(root.iterdir())) == len(planning.EFFORTS)
 
 

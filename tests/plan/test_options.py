@@ -89,7 +89,7 @@ def test_the_command_of_a_plan_makes_the_plan():
 def test_samples_are_as_many_as_the_texts_hold_up_to_a_number():
     usual, few = Plan.of(model="demo", budget=64), Plan.of(model="demo", budget=64, texts=2, length=256)
     assert usual.samples == MAX_SAMPLES == 1024
-    assert few.samples == 2 * 2 * (256 - few.kept_sinks) // 8 * 8 < 1024
+    assert few.samples == 2 * 2 * (256 - few.resolved_sinks) // 8 * 8 < 1024
 
 
 def test_a_window_beyond_the_budget_is_refused():
