@@ -98,7 +98,7 @@ def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]
 
 def check_spread(plan: Plan) -> None:
     """Refuse a method that needs all weights, or a second copy of them, on one device, if they take several."""
-    if plan.changes_weights or plan.rules.decided_by == "gates":
+    if plan.changes_weights or plan.strategy_spec.decided_by == "gates":
         step = "lora" if plan.resolved_lora else "fitting them" if plan.changes_weights else "learning gates"
         raise RequestError(
             f"the weights do not fit into the memory of one device and are spread over several, which {step} does not "
@@ -109,7 +109,7 @@ def check_spread(plan: Plan) -> None:
 def check_streamed(plan: Plan) -> None:
     """Refuse a method that needs the gradients of a whole model, if its weights do not fit into memory."""
     end_to_end = [phase.loss for phase in training_settings(plan) if plan.trains and phase.loss not in LAYERWISE]
-    if end_to_end or plan.resolved_lora or plan.rules.decided_by == "gates":
+    if end_to_end or plan.resolved_lora or plan.strategy_spec.decided_by == "gates":
         method = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.resolved_lora else "learning gates"
         raise RequestError(
             f"the weights do not fit into memory and are read block by block, which {method} cannot be computed with: "

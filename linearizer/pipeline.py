@@ -116,7 +116,7 @@ def linearize(run: Run, token: str | None = None, locked: bool = False, helpers:
     """
     if not run.done:
         with logged_work(run, locked):
-            if run.of_encoder:
+            if run.is_encoder_run:
                 encoder = EncoderRun(run)
                 yield from kind_of(encoder.inspection).make_and_judge(encoder, token)
                 if not encoder.times:
@@ -215,7 +215,7 @@ def evaluate(
     """
     run, measured = run.evaluating, dict[str, Any]()
     with logged_work(run, locked):
-        if run.of_encoder:
+        if run.is_encoder_run:
             encoder = EncoderRun(run)
             judgement = yield from kind_of(encoder.inspection).evaluate(encoder, request, bool(anew), token)
             measured = {judgement.name: judgement}

@@ -67,8 +67,8 @@ def begin_run(arguments: argparse.Namespace) -> Run:
     is_causal = arguments.plan is not None or (arguments.out is not None and (arguments.out / PLAN).exists())
     kind = None if is_causal else find_kind(arguments.model)
     if kind is not None:
-        of_encoder = checks.with_absolute_paths(encoder_plan_of(arguments))
-        return kind.begin(folder_of(arguments, of_encoder), of_encoder, resume=arguments.resume).run
+        encoder_plan = checks.with_absolute_paths(encoder_plan_of(arguments))
+        return kind.begin(folder_of(arguments, encoder_plan), encoder_plan, resume=arguments.resume).run
     refuse_encoder_options(arguments, f"and {plan.model!r} is not an encoder: leave it out")
     return pipeline.begin(folder_of(arguments, plan), plan, resume=arguments.resume)
 
@@ -153,7 +153,7 @@ def print_run(arguments: argparse.Namespace, run: Run, judged: Collection[Judgem
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
         "verdict": None if verdict is None else asdict(verdict),
-        **(values_of_encoder(run, judged) if run.of_encoder else values_of_causal(run)),
+        **(values_of_encoder(run, judged) if run.is_encoder_run else values_of_causal(run)),
     }
     print_product(arguments, product, describe_run(run, judged))
 
@@ -219,7 +219,7 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
 
     run = find_run(arguments.run, encoders=True)
     values = {name: value for name, value in vars(arguments).items() if name in options_of(Request)}
-    if run.of_encoder and arguments.texts is None:
+    if run.is_encoder_run and arguments.texts is None:
         values["texts"] = run.encoder_plan.texts
     request = Request.of(values)
     if arguments.detach:
@@ -230,7 +230,7 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     repeat = f"`linearizer evaluate {run.folder}`"
     steps = pipeline.evaluate(run, request, request.chosen if arguments.again else (), locked=True)
     measured = work_here(run.evaluating, steps, repeat, **details)
-    if run.of_encoder:
+    if run.is_encoder_run:
         print_run(arguments, run, measured.values())
         return
     parts = {name: measured[name] for name in request.chosen if name in measured}

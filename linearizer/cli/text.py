@@ -169,7 +169,7 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
 
 def describe_run(run: Run, judged: Collection[Judgement] = ()) -> str:
     """Describe a finished run: its student, its quality, and its place; of an encoder's, all judgements or `judged`."""
-    student = describe_encoders_student(run, judged) if run.of_encoder else describe_student(run)
+    student = describe_encoders_student(run, judged) if run.is_encoder_run else describe_student(run)
     lines = [*verdict_lines(run), *student]
     if (published := run.published) is not None:
         lines += [describe_publication(published), "", published.get("snippet", "")]

@@ -13,7 +13,7 @@ from linearizer.run.folder import Run
 
 def judge_any_run(run: Run) -> Verdict | None:
     """Return the verdict on the student of any run; None until it is judged."""
-    return judge_encoder(EncoderRun(run)) if run.of_encoder else judge_run(run)
+    return judge_encoder(EncoderRun(run)) if run.is_encoder_run else judge_run(run)
 
 
 def judge_encoder(encoder: EncoderRun) -> Verdict | None:

@@ -58,9 +58,9 @@ class Helpers(Protocol):
 
 def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers | None = None) -> Steps[Allocation]:
     """Decide what every head holds, after taking the measurements that the plan's strategy needs."""
-    if run.plan.rules.decided_by == "prices" and run.prices is None:
+    if run.plan.strategy_spec.decided_by == "prices" and run.prices is None:
         yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
-    if run.plan.rules.decided_by == "gates" and run.gates is None:
+    if run.plan.strategy_spec.decided_by == "gates" and run.gates is None:
         texts, plan = texts_to_price_on(run, teacher, token), run.plan
         window = max(plan.budget or 0, 2 * plan.resolved_sinks) - plan.resolved_sinks
         steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.resolved_sinks, GATE_STEPS)
@@ -119,7 +119,7 @@ def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, .
     """List the options that the heads of a run are priced with."""
     plan = run.plan
     bits = plan.resolved_bits, fewer_bits(plan, teacher.inspection.layers)
-    return options_to_price(texts.shape[1], plan.rules.far_field, *bits)
+    return options_to_price(texts.shape[1], plan.strategy_spec.far_field, *bits)
 
 
 def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[Part, Prices]:

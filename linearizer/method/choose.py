@@ -37,7 +37,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: str | None) -> Steps[Allocation]:
     """Return the allocation, or a plain one whose student has a smaller kl; a run keeps its first choice."""
-    if run.plan.rules.decided_by != "prices" or run.plan.may_hold_features:  # features are to be trained first
+    if run.plan.strategy_spec.decided_by != "prices" or run.plan.may_hold_features:  # features are to be trained first
         return allocation
     offered = candidates_of(run, allocation)
     if (stored := run.candidates) is not None:  # the run may have been killed before it wrote allocation.json
@@ -64,7 +64,7 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
     """Name the allocation, and plain allocations that take no more bytes; of equal ones only the first."""
     plan, layers, prices = run.plan, run.layers, run.prices
     candidates = {PRICED: allocation}
-    if plan.rules.far_field and prices is not None:
+    if plan.strategy_spec.far_field and prices is not None:
         without = prices.of_options(lambda option: not option.slots)
         offers = OffersOfHeads.of(without, layers, plan.budget or 0, plan.target_tokens(run.positions), plan.may_grow)
         candidates[WINDOWS] = allocate_by_prices(offers)

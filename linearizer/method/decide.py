@@ -29,8 +29,8 @@ Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that the plan's strategy cannot spend, whatever is measured later."""
-    if plan.rules.spends_tokens:
-        fewest_sinks = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.resolved_sinks
+    if plan.strategy_spec.spends_tokens:
+        fewest_sinks = min(sinks_to_try(plan)) if plan.strategy_spec.decided_by == "prices" else plan.resolved_sinks
         fewest_bits = min(plan.resolved_bits, *fewer_bits(plan, layers), 16)
         check_least_budget(layers, plan.budget or 0, fewest_sinks, fewest_bits)
     else:
@@ -40,11 +40,11 @@ def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
 def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     """Allocate by a plan, from the measurements of a run."""
     check_dials(plan, layers)
-    if plan.rules.decided_by == "prices":
+    if plan.strategy_spec.decided_by == "prices":
         return allocate_by_prices(offers_of(run, plan, layers))
-    if plan.rules.decided_by == "budget":
+    if plan.strategy_spec.decided_by == "budget":
         return allocate_alike(layers, plan, plan.resolved_sinks)
-    if plan.rules.decided_by == "gates":
+    if plan.strategy_spec.decided_by == "gates":
         if (gates := run.gates) is None:
             raise missing_measurement(run, plan, "gates")
         length = plan.target_tokens(run.positions)
@@ -64,12 +64,12 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
 
 def decidable(run: Run) -> bool:
     """Whether a run has its profile and the other measurements that it decides by."""
-    return run.has_file("profile.json") and run.has_file(f"{run.plan.rules.product}.json")
+    return run.has_file("profile.json") and run.has_file(f"{run.plan.strategy_spec.product}.json")
 
 
 def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
     """Let all heads hold the same within the budget: a window, and as many slots or features if the plan has them."""
-    far_field = plan.rules.far_field
+    far_field = plan.strategy_spec.far_field
     if plan.memory:
         return Allocation(plan.strategy, sinks, tuple(allocate_memory(layer, plan, sinks) for layer in layers))
 
@@ -125,7 +125,7 @@ def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
     if (prices := run.prices) is None:
         raise missing_measurement(run, plan, "prices")
     check_prices(prices, plan)
-    far_field = plan.rules.far_field
+    far_field = plan.strategy_spec.far_field
 
     def is_allowed(option: Head) -> bool:
         if option.softmax:  # what fewer bits cost
@@ -143,7 +143,7 @@ def check_prices(prices: Prices, plan: Plan) -> None:
         raise RequestError(f"the prices were measured with {bits} bits a number, not {plan.bits}: start a new run")
     if plan.sinks not in (None, prices.sinks):
         raise RequestError(f"the prices were measured with sinks {prices.sinks}, not {plan.sinks}: start a new run")
-    far_field = plan.rules.far_field
+    far_field = plan.strategy_spec.far_field
     if far_field and not any(getattr(option, far_field) for option in prices.options):
         raise RequestError(
             f"the prices were measured without {far_field}, which the strategy {plan.strategy} needs: start a new run "
@@ -153,7 +153,7 @@ def check_prices(prices: Prices, plan: Plan) -> None:
 
 def missing_measurement(run: Run, plan: Plan, product: str) -> RequestError:
     """Explain which measurement of a plan is missing, and whether resuming the run or only a new run measures it."""
-    if product in ("profile", run.plan.rules.product) and not run.checkpoint.exists():
+    if product in ("profile", run.plan.strategy_spec.product) and not run.checkpoint.exists():
         return RequestError(f"{str(run.folder)!r} has no {product} yet: `linearizer run --resume` measures them")
     return RequestError(
         f"{str(run.folder)!r} has no {product}, by which the strategy {plan.strategy} decides, and resuming it "

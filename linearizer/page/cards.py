@@ -141,7 +141,7 @@ def progress_bar(title: str, share: float | None, text: str = "", loud: str = ""
 
 def trains(run: Run) -> bool:
     """Whether a run trains, as far as is known: features of its student, or copies of its teacher's weights."""
-    if run.of_encoder:  # its training is shown above the steps only
+    if run.is_encoder_run:  # its training is shown above the steps only
         return False
     features = (allocation := run.allocation) is None or any(head.features for row in allocation.heads for head in row)
     return run.plan.trains and (features or run.plan.changes_weights)
@@ -199,7 +199,7 @@ def use_card(run: Run) -> str:
         return ""
     if on_space():
         return message_box("To use it elsewhere, download or publish it: the page then shows the lines that load it.")
-    ways = EncoderCard(run).write_ways_to_load() if run.of_encoder else write_causal_ways(run)
+    ways = EncoderCard(run).write_ways_to_load() if run.is_encoder_run else write_causal_ways(run)
     blocks = "".join(
         f'<div><h3>{title}</h3>{copy_button("Copy", code)}<pre tabindex="0">{escape(code)}</pre></div>'
         for title, code in ways.items()

@@ -93,7 +93,7 @@ def search_models(browser: Browser, key: gr.KeyUpData) -> Any:
 
 def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
     """Show a run, of which nothing was drawn yet, from its profile step on; return WATCHED_PARTS in their order."""
-    step = 1 if not name else 5 if browser.visitor.find_run(name).of_encoder else 3
+    step = 1 if not name else 5 if browser.visitor.find_run(name).is_encoder_run else 3
     return (
         {**browser.memory, "run": name},
         {"shown": str(step)},

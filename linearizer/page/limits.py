@@ -72,7 +72,7 @@ class Limits:
 
     def in_words(self) -> str:
         return (
-            f"This is a public Space: models up to {self.gigabytes:g} GB, {self.runs:g} runs of yours at a time, "
+            f"This is a public Space: models up to {self.gigabytes:g} GB, up to {self.runs:g} of your runs at a time, "
             f"{self.minutes:g} minutes each. Runs are kept for {self.days:g} days; publish what you want to keep."
         )
 
@@ -193,12 +193,12 @@ def check_turn(home: Path, limits: Limits) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
     mine = control.runs_in(home)
     if sum(status.live for status in mine) + STARTING.count(home) >= limits.runs:
-        raise RequestError(f"{limits.runs:g} runs of yours are running or waiting: wait until a run ends, or stop it")
+        raise RequestError(f"at most {limits.runs:g} of your runs may run or wait: wait until one ends, or stop it")
     if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete a run under `Runs`")
     waiting = sum(map(count_at_work, visitor_folders())) + len(STARTING)
     if waiting >= limits.queue:
-        raise RequestError(f"{waiting} runs are waiting here already: try again later, or {ELSEWHERE}")
+        raise RequestError(f"the queue is full, with {waiting} of {limits.queue:g}: try again later, or {ELSEWHERE}")
 
 
 def count_at_work(home: Path) -> int:

@@ -75,8 +75,8 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
         features, max_bytes = float(plan.features or 0), exact_bytes + (plan.features or 0) * unit
     else:
         max_bytes = head_bytes.cache_bytes(layers, plan.budget)
-        features = 0.0 if plan.rules.spends_tokens else max(0, max_bytes - exact_bytes) / unit
-    grows = plan.may_grow and plan.rules.decided_by in ("prices", "gates")
+        features = 0.0 if plan.strategy_spec.spends_tokens else max(0, max_bytes - exact_bytes) / unit
+    grows = plan.may_grow and plan.strategy_spec.decided_by in ("prices", "gates")
     target = plan.target_tokens(positions)
     rows = []
     for tokens in stated_lengths(positions):

@@ -159,7 +159,7 @@ def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
 def change_run(browser: Browser) -> tuple[Any, ...]:
     """Fill in the choices of the watched run, for another run."""
     run = browser.find_run()
-    if run.of_encoder:
+    if run.is_encoder_run:
         return plan_form.write_encoder_plan(run.encoder_plan)
     return write_causal(run.plan, [name for name in YIELDING if run.given[name] is not None])
 

@@ -131,24 +131,24 @@ def in_order(drawn: dict[str, Any]) -> list[Any]:
 
 def show_attached(run: Run | None) -> dict[str, Any]:
     """Open every step of a run, the first two as cards; without a run, show the two as forms and close the others."""
-    watching, of_encoder = run is not None, run is not None and run.of_encoder
+    watching, is_encoder = run is not None, run is not None and run.is_encoder_run
     updates: dict[str, Any] = {name: gr.Tab(interactive=watching) for name in TABS}
-    visibility: Any = "hidden" if of_encoder else True
+    visibility: Any = "hidden" if is_encoder else True
     updates |= {name: gr.Tab(interactive=watching, visible=visibility) for name in CAUSAL_TABS}
     updates |= {f"{name}_choice": gr.Column(visible=not watching) for name in ("model", "plan")}
     updates |= {f"{name}_of_run": gr.Column(visible=watching) for name in ("model", "plan")}
     if run is None:
         return {**updates, "run_model": "", "run_plan": ""}
-    updates["all"] = gr.Accordion(visible=not of_encoder)
+    updates["all"] = gr.Accordion(visible=not is_encoder)
     updates["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
-    if of_encoder:
+    if is_encoder:
         from linearizer.encoders.encoder_folder import EncoderRun
         from linearizer.page import encoder_cards
 
         encoder = EncoderRun(run)
         card = encoder_cards.model_card(encoder.inspection)
         return {**updates, "run_model": card, "run_plan": encoder_cards.plan_card(encoder.plan)}
-    decided_by = run.plan.rules.decided_by
+    decided_by = run.plan.strategy_spec.decided_by
     updates["prices_place"] = gr.Column(visible=decided_by == "prices")
     updates["freedoms_place"] = gr.Column(visible=decided_by == "freedoms")
     updates["run_plan"] = plan_cards.plan_card(run.plan)

@@ -66,7 +66,7 @@ class RunState:
         """Read the new events of the log."""
         new_events, self.place = events.read_events(self.run.log_file, self.place)
         for event in new_events:
-            if self.run.of_encoder and event["event"] != EventName.PUBLISHED:
+            if self.run.is_encoder_run and event["event"] != EventName.PUBLISHED:
                 continue
             if event["event"] == EventName.DISTILL and self.run.owns_event(event):
                 self.add_step(event)
@@ -112,7 +112,7 @@ class RunState:
             self.drawn, steps = now, self.training
             mark = (len(steps), steps[-1]["done"] if steps else 0)
             self.put("losses", mark, lambda: plotly_charts.draw_training_losses(steps).to_json() if steps else None)
-        if run.of_encoder:
+        if run.is_encoder_run:
             self.draw_encoder()
         else:
             self.draw_profile()
@@ -121,7 +121,7 @@ class RunState:
     def draw_profile(self) -> None:
         """Draw the degrees of freedom or the prices that decide, once all heads are measured."""
         run = self.run
-        by_freedoms = run.plan.rules.decided_by == "freedoms"
+        by_freedoms = run.plan.strategy_spec.decided_by == "freedoms"
         if by_freedoms and "map" not in self.pieces and (profile := run.profile) is not None:
             self.put("map", "measured", lambda: plotly_charts.draw_freedom_map(profile, run.layers).to_json())
         if "prices" not in self.pieces and run.has_file("prices.json") and (prices := run.prices) is not None:
@@ -167,7 +167,7 @@ def draw_part(name: str, part: Part) -> tuple[str, str | None]:
 
 def step_of_page(status: Status) -> int:
     """Return the step of the page that shows a run now: 3 measure, 4 train, 5 result."""
-    if status.run.of_encoder:
+    if status.run.is_encoder_run:
         return 5
     step = status.step["event"] if status.step else EventName.PROFILE
     return 5 if status.state == "done" or step == EventName.EVALUATE else 4 if step == EventName.DISTILL else 3
@@ -182,7 +182,7 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "pay": False,  # shown once resuming has asked for an agreement
         "use": training and cards.trains(status.run) and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
-        "compare": chat.has_student(status.run) and not status.run.of_encoder,
+        "compare": chat.has_student(status.run) and not status.run.is_encoder_run,
     }
 
 

@@ -169,7 +169,7 @@ class Plan(JsonProduct):
         check_options(self)
         if (self.budget is None) == (self.features is None):
             raise BudgetError("a plan needs either a budget in tokens of cache or a mean number of features, not both")
-        if self.rules.spends_tokens and self.budget is None:
+        if self.strategy_spec.spends_tokens and self.budget is None:
             raise BudgetError(
                 f"the strategy {self.strategy} spends a budget in tokens: ask for one instead of features"
             )
@@ -180,12 +180,12 @@ class Plan(JsonProduct):
                 f"ask for a window of at most {max(self.budget - sinks, 0)}, or leave it out"
             )
         self.check_memory()
-        if self.bits is not None and self.bits not in self.rules.bits:
-            allowed = " or ".join(map(str, sorted(self.rules.bits)))
+        if self.bits is not None and self.bits not in self.strategy_spec.bits:
+            allowed = " or ".join(map(str, sorted(self.strategy_spec.bits)))
             raise RequestError(
                 f"the strategy {self.strategy} keeps {allowed} bits a number: ask for these, or leave it out"
             )
-        if self.rules.decided_by == "gates" and not self.may_grow:
+        if self.strategy_spec.decided_by == "gates" and not self.may_grow:
             raise RequestError(
                 "duo lets heads keep their whole cache by design, so its state grows with the text: add --may-grow, or "
                 "ask for another recipe"
@@ -211,7 +211,7 @@ class Plan(JsonProduct):
     @property
     def memory(self) -> str:
         """The memory that replaces features; none: features."""
-        return self.feature_map if self.feature_map in UPDATE_RULES and self.rules.far_field == "features" else ""
+        return self.feature_map if self.feature_map in UPDATE_RULES and self.may_hold_features else ""
 
     @property
     def resolved_sinks(self) -> int:
@@ -237,7 +237,7 @@ class Plan(JsonProduct):
     @property
     def usual_length(self) -> int:
         """The tokens of a text if the plan names no number: several times as many as the state can hold exactly."""
-        least = PRICED_LENGTH if self.rules.decided_by == "prices" else USUAL_LENGTH
+        least = PRICED_LENGTH if self.strategy_spec.decided_by == "prices" else USUAL_LENGTH
         return max(least, (BUDGETS_IN_GRAPH if self.differentiates_all else BUDGETS_IN_LENGTH) * (self.budget or 0))
 
     def resolved_length(self, positions: int | None) -> int:
@@ -268,12 +268,12 @@ class Plan(JsonProduct):
     @property
     def resolved_bits(self) -> int:
         """The plan's bits, or the bits in which options are priced."""
-        return self.bits or self.rules.bits[0]
+        return self.bits or self.strategy_spec.bits[0]
 
     @property
     def fewer_bits(self) -> tuple[int, ...]:
         """Fewer bits that heads may have instead, where that pays."""
-        return () if self.bits else self.rules.fewer
+        return () if self.bits else self.strategy_spec.fewer
 
     @property
     def dial(self) -> str:
@@ -290,13 +290,13 @@ class Plan(JsonProduct):
         return self.target_length or positions
 
     @property
-    def rules(self) -> Strategy:
+    def strategy_spec(self) -> Strategy:
         """What heads may hold under the plan's strategy, and what decides."""
         return STRATEGIES[self.strategy]
 
     @property
     def may_hold_features(self) -> bool:
-        return self.rules.far_field == "features"
+        return self.strategy_spec.far_field == "features"
 
     @property
     def trains(self) -> bool:
@@ -324,7 +324,7 @@ class Plan(JsonProduct):
     @property
     def differentiates_all(self) -> bool:
         """Whether a loss, of adapters or gates, runs through the whole model."""
-        return bool(self.resolved_lora) or self.rules.decided_by == "gates"
+        return bool(self.resolved_lora) or self.strategy_spec.decided_by == "gates"
 
     @property
     def changes_weights(self) -> bool:
@@ -334,7 +334,7 @@ class Plan(JsonProduct):
     @property
     def texts_measured(self) -> int:
         """The number of texts, from the first on, to measure; two or more if heads have prices or gates."""
-        return max(self.resolved_texts, 2) if self.rules.product in ("prices", "gates") else self.resolved_texts
+        return max(self.resolved_texts, 2) if self.strategy_spec.product in ("prices", "gates") else self.resolved_texts
 
     @property
     def texts_priced(self) -> int:

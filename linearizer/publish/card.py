@@ -33,7 +33,7 @@ MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; the 
 
 def card_of(run: Run) -> Card:
     """Return the card of a run's student, of either kind."""
-    return EncoderCard(run) if run.of_encoder else CausalCard(run)
+    return EncoderCard(run) if run.is_encoder_run else CausalCard(run)
 
 
 class CausalCard(Card):

@@ -52,7 +52,7 @@ def find_correction(run: Run) -> Correction | None:
 
 def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
     """Describe the KL that prices predict for an allocation, scaled by the correction; "" without prices."""
-    if plan.rules.decided_by != "prices":
+    if plan.strategy_spec.decided_by != "prices":
         return ""
     try:
         offers = offers_of(run, plan, run.layers)

@@ -95,7 +95,7 @@ def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
 
 def predicted_line(run: Run) -> list[Line]:
     """Return the line of the KL that prices predict, if prices decide."""
-    if run.plan.rules.decided_by != "prices" or not run.has_file("prices.json"):
+    if run.plan.strategy_spec.decided_by != "prices" or not run.has_file("prices.json"):
         return []
     correction, token = find_correction(run), head_bytes.cache_bytes(run.layers, 1)
     factor = 1.0 if correction is None else correction.factor

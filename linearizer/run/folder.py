@@ -159,13 +159,13 @@ class Run:
         return event.get("job") == self.job
 
     @property
-    def of_encoder(self) -> bool:
+    def is_encoder_run(self) -> bool:
         """Whether this is the run of an encoder; encoders/encoder_folder.py reads its folder."""
         return self.has_file(ENCODER_PLAN)
 
     @property
     def plan_file(self) -> str:
-        return ENCODER_PLAN if self.of_encoder else PLAN
+        return ENCODER_PLAN if self.is_encoder_run else PLAN
 
     @property
     def plan(self) -> Plan:
@@ -177,7 +177,7 @@ class Run:
 
     @property
     def any_plan(self) -> Plan | EncoderPlan:
-        return self.encoder_plan if self.of_encoder else self.plan
+        return self.encoder_plan if self.is_encoder_run else self.plan
 
     @property
     def inspection(self) -> Inspection:

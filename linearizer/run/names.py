@@ -49,7 +49,7 @@ def find_run(name: str, root: Path | None = None, encoders: bool = False) -> Run
 
 def refuse_encoder(run: Run) -> None:
     """Refuse the run of an encoder: the caller serves only causal language models."""
-    if run.of_encoder:
+    if run.is_encoder_run:
         raise RequestError(f"{str(run.folder)!r} is of an encoder, which writes no text and keeps no state: {USES}")
 
 

@@ -116,8 +116,8 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     teacher, student, logits = text_seconds(plan, inspection, speeds)
     judging = JUDGING_PASSES * (teacher + student + logits)
     pricing = 0.0
-    if plan.rules.decided_by == "prices":
-        offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
+    if plan.strategy_spec.decided_by == "prices":
+        offered = len(options_to_price(length, plan.strategy_spec.far_field, 16, plan.fewer_bits))
         priced = 1 + 1.2 * DRAWS  # passes of a text, forward and back
         pricing = plan.texts_priced * (COMPARED * (teacher + student) + priced * teacher + offered * student)
     training = training_seconds(plan, layers, teacher, student, length / products)
@@ -192,7 +192,7 @@ def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float
     length = plan.resolved_length(inspection.max_positions)
     batches = min(JUDGING.texts, math.ceil(JUDGING.texts * length * inspection.vocabulary / MAX_LOGITS))
     count = 2.0 + 2 * 3 * batches  # two parts of judging, with three subjects
-    if plan.rules.decided_by == "prices":
+    if plan.strategy_spec.decided_by == "prices":
         count += 4 + COMPARED
     if plan.trains:
         count += 3 + plan.steps
@@ -225,7 +225,7 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
     token = LOGITS * NUMBER * inspection.vocabulary  # the bytes of its logits
     judging = min(LOGITS * NUMBER * MAX_LOGITS, JUDGING.texts * length * token)
     pricing = rows = graph = 0.0
-    if plan.rules.decided_by == "prices":
+    if plan.strategy_spec.decided_by == "prices":
         pricing = plan.texts_priced * length * token / 2
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3

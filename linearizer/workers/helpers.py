@@ -36,7 +36,7 @@ def devices_of(run: Run) -> list[str]:
     if device not in ("cpu", "cuda"):
         return [device_name(device)]
     count = max(1, int(processes)) if processes.isdigit() else None
-    if run.job is not None or run.prices is not None or run.plan.rules.decided_by != "prices":
+    if run.job is not None or run.prices is not None or run.plan.strategy_spec.decided_by != "prices":
         count = 1
     if device == "cpu":  # several processes share it if the user asks for them
         return [device_name(device)] * (count or 1)
@@ -47,7 +47,7 @@ def devices_of(run: Run) -> list[str]:
 
 def devices_to_hold(run: Run) -> list[str]:
     """Name the devices that a run waits for: those that it works on, or all if only all hold the model."""
-    if run.of_encoder:
+    if run.is_encoder_run:
         return [device_name(choose_device(run.encoder_plan.device))]
     plan = run.plan
     if choose_device(plan.device) == "cuda":

@@ -89,7 +89,7 @@ def is_short(run: Run) -> bool:
     """Whether an evaluation is so short and small that a run may pause for it."""
     from linearizer.workers.forecast import short_evaluation
 
-    return not run.of_encoder and short_evaluation(run)
+    return not run.is_encoder_run and short_evaluation(run)
 
 
 def wait_for_turn(run: Run, ticket: Ticket) -> Steps[None]:

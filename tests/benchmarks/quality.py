@@ -154,11 +154,11 @@ def prepared(work, plan, row):
             run.write_product("prices.json", price_heads(share, run, teacher).to_json())
             shutil.copy(folder / "prices.json", kept)
         shutil.copy(kept, folder / "prices.json")
-    elif plan.rules.decided_by == "prices" and "uniform" not in row:
+    elif plan.strategy_spec.decided_by == "prices" and "uniform" not in row:
         texts = allocate_run.texts_to_price_on(run, teacher, None)
         sinks = finish(allocate_run.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         bits = "-".join(map(str, (plan.resolved_bits, *plan.fewer_bits)))
-        prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{plan.budget}.json"
+        prices = base / f"prices-{plan.strategy_spec.far_field}-{bits}-{sinks}-{plan.budget}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:

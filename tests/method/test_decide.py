@@ -26,7 +26,7 @@ def priced(tmp_path, inspection):
     def begin(far="slots", recipe="best", fewer=()):
         run = Run.create(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
         run.write("inspection.json", inspection.to_json())
-        if run.plan.rules.decided_by == "prices":
+        if run.plan.strategy_spec.decided_by == "prices":
             offered = options_to_price(64, far, 8, fewer)
             sizes = [option.window + option.slots + option.features or 1000 for option in offered]
             rows = [[[1 / size for size in sizes]] * 4] * 8

@@ -103,22 +103,22 @@ def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(on_space):
     take_turn(ANN, few)
     with first.take_lock():
         first.log("queued")
-        with pytest.raises(RequestError, match="1 runs of yours are running or waiting"):
+        with pytest.raises(RequestError, match="at most 1 of your runs may run or wait"):
             take_turn(ANN, few)
         take_turn(BOB, few)
         with second.take_lock():
             second.log("queued")
-            with pytest.raises(RequestError, match="2 runs are waiting here already: try again later"):
+            with pytest.raises(RequestError, match="the queue is full, with 2 of 2: try again later"):
                 take_turn("c" * 16, few)
 
 
 def test_a_run_that_is_being_started_counts_before_it_is_at_work(on_space):
     few = Limits(runs=1, queue=2)
     with limits.turn(find_visitor(secret=ANN), few):
-        with pytest.raises(RequestError, match="1 runs of yours are running or waiting"):
+        with pytest.raises(RequestError, match="at most 1 of your runs may run or wait"):
             take_turn(ANN, few)
         with limits.turn(find_visitor(secret=BOB), few):
-            with pytest.raises(RequestError, match="2 runs are waiting here already"):
+            with pytest.raises(RequestError, match="the queue is full, with 2 of"):
                 take_turn("c" * 16, few)
     take_turn(ANN, few)
 
@@ -127,7 +127,7 @@ def test_others_runs_are_counted_without_reading_their_logs(on_space):
     other = begun(BOB)
     with other.take_lock():
         other.log_file.mkdir()
-        with pytest.raises(RequestError, match="1 runs are waiting here already"):
+        with pytest.raises(RequestError, match="the queue is full, with 1 of"):
             take_turn(ANN, Limits(queue=1))
 
 

@@ -151,7 +151,7 @@ def test_a_space_says_its_limits_in_words(space, busy):
         client.predict("demo", 64, "Try it", {"steps": 5000}, "a visitor who asks much", api_name="/start_run")
     client = client_of(space.url, headers=signed_in("eve"))
     two = [client.predict("demo", 64, "Thorough", {}, api_name="/start_run") for _ in range(2)]
-    with pytest.raises(AppError, match="2 runs of yours are running or waiting"):
+    with pytest.raises(AppError, match="at most 2 of your runs may run or wait"):
         client.predict("demo", 64, "Thorough", {}, api_name="/start_run")
     assert sorted(two) == sorted(run["run"] for run in client.predict(api_name="/list_runs"))
 
