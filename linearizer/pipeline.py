@@ -207,21 +207,21 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 
 
 def evaluate(
-    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, locked: bool = False
+    run: Run, request: Request, measure_again: tuple[str, ...] = (), token: str | None = None, locked: bool = False
 ) -> Steps[dict[str, Any]]:
-    """Evaluate the student of a run; `anew` names parts to measure again although their results are stored.
+    """Evaluate the student of a run; `measure_again` names parts to measure again although their results are stored.
 
-    The student of an encoder is judged as a whole: again if `anew` names any part.
+    The student of an encoder is judged as a whole: again if `measure_again` names any part.
     """
     run, measured = run.evaluating, dict[str, Any]()
     with logged_work(run, locked):
         if run.is_encoder_run:
             encoder = EncoderRun(run)
-            judgement = yield from kind_of(encoder.inspection).evaluate(encoder, request, bool(anew), token)
+            judgement = yield from kind_of(encoder.inspection).evaluate(encoder, request, bool(measure_again), token)
             measured = {judgement.name: judgement}
         else:
             with assembled(run, token) as setup:
-                measured = yield from measure_parts(run, setup, request, anew)
+                measured = yield from measure_parts(run, setup, request, measure_again)
         card_of(run).add()
         run.log(EventName.DONE)
     return measured
@@ -231,8 +231,8 @@ def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
     """Resume the last requested evaluation; the caller holds the lock of the run."""
     with log_end(run.evaluating):
         request, again, done = newest_request(run)
-    anew = tuple(part for part in request.chosen if again and part not in done)
-    return (yield from evaluate(run, request, anew, token, locked=True))
+    measure_again = tuple(part for part in request.chosen if again and part not in done)
+    return (yield from evaluate(run, request, measure_again, token, locked=True))
 
 
 def compare_run(run: Run, prompt: str, new_tokens: int, seed: int, sample: bool) -> Steps[Comparison]:

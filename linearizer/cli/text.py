@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, duration, size
-from linearizer.plan.allocation import ROW_TITLES, Reading, StateSize
+from linearizer.plan.allocation import ROW_TITLES, ReadingSize, StateSize
 from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.prediction import kl_sentences
@@ -232,7 +232,7 @@ def describe_comparison(comparison: Comparison) -> str:
     return "\n\n".join([*parts, columns(rows), *apart])
 
 
-def describe_reading(reading: Reading, run: str, path: Path) -> str:
+def describe_reading(reading: ReadingSize, run: str, path: Path) -> str:
     """Describe how much was read, and the bytes of the state."""
     return (
         f"{reading.tokens:,} tokens read into {path}: {size(reading.state_bytes)} of state; the teacher's cache would "

@@ -32,11 +32,11 @@ Measured = tuple[Result, torch.Tensor | None]  # and the texts that were read; N
 
 
 def measure_parts(
-    run: Run, setup: Setup, request: Request, anew: tuple[str, ...] = (), step: str | None = None
+    run: Run, setup: Setup, request: Request, measure_again: tuple[str, ...] = (), step: str | None = None
 ) -> Steps[dict[str, Part]]:
     """Measure and store the parts of a request, unless they are stored for the same request; return all parts.
 
-    `anew` names parts that are measured even if stored; `step` is the step of a run that the parts belong to.
+    `measure_again` names parts that are measured even if stored; `step` is the step of a run that the parts belong to.
     """
     check_request(setup, request)
     for place, name in enumerate(request.chosen, 1):
@@ -46,7 +46,7 @@ def measure_parts(
         fields = {field: getattr(request, field) for field in uses}
         fields = json.loads(json.dumps(fields))  # as it is stored: a tuple becomes a list
         made_with, stored = setup.made_with(), run.results.get(name)
-        if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in anew:
+        if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in measure_again:
             continue
         details = {"part": name, "place": place, "parts": len(request.chosen)}
         # without patience: a part is stored completely or not at all

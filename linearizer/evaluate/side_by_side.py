@@ -86,14 +86,14 @@ class Reader:
         with torch.inference_mode():
             return Reader(self.subject, copy.deepcopy(self.cache), [*self.tokens], [*self.unread])
 
-    def anew(self) -> Reader:
+    def restart(self) -> Reader:
         """Return a reader of the same model that has read nothing."""
         return Reader.of(self.subject)
 
     def before(self, tokens: Sequence[int]) -> Reader:
         """Return this reader, if it can read on to all of these tokens, or one that has read nothing."""
         read = len(self.tokens)
-        return self if self.tokens == [*tokens[:read]] else self.anew()
+        return self if self.tokens == [*tokens[:read]] else self.restart()
 
     def read(self, tokens: Sequence[int]) -> None:
         """Read on from the tokens in the cache."""

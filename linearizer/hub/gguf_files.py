@@ -56,7 +56,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Head:
+class FileHead:
     """The part of a file that precedes its weights."""
 
     metadata: dict[str, Any]  # without long lists
@@ -88,7 +88,7 @@ class Head:
         return {name: self.metadata[key] for name, key in stated.items() if key in self.metadata}
 
 
-class Reader:
+class HeadReader:
     """Reads the values of a head, one after the other."""
 
     def __init__(self, data: bytes) -> None:
@@ -133,9 +133,9 @@ class Reader:
         return Tensor(name, shape, self.number("<I"), self.number("<Q"))
 
 
-def parse_head(data: bytes) -> Head:
+def parse_head(data: bytes) -> FileHead:
     """Read the head of a file; raise TooShort if the bytes end within it, and ValueError for other content."""
-    reader = Reader(data)
+    reader = HeadReader(data)
     if reader.take(4) != MAGIC:
         raise ValueError("it does not begin like a GGUF file")
     version = reader.number("<I")
@@ -150,7 +150,7 @@ def parse_head(data: bytes) -> Head:
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or not entries:
         raise ValueError("it contains no tensors" if not entries else f"it has an alignment of {alignment}")
-    return Head(metadata, tuple(entries), -(-reader.place // alignment) * alignment)
+    return FileHead(metadata, tuple(entries), -(-reader.place // alignment) * alignment)
 
 
 def kind_name(kind: int) -> str:
@@ -167,7 +167,7 @@ def tensor_bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape) // block * size
 
 
-def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head, bytes]:
+def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[FileHead, bytes]:
     """Read and check the head of a file of `size` bytes; `read` returns the given number of its first bytes."""
     if find_spec("gguf") is None:
         raise ModelNotAvailable(
@@ -196,7 +196,7 @@ def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head,
     return head, data[: head.bytes]
 
 
-def check_head(name: str, head: Head) -> None:
+def check_head(name: str, head: FileHead) -> None:
     """Refuse a file that transformers would read as another model."""
     parts = head.metadata.get("split.count", 1)
     if parts not in (0, 1):
@@ -211,12 +211,12 @@ def check_head(name: str, head: Head) -> None:
         raise UnsupportedModel(f"{name!r} has {scaled_positions}: {MADE_FROM}")
 
 
-def weigh_head(file: str, head: Head, size: int) -> Weights:
+def weigh_head(file: str, head: FileHead, size: int) -> Weights:
     """Count the parameters; their names differ from those in transformers."""
     return Weights((file,), sum(math.prod(tensor.shape) for tensor in head.tensors), size)
 
 
-def read_local_head(name: str, path: Path) -> Head:
+def read_local_head(name: str, path: Path) -> FileHead:
     """Read the head of a file on this machine."""
     try:
         state = path.stat()
@@ -226,7 +226,7 @@ def read_local_head(name: str, path: Path) -> Head:
 
 
 @lru_cache(maxsize=16)
-def head_of_file(name: str, path: Path, size: int, changed: int) -> Head:
+def head_of_file(name: str, path: Path, size: int, changed: int) -> FileHead:
     with path.open("rb") as file:
         return read_head(name, size, lambda count: os.pread(file.fileno(), count, 0))[0]
 

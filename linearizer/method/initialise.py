@@ -23,7 +23,7 @@ from linearizer.student.layer_student import FeatureGroup, LayerStudent, SlotGro
 from linearizer.student.matrix_rule import MatrixRule, ScaledRule
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.student.packed_state import Turns
-from linearizer.student.softmax_parts import Reading
+from linearizer.student.softmax_parts import PartialSoftmax
 from linearizer.student.state import EMPTY
 from linearizer.teacher.layers import featured, layer_number
 
@@ -207,7 +207,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Te
     return torch.stack(outputs), torch.stack(masses)
 
 
-def read_with_memory(group: FeatureGroup, q: Tensor, k: Tensor, v: Tensor) -> Reading:
+def read_with_memory(group: FeatureGroup, q: Tensor, k: Tensor, v: Tensor) -> PartialSoftmax:
     """Let a memory read a text whose tokens leave the window one after the other; return what each row reads."""
     memory, window, place = group.memory(1.0), group.window, torch.arange(k.shape[-2], device=k.device)[None]
     assert isinstance(memory, ScaledRule)

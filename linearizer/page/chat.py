@@ -88,7 +88,7 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
     with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
         excerpt = text[: room * TOKEN_CHARACTERS]
         ids = chats.document_tokens(chat.settings, models.tokenizer, excerpt)
-        is_complete, readers[:] = len(ids) <= room and excerpt == text, [reader.anew() for reader in readers]
+        is_complete, readers[:] = len(ids) <= room and excerpt == text, [reader.restart() for reader in readers]
         for progress in side_by_side.read_in_turns(readers, [ids[:room]] * len(readers)):
             document = chats.Document(progress.tokens, is_complete and progress.tokens == progress.total)
             yield replace(chat, heard=collect_heard(readers), document=document), progress

@@ -126,7 +126,7 @@ def window_control(allocation: Allocation, layers: Sequence[Layer], length: int)
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadingSize:
     """The tokens that a student has read, and the bytes that remember them in the layers that have a student."""
 
     tokens: int

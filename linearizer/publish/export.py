@@ -47,7 +47,7 @@ class Exported:
     state_bytes: int
 
 
-class Step(nn.Module):
+class StudentStep(nn.Module):
     """A student that reads a fixed number of tokens; it takes and returns its state as a list of tensors."""
 
     def __init__(self, student: LinearizedForCausalLM, texts: int = 1) -> None:
@@ -128,7 +128,7 @@ def has_features(student: LinearizedForCausalLM) -> bool:
     return any(isinstance(group, FeatureGroup) and group.features for group in groups)
 
 
-def trace(step: Step, tokens: int = 1) -> torch.export.ExportedProgram:
+def trace(step: StudentStep, tokens: int = 1) -> torch.export.ExportedProgram:
     """Make the graph of a step that reads a number of tokens at once."""
     refuse_what_grows(step.student, tokens)
     state = state_of(step.empty)
@@ -161,7 +161,7 @@ def write_onnx(
     if has_features(student):
         raise RequestError(f"ONNX can be written for heads with windows and slots, not with features{NOT_EXPORTED}")
     yield Progress("export", 0, 3, "parts")
-    step = Step(student, texts)
+    step = StudentStep(student, texts)
     program = trace(step, tokens)
     yield Progress("export", 1, 3, "parts")
     model = to_onnx(program, step.names)

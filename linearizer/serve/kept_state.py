@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.method import checkpoint
-from linearizer.plan.allocation import Reading
+from linearizer.plan.allocation import ReadingSize
 from linearizer.plan.head_bytes import CACHED, Layer, cache_bytes
 from linearizer.progress import Progress, Steps
 from linearizer.quiet import quiet
@@ -30,10 +30,10 @@ class Answer:
     prompt: str
     text: str
     tokens: int  # that were written
-    reading: Reading
+    reading: ReadingSize
 
 
-def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
+def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[ReadingSize]:
     """Let the student of a run read a text and write its state to a file; `more`: continue from the file's state.
 
     A later text can be taken back.
@@ -79,7 +79,7 @@ def ask(
     return Answer(prompt, text, len(tokens), measure(student, run.layers, cache))
 
 
-def take_back(run: Run, path: Path) -> Reading:
+def take_back(run: Run, path: Path) -> ReadingSize:
     """Restore a state in a file to the one before the last text or answer."""
     check_place(path)
     student, _ = checkpoint.load_of_run(run)
@@ -89,11 +89,11 @@ def take_back(run: Run, path: Path) -> Reading:
     return measure(student, run.layers, cache)
 
 
-def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> Reading:
+def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> ReadingSize:
     """Count the tokens that a cache has read, its bytes, and those of a teacher's cache in the student's dtype."""
     state_bytes = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
     tokens = cache.get_seq_length()
-    return Reading(tokens, state_bytes, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
+    return ReadingSize(tokens, state_bytes, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
 
 
 def read_text(

@@ -28,7 +28,7 @@ import torch
 from .feature_maps import FeatureMap
 from .softmax_parts import (
     Memory,
-    Reading,
+    PartialSoftmax,
     attend_seen,
     combine,
     exact_part,
@@ -115,15 +115,15 @@ def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) 
     return torch.cat(out, -2)[..., : q.shape[-2], :]
 
 
-def read_windows(q: Tensor, columns: Columns, state: ExactState) -> Reading:
+def read_windows(q: Tensor, columns: Columns, state: ExactState) -> PartialSoftmax:
     """Read windows and sinks, to be combined with the far field."""
     if not columns.window and not state.sink_k.shape[-2]:
-        return Reading.of_nothing(q.to(working_dtype(q)), columns.v.shape[-1])
+        return PartialSoftmax.of_nothing(q.to(working_dtype(q)), columns.v.shape[-1])
     parts = []
     for block in split_windows(q, columns, state, BLOCK):
-        reading = Reading.of(seen_logits(block.q, block.k, block.outside), block.v)
+        reading = PartialSoftmax.of(seen_logits(block.q, block.k, block.outside), block.v)
         parts.append(reading.changed(partial(join_rows, parts=len(block.q) // len(q))))
-    return Reading.joined(parts).rows(0, q.shape[-2])
+    return PartialSoftmax.joined(parts).rows(0, q.shape[-2])
 
 
 class Block(NamedTuple):
@@ -163,7 +163,9 @@ def split_windows(q: Tensor, columns: Columns, state: ExactState, size: int) -> 
         yield Block(queries, k, v, outside.flatten(0, 1))
 
 
-def attend_chunk(q: Tensor, near: Reading, columns: Columns, memory: Memory | None, state: Any, start: int) -> Tensor:
+def attend_chunk(
+    q: Tensor, near: PartialSoftmax, columns: Columns, memory: Memory | None, state: Any, start: int
+) -> Tensor:
     """Combine near and far tokens; move the columns that are then behind every window into the state.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
@@ -204,7 +206,9 @@ class ScaledMap:
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> FeatureState:
         return FeatureState.empty(k, v, window, sinks, self.feature_map.features)
 
-    def chunk(self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor) -> Reading:
+    def chunk(
+        self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor
+    ) -> PartialSoftmax:
         """Read and merge keys; the bound is HEADROOM below what a row's features could reach with the largest keys.
 
         The stabilisers depend on all keys of the chunk, also on those after the row.
@@ -224,7 +228,7 @@ class ScaledMap:
         sums = multiply_by_head(product, v).add_(multiply_by_head(query, stored.mT * state.mean))
         mass = key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
         merge_into_state(state, mass.log() + ceiling[:, :, 0] - HEADROOM, key.mT @ v / mass[..., None])
-        return Reading(bound - HEADROOM, total, sums, exactly)
+        return PartialSoftmax(bound - HEADROOM, total, sums, exactly)
 
     def token(
         self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor | None, place: Tensor
@@ -236,10 +240,12 @@ class ScaledMap:
         return self.queries(q)[..., 0, :] + state.level[:, :, None], state.mean, False
 
 
-def read_features_exactly(u: Tensor, w: Tensor, v: Tensor, mask: Tensor, level: Tensor, mean: Tensor) -> list[Reading]:
+def read_features_exactly(
+    u: Tensor, w: Tensor, v: Tensor, mask: Tensor, level: Tensor, mean: Tensor
+) -> list[PartialSoftmax]:
     """Read each key of a chunk by itself, and the features of the state: right at any magnitude, and slow."""
     logits = far_logits_exactly(u, w).masked_fill(mask == 0, EMPTY)
-    return [Reading.of(logits, v), Reading.of(u + level[:, :, None, None], mean)]
+    return [PartialSoftmax.of(logits, v), PartialSoftmax.of(u + level[:, :, None, None], mean)]
 
 
 def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:

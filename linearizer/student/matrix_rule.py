@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.functional import elu, logsigmoid, pad, relu
 
-from .softmax_parts import Reading
+from .softmax_parts import PartialSoftmax
 from .state import EMPTY, ExactState, MatrixState, working_dtype
 from .update_rules import UpdateRule
 
@@ -256,9 +256,11 @@ class ScaledRule:
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
         return self.rule.empty(k, v, window, sinks)
 
-    def chunk(self, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor) -> Reading:
+    def chunk(
+        self, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor
+    ) -> PartialSoftmax:
         mass, vectors = self.rule(self.rule.read, self.root, state, q, k, v, incoming, place)
-        return Reading(mass, torch.ones_like(mass), vectors, is_share=self.rule.rule.mass == "share")
+        return PartialSoftmax(mass, torch.ones_like(mass), vectors, is_share=self.rule.rule.mass == "share")
 
     def token(
         self, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor | None, place: Tensor

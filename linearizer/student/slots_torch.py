@@ -256,7 +256,7 @@ def rows_of_blocks(request: MergeRequest) -> Tensor:
 
 
 @dataclass
-class Step:
+class PeriodStep:
     """What happens to the slots of all heads at the begin of a period."""
 
     has_block: bool  # whether any head takes a block
@@ -266,7 +266,7 @@ class Step:
     remaining: Tensor  # (batch · heads,) how many are not empty afterwards
 
 
-def plan_merging(filled: Tensor, incoming: Tensor, counts: Tensor) -> list[Step]:
+def plan_merging(filled: Tensor, incoming: Tensor, counts: Tensor) -> list[PeriodStep]:
     """Plan the steps; filled (batch, heads, room), incoming (batch, heads, periods, block), counts (heads,).
 
     In a graph values are unknown, so all that may happen is planned.
@@ -274,11 +274,11 @@ def plan_merging(filled: Tensor, incoming: Tensor, counts: Tensor) -> list[Step]
     before, added, block = filled.sum(-1, keepdim=True), incoming.sum(-1), incoming.shape[-1]
     remaining = torch.minimum(before + added.cumsum(-1), counts[:, None])
     if is_traced():
-        return [Step(True, True, True, False, count) for count in remaining.flatten(0, 1).unbind(-1)]
+        return [PeriodStep(True, True, True, False, count) for count in remaining.flatten(0, 1).unbind(-1)]
     have = torch.cat([before, remaining[..., :-1]], -1) + added
     facts = torch.stack([added > 0, have > remaining, have < remaining + block, have < filled.shape[-1] + block])
     numbers = zip(*facts.flatten(1, 2).any(1).tolist(), remaining.flatten(0, 1).unbind(-1), strict=True)
-    return [Step(added, merges, drops, not empty, count) for added, merges, drops, empty, count in numbers]
+    return [PeriodStep(added, merges, drops, not empty, count) for added, merges, drops, empty, count in numbers]
 
 
 def pad(x: Tensor, dim: int, size: int, at_end: bool = True) -> Tensor:

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Reading:
+class PartialSoftmax:
     """What rows read from some tokens, near or far, as part of one softmax: e^bound · total is the tokens' mass.
 
     If `exactly` is set, a row without a logit of at least `bound` may have lost terms, and uses those readings in place
@@ -29,19 +29,19 @@ class Reading:
     bound: Tensor  # (batch, heads, group, rows, 1)
     total: Tensor  # Σ e^(logit - bound)
     sum: Tensor  # Σ e^(logit - bound) v
-    exactly: Callable[[], list[Reading]] | None = None
+    exactly: Callable[[], list[PartialSoftmax]] | None = None
     is_share: bool = False
 
     @staticmethod
-    def of(logits: Tensor, values: Tensor) -> Reading:
+    def of(logits: Tensor, values: Tensor) -> PartialSoftmax:
         """Read tokens from their logits and values."""
         bound = logits.detach().amax(-1, keepdim=True)
         weights = exp_without_underflow(logits - bound)
-        return Reading(bound, weights.sum(-1, keepdim=True), multiply_by_head(weights, values.to(weights.dtype)))
+        return PartialSoftmax(bound, weights.sum(-1, keepdim=True), multiply_by_head(weights, values.to(weights.dtype)))
 
     @staticmethod
-    def of_nothing(q: Tensor, dim: int) -> Reading:
-        return Reading(
+    def of_nothing(q: Tensor, dim: int) -> PartialSoftmax:
+        return PartialSoftmax(
             q.new_full((*q.shape[:-1], 1), EMPTY), q.new_zeros(*q.shape[:-1], 1), q.new_zeros(*q.shape[:-1], dim)
         )
 
@@ -50,19 +50,19 @@ class Reading:
         """The logarithm of the mass."""
         return self.total.clamp_min(torch.finfo(self.total.dtype).tiny).log() + self.bound
 
-    def rows(self, start: int, stop: int) -> Reading:
+    def rows(self, start: int, stop: int) -> PartialSoftmax:
         """Return the readings of some of the rows."""
         return self.changed(lambda x: x[..., start:stop, :])
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Reading:
+    def changed(self, change: Callable[[Tensor], Tensor]) -> PartialSoftmax:
         """Apply `change` to the three tensors."""
-        return Reading(change(self.bound), change(self.total), change(self.sum))
+        return PartialSoftmax(change(self.bound), change(self.total), change(self.sum))
 
     @staticmethod
-    def joined(parts: list[Reading]) -> Reading:
+    def joined(parts: list[PartialSoftmax]) -> PartialSoftmax:
         """Join the readings of successive rows."""
         bound, total, sums = ([getattr(part, name) for part in parts] for name in ("bound", "total", "sum"))
-        return Reading(torch.cat(bound, -2), torch.cat(total, -2), torch.cat(sums, -2))
+        return PartialSoftmax(torch.cat(bound, -2), torch.cat(total, -2), torch.cat(sums, -2))
 
 
 class Memory(Protocol):
@@ -74,7 +74,7 @@ class Memory(Protocol):
 
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> ExactState: ...
 
-    def chunk(self, state: Any, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor) -> Reading: ...
+    def chunk(self, state: Any, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor) -> PartialSoftmax: ...
 
     def token(
         self, state: Any, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor | None, place: Tensor
@@ -159,7 +159,7 @@ def log_mass(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.cat([logits for logits, _ in parts], -1).logsumexp(-1, keepdim=True)
 
 
-def combine(*readings: Reading) -> Tensor:
+def combine(*readings: PartialSoftmax) -> Tensor:
     """Combine readings in one softmax: (…, rows, value_dim)."""
     top = functools.reduce(torch.maximum, [reading.lse.detach() for reading in readings])
     total, out = torch.zeros_like(top), torch.zeros_like(top)

@@ -78,7 +78,7 @@ def test_a_conversation_that_goes_on_says_what_a_reader_of_all_of_it_says(pair):
         before = [reader.heard for reader in talking]
         list(read_in_turns(talking, [reader.unread for reader in talking]))
         last = last_of(write_in_turns(talking, Tokens(), "", [9, 4], 6))
-        fresh = [reader.anew() for reader in talking]
+        fresh = [reader.restart() for reader in talking]
         list(read_in_turns(fresh, before))
         again = last_of(write_in_turns(fresh, Tokens(), "", [9, 4], 6))
         assert (last.teacher.text, last.student.text) == (again.teacher.text, again.student.text)

@@ -11,7 +11,7 @@ from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
-from linearizer.publish.export import COUNT, Step, state_of, trace, write_onnx
+from linearizer.publish.export import COUNT, StudentStep, state_of, trace, write_onnx
 from linearizer.run.files import find_carried
 from linearizer.student.cache import CACHE
 from tests.support.models import WHOLE, student_of, tokens
@@ -51,7 +51,7 @@ def read_by_student(student, ids):
 def test_a_graph_reads_as_its_student_does(kind, length):
     student, ids = student_with(kind), tokens(TEXTS, LENGTH)
     expected = read_by_student(student, ids)
-    step = Step(student, TEXTS)
+    step = StudentStep(student, TEXTS)
     logits, state = read_in_pieces(trace(step, length).module(), step, ids, length)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     assert state[COUNT].tolist() == [LENGTH] * TEXTS
@@ -86,9 +86,9 @@ def test_onnx_runtime_reads_as_the_student_does_though_texts_begin_at_different_
 
 def test_what_has_no_fixed_shape_is_refused():
     with pytest.raises(RequestError, match="keep a growing cache"):
-        trace(Step(student_of("llama", [WHOLE, Head(window=5)], num_hidden_layers=1)))
+        trace(StudentStep(student_of("llama", [WHOLE, Head(window=5)], num_hidden_layers=1)))
     with pytest.raises(RequestError, match="only for single tokens"):
-        trace(Step(student_with("features and a memory")), 4)
+        trace(StudentStep(student_with("features and a memory")), 4)
 
 
 def test_a_folder_that_is_there_is_not_written_over(quick_run, tmp_path, capsys):
