@@ -282,8 +282,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
         """Warn that a text is longer than the teacher's positions: a state has room for any length."""
         most = getattr(self.config, "max_position_embeddings", None)
-        past = 0 if cache is None else cache.get_seq_length()
-        if most and inputs is not None and past + inputs.shape[1] > most:
+        if most and inputs is not None and inputs.shape[1] + (0 if cache is None else cache.get_seq_length()) > most:
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
