@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,18 +37,33 @@ PROCESS = os.getpid()
 Tensor = torch.Tensor
 
 
+class KindOfTexts(NamedTuple):
+    """What the arguments of the kernel depend on, other than states and learned numbers."""
+
+    groups: tuple[tuple, ...]
+    texts: int
+    dtype: torch.dtype
+    query_heads: int  # for each KV head
+    several_tokens: bool
+    key_dim: int
+    value_dim: int
+    scale: float
+    keeps: bool
+    exact_values: bool
+
+
 @dataclass
 class ServedHeads:
     """The heads of a layer that the kernel serves, and the arguments that depend on no state and no learned number;
     made once for each kind of texts."""
 
-    texts: tuple  # the kind of texts
+    kind: KindOfTexts
     kernel: Kernel
     numbers: list[int]  # sizes
     sizes: Any  # the same, packed for the kernel
     work: torch.dtype
     wide: bool
-    layouts: dict[int, dict[str, tuple]]  # of the state of each group
+    layouts: dict[int, dict[str, Tensor]]  # of the state of each group: zeros of its shapes and types
     heads: list[Tensor]  # of each group
     factors: Tensor
 
@@ -57,34 +72,34 @@ class ServedHeads:
         return type(None), ()
 
     @staticmethod
-    def of(groups: Sequence[Any], texts: tuple, q: Tensor, k: Tensor, v: Tensor) -> ServedHeads | None:
+    @torch.inference_mode(False)  # so that later calls may use what this one makes
+    def of(groups: Sequence[Any], kind: KindOfTexts, q: Tensor, k: Tensor, v: Tensor) -> ServedHeads | None:
         """Find the groups that are served; None: PyTorch serves all."""
-        *_, scale, keeps, exact_values = texts
         work, layouts = working_dtype(k), {}
         wide = not any(x.shape[-1] * work.itemsize % WIDEST for x in (k, v))
         if (kernel := load_kernel("read_heads", SOURCE, work, wide)) is None:
             return None
         numbers: list[int] = []
         for index, group in enumerate(groups):
-            window_group = group.window_group(scale, None)
+            window_group = group.window_group(kind.scale, None)
             merging = None if window_group is None else window_group.merging
             if window_group is None or (merging is not None and merging.block > group.window):
                 continue
-            if q.shape[-2] == 1 and k.dtype != work and group.bits == 16:
+            if not kind.several_tokens and k.dtype != work and group.bits == 16:
                 continue  # a state in another type changes it at each call
             layouts[index] = layout_of(group, merging, k, v, work)
             capacities = (group.window, 0, 0) if merging is None else (group.window, group.slots, group.block)
-            value_bits = 16 if exact_values else group.bits
+            value_bits = 16 if kind.exact_values else group.bits
             kept_bf16 = group.bits == 16 and k.dtype != work
             numbers += [len(group.heads), *capacities, group.bits, value_bits, value_bits, int(kept_bf16)]
         if not layouts:
             return None
         sinks, dims = groups[min(layouts)].sinks, (k.shape[-1], v.shape[-1])
-        sizes = [0, len(layouts), len(k), 0, q.shape[2], sinks, *dims, int(keeps), *[0] * 16]
+        sizes = [0, len(layouts), len(k), 0, q.shape[2], sinks, *dims, int(kind.keeps), *[0] * 16]
         heads = [torch.tensor(groups[index].heads, device="cpu") for index in layouts]
-        factors = torch.tensor([scale, scale**0.5], dtype=torch.float64, device="cpu")
+        factors = torch.tensor([kind.scale, kind.scale**0.5], dtype=torch.float64, device="cpu")
         numbers = [*sizes, *numbers]
-        return ServedHeads(texts, kernel, numbers, pack_numbers(*numbers), work, wide, layouts, heads, factors)
+        return ServedHeads(kind, kernel, numbers, pack_numbers(*numbers), work, wide, layouts, heads, factors)
 
 
 @dataclass
@@ -104,21 +119,14 @@ class LayerInC:
 
     @staticmethod
     @torch.inference_mode(False)  # so that later calls may write what this one makes
-    def of(student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float) -> LayerInC | None:
-        """Prepare the served groups, with unshared states; None: PyTorch serves all."""
-        groups = tuple(group.kind() for group in student.groups)
-        texts = (groups, len(k), k.dtype, *q.shape[2:3], q.shape[-2] > 1, k.shape[-1], v.shape[-1])
-        texts += scale, memory is not None, student.exact_values
-        if (served := student.served_in_c) is None or served.texts != texts:
-            served = student.served_in_c = ServedHeads.of(student.groups, texts, q, k, v)
-        if served is None:
-            return None
+    def of(student: Any, served: ServedHeads, memory: list | None) -> LayerInC | None:
+        """Prepare the served groups, with unshared states; None: PyTorch refuses the states."""
         states = {index: memory[index] if memory else None for index in served.layouts}
-        count = torch.zeros(len(k), dtype=torch.long, device="cpu")
+        count = torch.zeros(served.kind.texts, dtype=torch.long, device="cpu")
         for index, state in states.items():
             if state is not None:
-                if any(getattr(state, name).shape != shape for name, (shape, _) in served.layouts[index].items()):
-                    return None  # PyTorch refuses it
+                if any(getattr(state, name).shape != zeros.shape for name, zeros in served.layouts[index].items()):
+                    return None
                 count = state.count.clone()
         turns = student.turns
         turn_tensors = [None] * 3 if turns is None else turns(turns.steps_and_middles, served.work)
@@ -127,7 +135,7 @@ class LayerInC:
         if memory is not None:
             memory += [None] * (len(student.groups) - len(memory))
         for heads, (index, state) in zip(served.heads, states.items(), strict=True):
-            merging, named = student.groups[index].merging(scale), {}
+            merging, named = student.groups[index].merging(served.kind.scale), {}
             if merging is not None:
                 named = {name: getattr(merging, name).to(served.work).contiguous() for name in MERGING}
             if memory is not None:
@@ -135,11 +143,14 @@ class LayerInC:
                 named |= vars(state)
             windows[index] = named.get("window_k")
             addressed += [heads, *(named.get(name) for name in (*MERGING, *STORED))]
-        return LayerInC(served, copy_numbers(served.sizes), addresses_of(*addressed), count, windows, addressed)
+        plan = LayerInC(served, copy_numbers(served.sizes), addresses_of(*addressed), count, windows, addressed)
+        if memory is not None:
+            memory[min(windows)].layer_in_c = plan
+        return plan
 
     def holds(self, memory: list, k: Tensor) -> bool:
         """Whether the states are still at the addresses: whatever changes a state also replaces its count."""
-        if len(self.count) != len(k) or self.served.work != working_dtype(k):
+        if len(self.count) != len(k) or self.served.kind.dtype != k.dtype:
             return False
         for index, window in self.windows.items():  # not a generator, which would delay each token of each layer
             state = memory[index]
@@ -226,35 +237,54 @@ def read_heads(
     call_kernel(kernel, pack_numbers(*numbers), addresses_of(*placed), q, k, v, real, out, count)
 
 
-def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: torch.dtype) -> dict[str, tuple]:
-    """Return the shape and the type of each tensor of a group's state."""
-    shape, bits = (len(k), len(group.heads)), group.bits
-    rows, layout = {"sink": group.sinks, "window": group.window}, {}
+def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: torch.dtype) -> dict[str, Tensor]:
+    """Return zeros of the shape and the type of each tensor of a group's state, without memory of their own."""
+    shape, bits, layout = (len(k), len(group.heads)), group.bits, {}
+
+    def lay(name: str, kind: torch.dtype, *sizes: int) -> None:
+        layout[name] = torch.zeros((), dtype=kind, device="cpu").expand(*shape, *sizes)
+
+    rows = {"sink": group.sinks, "window": group.window}
     if merging is None:
-        layout = {"level": ((*shape, 0), work), "mean": ((*shape, 0, v.shape[-1]), work)}
+        lay("level", work, 0)
+        lay("mean", work, 0, v.shape[-1])
     else:
-        rows["slot"], kind = group.slots, torch.int16 if bits in FEWER else work
-        layout = {name: ((*shape, group.slots), kind) for name in ("weight", "spread")}
+        rows["slot"] = group.slots
+        for name in ("weight", "spread"):
+            lay(name, torch.int16 if bits in FEWER else work, group.slots)
     kind = work if bits == 16 else torch.uint8 if bits in FEWER else torch.int8
     for side, dim in (("k", k.shape[-1]), ("v", v.shape[-1])):
-        width = dim if bits == 16 else packed_bytes(dim, bits)
-        layout |= {f"{name}_{side}": ((*shape, count, width), kind) for name, count in rows.items()}
+        for name, count in rows.items():
+            lay(f"{name}_{side}", kind, count, dim if bits == 16 else packed_bytes(dim, bits))
         if bits < 16:
-            layout[f"sink_{side}"] = ((*shape, group.sinks, dim), SINK_TYPE)
+            lay(f"sink_{side}", SINK_TYPE, group.sinks, dim)
     return layout
 
 
-def unshared_state(state: ExactState | None, layout: dict[str, tuple], count: Tensor) -> Any:
-    """Copy a state so that nothing shares it; before the first token return an uninitialised one, to be filled."""
+def unshared_state(state: ExactState | None, layout: dict[str, Tensor], count: Tensor) -> Any:
+    """Copy a state so that nothing shares it; before the first token return an empty one."""
     if state is None:
-        uninitialised = {name: torch.empty(shape, dtype=kind, device="cpu") for name, (shape, kind) in layout.items()}
-        return (SlotState if "weight" in layout else FeatureState)(count=count, **uninitialised)
-    kinds, options = {name: kind for name, (_, kind) in layout.items()}, {"memory_format": torch.contiguous_format}
-    return replace(
-        state,
-        count=count,
-        **{name: getattr(state, name).detach().to(kinds[name], copy=True, **options) for name in kinds},
-    )
+        empty = {name: torch.zeros_like(zeros) for name, zeros in layout.items()}
+        return (SlotState if "weight" in layout else FeatureState)(count=count, **empty)
+    options = {"copy": True, "memory_format": torch.contiguous_format}
+    copies = {name: getattr(state, name).detach().to(zeros.dtype, **options) for name, zeros in layout.items()}
+    return replace(state, count=count, **copies)
+
+
+def begin_texts(students: Sequence[Any], memories: Sequence[list | None], texts: int, tokens: int) -> None:
+    """Make the empty states of all layers for new texts, if the last ones were of the same kind.
+
+    Between the work of the layers it would take three times as long, since the processor forgets the code.
+    """
+    for student, memory in zip(students, memories, strict=True):
+        if (served := getattr(student, "served_in_c", None)) is None or memory != []:
+            continue  # also other modules that attend in a layer
+        kinds, exact_values = tuple(group.kind() for group in student.groups), student.exact_values
+        kind = served.kind._replace(
+            groups=kinds, texts=texts, several_tokens=tokens > 1, keeps=True, exact_values=exact_values
+        )
+        if served.kind == kind and len(served.layouts) == len(kinds):
+            LayerInC.of(student, served, memory)
 
 
 def read_in_c(
@@ -265,10 +295,14 @@ def read_in_c(
     q (batch, heads, group, tokens, dim), k, v and out belong to the whole layer; `memory` has the states of groups.
     """
     if (plan := held_layer(memory, k)) is None:
-        if is_traced() or (plan := LayerInC.of(student, memory, q, k, v, scale)) is None:
+        if is_traced():
             return []
-        if memory is not None:
-            memory[min(plan.windows)].layer_in_c = plan
+        sizes = q.shape[2], q.shape[-2] > 1, k.shape[-1], v.shape[-1], scale, memory is not None, student.exact_values
+        kind = KindOfTexts(tuple(group.kind() for group in student.groups), len(k), k.dtype, *sizes)
+        if (served := student.served_in_c) is None or served.kind != kind:
+            served = student.served_in_c = ServedHeads.of(student.groups, kind, q, k, v)
+        if served is None or (plan := LayerInC.of(student, served, memory)) is None:
+            return []
     plan.read(memory, q, k, v, real, out)
     return list(plan.windows)
 

@@ -14,6 +14,8 @@ from linearizer.plan.head_bytes import Head
 from linearizer.student.attention_interface import attending
 from linearizer.student.cache import CACHE, LinearizedLayer
 from tests.support.families import FAMILIES
+from tests.support.kernels import needs_compiler
+from tests.support.layers import assert_same_states
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 CLOSE = dict(atol=2e-4, rtol=0)  # of logits of about 10, in fp32, after three layers
@@ -55,6 +57,30 @@ def test_cached_decoding_in_pieces_is_the_full_pass(family):
     pieces = [student(ids[:, a:b], past_key_values=cache).logits for a, b in zip(edges, edges[1:], strict=False)]
     torch.testing.assert_close(torch.cat(pieces, 1), full, **CLOSE)
     assert cache.get_seq_length() == 30
+
+
+@needs_compiler
+@pytest.mark.parametrize("other", ["the same", "bf16", "two texts", "a token", "no kernel"])
+@torch.no_grad()
+def test_states_that_are_made_before_a_text_serve_it_as_those_that_each_layer_makes(other, monkeypatch):
+    heads, ids = [Head(window=16, slots=6), Head(window=8, bits=8)], tokens(2, 30)
+    second = {"two texts": ids, "a token": ids[:1, :1]}.get(other, ids[:1])
+    student, begun = student_of("llama", heads), []
+    first = student(ids[:1])
+    hook = student.students()[-1].register_forward_pre_hook(lambda module, args: begun.append(len(args[-1])))
+    if other == "no kernel":
+        student.students()[0].register_forward_pre_hook(lambda *_: monkeypatch.setenv("LINEARIZER_KERNELS", "0"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=other == "bf16"):
+        found = student(second)
+        hook.remove()
+        monkeypatch.setenv("LINEARIZER_KERNELS", "0" if other == "no kernel" else "1")
+        expected = student_of("llama", heads)(second)
+    assert begun == [2 if other in ("the same", "bf16", "no kernel") else 0]
+    close = CLOSE if other == "no kernel" else dict(atol=0, rtol=0)  # one layer of it reads in C
+    torch.testing.assert_close(found.logits, expected.logits, **close)
+    for layer, expected_layer in zip(getattr(found, CACHE).layers, getattr(expected, CACHE).layers, strict=True):
+        assert_same_states(layer.memory, expected_layer.memory, **({} if other == "no kernel" else close))
+    assert getattr(first, CACHE).get_seq_length() == 30
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
