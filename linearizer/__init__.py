@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from linearizer.run.folder import Run as Run
     from linearizer.serve.kept_state import ask as ask
     from linearizer.serve.kept_state import read as read
-    from linearizer.workers.hub_start import run_in_job as run_in_job
+    from linearizer.workers.hub_jobs import run_in_job as run_in_job
 
 HOMES = {
     "LinearizerError": "errors",
@@ -36,7 +36,7 @@ HOMES = {
     "linearize": "pipeline",
     "load": "method.checkpoint",
     "read": "serve.kept_state",
-    "run_in_job": "workers.hub_start",
+    "run_in_job": "workers.hub_jobs",
 }
 __all__ = ["__version__", *HOMES]
 

@@ -21,8 +21,8 @@ from linearizer.encoders.kinds import kind_of
 from linearizer.encoders.layer_times import keep_times
 from linearizer.errors import LinearizerError, ModelNotAvailable
 from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
-from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import Reader, write_in_turns
+from linearizer.evaluate.subjects import Setup, assembled, environment
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
 from linearizer.method.allocate_run import Helpers, allocate, help_pricing
@@ -34,13 +34,12 @@ from linearizer.method.measure_run import measure_teacher, min_texts
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import YIELDING, Plan
-from linearizer.progress import Progress, Steps, finish
+from linearizer.progress import Progress, Steps, finish, quiet
 from linearizer.publish.card import card_of
-from linearizer.quiet import quiet
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
-from linearizer.run.prices import CANDIDATES
+from linearizer.run.measured import CANDIDATES
 from linearizer.run.results import Comparison, Request
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests

@@ -21,7 +21,7 @@ from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.prices import Prices
+from linearizer.run.measured import Prices
 from linearizer.teacher import load as teacher_module
 from linearizer.train.settings import training_settings
 from tests.benchmarks.ablation import without_far, without_window

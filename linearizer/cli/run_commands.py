@@ -34,7 +34,7 @@ from linearizer.plan.options import options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, Plan
 from linearizer.progress import Steps
 from linearizer.report.parts import evaluation_report
-from linearizer.report.prediction import predict_kl
+from linearizer.report.verdict import predict_kl
 from linearizer.run.folder import PLAN, Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
 from linearizer.run.results import Request
@@ -179,7 +179,7 @@ def values_of_encoder(run: Run, judged: Collection[Judgement]) -> dict[str, Any]
 def serve_job(arguments: argparse.Namespace) -> None:
     """Begin a run in a job of the Hub, or list the hardware for jobs."""
     from linearizer.hub.jobs_api import list_hardware
-    from linearizer.workers.hub_start import run_in_job
+    from linearizer.workers.hub_jobs import run_in_job
 
     if arguments.job == ListRecipes.WORD:
         offered = list_hardware()

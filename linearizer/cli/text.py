@@ -16,14 +16,14 @@ from linearizer.amounts import columns, duration, size
 from linearizer.plan.allocation import ROW_TITLES, ReadingSize, StateSize
 from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
-from linearizer.report.prediction import kl_sentences
 from linearizer.report.tables import describe_heads, write_tables
+from linearizer.report.verdict import kl_sentences
 
 if TYPE_CHECKING:
     from linearizer.encoders.encoder_quality import Judgement
     from linearizer.hub.repository import Preview
     from linearizer.plan.allocation import Allocation
-    from linearizer.plan.encoder_inspection import EncoderInspection
+    from linearizer.plan.encoder_plan import EncoderInspection
     from linearizer.plan.head_bytes import Layer
     from linearizer.plan.inspection import Inspection
     from linearizer.run.folder import Run

@@ -1,5 +1,5 @@
 """Encoders: models that read texts or pictures in both directions; their cost is pairs of tokens, not a cache.
 
-A checkpoint contains attention_both_ways.py, slots_of_all.py, attention_interface.py and modeling_encoder.py; one of a
+A checkpoint contains attention_both_ways.py, attention_interface.py and modeling_encoder.py; one of a
 diffusers pipeline contains the first two and modeling_denoiser.py.
 """

@@ -17,7 +17,7 @@ import torch
 from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.errors import ModelNotAvailable, RequestError, UnsupportedModel, first_line
 from linearizer.hub.weight_files import read_json
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 
 PIPELINE = "model_index.json"
 STUDENTS = {  # of each kind of teacher
@@ -26,7 +26,7 @@ STUDENTS = {  # of each kind of teacher
     "UNet2DConditionModel": "LinearizedUNet",
 }
 CODE = "modeling_denoiser"  # of a checkpoint's part
-CARRIED = ("slots_of_all", "attention_both_ways", CODE)  # its modules, each before those that import it
+CARRIED = ("attention_both_ways", CODE)  # its modules, each before those that import it
 COPIED = (".json", ".safetensors", ".txt", ".model")  # endings of a pipeline's files without code
 LIBRARIES = ("diffusers", "transformers", "stable_diffusion", None)  # stable_diffusion is a part of diffusers
 

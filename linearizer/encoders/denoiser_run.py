@@ -24,8 +24,7 @@ from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.encoder_run import compare, keep_judgement, missing_students
 from linearizer.errors import RequestError, TextError, UnsupportedModel, first_line
 from linearizer.evaluate.language import Resampled
-from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
-from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.encoder_plan import LATENTS, EncoderInspection, EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import replacing
 from linearizer.run.results import Request

@@ -17,8 +17,7 @@ from pathlib import Path
 from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer, read_layers
 from linearizer.encoders.encoder_quality import Judgement, LayerTime
 from linearizer.encoders.key_budget import spend_keys
-from linearizer.plan.encoder_inspection import EncoderInspection
-from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.plan.json_products import JsonProduct, read_json
 from linearizer.run.folder import Run
 

@@ -15,8 +15,8 @@ from linearizer.encoders.inspect_encoder import auto_class_of
 from linearizer.encoders.modeling_encoder import CLASSES
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.hub.models import CONFIG, Source, fetch
-from linearizer.plan.encoder_inspection import EncoderInspection
-from linearizer.quiet import quiet
+from linearizer.plan.encoder_plan import EncoderInspection
+from linearizer.progress import quiet
 from linearizer.teacher.load import SAFELY, fetch_weights, load_intact, load_tokenizer
 from linearizer.teacher.text import read_column, read_for_length, too_little_text
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import cosine_similarity, normalize
 
-from linearizer.encoders import slots_of_all
+from linearizer.encoders import attention_both_ways
 from linearizer.encoders.encoder_inputs import Inputs, batches
 from linearizer.evaluate.language import Resampled
 from linearizer.run.results import Estimate
@@ -139,7 +139,7 @@ class MergedTokens:
         if key.shape[2] <= self.count:
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scale)
         unit, piece = normalize(key, dim=-1), key.shape[2] + 1
-        heads = [slots_of_all.find_slots(x[None, None], self.count, piece=piece) for x in unit.flatten(0, 1)]
+        heads = [attention_both_ways.find_slots(x[None, None], self.count, piece=piece) for x in unit.flatten(0, 1)]
         owner = torch.cat(heads).view(key.shape[:3])  # one by one: all pairs of all heads would take gigabytes
         sums = [torch.zeros_like(x[:, :, : self.count]) for x in (key, value)]
         into = owner[..., None].expand_as(key)

@@ -38,8 +38,7 @@ from linearizer.encoders.stretch_positions import MOST_STRETCHED, stretch_positi
 from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.hub.models import Source, fetch, find_model
-from linearizer.plan.encoder_inspection import EncoderInspection
-from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import replacing

@@ -13,7 +13,7 @@ from linearizer.encoders.modeling_encoder import CLASSES, grid_of
 from linearizer.encoders.stretch_positions import position_tables, unused_rows
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
-from linearizer.plan.encoder_inspection import EncoderInspection
+from linearizer.plan.encoder_plan import EncoderInspection
 from linearizer.student.attention_interface import OBSERVED, attending
 from linearizer.teacher.support import Refused, build_blueprint, run_blueprint
 

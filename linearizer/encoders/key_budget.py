@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from linearizer.encoders.attention_both_ways import BothWays
-from linearizer.encoders.slots_of_all import search_keys
+from linearizer.encoders.attention_both_ways import BothWays, search_keys
 from linearizer.errors import BudgetError
 
 AROUND = 3  # blocks along an axis that a token sees: its own and one on either side

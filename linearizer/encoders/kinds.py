@@ -12,8 +12,7 @@ from linearizer.encoders.encoder_folder import EncoderRun, check_budget
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.inspect_encoder import reads_both_ways
 from linearizer.hub.models import find_model
-from linearizer.plan.encoder_inspection import LATENTS, EncoderInspection
-from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.encoder_plan import LATENTS, EncoderInspection, EncoderPlan
 from linearizer.progress import Steps
 from linearizer.run.folder import Run
 from linearizer.run.results import Request

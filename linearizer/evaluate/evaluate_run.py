@@ -13,9 +13,8 @@ from linearizer.evaluate.head_errors import measure_approximation
 from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.recall import MIN_NEEDLE_TOKENS, RepeatReader, measure_needle, measure_recall, needle_lengths
-from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
-from linearizer.evaluate.subjects import Subject, read_together
+from linearizer.evaluate.subjects import Setup, Subject, read_together
 from linearizer.evaluate.tasks import RULER, find_tasks, measure_ruler, measure_tasks
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName

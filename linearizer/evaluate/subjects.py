@@ -1,27 +1,51 @@
-"""The subjects of an evaluation, and how they read: teacher, student, and controls (the model with other heads)."""
+"""The setup of an evaluation, and its subjects: teacher, student, and controls, which are the model with other
+heads."""
 
 from __future__ import annotations
 
 import copy
+import platform
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+import linearizer
+from linearizer.errors import ModelNotAvailable, RequestError, TextError
+from linearizer.method import checkpoint
+from linearizer.method.initialise import initialise
+from linearizer.method.measure_run import measure_teacher
+from linearizer.method.recorder import SAMPLES, Samples, samples_of
 from linearizer.method.substitute import exchange_students
-from linearizer.plan.allocation import Allocation
+from linearizer.plan.allocation import Allocation, window_control
 from linearizer.plan.head_bytes import Layer, cache_bytes
+from linearizer.progress import finish, quiet
+from linearizer.run.folder import Run
+from linearizer.run.names import absolute_source
+from linearizer.run.results import MadeWith, Recall
 from linearizer.student.attention_interface import attending
 from linearizer.student.cache import CACHE
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.devices import choose_device, describe_device
+from linearizer.teacher.load import load_teacher_of, read_kept_texts
 from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at_once
+from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
 from linearizer.teacher.token_loop import read_tokens
 
 ENDS_AT_ONCE = 5  # texts whose ends are predicted together
 MAX_BRANCH_BYTES = 2**30  # of the copies of a cache from which continuations of a text are read together
+PACKAGES = ("torch", "transformers", "lm_eval")
 
 
 @dataclass(frozen=True)
@@ -118,3 +142,153 @@ def read_last(subject: Subject, texts: Tensor, counts: Sequence[int]) -> Iterato
         begin = ids.shape[1] - max(numbers) - 1
         logits = read_end(subject, ids, begin, fresh_cache(subject.model))[:, :-1]
         yield from (row[-count:] for row, count in zip(logits, numbers, strict=True))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that the parts of an evaluation need."""
+
+    run: Run
+    student: LinearizedForCausalLM
+    control: LinearizedForCausalLM  # the student with its teacher's weights: itself, if it has them
+    tokenizer: PreTrainedTokenizerBase
+    teacher: PreTrainedModel | None  # may be the control's own base
+    alone: str | None  # why there is no teacher
+    kept: torch.Tensor | None = None  # texts excluded from training, if the run has just made its student
+    recall_read: list[Recall] = field(default_factory=list)  # measured while the language part read texts
+    samples: Samples | None = None  # if the run does not store them
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self.run.layers
+
+    @cached_property
+    def allocation(self) -> Allocation:
+        return self.run.require_allocation()
+
+    def subjects(self, length: int) -> list[Subject]:
+        """List teacher, student, and a plain window of the student's bytes at a length."""
+        student = Subject("student", self.student, self.allocation)
+        return [*filter(None, [self.teacher_subject]), student, self.window(length)]
+
+    @property
+    def teacher_subject(self) -> Subject | None:
+        """The teacher, if there is one."""
+        if self.teacher is None:
+            return None
+        return Subject("teacher", self.teacher, softmax=self.teacher is self.control.base)
+
+    def window(self, length: int) -> Subject:
+        """Make a plain window that takes the student's bytes at a length."""
+        control, seed = window_control(self.allocation, self.layers, length), self.run.plan.seed
+        heads = checkpoint.make_layer_students(self.control, self.layers, control, seed)
+        sampled = self.samples is not None or self.run.has_file(SAMPLES)
+        if control.bits < 16 and sampled:  # without turns from samples, few bits would harm the control more
+            with exchange_students(self.control, heads):
+                initialise(self.control, self.samples or samples_of(self.run), seed)
+        return Subject(control.strategy, self.control, control, heads)
+
+    @property
+    def usual_length(self) -> int:
+        """The length of the run's own texts."""
+        return self.run.plan.resolved_length(self.run.positions)
+
+    def beyond(self, length: int) -> bool:
+        """Whether a text is longer than the teacher's positions; refuse it if these are learned."""
+        inspection, max_tokens = self.run.inspection, self.run.inspection.max_positions
+        if max_tokens is None or length <= max_tokens:
+            return False
+        if inspection.positions == "learned":
+            learned = f"{inspection.name!r} has learned {max_tokens} positions"
+            raise RequestError(f"length {length} is not allowed: {learned}; ask for at most {max_tokens}")
+        return True
+
+    def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
+        """Take text that the student was neither measured nor trained on: after its own, or from another source."""
+        plan = self.run.plan
+        if self.kept is not None and source is None and length == self.usual_length:
+            return self.kept[:count]
+        source = absolute_source(source or plan.text)  # the plan's source is absolute, too
+        if source != plan.text or source == "self":
+            teacher = self.teacher_subject
+            if source == "self" and teacher is None:
+                raise TextError("'self' is text that the teacher writes, which is not available: name another source")
+            new_seed = seed + plan.seed + 1  # for other texts than those of the training
+            with nullcontext() if teacher is None else teacher.prepared() as model:
+                return read_texts(source, self.tokenizer, length, count, least=1, model=model, seed=new_seed)
+        start = len(start_tokens(self.tokenizer))
+        learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
+        skipped = -(-learnt * (self.usual_length - start) // (length - start))
+        stored, _ = read_kept_texts(self.run)
+        if length == self.usual_length and len(stored) >= skipped + count:
+            return stored[skipped : skipped + count]
+        stream = pack_texts(read_for_length(source, self.usual_length), self.tokenizer, length)
+        windows = list(islice(stream, skipped, skipped + count))
+        if not windows:
+            raise TextError(
+                f"{source!r} holds no text that the student was not trained on, or less than a text of {length} "
+                "tokens: ask for a shorter --length, or name another source with --text"
+            )
+        return torch.stack(windows)
+
+    def made_with(self) -> MadeWith:
+        """Name the software, the device and the teacher of the measurements."""
+        teacher = None if self.teacher is None else self.student.config.teacher
+        return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone)
+
+
+def environment(model: torch.nn.Module) -> dict[str, Any]:
+    """Name versions, device and number type of a measured model: they explain why results differ."""
+    weight = next(model.parameters())
+    versions = {"python": platform.python_version(), "linearizer": linearizer.__version__}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return {"versions": versions, "device": describe_device(weight.device), "dtype": dtype}
+
+
+@contextmanager
+def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
+    """Load the student of a run, and its teacher."""
+    run.require_student()
+    with quiet():
+        try:
+            teacher = load_teacher_of(run.plan, token, run.inspection)
+        except ModelNotAvailable as error:
+            student = checkpoint.load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
+            yield Setup(run, student, student, checkpoint.load_tokenizer_of(run), None, str(error))
+            return
+        student = control = checkpoint.load_beside(run, teacher.model)
+        adapted = student.base is not teacher.model and not share_weights(student.base, teacher.model)
+        if adapted:
+            control = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
+            share_weights(control.base, teacher.model, different=True)
+        yield Setup(run, student, control, teacher.tokenizer, teacher.model, None)
+
+
+def make_again(run: Run, token: str | None = None) -> Setup:
+    """Make again the student of a run without training, around its teacher's weights; do not change the run."""
+    plan, allocation = run.plan, run.require_allocation()
+    with quiet(), TemporaryDirectory() as folder:
+        teacher = load_teacher_of(plan, token, run.inspection)
+        copy = Run(Path(shutil.copytree(run.folder, Path(folder) / "run")))
+        (copy.folder / "profile.json").unlink()  # it is measured again, for the samples
+        (copy.folder / "state").mkdir()
+        finish(measure_teacher(copy, teacher))
+        samples = samples_of(copy)
+        student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
+        initialise(student, samples, plan.seed)
+    return Setup(run, student.eval(), student, teacher.tokenizer, teacher.model, None, samples=samples)
+
+
+def share_weights(base: torch.nn.Module, teacher: torch.nn.Module, different: bool = False) -> bool:
+    """Let a student use those of its teacher's weights that equal its own, or all; return whether all were equal."""
+    weights, all_equal = dict(teacher.named_parameters()), True
+    for name, parameter in base.named_parameters():
+        if name in weights:
+            equal = torch.equal(parameter, weights[name])
+            all_equal = all_equal and equal
+            if equal or different:
+                parameter.data = weights[name].data
+    return all_equal

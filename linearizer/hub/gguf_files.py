@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.hub.weight_files import GGUF, Weights, damaged_weights
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

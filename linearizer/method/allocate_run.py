@@ -29,7 +29,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
-from linearizer.run.prices import KlOfLayer, Prices
+from linearizer.run.measured import KlOfLayer, Prices
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.load import Teacher, texts_of_run

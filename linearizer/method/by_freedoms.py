@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from linearizer.errors import BudgetError
 from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import TILE, Head, Layer, cache_bytes, feature_bytes
-from linearizer.plan.profile import Curve, Profile
+from linearizer.run.measured import Curve, Profile
 
 LEVELS = (-100.0, 100.0)  # logarithms: no unit needs a tile at the first, and the last exceeds any budget
 

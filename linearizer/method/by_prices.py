@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from linearizer.errors import BudgetError
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
-from linearizer.run.prices import SMALLEST, Prices
+from linearizer.run.measured import SMALLEST, Prices
 
 MIN_KL = 1e-9  # nats: a smaller kl is rounding
 NEAR = 3 / 4  # of a size: above it, the larger head may hold a whole text

@@ -22,7 +22,7 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.prices import CANDIDATES, Candidate, Candidates
+from linearizer.run.measured import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.logits import kl_of, logits_of

@@ -21,7 +21,7 @@ from linearizer.plan.head_bytes import (
 )
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.prices import SMALLEST, Prices
+from linearizer.run.measured import SMALLEST, Prices
 from linearizer.student.update_rules import UPDATE_RULES
 
 Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer

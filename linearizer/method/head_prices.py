@@ -27,7 +27,7 @@ from linearizer.method.substitute import Begin, make_layer_student
 from linearizer.plan.head_bytes import BLOCK, Head, Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
-from linearizer.run.prices import SMALLEST, KlOfLayer, Prices
+from linearizer.run.measured import SMALLEST, KlOfLayer, Prices
 from linearizer.student.attention_interface import attention_modules, device_of
 from linearizer.student.layer_student import generator_at
 from linearizer.teacher.logits import vocabulary

@@ -17,10 +17,10 @@ from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.recorder import SAMPLES, LayerSamples, Recorder, Samples, draw_sample
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
-from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.measured import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.logits import check_logits

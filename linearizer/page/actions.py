@@ -30,8 +30,7 @@ from linearizer.page.calls import endpoint
 from linearizer.page.chats import Settings
 from linearizer.page.planning import EFFORTS, ExaminedEncoder, examine_model, make_encoder_plan, make_plan
 from linearizer.page.visitors import Visitor, check_name, on_space
-from linearizer.plan.encoder_inspection import EncoderInspection
-from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
@@ -209,11 +208,11 @@ def start_job(
     returns. minutes: after which the Hub ends the job; 0: twice the forecast. push: the repository to which the job
     publishes the student, privately; empty: none. budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    from linearizer.workers import hub_start
+    from linearizer.workers import hub_jobs
 
     plan = make_plan(model, budget, effort, options or {})
     with limits.turn(visitor):
-        run = hub_start.run_in_job(
+        run = hub_jobs.run_in_job(
             visitor.fresh_folder(plan),
             plan,
             flavor,

@@ -235,7 +235,7 @@ def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
 
 def load(run: Run, visitor: Visitor) -> Models:
     """Load the models of a run; the example's student is built from its teacher."""
-    from linearizer.evaluate.setup import assembled, make_again
+    from linearizer.evaluate.subjects import assembled, make_again
 
     if is_example(run):
         setup = make_again(run, visitor.token)

@@ -20,7 +20,7 @@ from linearizer.report.markup import announcement, folded, message_box, table, t
 from linearizer.report.tables import Table, with_half_width
 
 if TYPE_CHECKING:
-    from linearizer.plan.encoder_inspection import EncoderInspection
+    from linearizer.plan.encoder_plan import EncoderInspection
 
 NO_BYTES = "An encoder reads a text or picture at once and keeps no cache, so a budget buys operations, not bytes."
 NO_CHAT = (

@@ -29,8 +29,7 @@ from linearizer.run.results import Request
 from linearizer.workers import control
 
 if TYPE_CHECKING:
-    from linearizer.plan.encoder_inspection import EncoderInspection
-    from linearizer.plan.encoder_plan import EncoderPlan
+    from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
     from linearizer.plan.inspection import Inspection
 
 MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256}

@@ -17,14 +17,13 @@ from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
 from linearizer.report import plotly_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
-from linearizer.report.prediction import predict_kl
-from linearizer.report.verdict import judge_run
+from linearizer.report.verdict import judge_run, predict_kl
 from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
 
 if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
-    from linearizer.plan.profile import Profile
+    from linearizer.run.measured import Profile
     from linearizer.workers.forecast import Machine, RunForecast
 
 

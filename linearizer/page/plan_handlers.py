@@ -23,7 +23,7 @@ from linearizer.report import markup
 from linearizer.run.folder import parse_plan
 
 if TYPE_CHECKING:
-    from linearizer.plan.encoder_inspection import EncoderInspection
+    from linearizer.plan.encoder_plan import EncoderInspection
     from linearizer.workers.forecast import RunForecast
 
 # The parts of the second step that change with the model.
@@ -189,11 +189,11 @@ def list_hardware(browser: Browser) -> Any:
 @handler
 def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
     """Show the most that a job costs."""
-    from linearizer.workers import hub_start
+    from linearizer.workers import hub_jobs
 
     (flavor, minutes, push), (chosen, *form) = read_job(*choices[:3]), choices[3:]
     plan, token = make_plan(*read_form(chosen, *form)), browser.visitor.token
-    job = hub_start.offer_job(plan, chosen.inspection, flavor, minutes=minutes or None, push=push or None, token=token)
+    job = hub_jobs.offer_job(plan, chosen.inspection, flavor, minutes=minutes or None, push=push or None, token=token)
     sentence = job.in_words + (f"; it publishes {job.push}" if job.push else "")
     return gr.Column(visible=True), markup.message_box(f"{sentence[0].upper()}{sentence[1:]}."), job.cap
 

@@ -16,14 +16,14 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import YIELDING, Plan
 from linearizer.run.folder import UNBOUNDED, Run
+from linearizer.run.measured import CANDIDATES
 from linearizer.run.names import runs_root
-from linearizer.run.prices import CANDIDATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from linearizer.encoders.kinds import Kind
-    from linearizer.plan.encoder_inspection import EncoderInspection
+    from linearizer.plan.encoder_plan import EncoderInspection
     from linearizer.plan.inspection import Inspection
     from linearizer.workers.forecast import Machine, RunForecast, Speeds
 

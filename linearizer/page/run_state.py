@@ -22,7 +22,7 @@ from linearizer.report.parts import PART_VIEWS
 from linearizer.run import events
 from linearizer.run.events import Event, EventName
 from linearizer.run.folder import Run
-from linearizer.run.prices import CANDIDATES
+from linearizer.run.measured import CANDIDATES
 from linearizer.run.results import Part
 from linearizer.workers import control
 from linearizer.workers.control import LIVE, Status

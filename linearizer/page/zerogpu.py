@@ -26,7 +26,7 @@ from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.locks import Lock
-from linearizer.run.prices import CANDIDATES
+from linearizer.run.measured import CANDIDATES
 from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers import control
 from linearizer.workers.worker import keep_faults, work_in_turn, work_on

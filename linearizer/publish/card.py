@@ -1,27 +1,45 @@
-"""The cards of students of causal language models and of encoders: the facts for a template, and the results."""
+"""The cards of students of causal language models and of encoders: the facts for a template, and the results.
+
+A template escapes whatever it shows, except Markdown, so that names and texts from others become neither markup nor
+metadata.
+"""
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+from huggingface_hub import EvalResult, ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+import linearizer
+from linearizer.amounts import count_in_words
 from linearizer.encoders.encoder_folder import EncoderRun
-from linearizer.encoders.encoder_report import describe_choice, describe_inputs, quality_table
+from linearizer.encoders.encoder_report import describe_choice, describe_inputs, judge_any_run, quality_table
 from linearizer.encoders.encoder_run import STUDENT
 from linearizer.encoders.kinds import kind_of
 from linearizer.plan.allocation import ROW_TITLES, StateSize
+from linearizer.plan.inspection import ModelFacts
 from linearizer.plan.plan import Plan
-from linearizer.publish.card_parts import Card, public_text, table_markdown
 from linearizer.report.parts import PART_VIEWS
-from linearizer.report.prediction import find_correction
-from linearizer.report.tables import Table, describe_heads
+from linearizer.report.tables import Table, describe_environment, describe_heads
+from linearizer.report.verdict import candidates_table, find_correction
+from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, read_training
+from linearizer.run.names import HubName
 from linearizer.run.results import Part
 
+TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
+LINK = r"https?://[\w./~%#?=&:+@-]+"
+LOCAL = ("/", ".", "~")  # beginnings of the names of local folders
 TASKS = {  # pipelines of the Hub, by the class of transformers that loads a teacher
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
@@ -29,6 +47,180 @@ TASKS = {  # pipelines of the Hub, by the class of transformers that loads a tea
     "DiffusionPipeline": "text-to-image",
 }
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; the card does not fold their tables
+
+
+class Markdown(str):
+    """A text that is shown as it is."""
+
+
+@dataclass(frozen=True)
+class CitedTeacher:
+    """The teacher of a student, as the card cites it."""
+
+    name: str
+    repo_id: str | None  # None: a local folder, which nobody else can find
+    revision: str | None
+    gated: bool
+    terms: dict[str, Any]  # its licence and language
+    file: str | None = None  # of its weights, if the repository has several
+
+    @staticmethod
+    def of(teacher: ModelFacts) -> CitedTeacher:
+        hub_name = HubName.of(teacher.name) if teacher.revision else None
+        repo_id, file = (hub_name.repo_id, hub_name.file) if hub_name else (None, None)
+        terms = public_terms(teacher.terms, f"{repo_id}/blob/{teacher.revision}" if repo_id else None)
+        return CitedTeacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, terms, file)
+
+
+def public_terms(terms: dict[str, Any], place: str | None) -> dict[str, Any]:
+    """Copy a teacher's licence and language; make a link to the licence that is relative to `place` absolute."""
+    copied: dict[str, Any] = {
+        name: one_line(value) if isinstance(value, str) else [one_line(item) for item in value]
+        for name, value in terms.items()
+    }
+    link = copied.pop("license_link", None)
+    if isinstance(link, str) and re.fullmatch(LINK, link):
+        copied["license_link"] = link
+    elif place and isinstance(link, str) and re.fullmatch(r"[\w./-]+", link):
+        copied["license_link"] = f"https://huggingface.co/{place}/{link}"
+    return copied
+
+
+class Card(ABC):
+    """The card of a run's student; subclasses add what differs between kinds of students."""
+
+    template: ClassVar[str]  # a file of this room
+    task: str  # of the Hub: what the student does
+    auto_class: str  # that loads the student
+    library: str = "transformers"  # that this class is of
+    reads: str = "texts"  # or pictures, or latents
+
+    def __init__(self, run: Run, inspection: ModelFacts) -> None:
+        self.run, self.teacher = run, CitedTeacher.of(inspection)
+
+    @abstractmethod
+    def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
+        """List the results of the student: the text, a remark about it, the name of the measure, and its value."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Collect the facts that the template shows."""
+
+    def write_snippet(self, name: str, revision: str | None = None) -> str:
+        """Write the Python code that loads and uses the student of this name."""
+        pinned = json.dumps(revision) if revision else ""
+        code = ENVIRONMENT.get_template("snippet.md").render(card=self, name=json.dumps(name), revision=pinned)
+        return code.rstrip()
+
+    def add(self) -> None:
+        """Put the card into the checkpoint of the run."""
+        write_whole(self.run.checkpoint / "README.md", self.write())
+
+    def write(self, repo_id: str | None = None) -> str:
+        title = repo_id.partition("/")[2] if repo_id else f"{self.teacher.name}, linearized"
+        body = ENVIRONMENT.get_template(self.template).render(
+            title=title,
+            verdict=judge_any_run(self.run),
+            teacher=self.teacher,
+            library=self.library,
+            snippet=self.write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
+            version=linearizer.__version__,
+            plan_json=json.dumps(self.public_plan(), indent=1).replace("`", "\\u0060"),
+            **self.facts(),
+        )
+        head = self.build_metadata(title).to_yaml(line_break="\n")
+        return f"---\n{head.strip()}\n---\n{body}"
+
+    def public_plan(self) -> dict[str, Any]:
+        """Return the plan, with its teacher's revision and without folders of this machine."""
+        teacher, plan = self.teacher, asdict(self.run.any_plan)
+        plan["model"] = (
+            str(HubName(teacher.repo_id, teacher.revision, teacher.file)) if teacher.repo_id else teacher.name
+        )
+        plan |= {name: public_text(plan[name]) for name in ("text", "pictures") if plan.get(name)}
+        return {name: one_line(value) if isinstance(value, str) else value for name, value in plan.items()}
+
+    def build_metadata(self, title: str) -> ModelCardData:
+        """Describe the student to the Hub."""
+        plan = self.public_plan()
+        source = plan.get("pictures") or plan["text"]
+        results = [
+            EvalResult(
+                task_type=self.task,
+                dataset_type=text.split(":")[1] if is_on_hub(text) else text,
+                dataset_name=text + about,
+                metric_type=re.sub(r"\W+", "_", name.lower()).strip("_"),
+                metric_name=name,
+                metric_value=round(value, 4),
+            )
+            for text, about, name, value in self.list_measures()
+            if math.isfinite(value)
+        ]
+        return ModelCardData(
+            base_model=self.teacher.repo_id,
+            base_model_relation="finetune" if self.teacher.repo_id else None,
+            pipeline_tag=self.task,
+            library_name=self.library,
+            tags=TAGS,
+            datasets=[source.split(":")[1]] if is_on_hub(source) else None,
+            model_name=one_line(title),
+            eval_results=results or None,
+            **self.teacher.terms,
+        )
+
+
+def public_text(source: str) -> str:
+    """Name a source of text or pictures without its folder."""
+    kind, _, path = source.partition(":")
+    if kind == "dataset" and path.startswith(LOCAL):  # a local folder: no id of the Hub begins so
+        folder, colon, options = path.partition(":")
+        return one_line(f"dataset:{Path(folder).name}{colon}{options}")
+    if source.startswith(LOCAL):
+        return one_line(Path(source).name)
+    return one_line(f"file:{Path(path).name}" if kind == "file" else source)
+
+
+def is_on_hub(text: str) -> bool:
+    """Whether a text is a data set of the Hub, not local data."""
+    return text.startswith("dataset:") and "/" in text.split(":")[1]
+
+
+def table_markdown(table: Table) -> Markdown:
+    """Write a table as Markdown."""
+    head, *rows = [[escape_markdown(str(cell)) for cell in row] for row in table.rows]
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return Markdown("\n\n".join([text, *map(escape_markdown, table.notes)]))
+
+
+def escape_markdown(text: str) -> str:
+    """Escape a text so that Markdown and HTML show it unchanged."""
+    return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(one_line(text), quote=False))
+
+
+def one_line(text: str) -> str:
+    """Keep the printable characters of a text, on one line."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def show(value: object) -> str:
+    """Write a value that a template shows."""
+    return value if isinstance(value, Markdown) else escape_markdown(str(value))
+
+
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    finalize=show,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+ENVIRONMENT.filters |= {
+    "raw": Markdown,
+    "table": table_markdown,
+    **{function.__name__: function for function in (candidates_table, count_in_words, describe_environment)},
+}
 
 
 def card_of(run: Run) -> Card:

@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.method import checkpoint
-from linearizer.progress import Progress, Steps
-from linearizer.quiet import quiet
+from linearizer.progress import Progress, Steps, quiet
 from linearizer.run.files import replacing, write_whole
 from linearizer.run.folder import Run
 from linearizer.student.cache import CACHE, LinearizedCache, LinearizedLayer

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.plan.profile import Profile
-from linearizer.run.prices import Prices
+from linearizer.run.measured import Prices, Profile
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

@@ -15,7 +15,7 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.plotly_charts import MIN_DRAWN_KL, thin_points
-from linearizer.report.prediction import find_correction
+from linearizer.report.verdict import find_correction
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Part
 

@@ -31,12 +31,11 @@ from linearizer.plan.inspection import Inspection
 from linearizer.plan.json_products import JsonProduct, read_json
 from linearizer.plan.options import differences
 from linearizer.plan.plan import Plan
-from linearizer.plan.profile import Profile
 from linearizer.run import locks
 from linearizer.run.events import Event, EventName, append_event, events_of_student, newest_events, read_events
 from linearizer.run.files import UNFINISHED, link_error, open_in_place, remove, seal, unseal, write_whole, writing
 from linearizer.run.locks import Lock
-from linearizer.run.prices import CANDIDATES, Candidates, Prices
+from linearizer.run.measured import CANDIDATES, Candidates, Prices, Profile
 from linearizer.run.results import RESULTS, Part, Request, read_part
 
 Product = TypeVar("Product")

@@ -14,8 +14,7 @@ from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.method import checkpoint
 from linearizer.plan.allocation import ReadingSize
 from linearizer.plan.head_bytes import CACHED, Layer, cache_bytes
-from linearizer.progress import Progress, Steps
-from linearizer.quiet import quiet
+from linearizer.progress import Progress, Steps, quiet
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.student.cache import MAX_TURNS, LinearizedCache, LinearizedLayer

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from linearizer.errors import RequestError, first_line
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 from linearizer.run.folder import Run
 
 HOST, PORT = "127.0.0.1", 8000

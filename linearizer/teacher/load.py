@@ -27,7 +27,7 @@ from linearizer.hub.weight_files import (
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.json_products import quote
 from linearizer.plan.plan import Plan
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearizer.errors import UnsupportedModel, first_line
 from linearizer.plan.head_bytes import Layer
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 from linearizer.student.attention_interface import attention_modules, hands_over, observing
 from linearizer.student.cache import CACHE
 

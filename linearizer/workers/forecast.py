@@ -17,8 +17,7 @@ from linearizer.evaluate.recall import DEPTHS
 from linearizer.method.allocate_run import GATE_BATCH
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
-from linearizer.plan.encoder_inspection import EncoderInspection
-from linearizer.plan.encoder_plan import EncoderPlan
+from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan

@@ -105,7 +105,7 @@ def main() -> int:
     threading.Thread(target=end_with_run, daemon=True).start()
     from linearizer.method.head_prices import Share
     from linearizer.pipeline import help_with
-    from linearizer.quiet import quiet
+    from linearizer.progress import quiet
 
     run, share = Run(Path(request["folder"])), Share(request["number"], request["count"])
     try:

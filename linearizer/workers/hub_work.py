@@ -1,7 +1,7 @@
 """Works on a run inside a job of the Hub: fetches its folder from the bucket, and sends it back there as it grows.
 
 python -m linearizer.workers.hub_work BUCKET RUN PUSH is the program of a job. It sends its log to the bucket every few
-seconds, where `hub_follow` reads it, and its whole folder from time to time.
+seconds, where `hub_jobs` reads it, and its whole folder from time to time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from linearizer.progress import finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.workers.control import end_process, lock_and_queue
-from linearizer.workers.hub_follow import NOT_SENT, REQUESTS, bucket_folder, retried
+from linearizer.workers.hub_jobs import NOT_SENT, REQUESTS, bucket_folder, retried
 from linearizer.workers.worker import keep_faults, stop_on_sigterm, work_in_turn, work_on
 
 SAVE_SECONDS = 60.0  # between two saves of the run's folder

@@ -26,7 +26,7 @@ def resume_run(
     elif run.done or read_hub_job(run) is None:
         begin(run, token)
     else:
-        from linearizer.workers.hub_start import resume_in_job
+        from linearizer.workers.hub_jobs import resume_in_job
 
         resume_in_job(run, token, yes=yes, agree=agree)
 
@@ -34,7 +34,7 @@ def resume_run(
 def delete_run(run: Run, token: str | None = None) -> None:
     """Delete a run that is not running, and the files of its jobs on the Hub."""
     if read_hub_job(run) is not None and not control.status(run).live:
-        from linearizer.workers.hub_start import forget_in_bucket
+        from linearizer.workers.hub_jobs import forget_in_bucket
 
         forget_in_bucket(run, token)
     control.delete(run)

@@ -43,7 +43,7 @@ def work(lock: int, folder: str, job: str | None, token: str | None) -> int:
             if read_hub_job(run) is None:
                 finish(work_in_turn(run, lambda: work_on(run, token)))
             else:
-                from linearizer.workers.hub_follow import follow_job
+                from linearizer.workers.hub_jobs import follow_job
 
                 follow_job(run, token)
     except LinearizerError as error:

@@ -30,8 +30,7 @@ from linearizer.encoders.layer_times import crossing, time_layer
 from linearizer.evaluate.language import Resampled, owners_of
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
-from linearizer.publish.card import table_markdown
-from linearizer.publish.card_parts import public_text
+from linearizer.publish.card import public_text, table_markdown
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from linearizer.run.results import Request

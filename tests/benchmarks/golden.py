@@ -16,8 +16,7 @@ import torch
 from linearizer import pipeline
 from linearizer.method.checkpoint import load
 from linearizer.plan.plan import Plan
-from linearizer.progress import finish
-from linearizer.quiet import quiet
+from linearizer.progress import finish, quiet
 
 SMALL = {"model": "demo", "budget": 32, "texts": 2, "length": 128, "dtype": "float32", "device": "cpu"}
 RUNS = {

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from linearizer.evaluate.setup import Setup
+from linearizer.evaluate.subjects import Setup
 from linearizer.method.initialise import initialise
 from linearizer.method.recorder import samples_of
 from linearizer.page.landing import FILE, STUDENT, WINDOW, Asked, Budget, RealModel, Row
 from linearizer.pipeline import begin_student
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.teacher.load import load_teacher_of

@@ -28,8 +28,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import join_scores, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
-from linearizer.evaluate.setup import environment
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, environment
 from linearizer.hub.weight_files import digest
 from linearizer.method import allocate_run, checkpoint
 from linearizer.method.decide import allocate_alike
@@ -39,8 +38,7 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import cache_bytes, head_bytes, token_bytes
 from linearizer.plan.plan import USUAL_TEXTS, Plan
 from linearizer.plan.recipes import RECIPES
-from linearizer.progress import finish
-from linearizer.quiet import quiet
+from linearizer.progress import finish, quiet
 from linearizer.run.files import write_whole
 from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher import load as teacher_module

@@ -22,8 +22,7 @@ import torch
 from linearizer import pipeline
 from linearizer.errors import BudgetError
 from linearizer.evaluate.recall import DEPTHS
-from linearizer.evaluate.setup import environment
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, environment
 from linearizer.evaluate.tasks import DEPTHS as TASK_DEPTHS
 from linearizer.evaluate.tasks import KINDS
 from linearizer.hub.models import find_model
@@ -34,8 +33,7 @@ from linearizer.method.decide import allocate_alike
 from linearizer.method.measure_run import measure_teacher, profile_settings
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.plan import Plan
-from linearizer.progress import finish
-from linearizer.quiet import quiet
+from linearizer.progress import finish, quiet
 from linearizer.run.files import write_whole
 from linearizer.teacher import load as teacher_module
 from linearizer.train import distill

@@ -18,7 +18,7 @@ import torch
 
 from linearizer.errors import TextError
 from linearizer.hub.models import find_model
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 from linearizer.teacher.load import load_teacher, load_tokenizer
 from linearizer.teacher.text import read_documents, start_tokens
 

@@ -23,7 +23,7 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.prices import KlOfLayer, Prices
+from linearizer.run.measured import KlOfLayer, Prices
 from linearizer.student.attention_interface import observing
 from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import losses_of

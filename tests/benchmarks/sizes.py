@@ -29,7 +29,7 @@ from linearizer import pipeline
 from linearizer.amounts import columns, duration, size
 from linearizer.hub.models import find_model
 from linearizer.plan.plan import Plan
-from linearizer.quiet import quiet
+from linearizer.progress import quiet
 from linearizer.run.weight_digests import DIGESTS
 from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model

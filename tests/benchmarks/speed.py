@@ -20,8 +20,8 @@ import torch
 
 from linearizer import pipeline
 from linearizer.amounts import size
-from linearizer.evaluate.setup import assembled, environment
 from linearizer.evaluate.speed import Meter
+from linearizer.evaluate.subjects import assembled, environment
 from linearizer.pipeline import linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish

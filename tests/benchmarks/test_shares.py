@@ -8,7 +8,7 @@ from linearizer.method.substitute import exchange_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, cache_bytes, head_bytes
 from linearizer.plan.plan import Plan
-from linearizer.run.prices import Prices
+from linearizer.run.measured import Prices
 from tests.benchmarks import shares
 from tests.benchmarks.rivals import Rival, attention_when_repeated, foreseeing
 from tests.support.models import layers_of, student_of, teacher_of, tokens

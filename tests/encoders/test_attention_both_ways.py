@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from linearizer.encoders.attention_both_ways import CHUNK, BothWays, Slots, block_layout
+from linearizer.encoders.attention_both_ways import CHUNK, BothWays, Slots, block_layout, find_slots
 from linearizer.encoders.attention_interface import attend_without_padding
-from linearizer.encoders.slots_of_all import find_slots
 
 SCALE = 16**-0.5
 

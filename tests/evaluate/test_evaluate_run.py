@@ -12,7 +12,7 @@ from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.evaluate import evaluate_run
 from linearizer.evaluate.language import read_scores
-from linearizer.evaluate.setup import assembled
+from linearizer.evaluate.subjects import assembled
 from linearizer.hub.models import find_model
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish

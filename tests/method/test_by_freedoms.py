@@ -10,8 +10,8 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.method.by_freedoms import allocate_by_freedoms
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, feature_bytes
-from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.plan.recipes import STRATEGIES
+from linearizer.run.measured import HeadProfile, LayerProfile, Profile, ProfileSettings
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 2))
 NATIVE = Layer(4, 2, 16, 16, native_window=64)

@@ -12,7 +12,7 @@ from linearizer.method.by_prices import STEEPEST, OffersOfHeads, allocate_by_pri
 from linearizer.method.decide import allocate_alike, sinks_to_try
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.plan.plan import Plan
-from linearizer.run.prices import Prices
+from linearizer.run.measured import Prices
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 WINDOWS = (4, 16, 64)

@@ -12,7 +12,7 @@ from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.publish.card import card_of
-from linearizer.run.prices import Candidate, Candidates, Prices
+from linearizer.run.measured import Candidate, Candidates, Prices
 
 pytestmark = pytest.mark.usefixtures("judged_briefly")
 PLAN = Plan("demo", budget=24, texts=4, length=128, bits=8, sinks=2, dtype="float32")

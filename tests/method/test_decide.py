@@ -10,7 +10,7 @@ from linearizer.pipeline import inspect
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.prices import Prices
+from linearizer.run.measured import Prices
 from linearizer.student.update_rules import UPDATE_RULES
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.plan.profile import Curve
+from linearizer.run.measured import Curve
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 4))
 

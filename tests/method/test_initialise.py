@@ -4,8 +4,8 @@ import torch
 from linearizer.method.initialise import cluster, initialise, initialise_layer
 from linearizer.method.measure_run import measure_profile
 from linearizer.plan.head_bytes import Head
-from linearizer.plan.profile import ProfileSettings
 from linearizer.progress import finish
+from linearizer.run.measured import ProfileSettings
 from linearizer.student.attention_interface import observing
 from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.teacher.layers import featured

@@ -8,8 +8,8 @@ from linearizer.errors import FaultError, RequestError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.measure_run import head_points, measure_profile, min_texts
 from linearizer.plan.plan import Plan
-from linearizer.plan.profile import Profile, ProfileSettings
 from linearizer.progress import finish
+from linearizer.run.measured import Profile, ProfileSettings
 from linearizer.student.attention_interface import observing
 from tests.support.models import layers_of, teacher_of
 

@@ -7,7 +7,7 @@ from linearizer.page import actions, limits, planning, run_state
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.workers import control, hub_start
+from linearizer.workers import control, hub_jobs
 from tests.support.page_server import looking, shown
 from tests.support.page_steps import change_how, choose_demo
 from tests.support.runs import QUICK, wait_for, wait_until
@@ -27,7 +27,7 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
     options = {name: value for name, value in QUICK.items() if name != "budget"}
     plan, asked = Plan("demo", **QUICK), {"budget": QUICK["budget"], "options": options, "minutes": 30}
     inspection = planning.examine_model(ann, "demo").inspection
-    job = hub_start.offer_job(plan, inspection, "l4x1", minutes=30, token=ann.token)
+    job = hub_jobs.offer_job(plan, inspection, "l4x1", minutes=30, token=ann.token)
     assert (job.owner, job.cap) == ("ann", 0.4)
     with pytest.raises(NotAgreed, match=r"a job on l4x1 costs ann \$0.80 an hour, and at most \$0.40 for 30 minutes"):
         actions.start_job(ann, "demo", "l4x1", 0.39, **asked)

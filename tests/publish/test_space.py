@@ -13,7 +13,7 @@ from huggingface_hub import snapshot_download
 
 from linearizer.cli.main import main
 from linearizer.errors import RequestError
-from linearizer.publish import push, space
+from linearizer.publish import push
 from linearizer.run import files
 from linearizer.workers import control
 from tests.support.page_server import SMALL, SPACE, client_of, serving
@@ -37,7 +37,7 @@ def checkout(tmp_path, monkeypatch):
     (root / "linearizer" / ".env").write_text("HF_TOKEN=hf_secret")
     (root / "linearizer" / "link.py").symlink_to("/etc/passwd")
     (root / "runs").mkdir()
-    for module in (space, files):
+    for module in (push, files):
         monkeypatch.setattr(module, "PACKAGE", root / "linearizer")
     return root
 
@@ -58,8 +58,8 @@ def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
 
 def test_its_requirements_are_the_projects_without_what_a_space_has(checkout):
     own = (checkout / "requirements.txt").read_text().splitlines()
-    sent = space.list_space_files("me/app")["requirements.txt"].decode().splitlines()
-    assert [line for line in sent if line not in own] == [space.TORCH]
+    sent = push.list_space_files("me/app")["requirements.txt"].decode().splitlines()
+    assert [line for line in sent if line not in own] == [push.TORCH]
     assert [line.partition(">")[0] for line in own if line not in sent] == ["gradio", "torch", "triton"]
 
 
@@ -93,7 +93,7 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
         command, cwd=tmp_path, env={**known, "PYTHONPATH": str(installed)}, capture_output=True, text=True
     )
     assert pushed.returncode == 0, pushed.stderr
-    sent, own = files_of(hub, "me/app", "spaces"), space.list_space_files("me/app")
+    sent, own = files_of(hub, "me/app", "spaces"), push.list_space_files("me/app")
     pictures = {name for name in own if name.startswith("assets/") and name.endswith((".png", ".svg"))}
     assert set(sent) - {".gitattributes"} == set(own) - pictures
     assert "](assets/page" in own["README.md"].decode() and b"](assets/page" not in sent["README.md"]

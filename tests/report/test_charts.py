@@ -9,9 +9,8 @@ from linearizer.evaluate.kivi_control import RIVAL_BITS
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.plan.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.report import plotly_charts
-from linearizer.run.prices import Prices
+from linearizer.run.measured import HeadProfile, LayerProfile, Prices, Profile, ProfileSettings
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))

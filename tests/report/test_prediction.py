@@ -8,9 +8,9 @@ from linearizer.plan.allocation import heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.publish.card import card_of
-from linearizer.report.prediction import find_correction, predict_kl
 from linearizer.report.quality_charts import predicted_line
-from linearizer.run.prices import Candidate, Candidates, Prices
+from linearizer.report.verdict import find_correction, predict_kl
+from linearizer.run.measured import Candidate, Candidates, Prices
 from tests.support.cards import made
 
 PLAN = Plan("org/base@main", budget=64, length=128, bits=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from linearizer.plan.allocation import Allocation, StateSize
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.plan import Plan
-from linearizer.publish.card_parts import ENVIRONMENT
+from linearizer.publish.card import ENVIRONMENT
 from linearizer.report.tables import describe_heads
 from linearizer.run.folder import Run
 from tests.support.evaluation_results import LANGUAGE, RECALL, at_length, estimate, predictions

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from linearizer.errors import ModelNotAvailable
 from linearizer.hub.weight_files import teacher_files
-from linearizer.method.checkpoint import save
-from linearizer.teacher.linked_weights import link_or_copy
+from linearizer.method.checkpoint import link_or_copy, save
 from tests.support.models import MIXED, student_of, teacher_of, tokens
 
 MODEL = "model.safetensors"

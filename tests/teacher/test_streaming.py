@@ -19,9 +19,9 @@ from linearizer.method.head_prices import estimate_prices
 from linearizer.method.measure_run import measure_profile
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
-from linearizer.plan.profile import ProfileSettings
 from linearizer.progress import finish
 from linearizer.run.folder import Run
+from linearizer.run.measured import ProfileSettings
 from linearizer.run.results import Request
 from linearizer.serve.engine import Engine
 from linearizer.serve.row import Row

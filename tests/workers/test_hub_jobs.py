@@ -19,9 +19,8 @@ from linearizer.progress import finish
 from linearizer.run.events import EventName
 from linearizer.run.hub_job import FILE, HubJob
 from linearizer.teacher import streaming
-from linearizer.workers import control, hub_follow, hub_start
-from linearizer.workers.hub_follow import follow_job
-from linearizer.workers.hub_start import guess_minutes
+from linearizer.workers import control, hub_jobs
+from linearizer.workers.hub_jobs import follow_job, guess_minutes
 from tests.support.runs import (
     QUICK,
     inspection_of,
@@ -63,7 +62,7 @@ def begin(hub, tmp_path):
 def queued(hub, tmp_path, monkeypatch):
     """A run whose job was agreed to and that nobody follows yet; jobs say nothing and end well."""
     hub.program = "pass"
-    monkeypatch.setattr(hub_follow, "POLL_SECONDS", 0.2)
+    monkeypatch.setattr(hub_jobs, "POLL_SECONDS", 0.2)
     run = pipeline.begin(tmp_path / "runs" / "run", PLAN, ME, here=False)
     run.write_product(FILE, OFFER.to_json())
     run.log(EventName.QUEUED, cap=OFFER.cap)
@@ -105,7 +104,7 @@ def test_a_job_makes_and_publishes_the_student_that_this_machine_makes(begin, hu
     assert ME not in json.dumps([job.spec["command"], job.spec["environment"], job.lines, hub.requests])
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or ME.encode() not in path.read_bytes()
-    hub_start.forget_in_bucket(run, ME)
+    hub_jobs.forget_in_bucket(run, ME)
     assert not [path for path in bucket["files"] if run.id in path]
 
 
@@ -114,7 +113,7 @@ def test_a_run_is_attached_to_again_stopped_and_goes_on_in_another_job(begin, hu
     wait_for_event(run, "distill", 2)
     os.kill(int(process_of(run).name), signal.SIGKILL)
     wait_for(run, "lost")
-    hub_start.resume_in_job(run, ME)  # nothing to agree to: the job goes on
+    hub_jobs.resume_in_job(run, ME)  # nothing to agree to: the job goes on
     wait_until(lambda: control.state_of(run) == "running")
     control.stop(run, "enough")
     assert wait_for(run, "stopped").error == "enough" and [*hub.jobs] == ["job0"]
@@ -126,9 +125,9 @@ def test_a_run_is_attached_to_again_stopped_and_goes_on_in_another_job(begin, hu
     with pytest.raises(
         RequestError, match="needs another job, and a job on cpu-basic costs me .* add --yes to begin it"
     ):
-        hub_start.resume_in_job(run, ME)
+        hub_jobs.resume_in_job(run, ME)
     assert [*hub.jobs] == ["job0"]
-    hub_start.resume_in_job(run, ME, yes=True)
+    hub_jobs.resume_in_job(run, ME, yes=True)
     wait_for_event(run, "distill", last + 1)
     control.use_now(run)
     wait_for(run, "done")
@@ -189,7 +188,7 @@ def test_a_job_that_does_not_stop_or_has_no_machine_is_cancelled_and_its_own_end
     queued, hub, monkeypatch, machine
 ):
     hub.program, hub.no_machine = "import time; print('begun', flush=True); time.sleep(60)", not machine
-    monkeypatch.setattr(hub_follow, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(hub_jobs, "STOP_SECONDS", 0.2)
     follower = threading.Thread(target=follow, args=[queued])
     follower.start()
     wait_until(lambda: hub.jobs and hub.jobs["job0"].stage == ("RUNNING" if machine else "SCHEDULING"))
