@@ -24,7 +24,7 @@ from .rounding import FEWER, can_turn, rotate, round_vectors
 from .slots_merging import Merger, Merging
 from .slots_torch import SlotText, read_together
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_index, is_compiled
-from .state_pool import attend_in_pool, pool_for_token
+from .state_pool import PoolLayout, attend_in_pool, pool_for_token
 from .token_buffer import WindowGroup, attend_token_in_buffer
 from .update_rules import UPDATE_RULES
 
@@ -187,6 +187,7 @@ class LayerStudent(nn.Module):
         self.exact_values = False  # leave values of any size unrounded: to measure attention weights, without memory
         self.keeps_bytes = True  # pack numbers of few bits; graphs for other runtimes keep the rounded numbers
         self.served_in_c: ServedHeads | None = None  # what the kernel in C read last
+        self.pool_layout: PoolLayout | None = None  # of the last pool of states for Triton
         self.in_c: bool | None = None  # whether the kernel in C reads; None: if its trial succeeds
         self.in_triton: bool | None = None  # the same for Triton's kernels
         self.found_right: set[tuple] = set()  # kernels, types and sizes with a successful trial
@@ -264,7 +265,7 @@ class LayerStudent(nn.Module):
             return out.flatten(1, 2)
         in_triton = len(done) < len(groups) and self.reads_in_triton(query, key, value)
         if is_compiled() or in_triton:
-            done += attend_in_pool(groups, memory, *inputs, done, self.turns)
+            done += attend_in_pool(self, memory, *inputs, done)
         elif len(done) < len(groups):
             done += attend_token_in_buffer(groups, memory, *inputs, done, self.turns)
         if memory is not None:

@@ -26,74 +26,117 @@ NAMES = ("k", "v", "sink_k", "sink_v", "level", *COUNTS)  # of each head's tenso
 
 
 @dataclass
+class PoolLayout:
+    """Where the tensors of heads lie in a pool, and what else depends on no text; made once for states of a kind, since
+    copying a table to a device waits for the device."""
+
+    kind: tuple
+    groups: dict[int, Any]  # by their indices in the layer
+    row_bytes: int
+    places: dict[tuple[int, str], tuple[int, int, torch.Size, torch.dtype]]  # begin, bytes of a head, shape, type
+    table: Tensor  # (heads, fields of kernel_packed_rows.py)
+    sizes: list[int]  # in the order of sizes_of
+    learned: list[tuple[Tensor, int, int]]  # the parameters that `merging` was computed from, their addresses, versions
+    merging: list[Tensor]  # Merging.rows and gain of all heads with slots, if there are any
+
+    def __reduce__(self) -> tuple:
+        """Become None in a copy, whose parameters are others."""
+        return type(None), ()
+
+    @staticmethod
+    def of(groups: dict[int, Any], kind: tuple, k: Tensor, v: Tensor) -> PoolLayout:
+        """Lay out the heads of some groups, by their indices, for keys and values like these."""
+        end, merged, table, places = 0, 0, [], {}
+        for index, group in groups.items():
+            slots, block = getattr(group, "slots", 0), getattr(group, "block", 0)
+            sizes = group.bits, group.window, slots, block
+            rows = [[head, *sizes, merged + place if slots else 0] for place, head in enumerate(group.heads)]
+            merged += len(group.heads) if slots else 0
+            for name, (shape, dtype) in shapes_of(group, slots, k, v).items():
+                size = -(-shape.numel() * dtype.itemsize // ALIGNED) * ALIGNED
+                places[index, name] = end, size, shape, dtype
+                for row in rows:
+                    row.append(end)
+                    end += size
+            table += rows
+        sinks = next(iter(groups.values())).sinks
+        return PoolLayout(
+            kind, groups, end, places, torch.tensor(table, device=k.device), sizes_of(sinks, table), [], []
+        )
+
+    def views(self, pool: Tensor) -> dict[int, dict[str, Tensor]]:
+        """Return the views of a pool (batch, row_bytes) that are all tensors of each group's heads, by name."""
+        views: dict[int, dict[str, Tensor]] = {index: {} for index in self.groups}
+        typed = {dtype: pool.view(dtype) for dtype in {place[3] for place in self.places.values()}}
+        for (index, name), (begin, size, shape, dtype) in self.places.items():
+            heads, width = len(self.groups[index].heads), dtype.itemsize
+            strides = self.row_bytes // width, size // width, *([shape[-1]] if len(shape) > 1 else []), 1
+            views[index][name] = typed[dtype].as_strided((len(pool), heads, *shape), strides, begin // width)
+        return views
+
+    def find_merging(self, scale: float, work: torch.dtype) -> list[Tensor]:
+        """Return `merging`; compute it again only if a parameter has changed."""
+        mergers = [x for group in self.groups.values() if (x := group.merging(scale)) is not None]
+        parameters = [x for merging in mergers for x in (merging.metric, merging.gain, merging.mean_query)]
+        same = len(parameters) == len(self.learned) and all(
+            x is known and x.data_ptr() == address and x._version == version
+            for x, (known, address, version) in zip(parameters, self.learned, strict=True)
+        )
+        if not same:
+            names = ("rows", "gain") if mergers else ()
+            self.merging = [torch.cat([getattr(merging, name) for merging in mergers]).to(work) for name in names]
+            tracked = not any(x.is_inference() for x in parameters)  # only then have they versions
+            self.learned = [(x, x.data_ptr(), x._version) for x in parameters if tracked]
+        return self.merging
+
+
+@dataclass
 class StatePool:
     pool: Tensor  # (batch, bytes)
     count: Tensor  # (batch,) tokens read, as all states have it
-    table: Tensor  # (heads, fields of kernel_packed_rows.py)
-    merging: list[Tensor]  # Merging.rows and gain of all heads with slots, if there are any
+    layout: PoolLayout
+    merging: list[Tensor]  # PoolLayout.merging
     turns: list[Tensor]  # how heads turn keys and values, if they do
-    sizes: list[int]  # in the order of sizes_of
     dtype: torch.dtype  # of heads of 16 bits
     dims: tuple[int, int]  # of keys and values
-    groups: dict[int, Any]  # by their indices in the layer
-    views: dict[int, dict[str, Tensor]]  # of the pool: all tensors of each group's heads, by name
+    views: dict[int, dict[str, Tensor]]  # of the pool
     windows: dict[int, Tensor]  # window_k of each group's state
     missing: int  # the most tokens that a text still has to read to fill its sinks
 
     @staticmethod
     @torch.inference_mode(False)  # so that later calls may write to the pool
     @torch.no_grad()
-    def of(served: dict[int, Any], memory: list, k: Tensor, v: Tensor, scale: float, turns: Turns | None) -> StatePool:
-        """Lay the states of some groups, by their indices, into a pool, for a layer with keys and values like these;
-        groups without a state start an empty one there."""
-        work, device, texts, sinks = working_dtype(k), k.device, len(k), next(iter(served.values())).sinks
-        end, mergers, table, laid = 0, [], [], {}
-        for index, group in served.items():
-            if (group_merging := group.merging(scale)) is not None:
-                mergers.append(group_merging)
-            block, slots = 0 if group_merging is None else group_merging.block, getattr(group, "slots", 0)
-            before = sum(len(earlier.metric) for earlier in mergers) - len(group.heads)
-            rows = [
-                [head, group.bits, group.window, slots, block, before + place] for place, head in enumerate(group.heads)
-            ]
-            for name, (shape, dtype) in shapes_of(group, slots, k, v).items():
-                size = -(-shape.numel() * dtype.itemsize // ALIGNED) * ALIGNED
-                laid[index, name] = end, size, shape, dtype
-                for row in rows:
-                    row.append(end)
-                    end += size
-            table += rows
-        pool = torch.zeros(texts, end, dtype=torch.uint8, device=device)
-        views: dict[int, dict[str, Tensor]] = {index: {} for index in served}
-        for (index, name), (begin, size, shape, dtype) in laid.items():
-            heads = len(served[index].heads)
-            view = pool[:, begin : begin + heads * size].view(dtype).view(texts, heads, size // dtype.itemsize)
-            views[index][name] = view[..., : shape.numel()].unflatten(-1, shape)
+    def of(student: Any, served: dict[int, Any], memory: list, k: Tensor, v: Tensor, scale: float) -> StatePool:
+        """Lay the states of some groups of a layer, by their indices, into a pool; groups without a state start an
+        empty one there."""
+        work, dims = working_dtype(k), (k.shape[-1], v.shape[-1])
+        kind = tuple((index, group.kind()) for index, group in served.items()), k.dtype, k.device, dims, scale
+        if (layout := student.pool_layout) is None or layout.kind != kind:
+            layout = student.pool_layout = PoolLayout.of(served, kind, k, v)
+        pool = torch.zeros(len(k), layout.row_bytes, dtype=torch.uint8, device=k.device)
         result = StatePool(
             pool,
-            torch.zeros(texts, dtype=torch.long, device=device),
-            torch.tensor(table, device=device),
-            [torch.cat([getattr(merging, x) for merging in mergers]).to(work) for x in ("rows", "gain") if mergers],
-            [] if turns is None else turning(turns, work),
-            sizes_of(sinks, table),
+            torch.zeros(len(k), dtype=torch.long, device=k.device),
+            layout,
+            layout.find_merging(scale, work),
+            [] if student.turns is None else turning(student.turns, work),
             k.dtype,
-            (k.shape[-1], v.shape[-1]),
-            served,
-            views,
+            dims,
+            layout.views(pool),
             {},
-            sinks,
-        )  # fmt: skip
+            layout.sizes[0],
+        )
         if memory[min(served)] is not None:
             result.lay(0, memory, scale)
         for index in served:
-            memory[index] = result.state_of(index, memory[index])
+            memory[index] = result.state_of(index)
             result.windows[index] = memory[index].window_k
         memory[min(served)].state_pool = result
         return result
 
-    def state_of(self, index: int, before: Any) -> Any:
+    def state_of(self, index: int) -> Any:
         """Return the state of a group whose tensors are views of this pool."""
-        group, views = self.groups[index], self.views[index]
+        group, views = self.layout.groups[index], self.views[index]
         named = {"count": self.count, "sink_k": views["sink_k"], "sink_v": views["sink_v"]}
         named |= {f"window_{kind}": views[kind][:, :, : group.window] for kind in ("k", "v")}
         if not hasattr(group, "slots"):
@@ -105,12 +148,12 @@ class StatePool:
     def lay(self, at: int, memory: list, scale: float = 1.0) -> None:
         """Copy the states of other texts into this pool, from text `at` on."""
         source = held_pool(memory, self.pool.new_empty(0, dtype=self.dtype))
-        if source is not None and source.pool.shape[1] == self.pool.shape[1] and [*source.groups] == [*self.groups]:
+        if source is not None and source.layout.kind == self.layout.kind:
             self.pool[at : at + len(source.pool)].copy_(source.pool)
             self.count[at : at + len(source.count)].copy_(source.count)
             return
         work = working_dtype(self.pool.new_empty(0, dtype=self.dtype))
-        for index, group in self.groups.items():
+        for index, group in self.layout.groups.items():
             state = memory[index]
             for name, part in contents(group.window_group(scale, state), work).items():
                 self.views[index][name][at : at + len(part)].copy_(part)
@@ -125,17 +168,18 @@ class StatePool:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor) -> None:
         """Attend with a text or a token, into `out`; q (batch, heads, group, tokens, dim), k and v have all heads of
         the layer."""
-        operands, tokens = (self.pool, self.count, self.table, self.merging, self.turns), q.shape[-2]
+        layout, tokens = self.layout, q.shape[-2]
+        operands = self.pool, self.count, layout.table, self.merging, self.turns
         if self.reads_token(tokens, real):
-            launch_token(q, k, v, scale, out, *operands, self.sizes[:5])
+            launch_token(q, k, v, scale, out, *operands, layout.sizes[:5])
             self.count.add_(1)
         elif real is None:
-            launch_text(q, k, v, scale, out, *operands, self.sizes, None)
+            launch_text(q, k, v, scale, out, *operands, layout.sizes, None)
             self.count.add_(tokens)
             self.missing = max(self.missing - tokens, 0)
         else:
             added, order = real.sum(-1), real.to(torch.int8).argsort(dim=-1, stable=True)
-            launch_text(q, k, v, scale, out.zero_(), *operands, self.sizes, (added, order))
+            launch_text(q, k, v, scale, out.zero_(), *operands, layout.sizes, (added, order))
             self.count.add_(added)
 
     def reads_token(self, tokens: int, real: Tensor | None) -> bool:
@@ -143,7 +187,7 @@ class StatePool:
         if tokens > 1 or real is not None:
             return False
         if self.missing and not is_traced():
-            self.missing = max(self.sizes[0] - int(self.count.min()), 0)
+            self.missing = max(self.layout.sizes[0] - int(self.count.min()), 0)
         return not self.missing
 
 
@@ -191,14 +235,14 @@ def turning(turns: Turns, work: torch.dtype) -> list[Tensor]:
 
 
 def attend_in_pool(
-    groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
-    out: Tensor, done: Sequence[int], turns: Turns | None,
+    student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor,
+    done: Sequence[int],
 ) -> list[int]:  # fmt: skip
     """Attend with a text or a token, windows and slots at once, into `out`; return the indices of the groups served.
 
     q (batch, heads, group, tokens, dim), k, v and out have all heads of the layer, and `memory` its groups' states.
     """
-    memory = [] if memory is None else memory
+    memory, groups = [] if memory is None else memory, student.groups
     pool = held_pool(memory, k)
     if is_traced() and (pool is None or not pool.reads_token(q.shape[-2], real)):
         return []
@@ -206,9 +250,9 @@ def attend_in_pool(
         memory += [None] * (len(groups) - len(memory))
         if not (served := find_groups(groups, memory, k, scale, done)):
             return []
-        pool = StatePool.of(served, memory, k, v, scale, turns)
+        pool = StatePool.of(student, served, memory, k, v, scale)
     pool.attend(q, k, v, scale, real, out)
-    return list(pool.groups)
+    return list(pool.layout.groups)
 
 
 def find_groups(groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]) -> dict[int, Any]:

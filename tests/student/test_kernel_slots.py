@@ -112,8 +112,10 @@ def default(monkeypatch):
     given, memory = [x[:1].to(DEVICE) for x in text(2, 108, dtype=torch.float32)], []
 
     @torch.no_grad()
-    def go(begin, end):
+    def go(begin, end, new_text=False):
         kind, seen = JITFunction if ON_GPU else InterpretedFunction, Operations()
+        if new_text:
+            memory.clear()
         with monkeypatch.context() as patch, seen:
             run = kind.run
             patch.setattr(kind, "run", lambda *args, **kwargs: seen.launch(run, *args, **kwargs))
@@ -133,6 +135,32 @@ def test_a_token_runs_no_operation_of_pytorch_and_waits_for_no_device(default, m
         assert seen.counts.pop("add_") == 1  # of the number of tokens read
         computed = {*seen.counts} - {"new_empty", "slice", "select", "unbind", "view", "unsqueeze", "permute"}
         assert computed <= {"promote_types"}  # which computes nothing on a device
+
+
+def test_another_text_begins_with_zeros_alone_and_waits_for_no_device(default, monkeypatch):
+    default(0, 14)
+    for name in ("item", "tolist", "to", "copy_"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} may wait for a device"))
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a new tensor waits for its device"))
+    seen = default(0, 14, new_text=True)
+    views = {"slice", "select", "unbind", "view", "unsqueeze", "permute", "as_strided", "detach", "alias", "expand"}
+    assert {*seen.counts} - views <= {"zeros", "new_empty", "ones_like", "add_", "promote_types"}
+    assert seen.launches == 3
+
+
+@pytest.mark.parametrize("learned", ["metric", "gain", "mean_query"])
+def test_a_learned_number_that_changes_between_texts_is_noticed(learned, monkeypatch):
+    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
+    student, given = layer([[7, 0, 5, 4], [5, 0, 7, 4]], 4, 4).to(DEVICE), [x.to(DEVICE) for x in text(2, 24, 4, 4)]
+    student.in_c, student.in_triton = False, True
+    outs = [read(student, given, (24,))[0]]
+    for change in (lambda x: x.mul_(2), lambda x: setattr(x, "data", x.data * 2)):
+        change(getattr(student.groups[0].merger, learned))
+        outs.append(read(student, given, (24,))[0])
+        student.in_triton = False
+        torch.testing.assert_close(outs[-1], read(student, given, (24,))[0], rtol=CLOSE, atol=CLOSE)
+        student.in_triton = True
+        assert not torch.allclose(outs[-1], outs[-2])
 
 
 def test_reading_a_longer_text_takes_no_more_operations(default):
