@@ -61,9 +61,16 @@ uv venv --quiet env
 uv pip install --quiet --python env {packages}
 exec env/bin/python "$@"
 """  # without a GPU, the build of PyTorch without CUDA, which is a tenth of the size
-BEGIN = """import os, sys
+BEGIN = """import os, sys, time
 from huggingface_hub import HfApi
-HfApi().sync_bucket(f"hf://buckets/{sys.argv[1]}/runs/{sys.argv[2]}/code", "code", quiet=True)
+for pause in (1, 5, 20, 0):
+    try:
+        HfApi().sync_bucket(f"hf://buckets/{sys.argv[1]}/runs/{sys.argv[2]}/code", "code", quiet=True)
+        break
+    except Exception:
+        if not pause:
+            raise
+        time.sleep(pause)
 os.environ["PYTHONPATH"] = os.path.abspath("code")
 os.execv(sys.executable, [sys.executable, "-m", "linearizer.workers.hub_work", *sys.argv[1:]])
 """

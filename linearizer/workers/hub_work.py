@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     account, run = Account(os.environ.get("HF_TOKEN")), Run(Path(tempfile.mkdtemp(prefix="linearizer-"), "run"))
     account.bucket, place = bucket, bucket_folder(run_id)
     (run.folder / "state").mkdir(parents=True)
-    account.fetch_folder(place, run.folder, exclude=REQUESTS)
+    retried(lambda: account.fetch_folder(place, run.folder, exclude=REQUESTS))
     try:
         with exchanging(run, account, place):
             if not run.done:

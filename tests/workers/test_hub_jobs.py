@@ -85,6 +85,8 @@ def marks(run):
 
 
 def test_a_job_makes_and_publishes_the_student_that_this_machine_makes(begin, hub, tmp_path):
+    hub.fail_next("%2Fcode?recursive", 403, skip=1)  # the job's first request for its code,
+    hub.fail_next("%2Frun%2Fbegun.json", 403)  # and for its run
     run = begin(push="student")
     local = pipeline.begin(tmp_path / "local", PLAN)
     finish(linearize(local))
