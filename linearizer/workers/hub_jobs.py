@@ -67,9 +67,10 @@ for pause in (1, 5, 20, 0):
     try:
         HfApi().sync_bucket(f"hf://buckets/{sys.argv[1]}/runs/{sys.argv[2]}/code", "code", quiet=True)
         break
-    except Exception:
+    except Exception as error:
         if not pause:
             raise
+        print("the code cannot be fetched now:", type(error).__name__, flush=True)
         time.sleep(pause)
 os.environ["PYTHONPATH"] = os.path.abspath("code")
 os.execv(sys.executable, [sys.executable, "-m", "linearizer.workers.hub_work", *sys.argv[1:]])

@@ -101,6 +101,7 @@ def test_a_job_makes_and_publishes_the_student_that_this_machine_makes(begin, hu
     assert status.published["repo_id"] == "me/student" and hub.repos["models", "me/student"].private
     job, bucket = hub.jobs["job0"], hub.buckets[f"me/{BUCKET}"]
     assert (job.stage, job.spec["flavor"], job.spec["timeoutSeconds"]) == ("COMPLETED", "cpu-basic", 15 * 60)
+    assert "the code cannot be fetched now: " in json.dumps(job.lines)
     assert bucket["private"] and not [path for path in bucket["files"] if "/teacher-" in path or "hub_job.json" in path]
     assert job.spec["secrets"] == {"HF_TOKEN": ME} and "Traceback" not in log_of(run)
     assert ME not in json.dumps([job.spec["command"], job.spec["environment"], job.lines, hub.requests])
