@@ -263,11 +263,12 @@ def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: t
 
 def unshared_state(state: ExactState | None, layout: dict[str, Tensor], count: Tensor) -> Any:
     """Copy a state so that nothing shares it; before the first token return an empty one."""
+    dense = torch.contiguous_format  # as the kernel writes; zeros of a layout have no strides
     if state is None:
-        empty = {name: torch.zeros_like(zeros) for name, zeros in layout.items()}
+        empty = {name: torch.zeros_like(zeros, memory_format=dense) for name, zeros in layout.items()}
         return (SlotState if "weight" in layout else FeatureState)(count=count, **empty)
-    options = {"copy": True, "memory_format": torch.contiguous_format}
-    copies = {name: getattr(state, name).detach().to(zeros.dtype, **options) for name, zeros in layout.items()}
+    named = {name: (getattr(state, name).detach(), zeros.dtype) for name, zeros in layout.items()}
+    copies = {name: x.to(kind, copy=True, memory_format=dense) for name, (x, kind) in named.items()}
     return replace(state, count=count, **copies)
 
 
