@@ -18,12 +18,13 @@ from transformers.cache_utils import Cache
 
 from linearizer.serve.cache_rows import copy_cache, join_caches, pack, read_on, take_row, tensors_of, unpack
 from linearizer.serve.row import Row, fail_rows
-from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import trim_heaps
+from linearizer.teacher.token_loop import has_fixed_states
 
 CHUNK = 512  # tokens read at once on a CPU; states are kept at multiples of it
 TIMES_ON_GPU = 4  # as many tokens at once: launches for fewer take a host as long
+DOUBLINGS = 3  # of the tokens that a GPU reads at once, as a prompt goes on: layers read parts of them at the same time
 FEWEST = 64  # tokens of a prompt at once, if it has as many: fewer take hardly less time
 KEPT_BYTES, SHAPE_BYTES = 1024, 128  # further bytes of a state, and of the shape of each of its tensors
 TRIMMED_SHARE = 1 / 8  # of the bytes to keep: after as many new bytes, freed memory goes back to the system
@@ -132,8 +133,11 @@ class Prompts:
         return not (row.done or row.abandoned)
 
     def next_part(self, row: Row) -> int:
-        """Count the tokens to the end of a row's chunk, or of its prompt."""
-        return min(self.chunk - row.read % self.chunk, row.unread)
+        """Count the tokens to the end of a row's chunk, or of its prompt; where several texts may be read at once, each
+        chunk is as long as all before it."""
+        doublings = min((row.read // self.chunk).bit_length() - 1, DOUBLINGS) if self.several else 0
+        chunk = self.chunk << max(doublings, 0)
+        return min(chunk - row.read % chunk, row.unread)
 
     def rows_beside(self, first: Row, budget: int) -> list[Row]:
         """List the rows that read their next parts at once with the first, including it.
@@ -178,11 +182,3 @@ class Prompts:
 def begins_alike(row: Row, earlier: Row, tokens: int) -> bool:
     """Whether the first tokens of two prompts, which both have, are the same."""
     return row.prompt[:tokens] == earlier.prompt[:tokens] and len(row.prompt) > tokens
-
-
-def has_fixed_states(model: PreTrainedModel) -> bool:
-    """Whether no layer's state grows with the text."""
-    if not isinstance(model, LinearizedForCausalLM):
-        return False
-    layers = [None if layer is None else layer["heads"] for layer in model.config.layers]
-    return all(heads is not None and not any(isinstance(head, str) for head in heads) for heads in layers)

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ NOT_SERVED = (
 NO_WEIGHTS = (
     "a linearized model computes no weights between tokens, so its attentions are None: ask its teacher for them"
 )
+HANDED_OVER = {"linear_state": "memory", "part_order": "part_order"}  # attributes of a cache's layer, by argument
 logger = logging.get_logger(__name__)
 
 
@@ -68,6 +69,7 @@ def linearized(
     attention_mask: torch.Tensor | None,  # (batch, 1, 1, tokens), false at padding
     scaling: float | None = None,
     linear_state: list | None = None,
+    part_order: AbstractContextManager | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend with the student of this layer, or as the teacher did where the layer has none."""
@@ -75,7 +77,8 @@ def linearized(
     if student is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     real = None if attention_mask is None else attention_mask[:, 0, 0]
-    out = student(query, key, value, score_scale(query, scaling), real, linear_state)
+    with part_order or nullcontext():
+        out = student(query, key, value, score_scale(query, scaling), real, linear_state)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -172,7 +175,8 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     for value in [*args, *kwargs.values()]:
         if isinstance(value, Cache):  # perhaps of another copy of this code, or of a base that attends as its teacher
             layers = value.layers[int(module.layer_idx) :]  # type: ignore[arg-type]
-            kwargs["linear_state"] = getattr(layers[0], "memory", None) if layers else None
+            for argument, name in HANDED_OVER.items():
+                kwargs[argument] = getattr(layers[0], name, None) if layers else None
     return args, kwargs
 
 

@@ -31,6 +31,7 @@ class LinearizedLayer(CacheLayerMixin):
 
     is_sliding = False
     state_format = FORMAT
+    part_order = None  # type: object  # while a text is read in parts (text_parts.py)
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,8 @@ Terms in these files:
 Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention to
 features and slots is written in PyTorch, and for texts in Triton, too; all windows and slots of a layer attend at once
 with a token in PyTorch (token_buffer), and with a token or a text in Triton (state_pool). On a CPU kernel_layer_in_c
-reads texts and tokens with all of them, in place of many small operations of PyTorch.
+reads texts and tokens with all of them, in place of many small operations of PyTorch. On a GPU text_parts lets layers
+read different parts of a long text at the same time.
 """
 
 import torch
@@ -50,6 +51,7 @@ from .matrix_rule import MatrixRule
 from .packed_state import Turns
 from .saved_state import read_state
 from .slots_merging import Merger
+from .text_parts import choose_size, choose_streams, length_of, read_parts
 from .update_rules import UPDATE_RULES
 
 NOT_BATCHED = (
@@ -168,6 +170,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             kwargs = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # the requested one
             base = AutoModelForCausalLM.from_config(config.base, **kwargs)
         config.base = base.config
+        self.reads_parts: bool | None = None  # of long texts on streams; None: if a comparison succeeds
         self.hold(base)
         modules = attention_modules(base)
         if len(modules) != len(config.layers):
@@ -267,7 +270,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         leave_out_weights(kwargs, self.config)
         if not torch.compiler.is_compiling():
             self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
-        return self.base(
+        arguments = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -278,6 +281,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
+        if (streams := choose_streams(self, arguments)) is None:
+            return self.base(**arguments)
+        return read_parts(self.base, arguments, choose_size(length_of(arguments)), streams)
 
     def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
         """Warn that a text is longer than the teacher's positions: a state has room for any length."""

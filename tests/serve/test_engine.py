@@ -80,6 +80,20 @@ def test_prompts_of_any_length_are_read_at_once_as_alone(family, monkeypatch):
     assert max(read) >= 4 and (same.reused, longer.reused) == (29, 29)
 
 
+def test_a_gpu_reads_more_of_a_prompt_at_once_the_more_it_has_read(monkeypatch):
+    monkeypatch.setattr(prompts, "CHUNK", 4)
+    model, read = student_of("llama", SLOTS), []
+    engine, row = Engine(model, ROOM), row_of(tokens(1, 102)[0].tolist(), 3)
+    engine.prompts.several = True
+    read_part = prompts.Prompts.read_part
+    monkeypatch.setattr(
+        prompts.Prompts, "read_part", lambda own, rows, count: (read.append(count), read_part(own, rows, count))
+    )
+    work(engine, {0: [row]})
+    assert read == [4, 4, 8, 16, 32, 32, 5] and row.tokens == alone(model, row.prompt, 3)
+    assert sorted(state.tokens for state in engine.kept.states.values()) == [4, 8, 16, 32, 64, 96, 101, 104]
+
+
 @pytest.mark.parametrize("later", [0, 20], ids=["together", "later"])
 def test_rows_that_begin_alike_read_their_beginning_once(model, monkeypatch, later):
     monkeypatch.setattr(prompts, "CHUNK", 16)

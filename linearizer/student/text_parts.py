@@ -1,0 +1,199 @@
+"""Long texts on a GPU: parts on streams of their own, so that layers read different parts at the same time.
+
+Merging takes most of the time of a text, and occupies one multiprocessor for each KV head. So while a layer reads a
+part, the layers before it read later parts. Every layer reads the parts in their order, and computes what it computes
+when one part is read after the other: the first long text of a model is preceded by a comparison of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from .cache import CACHE, keeps_state
+from .kernel_trial import DEVICES, is_recorded
+
+Tensor = torch.Tensor
+FEWEST = 512  # tokens of a text that is read in parts
+SCALE = 128  # a text of n tokens has √(n / SCALE) parts: with more, the host is too slow; with fewer, layers wait
+STEP = 64  # tokens of a part are a multiple of it
+MOST_STREAMS = 8  # that a GPU works on at the same time, unless CUDA_DEVICE_MAX_CONNECTIONS is set
+TRIAL, TRIAL_PARTS = 2048, 8  # tokens and parts of the comparison
+CLOSE = 2e-2  # of the largest logit
+MASK, WITH_TEXTS = "attention_mask", ("input_ids", "inputs_embeds", "position_ids")  # the latter: (texts, tokens, …)
+GROWING = ("dynamic", "longrope")  # kinds of positions that depend on the length of a whole text
+logger = logging.get_logger(__name__)
+
+
+class Streams:
+    """Streams of CUDA which parts take in turn; each begins after what was launched before on the current stream."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.main, self.streams, self.parts = torch.cuda.current_stream(device), streams_of(device)[:count], 0
+        for stream in self.streams:
+            stream.wait_stream(self.main)
+
+    def begin_part(self) -> AbstractContextManager:
+        """Launch what follows in this context on the next stream."""
+        stream = self.streams[self.parts % len(self.streams)]
+        self.parts += 1
+        return torch.cuda.stream(stream)
+
+    def mark(self) -> Any:
+        """Return an event: all that was launched so far on the current stream is done."""
+        return torch.cuda.current_stream(self.main.device).record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for an event."""
+        torch.cuda.current_stream(self.main.device).wait_event(event)
+
+    def keep_first(self) -> None:
+        """Read all further parts on the stream of the first one."""
+        self.streams = self.streams[:1]
+
+    def end(self) -> None:
+        """Let what is launched later wait for all parts."""
+        for stream in self.streams:
+            self.main.wait_stream(stream)
+
+    def hand_over(self, x: Tensor) -> None:
+        """Keep the memory of a part's result until what is launched later has used it."""
+        x.record_stream(self.main)
+
+
+@functools.cache  # since every stream has memory of its own
+def streams_of(device: torch.device) -> list[Any]:
+    return [torch.cuda.Stream(device) for _ in range(MOST_STREAMS)]
+
+
+class PartOrder:
+    """Lets a layer read a part, in this context, once it has read the part before."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.read = streams, None  # type: Streams, Any
+
+    def __enter__(self) -> None:
+        if self.read is not None:
+            self.streams.wait(self.read)
+
+    def __exit__(self, *error: object) -> None:
+        self.read = self.streams.mark()
+
+
+def read_parts(model: Callable[..., Any], arguments: dict, size: int, streams: Streams) -> Any:
+    """Read a text in parts of `size` tokens; return what the last part returns: `model` is called for each."""
+    layers, tokens = arguments[CACHE].layers, length_of(arguments)
+    for layer in layers:
+        layer.part_order = PartOrder(streams)
+    try:
+        for begin in range(0, tokens, size):
+            with streams.begin_part():
+                out = model(**{name: cut(name, x, tokens, begin, begin + size) for name, x in arguments.items()})
+            if not (begin or all(map(lies_in_pool, layers))):
+                streams.keep_first()  # other states are replaced, and their memory may be used again too early
+    finally:
+        for layer in layers:
+            layer.part_order = None
+        streams.end()
+    streams.hand_over(out.logits)
+    return out
+
+
+def text_of(arguments: dict) -> Tensor:
+    """Return the ids (texts, tokens) or the embeddings (texts, tokens, size) that a model is given."""
+    ids: Tensor | None = arguments["input_ids"]
+    return arguments["inputs_embeds"] if ids is None else ids
+
+
+def length_of(arguments: dict) -> int:
+    return text_of(arguments).shape[1]
+
+
+def cut(name: str, x: Any, tokens: int, begin: int, end: int) -> Any:
+    """Cut an argument to the tokens of a part; a mask keeps all before them, which it may have from earlier calls."""
+    if not isinstance(x, Tensor):
+        return x
+    if name == MASK:
+        return x[:, : x.shape[1] - max(tokens - end, 0)]
+    return x[:, begin:end] if name in WITH_TEXTS else x[begin:end]
+
+
+def lies_in_pool(layer: Any) -> bool:
+    """Whether all states of a layer are views of a pool, which stays where it is (state_pool.py)."""
+    pools = [pool for state in layer.memory if (pool := getattr(state, "state_pool", None)) is not None]
+    return len(pools) == 1 and len(pools[0].windows) == len(layer.memory)
+
+
+def choose_size(tokens: int) -> int:
+    """Return how many tokens of a text are read at once."""
+    return math.ceil(tokens / round(math.sqrt(tokens / SCALE)) / STEP) * STEP
+
+
+def choose_streams(model: Any, arguments: dict) -> Streams | None:
+    """Return the streams on which a text should be read, or None: on the current one, at once."""
+    if arguments[CACHE] is None or text_of(arguments) is None or length_of(arguments) < FEWEST:
+        return None
+    text, layers = text_of(arguments), arguments[CACHE].layers
+    if text.device.type not in DEVICES or torch.is_grad_enabled() or model.training or is_recorded(text):
+        return None
+    if not (can_cut(model.config, arguments) and all(map(keeps_state, layers)) and can_read_parts(model)):
+        return None
+    multiprocessors = torch.cuda.get_device_properties(text.device).multi_processor_count
+    programs = len(text) * max(student.kv_heads for student in model.students())
+    count = min(MOST_STREAMS, len(layers), multiprocessors // programs)
+    if count > 1 and model.reads_parts is None:
+        model.reads_parts = parts_agree(model, text[:1, :TRIAL], functools.partial(Streams, text.device))
+    return Streams(text.device, count) if count > 1 and model.reads_parts else None
+
+
+def can_cut(config: Any, arguments: dict) -> bool:
+    """Whether the results of the last part are those of the text, and each part has its own arguments."""
+    keep, mask, positions = (arguments.get(name) for name in ("logits_to_keep", MASK, "position_ids"))
+    if not isinstance(keep, int) or keep != 1 or arguments.get("labels") is not None:
+        return False
+    for name, usual in (("output_hidden_states", False), ("return_dict", True)):
+        if bool(getattr(config, name) if arguments.get(name) is None else arguments[name]) is not usual:
+            return False
+    given = {name for name, x in arguments.items() if isinstance(x, Tensor)}
+    return given <= {*WITH_TEXTS, MASK, "cache_position"} and all(x is None or x.dim() == 2 for x in (mask, positions))
+
+
+def can_read_parts(model: nn.Module) -> bool:
+    """Whether a model lies on one device, moves nothing, and has positions that do not depend on a text's length."""
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # by accelerate
+    return len({x.device for x in model.parameters()}) == 1 and not hooked and not {*names} & {*GROWING}
+
+
+def parts_agree(model: Any, text: Tensor, make_streams: Callable[[int], Streams]) -> bool:
+    """Whether parts of a text give the same logits on several streams as on one; warn if not."""
+
+    def read(count: int) -> Tensor:
+        named = {
+            "input_ids": None,
+            "inputs_embeds": None,
+            "inputs_embeds" if text.is_floating_point() else "input_ids": text,
+        }
+        arguments = {**named, CACHE: model.empty_cache(), "use_cache": True, "logits_to_keep": 1}
+        return read_parts(model.base, arguments, math.ceil(text.shape[1] / TRIAL_PARTS), make_streams(count)).logits
+
+    try:
+        one, several = read(1), read(MOST_STREAMS)
+        fault = None if (several - one).abs().max() <= CLOSE * one.abs().max() else "it gives other logits"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # drivers and libraries raise errors of many kinds
+        fault = " ".join(str(error).split())[:200]
+    if fault:
+        logger.warning(
+            f"layers of this model do not read parts of a text at the same time, which takes longer: {fault}"
+        )
+    return fault is None
