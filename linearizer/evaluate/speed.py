@@ -19,12 +19,14 @@ from linearizer.plan import head_bytes
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Breakeven, Course, Pace, Speed
+from linearizer.student.token_graph import BEFORE
 from linearizer.teacher.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.teacher.ram import PeakMemory, free_bytes, run_if_it_fits
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
-WRITTEN = 16  # tokens; the first is not timed
+UNTIMED = BEFORE + 2  # tokens: by then, a GPU has captured a graph
+WRITTEN = UNTIMED + 15
 MAX_BATCH = 64
 MAX_MEMORY_SHARE = 0.8  # of the free memory
 
@@ -111,12 +113,12 @@ class Meter:
             begin = self.clock(device)
             read_into_cache(subject, ids[:, : length - WRITTEN], cache)
             read_all = self.clock(device)
-            read_logits(subject, ids[:, length - WRITTEN : length - WRITTEN + 1], cache, keep=1)
-            first = self.clock(device)
-            for token in ids[:, length - WRITTEN + 1 :].split(1, dim=1):
+            for place, token in enumerate(ids[:, length - WRITTEN :].split(1, dim=1)):
+                if place == UNTIMED:
+                    first = self.clock(device)
                 read_logits(subject, token, cache, keep=1)
             end = self.clock(device)
-        rates = (length - WRITTEN) * batch / (read_all - begin), (WRITTEN - 1) * batch / (end - first)
+        rates = (length - WRITTEN) * batch / (read_all - begin), (WRITTEN - UNTIMED) * batch / (end - first)
         return Pace(length, batch, *rates, peak.taken(), bytes_held(cache), *self.predict(length, batch))
 
     def predict(self, length: int, batch: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ copied there, and those that stay move there as rows of bytes. The results of un
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,64 +17,39 @@ from transformers.cache_utils import Cache
 from linearizer.errors import first_line
 from linearizer.serve.cache_rows import copy_cache, join_caches, keep_rows, read_on, tensors_of
 from linearizer.student.cache import keeps_state
-from linearizer.student.state_pool import StatePool
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.token_graph import Capture, TokenGraph, capture_on_gpu
 
 logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
-Step = Callable[[], Tensor]
-Capture = Callable[[Step], tuple[Callable[[], object], Tensor]]  # returns a function to repeat a step, and its result
-WARM_UPS = 2  # steps before one is captured
-FAR = 2**20  # tokens read, as Python sees it, in the trial of a graph, or fewer if the model has fewer positions
-CLOSE = 2e-2  # of the largest logit
 
 
 @dataclass
-class TokenGraph:
-    """A captured step of one token for a fixed number of texts."""
+class BatchGraph:
+    """A graph for a number of texts, and the cache whose states it reads."""
 
     cache: Cache
-    pools: list[StatePool]  # of its layers
-    ids: Tensor  # (texts,)
-    lengths: Tensor  # (texts,) tokens read before
-    repeat: Callable[[], object]
-    logits: Tensor  # (texts, vocabulary) after `repeat`
+    graph: TokenGraph
 
     @classmethod
-    def of(cls, model: PreTrainedModel, cache: Cache, capture: Capture) -> TokenGraph:
-        """Capture a token of texts with states like the cache's, and compare it with one read without a graph."""
+    def of(cls, model: LinearizedForCausalLM, cache: Cache, capture: Capture) -> BatchGraph:
+        """Capture a token of texts with states like the cache's."""
         graph_cache = copy_cache(cache, lambda name, x: x.clone())
         lengths = states_of(cache)[0].count.clone()
-        ids = torch.zeros_like(lengths)
-
-        def step() -> Tensor:
-            return read_on(model, graph_cache, ids[:, None], lengths)
-
-        step()  # makes the pools of states
-        memories = [layer.memory for layer in graph_cache.layers]
-        pools = [pool for memory in memories for state in memory if (pool := state.state_pool) is not None]
-        if [len(pool.windows) for pool in pools] != [len(memory) for memory in memories]:
-            raise ValueError("some heads hold features, or all tokens")
-        graph = cls(graph_cache, pools, ids, lengths, *capture(step))
-        graph.lay(0, cache)
-        for layer in cache.layers:
-            layer.tokens_read = (getattr(model.config, "max_position_embeddings", None) or FAR) - 1
-        expected = read_on(model, cache, ids[:, None], lengths)
-        graph.repeat()
-        if not (graph.logits - expected).abs().max() <= CLOSE * expected.abs().max():
-            raise ValueError("a graph writes other tokens than the model, which may look at how many tokens were read")
-        return graph
+        read_on(model, graph_cache, torch.zeros_like(lengths)[:, None], lengths)  # makes the pools of states
+        return cls(graph_cache, TokenGraph.of(model.base, model.config, graph_cache, capture))
 
     def lay(self, at: int, cache: Cache) -> None:
         """Copy the states of a cache into the pools, from place `at` on."""
-        for pool, layer in zip(self.pools, cache.layers, strict=True):
+        for pool, layer in zip(self.graph.pools, cache.layers, strict=True):
             pool.lay(at, layer.memory)
 
-    def move(self, source: TokenGraph, places: Sequence[int]) -> None:
+    def move(self, source: BatchGraph, places: Sequence[int]) -> None:
         """Copy the states in some places of a graph, perhaps this one, to this graph's first places."""
         if source is self and [*places] == [*range(len(places))]:
             return
-        index = torch.tensor(places, device=self.ids.device)
-        for target, pool in zip(self.pools, source.pools, strict=True):
+        index = torch.tensor(places, device=self.graph.ids.device)
+        for target, pool in zip(self.graph.pools, source.graph.pools, strict=True):
             target.pool[: len(places)], target.count[: len(places)] = pool.pool[index], pool.count[index]
 
 
@@ -83,9 +58,11 @@ class TokenGraphs:
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         self.model = model
+        if isinstance(model, LinearizedForCausalLM):
+            model.repeats_tokens = False  # by graphs of single caches
         self.capture = capture_on_gpu if capture is None and is_on_one_gpu(model) else capture
-        self.graphs: dict[int, TokenGraph] = {}  # by the number of texts
-        self.loaded: tuple[TokenGraph, Cache] | None = None  # the graph in use, and the batch's cache of its states
+        self.graphs: dict[int, BatchGraph] = {}  # by the number of texts
+        self.loaded: tuple[BatchGraph, Cache] | None = None  # the graph in use, and the batch's cache of its states
 
     def join(self, caches: Sequence[Cache]) -> Cache:
         """Join caches; the first may be the batch's."""
@@ -111,11 +88,11 @@ class TokenGraphs:
         graph.move(before, rows)
         return self.show(graph, len(rows), longest)
 
-    def graph_of(self, cache: Cache) -> TokenGraph | None:
+    def graph_of(self, cache: Cache) -> BatchGraph | None:
         """Return the graph whose states are a cache's."""
         return self.loaded[0] if self.loaded is not None and self.loaded[1] is cache else None
 
-    def find(self, caches: Sequence[Cache], texts: int) -> TokenGraph | None:
+    def find(self, caches: Sequence[Cache], texts: int) -> BatchGraph | None:
         """Find or capture a graph for this number of texts with states like the caches'; None if there is none."""
         states = [cache_states[0] for cache in caches if (cache_states := states_of(cache))]
         if self.capture is None or len(states) < len(caches):
@@ -125,7 +102,7 @@ class TokenGraphs:
         if (size := 1 << (texts - 1).bit_length()) not in self.graphs:
             try:
                 repeated = copy_cache(caches[0], lambda name, x: x[[0] * size])
-                self.graphs[size] = TokenGraph.of(self.model, repeated, self.capture)
+                self.graphs[size] = BatchGraph.of(self.model, repeated, self.capture)
             except torch.OutOfMemoryError:
                 return None
             except Exception as error:  # failed captures raise errors of many kinds
@@ -134,7 +111,7 @@ class TokenGraphs:
                 return None
         return self.graphs[size]
 
-    def show(self, graph: TokenGraph, texts: int, tokens: int) -> Cache:
+    def show(self, graph: BatchGraph, texts: int, tokens: int) -> Cache:
         """Return the batch's cache: views of a graph's first states; the longest text has read `tokens` tokens."""
         batch = copy_cache(graph.cache, lambda name, x: x[:texts])
         for layer in batch.layers:
@@ -144,13 +121,15 @@ class TokenGraphs:
 
     def read(self, cache: Cache, ids: Tensor, lengths: Tensor) -> Tensor:  # (rows, vocabulary)
         """Read a token of each row, which has read `lengths` (rows,) tokens before; return the logits."""
-        if (graph := self.graph_of(cache)) is None:
+        if (batch := self.graph_of(cache)) is None:
             return read_on(self.model, cache, ids[:, None], lengths)
-        graph.ids[: len(ids)], graph.lengths[: len(ids)] = ids, lengths
+        graph = batch.graph
+        graph.ids[: len(ids), 0], graph.positions[: len(ids), 0] = ids, lengths
         graph.repeat()
         for layer in cache.layers:
             layer.tokens_read += 1
-        return graph.logits[: len(ids)]
+        logits: Tensor = graph.results["logits"][: len(ids), -1]
+        return logits
 
 
 def states_of(cache: Cache) -> list:
@@ -163,17 +142,3 @@ def states_of(cache: Cache) -> list:
 def is_on_one_gpu(model: PreTrainedModel) -> bool:
     devices = {parameter.device for parameter in model.parameters()}
     return len(devices) == 1 and next(iter(devices)).type == "cuda"
-
-
-def capture_on_gpu(step: Step) -> tuple[Callable[[], object], Tensor]:
-    """Capture a step as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # as CUDA requires
-        for _ in range(WARM_UPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = step()
-    return graph.replay, logits

@@ -108,11 +108,18 @@ class LinearizedLayer(CacheLayerMixin):
 class LinearizedCache(Cache):
     """The states of a linearized model, and the teacher's own kind of layer where the model has no student."""
 
+    token_graph: Any = None  # which reads its next tokens (token_graph.py); False: none does
+    tokens_alone = 0  # read one after another before there was a graph
+
     def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
         super().__init__(layers=layers)
         self.layers = layers
         self.model = model  # shared by copies of the cache
         self.turns: list[LinearizedCache] = []
+
+    def reset(self) -> None:
+        super().reset()
+        self.token_graph, self.tokens_alone = None, 0
 
     def save(self, path: str) -> None:
         """Write the state, and those before the turns, to a file for `model.load_cache(path)`."""

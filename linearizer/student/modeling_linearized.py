@@ -20,7 +20,7 @@ Files: modeling_linearized, attention_interface, layer_student and cache connect
 features and slots is written in PyTorch, and for texts in Triton, too; all windows and slots of a layer attend at once
 with a token in PyTorch (token_buffer), and with a token or a text in Triton (state_pool). On a CPU kernel_layer_in_c
 reads texts and tokens with all of them, in place of many small operations of PyTorch. On a GPU text_parts lets layers
-read different parts of a long text at the same time.
+read different parts of a long text at the same time, and token_graph repeats a token by one launch.
 """
 
 import torch
@@ -52,6 +52,7 @@ from .packed_state import Turns
 from .saved_state import read_state
 from .slots_merging import Merger
 from .text_parts import choose_size, choose_streams, length_of, read_parts
+from .token_graph import read_by_graph
 from .update_rules import UPDATE_RULES
 
 NOT_BATCHED = (
@@ -171,6 +172,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             base = AutoModelForCausalLM.from_config(config.base, **kwargs)
         config.base = base.config
         self.reads_parts: bool | None = None  # of long texts on streams; None: if a comparison succeeds
+        self.repeats_tokens: bool | None = None  # by CUDA graphs; None: until a capture fails
         self.hold(base)
         modules = attention_modules(base)
         if len(modules) != len(config.layers):
@@ -268,8 +270,6 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             if kwargs.get(name) is None and getattr(self.config, name) != getattr(self.base.config, name):
                 kwargs[name] = getattr(self.config, name)
         leave_out_weights(kwargs, self.config)
-        if not torch.compiler.is_compiling():
-            self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
         arguments = dict(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -281,9 +281,14 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        if (streams := choose_streams(self, arguments)) is None:
+        if torch.compiler.is_compiling():
             return self.base(**arguments)
-        return read_parts(self.base, arguments, choose_size(length_of(arguments)), streams)
+        self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
+        if (out := read_by_graph(self, arguments)) is not None:
+            return out
+        if (streams := choose_streams(self, arguments)) is not None:
+            return read_parts(self.base, arguments, choose_size(length_of(arguments)), streams)
+        return self.base(**arguments)
 
     def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
         """Warn that a text is longer than the teacher's positions: a state has room for any length."""

@@ -103,6 +103,10 @@ class StatePool:
     windows: dict[int, Tensor]  # window_k of each group's state
     missing: int  # the most tokens that a text still has to read to fill its sinks
 
+    def __reduce__(self) -> tuple:
+        """Become None in a copy, whose states lie elsewhere."""
+        return type(None), ()
+
     @staticmethod
     @torch.inference_mode(False)  # so that later calls may write to the pool
     @torch.no_grad()
@@ -272,6 +276,14 @@ def held_pool(memory: list | None, k: Tensor) -> StatePool | None:
     """Return the pool of a layer's states, if a kernel was the last to read them."""
     pools = [state.state_pool for state in memory or () if getattr(state, "state_pool", None) is not None]
     return pools[0] if len(pools) == 1 and pools[0].holds(memory or [], k) else None
+
+
+def whole_pool(memory: list | None) -> StatePool | None:
+    """Return the pool of a layer's states, if it has all of them."""
+    pool = next((pool for state in memory or () if (pool := getattr(state, "state_pool", None)) is not None), None)
+    if pool is None or len(pool.windows) < len(memory or ()):
+        return None
+    return held_pool(memory, pool.pool.new_empty(0, dtype=pool.dtype))
 
 
 def pool_for_token(memory: list | None, k: Tensor) -> StatePool | None:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .cache import CACHE, keeps_state
 from .kernel_trial import DEVICES, is_recorded
+from .state_pool import whole_pool
 
 Tensor = torch.Tensor
 FEWEST = 512  # tokens of a text that is read in parts
@@ -96,7 +97,7 @@ def read_parts(model: Callable[..., Any], arguments: dict, size: int, streams: S
         for begin in range(0, tokens, size):
             with streams.begin_part():
                 out = model(**{name: cut(name, x, tokens, begin, begin + size) for name, x in arguments.items()})
-            if not (begin or all(map(lies_in_pool, layers))):
+            if not begin and any(whole_pool(layer.memory) is None for layer in layers):
                 streams.keep_first()  # other states are replaced, and their memory may be used again too early
     finally:
         for layer in layers:
@@ -125,12 +126,6 @@ def cut(name: str, x: Any, tokens: int, begin: int, end: int) -> Any:
     return x[:, begin:end] if name in WITH_TEXTS else x[begin:end]
 
 
-def lies_in_pool(layer: Any) -> bool:
-    """Whether all states of a layer are views of a pool, which stays where it is (state_pool.py)."""
-    pools = [pool for state in layer.memory if (pool := getattr(state, "state_pool", None)) is not None]
-    return len(pools) == 1 and len(pools[0].windows) == len(layer.memory)
-
-
 def choose_size(tokens: int) -> int:
     """Return how many tokens of a text are read at once."""
     return math.ceil(tokens / round(math.sqrt(tokens / SCALE)) / STEP) * STEP
@@ -143,7 +138,9 @@ def choose_streams(model: Any, arguments: dict) -> Streams | None:
     text, layers = text_of(arguments), arguments[CACHE].layers
     if text.device.type not in DEVICES or torch.is_grad_enabled() or model.training or is_recorded(text):
         return None
-    if not (can_cut(model.config, arguments) and all(map(keeps_state, layers)) and can_read_parts(model)):
+    if not (can_cut(model.config, arguments) and all(map(keeps_state, layers)) and lies_on_one_device(model)):
+        return None
+    if has_growing_positions(model):
         return None
     multiprocessors = torch.cuda.get_device_properties(text.device).multi_processor_count
     programs = len(text) * max(student.kv_heads for student in model.students())
@@ -165,12 +162,17 @@ def can_cut(config: Any, arguments: dict) -> bool:
     return given <= {*WITH_TEXTS, MASK, "cache_position"} and all(x is None or x.dim() == 2 for x in (mask, positions))
 
 
-def can_read_parts(model: nn.Module) -> bool:
-    """Whether a model lies on one device, moves nothing, and has positions that do not depend on a text's length."""
+def lies_on_one_device(model: nn.Module) -> bool:
+    """Whether a model has all its weights on one device, and accelerate moves none of them."""
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return len({x.device for x in model.parameters()}) == 1 and not hooked
+
+
+def has_growing_positions(model: nn.Module) -> bool:
+    """Whether positions depend on how long a text is."""
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
     names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())  # by accelerate
-    return len({x.device for x in model.parameters()}) == 1 and not hooked and not {*names} & {*GROWING}
+    return bool({*names} & {*GROWING})
 
 
 def parts_agree(model: Any, text: Tensor, make_streams: Callable[[int], Streams]) -> bool:

@@ -14,7 +14,7 @@ from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
-LONG_PIECE = 16384  # the same if a student's layers read parts of it at the same time (student/text_parts.py)
+LONG_PIECE = 16384  # of all texts, if a student's layers read parts of it at the same time (student/text_parts.py)
 HALF_LETTER = "\ufffd"  # a decoder writes it for bytes that are not a complete letter
 CONTEXT = 8  # tokens that are decoded before the first new token
 MAX_LETTER_TOKENS = 16  # after these, bytes that are not a letter are written as such
@@ -23,7 +23,9 @@ Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens
 
 def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
     """Read tokens (texts, tokens) that follow those in the cache; yield after each piece how many were read."""
-    size = LONG_PIECE if model.device.type == "cuda" and has_fixed_states(model) else PIECE_TOKENS
+    size = PIECE_TOKENS
+    if model.device.type == "cuda" and has_fixed_states(model):
+        size = max(size, LONG_PIECE // len(ids))
     for start in range(0, ids.shape[1], size):
         with torch.inference_mode():
             piece = ids[:, start : start + size].to(model.device)

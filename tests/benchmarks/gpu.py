@@ -45,7 +45,8 @@ LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 3
 TESTED = (
     "tests/student/test_kernel_text_features.py",
     "tests/student/test_kernel_slots.py", "tests/train/test_attention_loss_kernels.py",
-    "tests/student/test_kernel_trial.py", "tests/student/test_text_parts.py", "tests/serve/test_token_graphs.py",
+    "tests/student/test_kernel_trial.py", "tests/student/test_text_parts.py",
+    "tests/student/test_token_graph.py", "tests/serve/test_token_graphs.py",
 )  # fmt: skip
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text
@@ -187,17 +188,18 @@ def students(tiny):
                 measured = {} if pace is None else {name: getattr(pace, name) for name in names}
                 size = {"subject": subject.name, "length": length, "batch": batch}
                 if subject.allocation is not None and pace is not None:
-                    measured["read_rate_in_turn"] = read_in_turn(meter, length, batch)
+                    measured |= time_by_calls(meter, length, batch)
                 yield {"op": "student", **size, **measured, "fits": pace is not None}
 
 
-def read_in_turn(meter, length, batch):
-    """Return the tokens a second that a student reads whose layers never read parts of a text at the same time."""
+def time_by_calls(meter, length, batch):
+    """Return the tokens a second of a student that reads a text part by part, and every token by a call of Python."""
     model = meter.subject.model
-    before, model.reads_parts = model.reads_parts, False
-    rate = meter.time_texts(length, batch).read_rate
-    model.reads_parts = before
-    return rate
+    before = model.reads_parts, model.repeats_tokens
+    model.reads_parts = model.repeats_tokens = False
+    pace = meter.time_texts(length, batch)
+    model.reads_parts, model.repeats_tokens = before
+    return {"read_rate_in_turn": pace.read_rate, "write_rate_by_calls": pace.write_rate}
 
 
 @torch.inference_mode()

@@ -1,0 +1,171 @@
+"""Tokens by CUDA graphs: one launch for a token of all layers, where Python launches hundreds of kernels.
+
+A graph reads and writes the states of one cache at fixed addresses (state_pool.py). So a cache that reads one token
+after another gets a graph of its own. It is compared with the model before its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+from .attention_interface import positions_of
+from .cache import CACHE, LinearizedCache, keeps_state
+from .kernel_trial import DEVICES, is_recorded
+from .state_pool import StatePool, whole_pool
+from .text_parts import MASK, can_cut, has_growing_positions, lies_on_one_device, text_of
+
+Tensor = torch.Tensor
+Step = Callable[[], Any]
+Capture = Callable[[Step], tuple[Callable[[], object], Any]]  # returns a function to repeat a step, and its result
+BEFORE = 8  # tokens that a cache reads one after another without a graph: capturing one takes about as long
+WARM_UPS = 2  # steps before one is captured
+FAR = 2**20  # tokens read, as Python sees it, in the comparison, or fewer if the model has fewer positions
+CLOSE = 2e-2  # of the largest logit
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class TokenGraph:
+    """A captured step of one token for the texts of a cache, which it does not keep alive."""
+
+    pools: list[StatePool]  # of the cache's layers
+    ids: Tensor  # (texts, 1)
+    positions: Tensor  # (texts, 1)
+    repeat: Callable[[], object]
+    kind: type  # of what the model returns
+    results: dict[str, Any]  # of the model, after `repeat`, without the cache
+    cached: list[str]  # names of results that are the cache
+
+    def __reduce__(self) -> tuple:
+        """Become None in a copy of a cache, whose states lie elsewhere."""
+        return type(None), ()
+
+    @classmethod
+    @torch.inference_mode(False)  # so that later calls may write the inputs
+    @torch.no_grad()
+    def of(cls, model: Callable[..., Any], config: Any, cache: Cache, capture: Capture) -> TokenGraph:
+        """Capture a token of texts that continue a cache, and compare it with one read without a graph."""
+        if (pools := pools_of(cache)) is None:
+            raise ValueError("some heads hold features, or all tokens")
+        before = [(pool.pool.clone(), pool.count.clone()) for pool in pools]
+        positions, read = before[0][1][:, None].clone(), [layer.tokens_read for layer in cache.layers]
+        ids = torch.zeros_like(positions)
+
+        def step() -> Any:
+            return model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+
+        def go_back(read: list[int]) -> None:
+            for pool, (bytes, count) in zip(pools, before, strict=True):
+                pool.pool.copy_(bytes)
+                pool.count.copy_(count)
+            for layer, tokens in zip(cache.layers, read, strict=True):
+                layer.tokens_read = tokens
+
+        try:
+            repeat, out = capture(step)
+            go_back([(getattr(config, "max_position_embeddings", None) or FAR) - 1] * len(read))
+            expected = step().logits
+            go_back(read)
+            repeat()
+            if not (out.logits - expected).abs().max() <= CLOSE * expected.abs().max():
+                raise ValueError(
+                    "a graph writes other tokens than the model, which may look at how many tokens were read"
+                )
+        finally:
+            go_back(read)
+        cached = [name for name, x in out.items() if isinstance(x, Cache)]
+        results = {name: x for name, x in out.items() if name not in cached}
+        return cls(pools, ids, positions, repeat, type(out), results, cached)
+
+    def holds(self, cache: Cache) -> bool:
+        """Whether the states of the cache still are where the graph reads them."""
+        pools = pools_of(cache)
+        return pools is not None and all(a is b for a, b in zip(pools, self.pools, strict=True))
+
+    def read(self, cache: Cache, ids: Tensor, positions: Tensor) -> Any:
+        """Read a token of each text (texts, 1)."""
+        self.ids.copy_(ids)
+        self.positions.copy_(positions)
+        self.repeat()
+        for layer in cache.layers:
+            layer.tokens_read += 1
+        copied = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self.results.items()}
+        return self.kind(**copied, **dict.fromkeys(self.cached, cache))
+
+
+def pools_of(cache: Cache) -> list[StatePool] | None:
+    """Return the pools of a cache's layers; None if there are states elsewhere."""
+    pools = [whole_pool(layer.memory) if keeps_state(layer) else None for layer in cache.layers]
+    return None if None in pools else pools  # type: ignore[return-value]
+
+
+def read_by_graph(model: Any, arguments: dict) -> Any:
+    """Read a token of each text by their cache's graph; return what the model returns, or None if there is no graph."""
+    cache, text, mask = arguments[CACHE], text_of(arguments), arguments.get(MASK)
+    if not isinstance(cache, LinearizedCache) or cache.token_graph is False or model.repeats_tokens is False:
+        return None
+    if text is None or tuple(text.shape[1:]) != (1,) or text.device.type not in DEVICES:
+        return None
+    if torch.is_grad_enabled() or model.training or is_recorded(text) or torch.is_autocast_enabled(text.device.type):
+        return None
+    keep = arguments["logits_to_keep"]
+    if not can_cut(model.config, {**arguments, "logits_to_keep": 1 if keep == 0 else keep}):
+        return None
+    if mask is not None and not mask[:, -1].all():
+        return None
+    if cache.token_graph is not None and not cache.token_graph.holds(cache):
+        cache.token_graph, cache.tokens_alone = None, 0
+    if cache.token_graph is None:
+        cache.tokens_alone += 1
+        cache.token_graph = capture_token(model, cache) if cache.tokens_alone > BEFORE else None
+    if not cache.token_graph:
+        return None
+    return cache.token_graph.read(cache, text, positions_for(arguments))
+
+
+def capture_token(model: Any, cache: LinearizedCache) -> TokenGraph | bool | None:
+    """Capture a graph for a cache; return None until its states lie in pools with all sinks, False if it must not."""
+    if (pools := pools_of(cache)) is None or any(pool.missing for pool in pools):
+        return None
+    if has_growing_positions(model) or not lies_on_one_device(model):
+        return False
+    try:
+        return TokenGraph.of(model.base, model.config, cache, capture_on_gpu)
+    except torch.OutOfMemoryError:
+        return False
+    except Exception as error:  # failed captures raise errors of many kinds
+        model.repeats_tokens = False
+        reason = " ".join(str(error).split())[:200]
+        logger.warning(f"tokens are written without graphs of CUDA, which takes longer: {reason}")
+        return False
+
+
+def positions_for(arguments: dict) -> Tensor:
+    """Return the positions (texts, 1) of a token, as transformers counts them if it is given none."""
+    positions, mask, text = arguments["position_ids"], arguments.get(MASK), text_of(arguments)
+    past = arguments[CACHE].get_seq_length()
+    if positions is not None:
+        return positions
+    if mask is not None and mask.shape[1] == past + 1:
+        return positions_of(mask)[:, -1:]
+    return torch.full_like(text, past)
+
+
+def capture_on_gpu(step: Step) -> tuple[Callable[[], object], Any]:
+    """Capture a step as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as CUDA requires
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = step()
+    return graph.replay, out
