@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests import conftest  # noqa: F401  (the stand-in Hub, before huggingface_hub is imported)
 from tests.support.page_server import FITS, SCHEMES, SMALL, browsing, finished, looking, serving, show_in
+from tests.support.page_steps import unfold
 
 ASSETS = Path(__file__).parents[2] / "assets"
 SIZE = {"width": 1360, "height": 1720}
@@ -56,7 +57,7 @@ def take_all(browser, server, folder, widths):
             page.wait_for_selector("#forecast .lz-good")
             take(page, folder / f"2-start-{width}")
             for folded in ("Change how", "Advanced"):
-                page.get_by_role("button", name=folded).click()
+                unfold(page, folded)
             take(page, folder / f"2-budget-{width}")
             for name, run in runs.items():
                 page.goto(f"{server.url}?run={run}")

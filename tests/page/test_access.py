@@ -5,6 +5,7 @@ import pytest
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from tests.support.page_server import FITS, LONG, SCHEMES, looking, show_in, wait_until_true, wrong_in_both_schemes
+from tests.support.page_steps import unfold
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -16,17 +17,17 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(local, browser, d
         assert wrong_in_both_schemes(page) == []
         page.click("#to-budget")
         page.wait_for_selector("#forecast .lz-good")
-        page.get_by_role("button", name="Change how").click()
+        unfold(page, "Change how")
         page.wait_for_selector("#effort label:has-text('about')")
         page.locator("#way input[value=paper]").check()
         for folded in ("Advanced", "Do this elsewhere"):
-            page.get_by_role("button", name=folded).click()
+            unfold(page, folded)
         assert wrong_in_both_schemes(page) == []
         page.goto(f"{local.url}?run={done}")
         page.wait_for_selector("#verdict .lz-facts")
         page.get_by_role("button", name="All measurements").click()
         page.wait_for_selector("#part-recall .js-plotly-plot")
-        page.get_by_role("button", name="Publish to the Hub").click()
+        unfold(page, "Publish to the Hub")
         assert wrong_in_both_schemes(page) == []
         for step in (4, 3):
             page.click(f"#step-{step}-button")

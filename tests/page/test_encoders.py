@@ -11,6 +11,7 @@ from linearizer.page.visitors import find_visitor
 from linearizer.run.folder import Run
 from linearizer.workers import control
 from tests.support.page_server import FITS, LONG, looking, shown, wrong_in_both_schemes
+from tests.support.page_steps import unfold
 
 
 def test_an_encoder_is_chosen_run_looked_at_and_found_again(local, browser, sentence_encoder, topics):
@@ -22,7 +23,7 @@ def test_an_encoder_is_chosen_run_looked_at_and_found_again(local, browser, sent
         shown(page, "#budget-card", "there is nothing to save")  # with the usual budget, at its 256 positions
         page.get_by_role("spinbutton", name="Tokens that each token sees").fill("40")
         fields = {"length": 160, "text": topics, "texts": 6, "steps": 2, "batch": 2}
-        page.get_by_role("button", name="Change how").click()
+        unfold(page, "Change how")
         for name, value in fields.items():
             page.locator(f"#encoder-{name}").get_by_role("textbox").fill(str(value))
             page.locator(f"#encoder-{name}").get_by_role("textbox").press("Tab")

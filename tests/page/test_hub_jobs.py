@@ -9,7 +9,7 @@ from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.workers import control, hub_jobs
 from tests.support.page_server import looking, shown
-from tests.support.page_steps import change_how, choose_demo
+from tests.support.page_steps import choose_demo, unfold
 from tests.support.runs import QUICK, wait_for, wait_until
 
 STOPPED = 'print(\'{"time": 1.0, "event": "stopped"}\', flush=True)'
@@ -58,8 +58,8 @@ def test_a_visitor_chooses_what_a_job_runs_on_hears_what_it_costs_agrees_and_wat
     hub.program = STOPPED
     with looking(browser, local.url) as page:
         choose_demo(page)
-        change_how(page)
-        page.get_by_role("button", name="Run it in a job on your account instead").click()
+        unfold(page, "Change how")
+        unfold(page, "Run it in a job on your account instead")
         page.click("#job-offer")
         page.wait_for_selector("text=no hardware was chosen: choose what the job runs on")
         page.locator("#flavor input").fill("l4x1")

@@ -10,7 +10,7 @@ from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.workers import control
 from tests.support.page_server import FITS, LONG, looking, shown, wait_until_true
-from tests.support.page_steps import number_at, start
+from tests.support.page_steps import number_at, start, unfold
 
 STEPS = 20_000  # of a training that is stopped
 
@@ -47,7 +47,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         with page.expect_download() as fetched:
             page.get_by_role("button", name="Download the student").click()
         assert fetched.value.suggested_filename == "demo-linearized.zip" and fetched.value.failure() is None
-        page.get_by_role("button", name="Publish to the Hub").click()
+        unfold(page, "Publish to the Hub")
         wait_until_true(page, "document.querySelector('#owner input')?.value == 'ann'")
         page.get_by_label("Name", exact=True).fill("from-the-page")
         page.get_by_role("button", name="Show what will be sent").click()
@@ -135,7 +135,7 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
         page.click("#to-budget")
         shown(page, "#budget-card", "from 64 tokens on")
         for folded in ("Change how", "Do this elsewhere"):
-            page.get_by_role("button", name=folded).click()
+            unfold(page, folded)
         shown(page, "#step-2", "linearizer run demo --recipe features --budget 64")
         assert page.locator("#step-5-button").is_disabled()
 

@@ -20,7 +20,7 @@ from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.workers import control, device_queue
 from tests.support.page_server import SMALL, SPACE_MINUTES, client_of, ended, looking, session_of, shown
-from tests.support.page_steps import choose_demo
+from tests.support.page_steps import choose_demo, unfold
 from tests.support.runs import end_runs
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
@@ -123,7 +123,7 @@ def test_two_visitors_of_a_space_do_not_see_each_other_and_preview_without_signi
         (home,) = runs.glob(f"*/{name}/..")
         shutil.copytree(trained_run, home / "finished")
         ann.goto(f"{url}?run=finished")
-        ann.get_by_role("button", name="Publish to the Hub").click()
+        unfold(ann, "Publish to the Hub")
         shown(ann, "#preview-note", "To publish, sign in at the top right")
         ann.locator("#owner input").fill("ann")
         ann.get_by_role("button", name="Show what will be sent").click()

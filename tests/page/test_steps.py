@@ -11,7 +11,7 @@ from linearizer.plan.plan import Plan
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
 from tests.support.page_server import FITS, LONG, looking, shown, wait_until_true
-from tests.support.page_steps import change_how, choose_demo, choose_way, field, number_at, upload
+from tests.support.page_steps import choose_demo, choose_way, field, number_at, unfold, upload
 
 
 def test_the_slider_says_at_once_what_a_budget_means(local, browser):
@@ -33,7 +33,7 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         shown(page, "#forecast", "it takes about")
         assert page.locator("#start").bounding_box()["y"] < 860  # on the first screen
         assert not page.locator("#way").is_visible()
-        change_how(page)
+        unfold(page, "Change how")
         for way in WAYS:  # each card says how long it takes here
             card = page.locator(f"#way label:has(input[value={way}])").inner_text()
             assert card.startswith(WAYS[way].title) and re.search(r"About \d+ (s|min) here", card), card
@@ -47,7 +47,7 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
     with looking(browser, local.url) as page:
         choose_demo(page)
         for folded in ("Change how", "Advanced", "Do this elsewhere"):
-            page.get_by_role("button", name=folded).click()
+            unfold(page, folded)
         choose_way(page, "features")
         shown(page, "#step-2", "linearizer run demo --recipe features --budget 256")
         field(page, "steps").fill("7")
@@ -73,8 +73,8 @@ def name_model(field, text):
 def test_a_refused_start_says_why_until_something_else_is_chosen(local, browser):
     with looking(browser, local.url, viewport={"width": 390, "height": 844}) as page:
         choose_demo(page)
-        change_how(page)
-        page.get_by_role("button", name="Advanced").click()
+        unfold(page, "Change how")
+        unfold(page, "Advanced")
         field(page, "text").fill("file:nowhere.txt")
         field(page, "text").press("Tab")
         page.click("#start")
@@ -207,7 +207,7 @@ def test_a_visitor_lets_all_three_models_of_the_example_read_a_file_and_asks_abo
             wait_until_true(page, FITS)
             boxes = [page.locator(f"#{side}").bounding_box() for side in ("teacher", "window")]
             assert (boxes[1]["y"] > boxes[0]["y"]) == (width == 390)  # on a phone the columns stack
-        page.get_by_role("button", name="Template, length and more").click()
+        unfold(page, "Template, length and more")
         page.get_by_label("A plain window, too").uncheck()
         page.wait_for_selector("#window", state="hidden")
         page.get_by_role("button", name="New chat").click()

@@ -4,6 +4,17 @@ import re
 
 from tests.support.page_server import LONG
 
+STEADY = """button => new Promise(done => {
+    let before = 0, frames = 0
+    const look = () => {
+        const part = button.nextElementSibling, now = part?.querySelector('.block') && part.querySelectorAll('*').length
+        frames = now && now === before ? frames + 1 : 0
+        before = now
+        frames < 3 ? requestAnimationFrame(look) : done()
+    }
+    look()
+})"""
+
 
 def choose_demo(page):
     """Choose the demo model, and go on to its budget."""
@@ -12,9 +23,12 @@ def choose_demo(page):
     page.click("#to-budget")
 
 
-def change_how(page):
-    """Open what is chosen for a visitor who opens nothing."""
-    page.get_by_role("button", name="Change how").click()
+def unfold(page, name):
+    """Open a part of the page, and wait until its fields are there: Gradio sets their values once more a frame after
+    they appear, and loses what was typed before."""
+    button = page.get_by_role("button", name=name)
+    button.click()
+    button.evaluate(STEADY)
 
 
 def choose_way(page, way, recipe=None):
@@ -38,10 +52,10 @@ def upload(page, button, content, name="plan.json", kind="application/json"):
 
 def start(page, steps, *way):
     choose_demo(page)
-    change_how(page)
+    unfold(page, "Change how")
     page.get_by_label("Try it").check()
     choose_way(page, *way or ["features"])
-    page.get_by_role("button", name="Advanced").click()
+    unfold(page, "Advanced")
     for option, amount in {"texts": 2, "length": 64, "steps": steps}.items():
         field(page, option).fill(str(amount))
         field(page, option).press("Tab")
