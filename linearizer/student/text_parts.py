@@ -179,19 +179,21 @@ def has_growing_positions(model: nn.Module) -> bool:
 
 
 def parts_agree(model: Any, text: Tensor, make_streams: Callable[[int], Streams]) -> bool:
-    """Whether parts of a text give the same logits on several streams as on one; warn if not."""
+    """Whether kernels read parts of a text, and give the same logits on several streams as on one; warn if not."""
 
-    def read(count: int) -> Tensor:
-        named = {
-            "input_ids": None,
-            "inputs_embeds": None,
-            "inputs_embeds" if text.is_floating_point() else "input_ids": text,
-        }
-        arguments = {**named, CACHE: model.empty_cache(), "use_cache": True, "logits_to_keep": 1}
-        return read_parts(model.base, arguments, math.ceil(text.shape[1] / TRIAL_PARTS), make_streams(count)).logits
+    def read(count: int) -> tuple[Tensor, bool]:
+        embedded, cache = text.is_floating_point(), model.empty_cache()
+        named = {"input_ids": None if embedded else text, "inputs_embeds": text if embedded else None, CACHE: cache}
+        arguments = {**named, "use_cache": True, "logits_to_keep": 1}
+        size = math.ceil(text.shape[1] / TRIAL_PARTS)
+        logits = read_parts(model.base, arguments, size, make_streams(count)).logits
+        return logits, all(whole_pool(layer.memory) is not None for layer in cache.layers)
 
     try:
-        one, several = read(1), read(MOST_STREAMS)
+        one, in_pools = read(1)
+        if not in_pools:
+            return False
+        several, _ = read(MOST_STREAMS)
         fault = None if (several - one).abs().max() <= CLOSE * one.abs().max() else "it gives other logits"
     except torch.OutOfMemoryError:
         raise
