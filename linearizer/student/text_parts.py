@@ -136,14 +136,10 @@ def choose_size(tokens: int) -> int:
 
 def choose_streams(model: Any, arguments: dict) -> Streams | None:
     """Return the streams on which a text should be read, or None: on the current one, at once."""
-    if arguments[CACHE] is None or text_of(arguments) is None or length_of(arguments) < FEWEST:
+    if not is_plain_call(model, arguments) or length_of(arguments) < FEWEST:
         return None
     text, layers = text_of(arguments), arguments[CACHE].layers
-    if text.device.type not in DEVICES or torch.is_grad_enabled() or model.training or is_recorded(text):
-        return None
-    if not (can_cut(model.config, arguments) and all(map(keeps_state, layers)) and lies_on_one_device(model)):
-        return None
-    if has_growing_positions(model):
+    if not all(map(keeps_state, layers)) or not is_repeatable(model):
         return None
     multiprocessors = torch.cuda.get_device_properties(text.device).multi_processor_count
     programs = len(text) * max(student.kv_heads for student in model.students())
@@ -153,10 +149,22 @@ def choose_streams(model: Any, arguments: dict) -> Streams | None:
     return Streams(text.device, count) if count > 1 and model.reads_parts else None
 
 
-def can_cut(config: Any, arguments: dict) -> bool:
-    """Whether the results of the last part are those of the text, and each part has its own arguments."""
+def is_plain_call(model: Any, arguments: dict) -> bool:
+    """Whether a text on a GPU continues a cache without gradients, and only results of its last token are wanted."""
+    if arguments[CACHE] is None or text_of(arguments) is None or text_of(arguments).device.type not in DEVICES:
+        return False
+    text = text_of(arguments)
+    if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled(text.device.type) or is_recorded(text):
+        return False
+    return wants_last(model.config, arguments)
+
+
+def wants_last(config: Any, arguments: dict) -> bool:
+    """Whether only results of the last token are wanted, and every argument can be cut to a part of the text."""
     keep, mask, positions = (arguments.get(name) for name in ("logits_to_keep", MASK, "position_ids"))
-    if not isinstance(keep, int) or keep != 1 or arguments.get("labels") is not None:
+    if not isinstance(keep, int) or keep not in ((0, 1) if length_of(arguments) == 1 else (1,)):
+        return False
+    if arguments.get("labels") is not None:
         return False
     for name, usual in (("output_hidden_states", False), ("return_dict", True)):
         if bool(getattr(config, name) if arguments.get(name) is None else arguments[name]) is not usual:
@@ -165,17 +173,13 @@ def can_cut(config: Any, arguments: dict) -> bool:
     return given <= {*WITH_TEXTS, MASK, "cache_position"} and all(x is None or x.dim() == 2 for x in (mask, positions))
 
 
-def lies_on_one_device(model: nn.Module) -> bool:
-    """Whether a model has all its weights on one device, and accelerate moves none of them."""
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    return len({x.device for x in model.parameters()}) == 1 and not hooked
-
-
-def has_growing_positions(model: nn.Module) -> bool:
-    """Whether positions depend on how long a text is."""
-    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+def is_repeatable(model: nn.Module) -> bool:
+    """Whether a model lies on one device, accelerate moves nothing, and positions do not depend on a text's length."""
+    modules = [*model.modules()]
+    kinds = [getattr(module, "rope_type", None) for module in modules]
     names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
-    return bool({*names} & {*GROWING})
+    hooked = any(hasattr(module, "_hf_hook") for module in modules)
+    return len({x.device for x in model.parameters()}) == 1 and not hooked and not {*names} & {*GROWING}
 
 
 def parts_agree(model: Any, text: Tensor, make_streams: Callable[[int], Streams]) -> bool:

@@ -16,9 +16,8 @@ from transformers.utils import logging
 
 from .attention_interface import positions_of
 from .cache import CACHE, LinearizedCache, keeps_state
-from .kernel_trial import DEVICES, is_recorded
 from .state_pool import StatePool, whole_pool
-from .text_parts import MASK, can_cut, has_growing_positions, lies_on_one_device, text_of
+from .text_parts import MASK, is_plain_call, is_repeatable, length_of
 
 Tensor = torch.Tensor
 Step = Callable[[], Any]
@@ -107,15 +106,10 @@ def pools_of(cache: Cache) -> list[StatePool] | None:
 
 def read_by_graph(model: Any, arguments: dict) -> Any:
     """Read a token of each text by their cache's graph; return what the model returns, or None if there is no graph."""
-    cache, text, mask = arguments[CACHE], text_of(arguments), arguments.get(MASK)
+    cache, mask = arguments[CACHE], arguments.get(MASK)
+    if not is_plain_call(model, arguments) or length_of(arguments) > 1 or arguments["input_ids"] is None:
+        return None
     if not isinstance(cache, LinearizedCache) or cache.token_graph is False or model.repeats_tokens is False:
-        return None
-    if text is None or tuple(text.shape[1:]) != (1,) or text.device.type not in DEVICES:
-        return None
-    if torch.is_grad_enabled() or model.training or is_recorded(text) or torch.is_autocast_enabled(text.device.type):
-        return None
-    keep = arguments["logits_to_keep"]
-    if not can_cut(model.config, {**arguments, "logits_to_keep": 1 if keep == 0 else keep}):
         return None
     if mask is not None and not mask[:, -1].all():
         return None
@@ -126,14 +120,14 @@ def read_by_graph(model: Any, arguments: dict) -> Any:
         cache.token_graph = capture_token(model, cache) if cache.tokens_alone > BEFORE else None
     if not cache.token_graph:
         return None
-    return cache.token_graph.read(cache, text, positions_for(arguments))
+    return cache.token_graph.read(cache, arguments["input_ids"], positions_for(arguments))
 
 
 def capture_token(model: Any, cache: LinearizedCache) -> TokenGraph | bool | None:
     """Capture a graph for a cache; return None until its states lie in pools with all sinks, False if it must not."""
     if (pools := pools_of(cache)) is None or any(pool.missing for pool in pools):
         return None
-    if has_growing_positions(model) or not lies_on_one_device(model):
+    if not is_repeatable(model):
         return False
     try:
         return TokenGraph.of(model.base, model.config, cache, capture_on_gpu)
@@ -148,13 +142,13 @@ def capture_token(model: Any, cache: LinearizedCache) -> TokenGraph | bool | Non
 
 def positions_for(arguments: dict) -> Tensor:
     """Return the positions (texts, 1) of a token, as transformers counts them if it is given none."""
-    positions, mask, text = arguments["position_ids"], arguments.get(MASK), text_of(arguments)
+    positions, mask = arguments["position_ids"], arguments.get(MASK)
     past = arguments[CACHE].get_seq_length()
     if positions is not None:
         return positions
     if mask is not None and mask.shape[1] == past + 1:
         return positions_of(mask)[:, -1:]
-    return torch.full_like(text, past)
+    return torch.full_like(arguments["input_ids"], past)
 
 
 def capture_on_gpu(step: Step) -> tuple[Callable[[], object], Any]:

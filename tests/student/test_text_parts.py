@@ -193,7 +193,7 @@ def test_streams_that_fail_or_change_results_are_not_used(in_triton, on_streams,
 def test_a_text_whose_results_need_all_of_it_is_read_at_once(given):
     config = SimpleNamespace(output_hidden_states=False, return_dict=True)
     usual = {"input_ids": torch.zeros(1, 64), "labels": None, "logits_to_keep": 1, "output_hidden_states": None}
-    assert text_parts.can_cut(config, usual) and not text_parts.can_cut(config, {**usual, **given})
+    assert text_parts.wants_last(config, usual) and not text_parts.wants_last(config, {**usual, **given})
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from linearizer.plan.head_bytes import Head
-from linearizer.student import layer_student, token_graph
+from linearizer.student import layer_student, text_parts, token_graph
 from linearizer.student.cache import CACHE
 from linearizer.student.state import tensors
 from tests.support.kernels import DEVICE, ON_GPU
@@ -41,7 +41,7 @@ def student(monkeypatch):
     monkeypatch.setattr(token_graph, "BEFORE", 3)
     captured.clear()
     if not ON_GPU:
-        monkeypatch.setattr(token_graph, "DEVICES", {"cpu"})
+        monkeypatch.setattr(text_parts, "DEVICES", {"cpu"})
         monkeypatch.setattr(token_graph, "capture_on_gpu", call_again)
     student = student_of("llama", HEADS, num_hidden_layers=1).to(DEVICE)
     (layer,) = student.students()
