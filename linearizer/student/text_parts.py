@@ -29,6 +29,7 @@ MOST_STREAMS = 8  # that a GPU works on at the same time, unless CUDA_DEVICE_MAX
 TRIAL, TRIAL_PARTS = 2048, 8  # tokens and parts of the comparison
 CLOSE = 2e-2  # of the largest logit
 MASK, WITH_TEXTS = "attention_mask", ("input_ids", "inputs_embeds", "position_ids")  # the latter: (texts, tokens, …)
+USUAL = {"output_hidden_states": False, "output_router_logits": False, "return_dict": True}  # of what is returned
 GROWING = ("dynamic", "longrope")  # kinds of positions that depend on the length of a whole text
 logger = logging.get_logger(__name__)
 
@@ -89,21 +90,25 @@ class PartOrder:
 
 
 def read_parts(model: Callable[..., Any], arguments: dict, size: int, streams: Streams) -> Any:
-    """Read a text in parts of `size` tokens; return what the last part returns: `model` is called for each."""
-    layers, tokens = arguments[CACHE].layers, length_of(arguments)
+    """Read a text in parts of `size` tokens, by a call of `model` for each; return what it returns for the text."""
+    layers, tokens, logits = arguments[CACHE].layers, length_of(arguments), []
     for layer in layers:
         layer.part_order = PartOrder(streams)
     try:
         for begin in range(0, tokens, size):
             with streams.begin_part():
                 out = model(**{name: cut(name, x, tokens, begin, begin + size) for name, x in arguments.items()})
+                logits.append(out.logits)
             if not begin and any(whole_pool(layer.memory) is None for layer in layers):
                 streams.keep_first()  # other states are replaced, and their memory may be used again too early
     finally:
         for layer in layers:
             layer.part_order = None
         streams.end()
-    streams.hand_over(out.logits)
+    for x in logits:
+        streams.hand_over(x)
+    if arguments["logits_to_keep"] == 0:
+        out.logits = torch.cat(logits, 1)
     return out
 
 
@@ -150,24 +155,22 @@ def choose_streams(model: Any, arguments: dict) -> Streams | None:
 
 
 def is_plain_call(model: Any, arguments: dict) -> bool:
-    """Whether a text on a GPU continues a cache without gradients, and only results of its last token are wanted."""
+    """Whether a text on a GPU continues a cache without gradients, and its results can be put together from parts."""
     if arguments[CACHE] is None or text_of(arguments) is None or text_of(arguments).device.type not in DEVICES:
         return False
     text = text_of(arguments)
     if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled(text.device.type) or is_recorded(text):
         return False
-    return wants_last(model.config, arguments)
+    return can_cut(model.config, arguments)
 
 
-def wants_last(config: Any, arguments: dict) -> bool:
-    """Whether only results of the last token are wanted, and every argument can be cut to a part of the text."""
+def can_cut(config: Any, arguments: dict) -> bool:
+    """Whether nothing but logits of the last token or of all is wanted, and every argument has a part for each part."""
     keep, mask, positions = (arguments.get(name) for name in ("logits_to_keep", MASK, "position_ids"))
-    if not isinstance(keep, int) or keep not in ((0, 1) if length_of(arguments) == 1 else (1,)):
+    if not isinstance(keep, int) or keep not in (0, 1) or arguments.get("labels") is not None:
         return False
-    if arguments.get("labels") is not None:
-        return False
-    for name, usual in (("output_hidden_states", False), ("return_dict", True)):
-        if bool(getattr(config, name) if arguments.get(name) is None else arguments[name]) is not usual:
+    for name, usual in USUAL.items():
+        if bool(getattr(config, name, usual) if arguments.get(name) is None else arguments[name]) is not usual:
             return False
     given = {name for name, x in arguments.items() if isinstance(x, Tensor)}
     return given <= {*WITH_TEXTS, MASK, "cache_position"} and all(x is None or x.dim() == 2 for x in (mask, positions))

@@ -103,12 +103,12 @@ def on_streams(monkeypatch):
 
 @torch.inference_mode()
 def read_in_turn(student, ids, mask=None):
-    """Read parts one after the other, each by a call of the model; return the last logits and the cache."""
-    cache = student.empty_cache()
+    """Read parts one after the other, each by a call of the model; return the logits and the cache."""
+    cache, logits = student.empty_cache(), []
     for begin in range(0, ids.shape[1], PART):
         seen = None if mask is None else mask[:, : begin + PART]
-        out = student(ids[:, begin : begin + PART], attention_mask=seen, logits_to_keep=1, **{CACHE: cache})
-    return out.logits, cache
+        logits.append(student(ids[:, begin : begin + PART], attention_mask=seen, **{CACHE: cache}).logits)
+    return torch.cat(logits, 1), cache
 
 
 def assert_same_states(cache, expected):
@@ -123,15 +123,17 @@ def test_a_long_text_is_read_in_parts_as_one_after_the_other(in_triton, on_strea
     ids = tokens(2, PARTS * PART).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[1, : PART + 3] = 0  # more than a part
-    out = in_triton(ids, attention_mask=mask, logits_to_keep=1, **{CACHE: (cache := in_triton.empty_cache())})
+    out = in_triton(ids, attention_mask=mask, **{CACHE: (cache := in_triton.empty_cache())})
+    last = in_triton(ids, attention_mask=mask, logits_to_keep=1).logits
     logits, expected = read_in_turn(in_triton, ids, mask)
     assert in_triton.reads_parts and torch.equal(out.logits, logits)
+    assert (last - logits[:, -1:]).abs().max() < CLOSE
     assert_same_states(cache, expected)
     for layer in in_triton.students():
         layer.in_triton = False
     in_triton.reads_parts = False
-    whole = in_triton(ids, attention_mask=mask, logits_to_keep=1).logits  # at once, by PyTorch
-    assert (out.logits - whole).abs().max() < CLOSE * whole.abs().max()
+    whole = in_triton(ids, attention_mask=mask).logits  # at once, by PyTorch
+    assert ((out.logits - whole) * mask[..., None]).abs().max() < CLOSE * whole.abs().max()
 
 
 @pytest.mark.skipif(ON_GPU, reason="streams of a device record nothing")
@@ -179,10 +181,11 @@ def test_streams_that_fail_or_change_results_are_not_used(in_triton, on_streams,
 @pytest.mark.parametrize(
     "given",
     [
-        {"logits_to_keep": 0},
+        {"logits_to_keep": 2},
         {"logits_to_keep": torch.tensor([0])},
         {"labels": torch.zeros(1, 64, dtype=torch.long)},
         {"output_hidden_states": True},
+        {"output_router_logits": True},
         {"return_dict": False},
         {"attention_mask": torch.ones(1, 1, 64, 64)},
         {"position_ids": torch.zeros(3, 1, 64)},
@@ -193,7 +196,7 @@ def test_streams_that_fail_or_change_results_are_not_used(in_triton, on_streams,
 def test_a_text_whose_results_need_all_of_it_is_read_at_once(given):
     config = SimpleNamespace(output_hidden_states=False, return_dict=True)
     usual = {"input_ids": torch.zeros(1, 64), "labels": None, "logits_to_keep": 1, "output_hidden_states": None}
-    assert text_parts.wants_last(config, usual) and not text_parts.wants_last(config, {**usual, **given})
+    assert text_parts.can_cut(config, usual) and not text_parts.can_cut(config, {**usual, **given})
 
 
 @torch.inference_mode()
