@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache
 
 from linearizer.serve.cache_rows import copy_cache, join_caches, pack, read_on, take_row, tensors_of, unpack
 from linearizer.serve.row import Row, fail_rows
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import trim_heaps
-from linearizer.teacher.token_loop import has_fixed_states
 
 CHUNK = 512  # tokens read at once on a CPU; states are kept at multiples of it
 TIMES_ON_GPU = 4  # as many tokens at once: launches for fewer take a host as long
@@ -133,9 +133,10 @@ class Prompts:
         return not (row.done or row.abandoned)
 
     def next_part(self, row: Row) -> int:
-        """Count the tokens to the end of a row's chunk, or of its prompt; where several texts may be read at once, each
-        chunk is as long as all before it."""
-        doublings = min((row.read // self.chunk).bit_length() - 1, DOUBLINGS) if self.several else 0
+        """Count the tokens to the end of a row's chunk, or of its prompt; if the model reads parts of it at the same
+        time, a chunk is as long as all before it."""
+        in_parts = getattr(self.model, "reads_parts", None)
+        doublings = min((row.read // self.chunk).bit_length() - 1, DOUBLINGS) if in_parts else 0
         chunk = self.chunk << max(doublings, 0)
         return min(chunk - row.read % chunk, row.unread)
 
@@ -182,3 +183,11 @@ class Prompts:
 def begins_alike(row: Row, earlier: Row, tokens: int) -> bool:
     """Whether the first tokens of two prompts, which both have, are the same."""
     return row.prompt[:tokens] == earlier.prompt[:tokens] and len(row.prompt) > tokens
+
+
+def has_fixed_states(model: PreTrainedModel) -> bool:
+    """Whether no layer's state grows with the text."""
+    if not isinstance(model, LinearizedForCausalLM):
+        return False
+    layers = [None if layer is None else layer["heads"] for layer in model.config.layers]
+    return all(heads is not None and not any(isinstance(head, str) for head in heads) for heads in layers)

@@ -10,11 +10,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 from linearizer.student.cache import CACHE
-from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
-LONG_PIECE = 16384  # of all texts, if a student's layers read parts of it at the same time (student/text_parts.py)
+LONG_PIECE = 16384  # of all texts, once a student's layers read parts of them at the same time (student/text_parts.py)
 HALF_LETTER = "\ufffd"  # a decoder writes it for bytes that are not a complete letter
 CONTEXT = 8  # tokens that are decoded before the first new token
 MAX_LETTER_TOKENS = 16  # after these, bytes that are not a letter are written as such
@@ -23,22 +22,15 @@ Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens
 
 def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
     """Read tokens (texts, tokens) that follow those in the cache; yield after each piece how many were read."""
-    size = PIECE_TOKENS
-    if model.device.type == "cuda" and has_fixed_states(model):
-        size = max(size, LONG_PIECE // len(ids))
-    for start in range(0, ids.shape[1], size):
+    start = 0
+    while start < ids.shape[1]:
+        in_parts = getattr(model, "reads_parts", None)
+        end = start + (max(PIECE_TOKENS, LONG_PIECE // len(ids)) if in_parts else PIECE_TOKENS)
         with torch.inference_mode():
-            piece = ids[:, start : start + size].to(model.device)
+            piece = ids[:, start:end].to(model.device)
             model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
-        yield min(start + size, ids.shape[1])
-
-
-def has_fixed_states(model: PreTrainedModel) -> bool:
-    """Whether no layer's state grows with the text."""
-    if not isinstance(model, LinearizedForCausalLM):
-        return False
-    layers = [None if layer is None else layer["heads"] for layer in model.config.layers]
-    return all(heads is not None and not any(isinstance(head, str) for head in heads) for heads in layers)
+        start = min(end, ids.shape[1])
+        yield start
 
 
 def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choose) -> Iterator[Tensor]:

@@ -84,7 +84,7 @@ def test_a_gpu_reads_more_of_a_prompt_at_once_the_more_it_has_read(monkeypatch):
     monkeypatch.setattr(prompts, "CHUNK", 4)
     model, read = student_of("llama", SLOTS), []
     engine, row = Engine(model, ROOM), row_of(tokens(1, 102)[0].tolist(), 3)
-    engine.prompts.several = True
+    model.reads_parts = True
     read_part = prompts.Prompts.read_part
     monkeypatch.setattr(
         prompts.Prompts, "read_part", lambda own, rows, count: (read.append(count), read_part(own, rows, count))
