@@ -10,7 +10,6 @@ from linearizer.serve import token_graphs
 from linearizer.serve.engine import Engine
 from linearizer.serve.token_graphs import TokenGraphs
 from linearizer.student import layer_student
-from linearizer.student.cache import CACHE
 from tests.support.kernels import DEVICE, ON_GPU
 from tests.support.models import student_of, teacher_of, tokens
 from tests.support.rows import alone, row_of, work
@@ -81,19 +80,3 @@ def test_what_no_graph_serves_is_written_without(heads, said):
     work(engine_of(model, lambda step: 1 / 0), {0: [row]})
     assert row.tokens == alone(model, row.prompt, 5)
     assert ["hold features" in words for words in said] == [True] * (heads is not None)
-
-
-def test_a_model_that_looks_at_how_many_tokens_were_read_is_read_without_a_graph(student, said, monkeypatch):
-    """A graph would repeat the number at which it was captured."""
-    before = student.base.forward
-
-    def forward(**given):
-        out, read = before(**given), given[CACHE].get_seq_length()
-        out.logits[..., read % 50] += 0.1 * out.logits.abs().max()
-        return out
-
-    monkeypatch.setattr(student.base, "forward", forward)
-    row = row_of(tokens(1, 12)[0].tolist(), 4)
-    work(engine := engine_of(student), {0: [row]})
-    assert ["how many tokens" in words for words in said] == [True] and not engine.graphs.graphs
-    assert row.tokens == alone(student, row.prompt, 4)
