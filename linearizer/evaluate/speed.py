@@ -25,8 +25,7 @@ from linearizer.teacher.ram import PeakMemory, free_bytes, run_if_it_fits
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
-UNTIMED = BEFORE + 2  # tokens: by then, a GPU has captured a graph
-WRITTEN = UNTIMED + 15
+TIMED = 15  # tokens that are written
 MAX_BATCH = 64
 MAX_MEMORY_SHARE = 0.8  # of the free memory
 
@@ -74,6 +73,15 @@ class Meter:
     seed: int
     clock: Callable[[torch.device], float] = finish_and_read_clock
 
+    @property
+    def untimed(self) -> int:
+        """Count the tokens that are written first, and not timed: by then a GPU has captured a graph."""
+        return BEFORE + 2 if self.subject.model.device.type == "cuda" else 1
+
+    @property
+    def written(self) -> int:
+        return self.untimed + TIMED
+
     def measure_pace(self, length: int, last: Pace | None) -> Pace:
         """Measure a length, or say why it cannot be measured, judging by the next shorter length."""
         longer = length / last.length if last else 1
@@ -96,7 +104,7 @@ class Meter:
     def reason_to_end(self, last: Pace, times: float, longer: float) -> str | None:
         """Name what would end reading `times` the tokens, in texts `longer` times as long: time, memory or None."""
         assert last.read_rate is not None and last.write_rate is not None
-        reading, writing = last.length * last.batch / last.read_rate, WRITTEN * last.batch / last.write_rate
+        reading, writing = last.length * last.batch / last.read_rate, self.written * last.batch / last.write_rate
         if (reading * longer + writing) * times > self.seconds:
             return "time"
         memory = max(last.peak_bytes or 0, last.state_bytes or 0) * times
@@ -111,14 +119,14 @@ class Meter:
         with self.subject.prepared() as model:  # once: preparing the model is not part of a token's time
             subject, cache, peak = Subject(self.subject.name, model), fresh_cache(model), PeakMemory(device)
             begin = self.clock(device)
-            read_into_cache(subject, ids[:, : length - WRITTEN], cache)
+            read_into_cache(subject, ids[:, : length - self.written], cache)
             read_all = self.clock(device)
-            for place, token in enumerate(ids[:, length - WRITTEN :].split(1, dim=1)):
-                if place == UNTIMED:
+            for place, token in enumerate(ids[:, length - self.written :].split(1, dim=1)):
+                if place == self.untimed:
                     first = self.clock(device)
                 read_logits(subject, token, cache, keep=1)
             end = self.clock(device)
-        rates = (length - WRITTEN) * batch / (read_all - begin), (WRITTEN - UNTIMED) * batch / (end - first)
+        rates = (length - self.written) * batch / (read_all - begin), TIMED * batch / (end - first)
         return Pace(length, batch, *rates, peak.taken(), bytes_held(cache), *self.predict(length, batch))
 
     def predict(self, length: int, batch: int) -> tuple[int, int]:
