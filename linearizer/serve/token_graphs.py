@@ -18,6 +18,7 @@ from linearizer.errors import first_line
 from linearizer.serve.cache_rows import copy_cache, join_caches, keep_rows, read_on, tensors_of
 from linearizer.student.cache import keeps_state
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.text_parts import lies_on_one_device
 from linearizer.student.token_graph import Capture, TokenGraph, capture_on_gpu
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ class TokenGraphs:
         self.model = model
         if isinstance(model, LinearizedForCausalLM):
             model.repeats_tokens = False  # by graphs of single caches
-        self.capture = capture_on_gpu if capture is None and is_on_one_gpu(model) else capture
+        on_one_gpu = model.device.type == "cuda" and lies_on_one_device(model)
+        self.capture = capture_on_gpu if capture is None and on_one_gpu else capture
         self.graphs: dict[int, BatchGraph] = {}  # by the number of texts
         self.loaded: tuple[BatchGraph, Cache] | None = None  # the graph in use, and the batch's cache of its states
 
@@ -123,12 +125,8 @@ class TokenGraphs:
         """Read a token of each row, which has read `lengths` (rows,) tokens before; return the logits."""
         if (batch := self.graph_of(cache)) is None:
             return read_on(self.model, cache, ids[:, None], lengths)
-        graph = batch.graph
-        graph.ids[: len(ids), 0], graph.positions[: len(ids), 0] = ids, lengths
-        graph.repeat()
-        for layer in cache.layers:
-            layer.tokens_read += 1
-        logits: Tensor = graph.results["logits"][: len(ids), -1]
+        batch.graph.repeat_for(cache, ids[:, None], lengths[:, None])
+        logits: Tensor = batch.graph.results["logits"][: len(ids), -1]
         return logits
 
 
@@ -137,8 +135,3 @@ def states_of(cache: Cache) -> list:
     if not all(keeps_state(layer) for layer in cache.layers):
         return []
     return [state for layer in cache.layers for state in layer.memory]
-
-
-def is_on_one_gpu(model: PreTrainedModel) -> bool:
-    devices = {parameter.device for parameter in model.parameters()}
-    return len(devices) == 1 and next(iter(devices)).type == "cuda"

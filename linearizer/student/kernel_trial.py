@@ -84,14 +84,18 @@ def find_fault(compute: Compute, x: Tensor) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers, drivers and launches raise many kinds of errors with one meaning
-        message = " ".join(str(error).split())
-        return f"they failed there with {type(error).__name__}: {message[:200]}"
+        return f"they failed there with {type(error).__name__}: {shorten(error)}"
     floor = max(1e-5, 2 * torch.finfo(x.dtype).eps)  # products in kernels round to bf16; PyTorch's sums do not
     for by_kernels, by_pytorch, exact in zip(*results, strict=True):
         kernel_error, pytorch_error = relative_error(by_kernels, exact), relative_error(by_pytorch, exact)
         if not kernel_error <= 2 * pytorch_error + floor:  # also if it is not a number
             return f"they err by {kernel_error:.1e} of a result where PyTorch errs by {pytorch_error:.1e}"
     return None
+
+
+def shorten(error: Exception) -> str:
+    """Return the begin of an error's message, on one line."""
+    return " ".join(str(error).split())[:200]
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

@@ -51,7 +51,7 @@ from .matrix_rule import MatrixRule
 from .packed_state import Turns
 from .saved_state import read_state
 from .slots_merging import Merger
-from .text_parts import choose_size, choose_streams, length_of, read_parts
+from .text_parts import choose_size, choose_streams, is_plain_call, length_of, read_parts
 from .token_graph import read_by_graph
 from .update_rules import UPDATE_RULES
 
@@ -284,10 +284,11 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         if torch.compiler.is_compiling():
             return self.base(**arguments)
         self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
-        if (out := read_by_graph(self, arguments)) is not None:
-            return out
-        if (streams := choose_streams(self, arguments)) is not None:
-            return read_parts(self.base, arguments, choose_size(length_of(arguments)), streams)
+        if is_plain_call(self, arguments):
+            if (out := read_by_graph(self, arguments)) is not None:
+                return out
+            if (streams := choose_streams(self, arguments)) is not None:
+                return read_parts(self.base, arguments, choose_size(length_of(arguments)), streams)
         return self.base(**arguments)
 
     def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:

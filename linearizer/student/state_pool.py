@@ -286,6 +286,12 @@ def whole_pool(memory: list | None) -> StatePool | None:
     return held_pool(memory, pool.pool.new_empty(0, dtype=pool.dtype))
 
 
+def pools_of(cache: Any) -> list[StatePool] | None:
+    """Return the pools of a cache's layers; None if there are states elsewhere."""
+    pools = [pool for layer in cache.layers if (pool := whole_pool(getattr(layer, "memory", None))) is not None]
+    return pools if len(pools) == len(cache.layers) else None
+
+
 def pool_for_token(memory: list | None, k: Tensor) -> StatePool | None:
     """Return the pool of a layer's states, if a kernel may read a token there."""
     pool = held_pool(memory, k)

@@ -18,8 +18,8 @@ from torch import nn
 from transformers.utils import logging
 
 from .cache import CACHE, keeps_state
-from .kernel_trial import DEVICES, is_recorded
-from .state_pool import whole_pool
+from .kernel_trial import DEVICES, is_recorded, shorten
+from .state_pool import pools_of
 
 Tensor = torch.Tensor
 FEWEST = 512  # tokens of a text that is read in parts
@@ -91,18 +91,18 @@ class PartOrder:
 
 def read_parts(model: Callable[..., Any], arguments: dict, size: int, streams: Streams) -> Any:
     """Read a text in parts of `size` tokens, by a call of `model` for each; return what it returns for the text."""
-    layers, tokens, logits = arguments[CACHE].layers, length_of(arguments), []
-    for layer in layers:
+    cache, tokens, logits = arguments[CACHE], length_of(arguments), []
+    for layer in cache.layers:
         layer.part_order = PartOrder(streams)
     try:
         for begin in range(0, tokens, size):
             with streams.begin_part():
                 out = model(**{name: cut(name, x, tokens, begin, begin + size) for name, x in arguments.items()})
                 logits.append(out.logits)
-            if not begin and any(whole_pool(layer.memory) is None for layer in layers):
+            if not begin and pools_of(cache) is None:
                 streams.keep_first()  # other states are replaced, and their memory may be used again too early
     finally:
-        for layer in layers:
+        for layer in cache.layers:
             layer.part_order = None
         streams.end()
     for x in logits:
@@ -140,8 +140,8 @@ def choose_size(tokens: int) -> int:
 
 
 def choose_streams(model: Any, arguments: dict) -> Streams | None:
-    """Return the streams on which a text should be read, or None: on the current one, at once."""
-    if not is_plain_call(model, arguments) or length_of(arguments) < FEWEST:
+    """Return the streams on which the text of a plain call should be read, or None: on the current one, at once."""
+    if length_of(arguments) < FEWEST:
         return None
     text, layers = text_of(arguments), arguments[CACHE].layers
     if not all(map(keeps_state, layers)) or not is_repeatable(model):
@@ -150,7 +150,7 @@ def choose_streams(model: Any, arguments: dict) -> Streams | None:
     programs = len(text) * max(student.kv_heads for student in model.students())
     count = min(MOST_STREAMS, len(layers), multiprocessors // programs)
     if count > 1 and model.reads_parts is None:
-        model.reads_parts = parts_agree(model, text[:1, :TRIAL], functools.partial(Streams, text.device))
+        model.reads_parts = parts_agree(model, text[:1, :TRIAL])
     return Streams(text.device, count) if count > 1 and model.reads_parts else None
 
 
@@ -182,30 +182,38 @@ def is_repeatable(model: nn.Module) -> bool:
     kinds = [getattr(module, "rope_type", None) for module in modules]
     names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
     hooked = any(hasattr(module, "_hf_hook") for module in modules)
-    return len({x.device for x in model.parameters()}) == 1 and not hooked and not {*names} & {*GROWING}
+    return lies_on_one_device(model) and not hooked and not {*names} & {*GROWING}
 
 
-def parts_agree(model: Any, text: Tensor, make_streams: Callable[[int], Streams]) -> bool:
+def lies_on_one_device(model: nn.Module) -> bool:
+    return len({x.device for x in model.parameters()}) == 1
+
+
+def agree(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits are the expected ones, but for roundings."""
+    return bool((logits - expected).abs().max() <= CLOSE * expected.abs().max())
+
+
+def parts_agree(model: Any, text: Tensor) -> bool:
     """Whether kernels read parts of a text, and give the same logits on several streams as on one; warn if not."""
 
-    def read(count: int) -> tuple[Tensor, bool]:
+    def read(count: int) -> Tensor | None:
         embedded, cache = text.is_floating_point(), model.empty_cache()
         named = {"input_ids": None if embedded else text, "inputs_embeds": text if embedded else None, CACHE: cache}
         arguments = {**named, "use_cache": True, "logits_to_keep": 1}
         size = math.ceil(text.shape[1] / TRIAL_PARTS)
-        logits = read_parts(model.base, arguments, size, make_streams(count)).logits
-        return logits, all(whole_pool(layer.memory) is not None for layer in cache.layers)
+        logits = read_parts(model.base, arguments, size, Streams(text.device, count)).logits
+        return None if pools_of(cache) is None else logits
 
     try:
-        one, in_pools = read(1)
-        if not in_pools:
+        one = read(1)
+        if one is None or (several := read(MOST_STREAMS)) is None:
             return False
-        several, _ = read(MOST_STREAMS)
-        fault = None if (several - one).abs().max() <= CLOSE * one.abs().max() else "it gives other logits"
+        fault = None if agree(several, one) else "it gives other logits"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # drivers and libraries raise errors of many kinds
-        fault = " ".join(str(error).split())[:200]
+        fault = shorten(error)
     if fault:
         logger.warning(
             f"layers of this model do not read parts of a text at the same time, which takes longer: {fault}"

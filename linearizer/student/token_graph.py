@@ -15,9 +15,10 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from .attention_interface import positions_of
-from .cache import CACHE, LinearizedCache, keeps_state
-from .state_pool import StatePool, whole_pool
-from .text_parts import MASK, is_plain_call, is_repeatable, length_of
+from .cache import CACHE, LinearizedCache
+from .kernel_trial import shorten
+from .state_pool import StatePool, pools_of
+from .text_parts import MASK, agree, is_repeatable, length_of
 
 Tensor = torch.Tensor
 Step = Callable[[], Any]
@@ -25,7 +26,6 @@ Capture = Callable[[Step], tuple[Callable[[], object], Any]]  # returns a functi
 BEFORE = 8  # tokens that a cache reads one after another without a graph: capturing one takes about as long
 WARM_UPS = 2  # steps before one is captured
 FAR = 2**20  # tokens read, as Python sees it, in the comparison, or fewer if the model has fewer positions
-CLOSE = 2e-2  # of the largest logit
 logger = logging.get_logger(__name__)
 
 
@@ -72,7 +72,7 @@ class TokenGraph:
             expected = step().logits
             go_back(read)
             repeat()
-            if not (out.logits - expected).abs().max() <= CLOSE * expected.abs().max():
+            if not agree(out.logits, expected):
                 raise ValueError(
                     "a graph writes other tokens than the model, which may look at how many tokens were read"
                 )
@@ -87,27 +87,24 @@ class TokenGraph:
         pools = pools_of(cache)
         return pools is not None and all(a is b for a, b in zip(pools, self.pools, strict=True))
 
-    def read(self, cache: Cache, ids: Tensor, positions: Tensor) -> Any:
-        """Read a token of each text (texts, 1)."""
-        self.ids.copy_(ids)
-        self.positions.copy_(positions)
+    def repeat_for(self, cache: Cache, ids: Tensor, positions: Tensor) -> None:
+        """Read a token of each of the first texts (texts, 1); the results are overwritten by the next call."""
+        self.ids[: len(ids)], self.positions[: len(ids)] = ids, positions
         self.repeat()
         for layer in cache.layers:
             layer.tokens_read += 1
+
+    def read(self, cache: Cache, ids: Tensor, positions: Tensor) -> Any:
+        """Read a token of each text (texts, 1), and return what the model returns."""
+        self.repeat_for(cache, ids, positions)
         copied = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self.results.items()}
         return self.kind(**copied, **dict.fromkeys(self.cached, cache))
 
 
-def pools_of(cache: Cache) -> list[StatePool] | None:
-    """Return the pools of a cache's layers; None if there are states elsewhere."""
-    pools = [whole_pool(layer.memory) if keeps_state(layer) else None for layer in cache.layers]
-    return None if None in pools else pools  # type: ignore[return-value]
-
-
 def read_by_graph(model: Any, arguments: dict) -> Any:
-    """Read a token of each text by their cache's graph; return what the model returns, or None if there is no graph."""
+    """Read the token of a plain call by its cache's graph; return what the model returns, or None without a graph."""
     cache, mask = arguments[CACHE], arguments.get(MASK)
-    if not is_plain_call(model, arguments) or length_of(arguments) > 1 or arguments["input_ids"] is None:
+    if length_of(arguments) > 1 or arguments["input_ids"] is None:
         return None
     if not isinstance(cache, LinearizedCache) or cache.token_graph is False or model.repeats_tokens is False:
         return None
@@ -118,7 +115,7 @@ def read_by_graph(model: Any, arguments: dict) -> Any:
     if cache.token_graph is None:
         cache.tokens_alone += 1
         cache.token_graph = capture_token(model, cache) if cache.tokens_alone > BEFORE else None
-    if not cache.token_graph:
+    if not cache.token_graph or len(cache.token_graph.ids) != len(arguments["input_ids"]):
         return None
     return cache.token_graph.read(cache, arguments["input_ids"], positions_for(arguments))
 
@@ -135,8 +132,7 @@ def capture_token(model: Any, cache: LinearizedCache) -> TokenGraph | bool | Non
         return False
     except Exception as error:  # failed captures raise errors of many kinds
         model.repeats_tokens = False
-        reason = " ".join(str(error).split())[:200]
-        logger.warning(f"tokens are written without graphs of CUDA, which takes longer: {reason}")
+        logger.warning(f"tokens are written without graphs of CUDA, which takes longer: {shorten(error)}")
         return False
 
 
