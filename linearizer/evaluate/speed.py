@@ -19,6 +19,7 @@ from linearizer.plan import head_bytes
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Breakeven, Course, Pace, Speed
+from linearizer.student.text_graphs import BEFORE as TEXTS_BEFORE
 from linearizer.student.token_graph import BEFORE
 from linearizer.teacher.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.teacher.ram import PeakMemory, free_bytes, run_if_it_fits
@@ -43,7 +44,7 @@ def measure_speed(
     courses = []
     for done, subject in enumerate(subjects):
         meter = Meter(subject, layers, seconds, seed)
-        run_if_it_fits(partial(meter.time_texts, lengths[0], 1))  # builds kernels
+        meter.prepare(lengths[0])
         paces: list[Pace] = []
         batched: list[Pace] = []
         for place, length in enumerate(lengths):
@@ -81,6 +82,12 @@ class Meter:
     @property
     def written(self) -> int:
         return self.untimed + TIMED
+
+    def prepare(self, length: int) -> None:
+        """Read texts of a length, so that kernels are built, and on a GPU the graphs of texts captured."""
+        on_gpu = self.subject.model.device.type == "cuda"
+        for _ in range(1 + TEXTS_BEFORE if on_gpu and self.subject.allocation is not None else 1):
+            run_if_it_fits(partial(self.time_texts, length, 1))
 
     def measure_pace(self, length: int, last: Pace | None) -> Pace:
         """Measure a length, or say why it cannot be measured, judging by the next shorter length."""

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from linearizer.serve.cache_rows import copy_cache, join_caches, pack, read_on, take_row, tensors_of, unpack
 from linearizer.serve.row import Row, fail_rows
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.text_parts import expects_parts
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import trim_heaps
 
@@ -135,8 +136,8 @@ class Prompts:
     def next_part(self, row: Row) -> int:
         """Count the tokens to the end of a row's chunk, or of its prompt; if the model reads parts of it at the same
         time, a chunk is as long as all before it."""
-        in_parts = getattr(self.model, "reads_parts", None)
-        doublings = min((row.read // self.chunk).bit_length() - 1, DOUBLINGS) if in_parts else 0
+        most = DOUBLINGS if expects_parts(self.model) else 0
+        doublings = min((row.read // self.chunk).bit_length() - 1, most)
         chunk = self.chunk << max(doublings, 0)
         return min(chunk - row.read % chunk, row.unread)
 

@@ -126,7 +126,7 @@ class TokenGraphs:
         if (batch := self.graph_of(cache)) is None:
             return read_on(self.model, cache, ids[:, None], lengths)
         batch.graph.repeat_for(cache, ids[:, None], lengths[:, None])
-        logits: Tensor = batch.graph.results["logits"][: len(ids), -1]
+        logits: Tensor = batch.graph.results.values["logits"][: len(ids), -1]
         return logits
 
 

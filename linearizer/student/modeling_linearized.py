@@ -20,7 +20,7 @@ Files: modeling_linearized, attention_interface, layer_student and cache connect
 features and slots is written in PyTorch, and for texts in Triton, too; all windows and slots of a layer attend at once
 with a token in PyTorch (token_buffer), and with a token or a text in Triton (state_pool). On a CPU kernel_layer_in_c
 reads texts and tokens with all of them, in place of many small operations of PyTorch. On a GPU text_parts lets layers
-read different parts of a long text at the same time, and token_graph repeats a token by one launch.
+read parts of a long text at the same time; text_graphs and token_graph repeat parts and tokens by CUDA graphs.
 """
 
 import torch
@@ -51,6 +51,7 @@ from .matrix_rule import MatrixRule
 from .packed_state import Turns
 from .saved_state import read_state
 from .slots_merging import Merger
+from .text_graphs import TextReader, read_text_by_graphs
 from .text_parts import choose_size, choose_streams, is_plain_call, length_of, read_parts
 from .token_graph import read_by_graph
 from .update_rules import UPDATE_RULES
@@ -173,6 +174,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         config.base = base.config
         self.reads_parts: bool | None = None  # of long texts on streams; None: if a comparison succeeds
         self.repeats_tokens: bool | None = None  # by CUDA graphs; None: until a capture fails
+        self.repeats_texts: bool | None = None  # the same for parts of a long text
+        self.text_reader = TextReader()
         self.hold(base)
         modules = attention_modules(base)
         if len(modules) != len(config.layers):
@@ -285,8 +288,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             return self.base(**arguments)
         self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
         if is_plain_call(self, arguments):
-            if (out := read_by_graph(self, arguments)) is not None:
-                return out
+            for read in (read_by_graph, read_text_by_graphs):
+                if (out := read(self, arguments)) is not None:
+                    return out
             if (streams := choose_streams(self, arguments)) is not None:
                 return read_parts(self.base, arguments, choose_size(length_of(arguments)), streams)
         return self.base(**arguments)

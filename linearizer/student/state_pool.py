@@ -8,7 +8,7 @@ from the number of tokens read when to merge, and every token takes the same lau
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -132,11 +132,24 @@ class StatePool:
         )
         if memory[min(served)] is not None:
             result.lay(0, memory, scale)
-        for index in served:
-            memory[index] = result.state_of(index)
-            result.windows[index] = memory[index].window_k
-        memory[min(served)].state_pool = result
+        result.show(memory)
         return result
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def copy(self) -> StatePool:
+        """Return a pool of its own with the same states."""
+        pool, count = self.pool.clone(), self.count.clone()
+        return replace(self, pool=pool, count=count, views=self.layout.views(pool), windows={})
+
+    def show(self, memory: list) -> None:
+        """Let a layer's states be those of this pool."""
+        groups = self.layout.groups
+        memory += [None] * (max(groups) + 1 - len(memory))
+        for index in groups:
+            memory[index] = self.state_of(index)
+            self.windows[index] = memory[index].window_k
+        memory[min(groups)].state_pool = self
 
     def state_of(self, index: int) -> Any:
         """Return the state of a group whose tensors are views of this pool."""
@@ -153,15 +166,18 @@ class StatePool:
         """Copy the states of other texts into this pool, from text `at` on."""
         source = held_pool(memory, self.pool.new_empty(0, dtype=self.dtype))
         if source is not None and source.layout.kind == self.layout.kind:
-            self.pool[at : at + len(source.pool)].copy_(source.pool)
-            self.count[at : at + len(source.count)].copy_(source.count)
-            return
+            return self.lay_pool(at, source)
         work = working_dtype(self.pool.new_empty(0, dtype=self.dtype))
         for index, group in self.layout.groups.items():
             state = memory[index]
             for name, part in contents(group.window_group(scale, state), work).items():
                 self.views[index][name][at : at + len(part)].copy_(part)
             self.count[at : at + len(state.count)].copy_(state.count)
+
+    def lay_pool(self, at: int, source: StatePool) -> None:
+        """Copy the states of another pool of the same kind into this one, from text `at` on."""
+        self.pool[at : at + len(source.pool)].copy_(source.pool)
+        self.count[at : at + len(source.count)].copy_(source.count)
 
     def holds(self, memory: list, k: Tensor) -> bool:
         """Whether the states are still views of this pool: any other change of a state replaces its count, too."""

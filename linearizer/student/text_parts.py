@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
+from .attention_interface import give_cache, hand_over_state, restarts
 from .cache import CACHE, keeps_state
 from .kernel_trial import DEVICES, is_recorded, shorten
 from .state_pool import pools_of
 
 Tensor = torch.Tensor
-FEWEST = 512  # tokens of a text that is read in parts
-SCALE = 128  # a text of n tokens has √(n / SCALE) parts: with more, the host is too slow; with fewer, layers wait
+FEWEST = 4096  # tokens of a text that is read in parts
+SCALE = 256  # a text of n tokens has √(n / SCALE) parts: with more, the host is too slow; with fewer, layers wait
 STEP = 64  # tokens of a part are a multiple of it
 MOST_STREAMS = 8  # that a GPU works on at the same time, unless CUDA_DEVICE_MAX_CONNECTIONS is set
 TRIAL, TRIAL_PARTS = 2048, 8  # tokens and parts of the comparison
@@ -32,13 +34,17 @@ MASK, WITH_TEXTS = "attention_mask", ("input_ids", "inputs_embeds", "position_id
 USUAL = {"output_hidden_states": False, "output_router_logits": False, "return_dict": True}  # of what is returned
 GROWING = ("dynamic", "longrope")  # kinds of positions that depend on the length of a whole text
 logger = logging.get_logger(__name__)
+launching = threading.RLock()  # held while parts are launched, or captured: all threads use the same streams
 
 
-class Streams:
-    """Streams of CUDA which parts take in turn; each begins after what was launched before on the current stream."""
+class Streams(AbstractContextManager):
+    """Streams of CUDA which parts take in turn, in this context; each begins after what was launched before on the
+    current stream, and after an event."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, device: torch.device, count: int, event: Any = None) -> None:
         self.main, self.streams, self.parts = torch.cuda.current_stream(device), streams_of(device)[:count], 0
+        if event is not None:
+            self.main.wait_event(event)
         for stream in self.streams:
             stream.wait_stream(self.main)
 
@@ -60,7 +66,10 @@ class Streams:
         """Read all further parts on the stream of the first one."""
         self.streams = self.streams[:1]
 
-    def end(self) -> None:
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Let what is launched later wait for all parts."""
         for stream in self.streams:
             self.main.wait_stream(stream)
@@ -92,24 +101,30 @@ class PartOrder:
 def read_parts(model: Callable[..., Any], arguments: dict, size: int, streams: Streams) -> Any:
     """Read a text in parts of `size` tokens, by a call of `model` for each; return what it returns for the text."""
     cache, tokens, logits = arguments[CACHE], length_of(arguments), []
-    for layer in cache.layers:
-        layer.part_order = PartOrder(streams)
-    try:
+    with launching, streams, ordered(cache, [PartOrder(streams) for _ in cache.layers]):
         for begin in range(0, tokens, size):
             with streams.begin_part():
                 out = model(**{name: cut(name, x, tokens, begin, begin + size) for name, x in arguments.items()})
                 logits.append(out.logits)
             if not begin and pools_of(cache) is None:
                 streams.keep_first()  # other states are replaced, and their memory may be used again too early
-    finally:
-        for layer in cache.layers:
-            layer.part_order = None
-        streams.end()
     for x in logits:
         streams.hand_over(x)
     if arguments["logits_to_keep"] == 0:
         out.logits = torch.cat(logits, 1)
     return out
+
+
+@contextmanager
+def ordered(cache: Any, orders: Sequence[AbstractContextManager]) -> Iterator[None]:
+    """Let each layer attend in a context of its own."""
+    for layer, order in zip(cache.layers, orders, strict=True):
+        layer.part_order = order
+    try:
+        yield
+    finally:
+        for layer in cache.layers:
+            layer.part_order = None
 
 
 def text_of(arguments: dict) -> Tensor:
@@ -141,17 +156,28 @@ def choose_size(tokens: int) -> int:
 
 def choose_streams(model: Any, arguments: dict) -> Streams | None:
     """Return the streams on which the text of a plain call should be read, or None: on the current one, at once."""
-    if length_of(arguments) < FEWEST:
+    text = text_of(arguments)
+    if text.shape[1] < FEWEST or not all(map(keeps_state, arguments[CACHE].layers)) or is_packed(arguments):
         return None
-    text, layers = text_of(arguments), arguments[CACHE].layers
-    if not all(map(keeps_state, layers)) or not is_repeatable(model):
+    if (count := count_streams(model, text)) < 2 or not is_repeatable(model):
         return None
-    multiprocessors = torch.cuda.get_device_properties(text.device).multi_processor_count
-    programs = len(text) * max(student.kv_heads for student in model.students())
-    count = min(MOST_STREAMS, len(layers), multiprocessors // programs)
-    if count > 1 and model.reads_parts is None:
+    if model.reads_parts is None:
         model.reads_parts = parts_agree(model, text[:1, :TRIAL])
-    return Streams(text.device, count) if count > 1 and model.reads_parts else None
+    return Streams(text.device, count) if model.reads_parts else None
+
+
+def count_streams(model: Any, text: Tensor) -> int:
+    """Count the layers that a GPU can merge at the same time: every KV head of a text takes a multiprocessor."""
+    students = model.students()
+    programs = len(text) * max(student.kv_heads for student in students)
+    multiprocessors: int = torch.cuda.get_device_properties(text.device).multi_processor_count
+    return min(MOST_STREAMS, len(students), multiprocessors // programs)
+
+
+def expects_parts(model: Any) -> bool:
+    """Whether layers of a model read parts of a long text at the same time, or have not tried."""
+    known = getattr(model, "reads_parts", False)
+    return model.device.type in DEVICES if known is None else bool(known)
 
 
 def is_plain_call(model: Any, arguments: dict) -> bool:
@@ -176,13 +202,26 @@ def can_cut(config: Any, arguments: dict) -> bool:
     return given <= {*WITH_TEXTS, MASK, "cache_position"} and all(x is None or x.dim() == 2 for x in (mask, positions))
 
 
+def is_packed(arguments: dict) -> bool:
+    """Whether rows may have several texts, as transformers would see from positions."""
+    positions = arguments.get("position_ids")
+    return arguments.get(MASK) is None and positions is not None and restarts(positions)
+
+
 def is_repeatable(model: nn.Module) -> bool:
-    """Whether a model lies on one device, accelerate moves nothing, and positions do not depend on a text's length."""
+    """Whether a model lies on one device, accelerate moves nothing, nobody watches its modules, and positions do not
+    depend on a text's length."""
     modules = [*model.modules()]
     kinds = [getattr(module, "rope_type", None) for module in modules]
     names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])]
-    hooked = any(hasattr(module, "_hf_hook") for module in modules)
-    return lies_on_one_device(model) and not hooked and not {*names} & {*GROWING}
+    return lies_on_one_device(model) and not any(map(has_hooks, modules)) and not {*names} & {*GROWING}
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether accelerate or a user follows the calls of a module, which a graph would not make."""
+    before = [getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values()]
+    watched = module._forward_hooks or any(hook not in (give_cache, hand_over_state) for hook in before)
+    return bool(watched) or hasattr(module, "_hf_hook")
 
 
 def lies_on_one_device(model: nn.Module) -> bool:

@@ -29,6 +29,19 @@ FAR = 2**20  # tokens read, as Python sees it, in the comparison, or fewer if th
 logger = logging.get_logger(__name__)
 
 
+class Results:
+    """What a captured step returns, without its cache."""
+
+    def __init__(self, out: Any) -> None:
+        self.kind, self.cached = type(out), [name for name, x in out.items() if isinstance(x, Cache)]
+        self.values = {name: x for name, x in out.items() if name not in self.cached}
+
+    def copy(self, cache: Cache) -> Any:
+        """Return a copy with a cache."""
+        copied = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self.values.items()}
+        return self.kind(**copied, **dict.fromkeys(self.cached, cache))
+
+
 @dataclass
 class TokenGraph:
     """A captured step of one token for the texts of a cache, which it does not keep alive."""
@@ -37,9 +50,7 @@ class TokenGraph:
     ids: Tensor  # (texts, 1)
     positions: Tensor  # (texts, 1)
     repeat: Callable[[], object]
-    kind: type  # of what the model returns
-    results: dict[str, Any]  # of the model, after `repeat`, without the cache
-    cached: list[str]  # names of results that are the cache
+    results: Results  # of the model, after `repeat`
 
     def __reduce__(self) -> tuple:
         """Become None in a copy of a cache, whose states lie elsewhere."""
@@ -78,9 +89,7 @@ class TokenGraph:
                 )
         finally:
             go_back(read)
-        cached = [name for name, x in out.items() if isinstance(x, Cache)]
-        results = {name: x for name, x in out.items() if name not in cached}
-        return cls(pools, ids, positions, repeat, type(out), results, cached)
+        return cls(pools, ids, positions, repeat, Results(out))
 
     def holds(self, cache: Cache) -> bool:
         """Whether the states of the cache still are where the graph reads them."""
@@ -97,8 +106,7 @@ class TokenGraph:
     def read(self, cache: Cache, ids: Tensor, positions: Tensor) -> Any:
         """Read a token of each text (texts, 1), and return what the model returns."""
         self.repeat_for(cache, ids, positions)
-        copied = {name: x.clone() if isinstance(x, Tensor) else x for name, x in self.results.items()}
-        return self.kind(**copied, **dict.fromkeys(self.cached, cache))
+        return self.results.copy(cache)
 
 
 def read_by_graph(model: Any, arguments: dict) -> Any:
@@ -137,14 +145,14 @@ def capture_token(model: Any, cache: LinearizedCache) -> TokenGraph | bool | Non
 
 
 def positions_for(arguments: dict) -> Tensor:
-    """Return the positions (texts, 1) of a token, as transformers counts them if it is given none."""
-    positions, mask = arguments["position_ids"], arguments.get(MASK)
-    past = arguments[CACHE].get_seq_length()
+    """Return the positions (texts, tokens) of a text, as transformers counts them if it is given none."""
+    positions, mask, ids = arguments.get("position_ids"), arguments.get(MASK), arguments["input_ids"]
+    past, tokens = arguments[CACHE].get_seq_length(), ids.shape[1]
     if positions is not None:
         return positions
-    if mask is not None and mask.shape[1] == past + 1:
-        return positions_of(mask)[:, -1:]
-    return torch.full_like(arguments["input_ids"], past)
+    if mask is not None and mask.shape[1] == past + tokens:
+        return positions_of(mask)[:, past:]
+    return torch.arange(past, past + tokens, device=ids.device).expand_as(ids)
 
 
 def capture_on_gpu(step: Step) -> tuple[Callable[[], object], Any]:

@@ -10,10 +10,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 from linearizer.student.cache import CACHE
+from linearizer.student.text_parts import expects_parts
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
-LONG_PIECE = 16384  # of all texts, once a student's layers read parts of them at the same time (student/text_parts.py)
+LONG_PIECE = 16384  # of all texts, if a student's layers read parts of them at the same time (student/text_parts.py)
 HALF_LETTER = "\ufffd"  # a decoder writes it for bytes that are not a complete letter
 CONTEXT = 8  # tokens that are decoded before the first new token
 MAX_LETTER_TOKENS = 16  # after these, bytes that are not a letter are written as such
@@ -24,8 +25,7 @@ def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[i
     """Read tokens (texts, tokens) that follow those in the cache; yield after each piece how many were read."""
     start = 0
     while start < ids.shape[1]:
-        in_parts = getattr(model, "reads_parts", None)
-        end = start + (max(PIECE_TOKENS, LONG_PIECE // len(ids)) if in_parts else PIECE_TOKENS)
+        end = start + (max(PIECE_TOKENS, LONG_PIECE // len(ids)) if expects_parts(model) else PIECE_TOKENS)
         with torch.inference_mode():
             piece = ids[:, start:end].to(model.device)
             model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})

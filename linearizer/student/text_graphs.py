@@ -1,0 +1,296 @@
+"""Long texts by CUDA graphs: a few launches for a part of a text, where Python launches a thousand kernels.
+
+Python takes longer to launch the kernels of a part (text_parts.py) than a GPU takes to run them. So once a model has
+read some single texts by calls, a part of PART tokens is captured for each stream. A capture is cut where the attention
+of a layer begins and ends: between its graphs, a layer waits for the part before. Graphs use memory at fixed addresses,
+so they have states of their own, to which those of a cache are copied, and back. A call reads the tokens after the last
+whole part. Texts of a batch, which leave less of a GPU idle, are read by calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from .cache import CACHE, LinearizedCache, keeps_state
+from .kernel_trial import shorten
+from .state_pool import StatePool, pools_of
+from .text_parts import (
+    MASK,
+    PartOrder,
+    Streams,
+    agree,
+    count_streams,
+    is_packed,
+    is_repeatable,
+    launching,
+    length_of,
+    ordered,
+)
+from .token_graph import FAR, Results, positions_for
+
+Tensor = torch.Tensor
+PART = 256  # tokens of a part
+FEWEST = 512  # tokens of a text that graphs read: a call for the last ones takes as long as a call for so few
+BEFORE = 8  # texts that are read by calls before graphs are captured, which takes as long as they save in about as many
+TRIAL = 2048  # tokens of the comparison
+CODE = ("torch", "transformers")  # whose modules depend on nothing but tensors while a model is not trained
+logger = logging.get_logger(__name__)
+Piece = Callable[[], object]
+
+
+class Pieces:
+    """Captures what is launched on the current stream, in graphs, cut where the attention of a layer begins and ends.
+
+    The graphs share their memory, since they are always repeated in this order.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[Piece] = []
+        self.layers: list[int] = []  # which each second graph belongs to
+        self.memory = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # that the capture failed, too
+                self.end()
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(self.memory, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        self.graph.capture_end()
+        self.graphs.append(self.graph.replay)
+
+    def cut(self) -> None:
+        self.end()
+        self.begin()
+
+
+@dataclass
+class Cut(AbstractContextManager):
+    """Makes the attention of a layer, in this context, a piece of its own."""
+
+    pieces: Pieces
+    layer: int
+
+    def __enter__(self) -> None:
+        self.pieces.layers.append(self.layer)
+        self.pieces.cut()
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self.pieces.cut()
+
+
+def capture_in_pieces(step: Callable[[], Any], cache: LinearizedCache) -> tuple[list[Piece], list[int], Any]:
+    """Capture a step on the current stream; return its pieces, which layer each second one is, and its result."""
+    pieces = Pieces()
+    with ordered(cache, [Cut(pieces, layer) for layer in range(len(cache.layers))]), pieces.captured():
+        out = step()
+    return pieces.graphs, pieces.layers, out
+
+
+@dataclass
+class PartGraph:
+    """A part of a text, captured for one stream."""
+
+    ids: Tensor  # (1, PART)
+    positions: Tensor  # (1, PART)
+    pieces: list[Piece]
+    layers: list[int]
+    out: Any  # what the model returns for the last token
+
+    def repeat(self, orders: Sequence[AbstractContextManager]) -> None:
+        begin, *others = self.pieces
+        begin()
+        for layer, attend, go_on in zip(self.layers, others[::2], others[1::2], strict=True):
+            with orders[layer]:
+                attend()
+            go_on()
+
+
+@dataclass
+class TextGraphs:
+    """Graphs for each stream, and the cache whose states they read."""
+
+    base: Callable[..., Any]
+    cache: LinearizedCache
+    pools: list[StatePool]  # of the cache's layers
+    parts: list[PartGraph]  # for each stream
+    weights: list[tuple]  # as weights_of lists them
+    done: Any  # the event after the last text
+
+    @classmethod
+    @torch.inference_mode(False)  # so that later calls may write the inputs
+    @torch.no_grad()
+    def of(cls, model: Any, text: Tensor, count: int, capture: Callable[..., Any]) -> TextGraphs | None:
+        """Capture a part of a text (1, tokens) for `count` streams, and compare parts with those read by calls; return
+        None if some states lie elsewhere than in pools."""
+        cache, parts = model.empty_cache(), []
+        with Streams(text.device, count) as streams:
+            order = PartOrder(streams)
+            for _ in range(count):
+                with streams.begin_part(), order:
+                    ids, positions = text[:, :PART].clone(), torch.arange(PART, device=text.device)[None]
+                    step = partial(call_model, model.base, cache, ids, positions)
+                    step()  # since libraries prepare what they need at the first call on a stream
+                    if pools_of(cache) is None:
+                        return None
+                    parts.append(PartGraph(ids, positions, *capture(step, cache)))
+        graphs = cls(model.base, cache, pools_of(cache) or [], parts, weights_of(model), streams.mark())
+        expected = graphs.read_by_calls(model.empty_cache(), text[:, :TRIAL], model.config)
+        named = {"input_ids": text[:, :TRIAL], CACHE: model.empty_cache()}
+        if not agree(graphs.read(named).logits, expected):
+            raise ValueError("graphs read other logits than the model, which may look at how many tokens were read")
+        return graphs
+
+    def read_by_calls(self, cache: LinearizedCache, ids: Tensor, config: Any) -> Tensor:
+        """Return the logits of the last token, read part by part; Python sees more tokens before the last part."""
+        for begin in range(0, ids.shape[1], PART):
+            if begin + PART >= ids.shape[1]:
+                for layer in cache.layers:
+                    layer.tokens_read = max((getattr(config, "max_position_embeddings", None) or FAR) - PART, begin)
+            part = ids[:, begin : begin + PART]
+            positions = torch.arange(begin, begin + part.shape[1], device=ids.device)[None]
+            logits: Tensor = call_model(self.base, cache, part, positions).logits
+        return logits
+
+    def accepts(self, cache: LinearizedCache) -> bool:
+        """Whether the states of a cache can be copied here."""
+        if not any(layer.memory or layer.tokens_read for layer in cache.layers):
+            return True
+        pools = pools_of(cache)
+        return pools is not None and all(a.layout.kind == b.layout.kind for a, b in zip(pools, self.pools, strict=True))
+
+    def read(self, arguments: dict) -> Any:
+        """Read a text of a plain call that continues a cache, and return what the model returns for its last token."""
+        cache, ids, tokens = arguments[CACHE], arguments["input_ids"], length_of(arguments)
+        positions, whole = positions_for(arguments), tokens // PART * PART
+        theirs = pools_of(cache)
+        with launching:
+            with Streams(ids.device, len(self.parts), self.done) as streams:
+                orders = [PartOrder(streams) for _ in self.pools]
+                for begin in range(0, whole, PART):
+                    part = self.parts[streams.parts % len(self.parts)]
+                    with streams.begin_part():
+                        if not begin:
+                            self.load(theirs)  # later parts wait for the first one before they read states
+                        part.ids.copy_(ids[:, begin : begin + PART])
+                        part.positions.copy_(positions[:, begin : begin + PART])
+                        part.repeat(orders)
+                out = part.out
+                if whole < tokens:
+                    for layer in self.cache.layers:
+                        layer.tokens_read = cache.get_seq_length() + whole
+                    with streams.begin_part(), ordered(self.cache, orders):
+                        out = call_model(self.base, self.cache, ids[:, whole:], positions[:, whole:])
+                    streams.hand_over(out.logits)
+            self.store(cache, theirs, tokens)
+            out = Results(out).copy(cache)
+            self.done = streams.mark()
+        return out
+
+    def load(self, pools: Sequence[StatePool] | None) -> None:
+        """Begin with the states of a cache, or with empty ones."""
+        for place, pool in enumerate(self.pools):
+            if pools is None:
+                pool.pool.zero_()
+                pool.count.zero_()
+            else:
+                pool.lay_pool(0, pools[place])
+
+    def store(self, cache: LinearizedCache, pools: Sequence[StatePool] | None, tokens: int) -> None:
+        """Give a cache the states after a text."""
+        for place, (layer, pool) in enumerate(zip(cache.layers, self.pools, strict=True)):
+            if pools is None:
+                pool.copy().show(layer.memory)
+            else:
+                pools[place].lay_pool(0, pool)
+                pools[place].missing = 0
+            layer.tokens_read, layer.device = layer.tokens_read + tokens, pool.pool.device
+
+
+class TextReader:
+    """The graphs of a model, and how many texts were read without."""
+
+    def __init__(self, capture: Callable[..., Any] = capture_in_pieces) -> None:
+        self.capture, self.graphs, self.called = capture, None, 0  # type: Callable[..., Any], TextGraphs | None, int
+
+    def __reduce__(self) -> tuple:
+        """Become an empty reader in a copy of a model, whose weights lie elsewhere."""
+        return TextReader, ()
+
+    def find(self, model: Any, text: Tensor) -> TextGraphs | None:
+        """Find or capture graphs for a text (1, tokens); None: it should be read by calls."""
+        if not is_repeatable(model):
+            return None
+        if self.graphs is not None and self.graphs.weights != weights_of(model):
+            self.graphs, self.called = None, 0
+        if self.graphs is None:
+            self.called += 1
+            if self.called > BEFORE and is_plain(model) and (streams := count_streams(model, text)) > 1:
+                self.graphs = self.take(model, text, streams)
+        return self.graphs
+
+    def take(self, model: Any, text: Tensor, streams: int) -> TextGraphs | None:
+        """Capture graphs; if that fails, let the model read by calls from then on."""
+        self.called = 0
+        try:
+            with launching:
+                graphs = TextGraphs.of(model, text, streams, self.capture)
+        except torch.OutOfMemoryError:
+            return None  # there may be memory later
+        except Exception as error:  # failed captures raise errors of many kinds
+            logger.warning(f"long texts are read without graphs of CUDA, which takes longer: {shorten(error)}")
+            graphs = None
+        if graphs is None:
+            model.repeats_texts = False
+        return graphs
+
+
+def read_text_by_graphs(model: Any, arguments: dict) -> Any:
+    """Read the text of a plain call by graphs; return what the model returns, or None: it should be read by calls."""
+    cache, ids, mask = arguments[CACHE], arguments["input_ids"], arguments.get(MASK)
+    if ids is None or len(ids) > 1 or ids.shape[1] < FEWEST or arguments["logits_to_keep"] != 1:
+        return None
+    if model.repeats_texts is False:
+        return None
+    if not isinstance(cache, LinearizedCache) or not all(map(keeps_state, cache.layers)) or is_packed(arguments):
+        return None
+    if mask is not None and not mask[:, -ids.shape[1] :].all():
+        return None
+    graphs = model.text_reader.find(model, ids)
+    return graphs.read(arguments) if graphs is not None and graphs.accepts(cache) else None
+
+
+def call_model(model: Callable[..., Any], cache: LinearizedCache, ids: Tensor, positions: Tensor) -> Any:
+    """Read tokens (1, tokens) into a cache."""
+    return model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+
+
+def weights_of(model: nn.Module) -> list[tuple]:
+    """List where a model's tensors lie, and their versions: graphs would read others where they were, and states have
+    numbers that were computed from them."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [(x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether all modules are of libraries that read no switches between calls, as adapters of peft do."""
+    known = {*CODE, __name__.split(".")[0]}
+    return all(type(module).__module__.split(".")[0] in known for module in model.modules())

@@ -1,0 +1,261 @@
+"""Texts by graphs are those by calls: a graph reads parts with states of its own, which are copied from and to caches.
+
+Without a GPU a thread calls the step again, and stops where one graph would end and the next begin.
+"""
+
+import copy
+import threading
+from contextlib import AbstractContextManager
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from linearizer.plan.head_bytes import Head
+from linearizer.student import layer_student, text_graphs, text_parts
+from linearizer.student.attention_interface import NOT_SERVED
+from linearizer.student.cache import CACHE
+from linearizer.student.state import tensors
+from linearizer.student.text_graphs import TextReader
+from tests.support.kernels import DEVICE, EXACT, ON_GPU
+from tests.support.models import student_of, tokens
+from tests.support.streams import RecordedStreams, opened
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of an interpreter, in empty rows
+HEADS = [Head(window=5, bits=8), Head(window=4, slots=6, bits=8)]
+PART, PARTS, LAYERS, MORE = 8, 3, 2, 3
+FAR = 60  # positions of the model
+
+
+class Turns(AbstractContextManager):
+    """The begin and the end of a layer's attention, where a thread waits for its next turn."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __enter__(self):
+        self.step.wait()
+
+    def __exit__(self, *error):
+        self.step.wait()
+
+
+class RepeatedStep:
+    """Calls a step again, piece by piece."""
+
+    def __init__(self, step, cache):
+        self.step, self.cache, self.thread = step, cache, None
+        self.turn, self.over = threading.Semaphore(0), threading.Semaphore(0)
+        self.out = step()
+        made.append(self)
+
+    def repeat_piece(self):
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.run)
+            self.thread.start()
+        self.turn.release()
+        self.over.acquire()
+
+    @torch.inference_mode()
+    def run(self):
+        self.turn.acquire()
+        with text_parts.ordered(self.cache, [Turns(self) for _ in self.cache.layers]):
+            self.out.logits.copy_(self.step().logits)
+        for layer in self.cache.layers:  # which graphs do not count
+            layer.tokens_read -= PART
+        self.thread = None
+        self.over.release()
+
+    def wait(self):
+        self.over.release()
+        self.turn.acquire()
+
+
+def call_in_pieces(step, cache):
+    repeated, layers = RepeatedStep(step, cache), [*range(len(cache.layers))]
+    return [repeated.repeat_piece] * (2 * len(layers) + 1), layers, repeated.out
+
+
+def capture(*arguments):
+    made.append(None)
+    return text_graphs.capture_in_pieces(*arguments)
+
+
+made = []  # the captures of a test
+
+
+@pytest.fixture
+def student(monkeypatch):
+    """A student whose layers are read by Triton's kernels, with graphs after two texts, and say what they launch."""
+    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
+    for name, value in {"PART": PART, "FEWEST": 2 * PART, "TRIAL": PARTS * PART, "BEFORE": 2}.items():
+        monkeypatch.setattr(text_graphs, name, value)
+    if not ON_GPU:
+        monkeypatch.setattr(text_parts, "DEVICES", {"cpu"})
+        monkeypatch.setattr(text_parts, "Streams", RecordedStreams)
+        monkeypatch.setattr(text_graphs, "Streams", RecordedStreams)
+        known = SimpleNamespace(multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    student = student_of("llama", HEADS, num_hidden_layers=LAYERS, max_position_embeddings=FAR).to(DEVICE, EXACT)
+    student.text_reader = TextReader(capture if ON_GPU else call_in_pieces)
+    for index, layer in enumerate(student.students()):
+        layer.in_c, layer.in_triton = False, True
+        monkeypatch.setattr(layer, "attend", partial(launched, index, layer.attend))
+    opened.clear()
+    made.clear()
+    return student
+
+
+def launched(layer, attend, *inputs):
+    if opened:
+        opened[-1].launch((len(opened), layer, opened[-1].parts - 1))
+    return attend(*inputs)
+
+
+@torch.inference_mode()
+def read_by_calls(student, ids, cache=None, mask=None):
+    """Read parts one after the other; return the last logits, and the cache."""
+    cache = student.empty_cache() if cache is None else cache
+    past = cache.get_seq_length()
+    for begin in range(0, ids.shape[1], PART):
+        seen = None if mask is None else mask[:, : past + begin + PART]
+        part = ids[:, begin : begin + PART]
+        out = student(part, attention_mask=seen, logits_to_keep=1, **{CACHE: cache})
+    return out.logits, cache
+
+
+@torch.inference_mode()
+def read_at_once(student, ids, cache=None, mask=None):
+    student.repeats_texts = False
+    result = read(student, ids, cache, attention_mask=mask)
+    student.repeats_texts = None
+    return result
+
+
+@torch.inference_mode()
+def read(student, ids, cache=None, **given):
+    cache = student.empty_cache() if cache is None else cache
+    return student(ids, logits_to_keep=1, **given, **{CACHE: cache}).logits, cache
+
+
+def capture_graphs(student):
+    """Read texts until graphs are captured; return how many reads that took."""
+    for count in range(1, 5):
+        read(student, tokens(1, PARTS * PART, count).to(DEVICE))
+        if student.text_reader.graphs:
+            return count
+
+
+def assert_same(result, expected):
+    (logits, cache), (wanted, other) = result, expected
+    assert torch.equal(logits, wanted)
+    for layer, known in zip(cache.layers, other.layers, strict=True):
+        assert layer.tokens_read == known.tokens_read and layer.part_order is None
+        for state, numbers in zip(layer.memory, known.memory, strict=True):
+            assert all(torch.equal(x, tensors(numbers)[name]) for name, x in tensors(state).items())
+
+
+def test_texts_are_read_by_graphs_as_by_calls(student):
+    assert capture_graphs(student) == 3 and len(made) == LAYERS  # a part for each stream
+    first, second = tokens(1, PARTS * PART + MORE, 7).to(DEVICE), tokens(1, 2 * PART, 8).to(DEVICE)
+    logits, cache = read(student, first)
+    expected, other = read_by_calls(student, first)
+    assert_same((logits, cache), (expected, other))
+    kept, copied = copy.deepcopy(cache), copy.deepcopy(other)
+    assert_same(read(student, second, cache), read_by_calls(student, second, other))
+    assert_same(read(student, tokens(1, 1).to(DEVICE), cache), read(student, tokens(1, 1).to(DEVICE), other))
+    assert_same(read(student, first[:, :5], kept), read(student, first[:, :5], copied))
+    used = len(opened)
+    read(student, tokens(2, PARTS * PART).to(DEVICE))
+    assert len(made) == LAYERS and len(opened) == used  # texts of a batch need none
+
+
+@pytest.mark.skipif(ON_GPU, reason="streams of a device record nothing")
+def test_a_layer_reads_a_part_after_the_part_before_and_beside_later_layers(student):
+    capture_graphs(student)
+    read(student, tokens(1, PARTS * PART + MORE))
+    before, text = opened[-1].before, len(opened)
+    assert len(before) == LAYERS * (PARTS + 1)
+    for _, layer, part in before:
+        earlier = before[text, layer, part]
+        assert (text - 1, LAYERS - 1, PARTS - 1) in earlier  # the last text was read with the same states
+        assert part == 0 or (text, layer, part - 1) in earlier
+        assert layer == 0 or (text, layer - 1, part) in earlier
+        if part % LAYERS:  # parts of the same stream are read one after the other
+            assert (text, LAYERS - 1, part - 1) not in before[text, 0, part]
+
+
+def test_padding_is_read_by_calls_and_positions_after_it_by_graphs(student):
+    capture_graphs(student)
+    ids, more = tokens(1, 2 * PART, 7).to(DEVICE), tokens(1, 2 * PART, 8).to(DEVICE)
+    mask = torch.ones(1, 4 * PART, dtype=torch.long, device=DEVICE)
+    mask[:, :3] = 0
+    used = len(opened)
+    _, cache = read(student, ids, attention_mask=mask[:, : 2 * PART])
+    _, other = read_at_once(student, ids, mask=mask[:, : 2 * PART])
+    assert len(opened) == used
+    result = read(student, more, cache, attention_mask=mask)
+    assert ON_GPU or len(opened) == used + 1
+    assert_same(result, read_by_calls(student, more, other, mask))
+
+
+def test_graphs_are_captured_again_once_weights_have_changed(student):
+    capture_graphs(student)
+    ids = tokens(1, PARTS * PART, 7).to(DEVICE)
+    before, _ = read(student, ids)
+    with torch.no_grad():
+        for weight in (student.lm_head.weight, student.students()[0].groups[1].merger.metric):
+            weight.mul_(0.5)
+    assert student.text_reader.graphs
+    result = read(student, ids)
+    assert not student.text_reader.graphs and not torch.equal(result[0], before)
+    assert_same(result, read_at_once(student, ids))
+    assert capture_graphs(student) == 2
+    assert_same(read(student, ids), read_by_calls(student, ids))
+
+
+def test_a_user_who_watches_a_module_sees_all_calls(student):
+    capture_graphs(student)
+    seen, ids = [], tokens(1, PARTS * PART, 7).to(DEVICE)
+    handle = student.lm_head.register_forward_hook(lambda *given: seen.append(given))
+    read(student, ids)
+    handle.remove()
+    read(student, ids)
+    assert len(seen) == 1
+
+
+def test_a_copy_of_a_model_has_graphs_of_its_own(student):
+    capture_graphs(student)
+    assert student.text_reader.graphs and not copy.deepcopy(student.text_reader).graphs
+
+
+@torch.inference_mode()
+def test_packed_rows_are_refused_as_without_graphs(student):
+    capture_graphs(student)
+    positions = torch.arange(PART, device=DEVICE).repeat(1, PARTS)
+    with pytest.raises(ValueError, match=NOT_SERVED[:40]):
+        student(tokens(1, PARTS * PART).to(DEVICE), position_ids=positions, logits_to_keep=1)
+
+
+@pytest.mark.parametrize("fault", ["division by zero", "how many tokens"])
+def test_a_model_that_no_graph_can_repeat_is_read_by_calls(student, monkeypatch, fault):
+    """A graph would repeat the number at which it was captured."""
+    before, said = student.base.forward, []
+
+    def forward(**given):
+        out = before(**given)
+        out.logits[..., given[CACHE].get_seq_length() % 50] += 0.1 * out.logits.abs().max()
+        return out
+
+    if fault == "division by zero":
+        student.text_reader = TextReader(lambda *_: 1 / 0)
+    monkeypatch.setattr(student.base, "forward", forward)
+    monkeypatch.setattr(text_graphs.logger, "warning", said.append)
+    for seed in range(5):
+        read(student, tokens(1, PARTS * PART, seed).to(DEVICE))
+    assert [fault in words for words in said] == [True] and student.repeats_texts is False
+    ids = tokens(1, PARTS * PART, 7).to(DEVICE)
+    monkeypatch.setattr(text_parts, "FEWEST", 2 * PARTS * PART)
+    (logits, cache), (expected, other) = read(student, ids), read(student, ids, use_cache=True)
+    assert_same((logits, cache), (expected, other))
