@@ -1,7 +1,7 @@
 """Long texts by CUDA graphs: a few launches for a part of a text, where Python launches a thousand kernels.
 
 Python takes longer to launch the kernels of a part (text_parts.py) than a GPU takes to run them. So once a model has
-read some single texts by calls, a part of PART tokens is captured for each stream. A capture is cut where the attention
+read some single texts by calls, parts of the SIZES are captured for each stream. A capture is cut where the attention
 of a layer begins and ends: between its graphs, a layer waits for the part before. Graphs use memory at fixed addresses,
 so they have states of their own, to which those of a cache are copied, and back. A call reads the tokens after the last
 whole part. Texts of a batch, which leave less of a GPU idle, are read by calls.
@@ -31,16 +31,16 @@ from .text_parts import (
     is_packed,
     is_repeatable,
     launching,
-    length_of,
     ordered,
 )
 from .token_graph import FAR, Results, positions_for
 
 Tensor = torch.Tensor
-PART = 256  # tokens of a part
+SIZES = (1024, 256)  # tokens of parts: in large ones, less is read again; of small ones, more run at the same time
+LONG = 4096  # tokens of a text that has large parts, too
 FEWEST = 512  # tokens of a text that graphs read: a call for the last ones takes as long as a call for so few
 BEFORE = 8  # texts that are read by calls before graphs are captured, which takes as long as they save in about as many
-TRIAL = 2048  # tokens of the comparison
+TRIAL_PARTS = 8  # of the comparison
 CODE = ("torch", "transformers")  # whose modules depend on nothing but tensors while a model is not trained
 logger = logging.get_logger(__name__)
 Piece = Callable[[], object]
@@ -49,13 +49,13 @@ Piece = Callable[[], object]
 class Pieces:
     """Captures what is launched on the current stream, in graphs, cut where the attention of a layer begins and ends.
 
-    The graphs share their memory, since they are always repeated in this order.
+    The graphs of a stream share their memory, since they are repeated one after the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Any) -> None:
         self.graphs: list[Piece] = []
         self.layers: list[int] = []  # which each second graph belongs to
-        self.memory = torch.cuda.graph_pool_handle()
+        self.memory = memory or torch.cuda.graph_pool_handle()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -97,22 +97,23 @@ class Cut(AbstractContextManager):
             self.pieces.cut()
 
 
-def capture_in_pieces(step: Callable[[], Any], cache: LinearizedCache) -> tuple[list[Piece], list[int], Any]:
-    """Capture a step on the current stream; return its pieces, which layer each second one is, and its result."""
-    pieces = Pieces()
+def capture_in_pieces(step: Callable[[], Any], cache: LinearizedCache, memory: Any) -> tuple:
+    """Capture a step on the current stream, in memory of earlier graphs or None; return fields of a PartGraph."""
+    pieces = Pieces(memory)
     with ordered(cache, [Cut(pieces, layer) for layer in range(len(cache.layers))]), pieces.captured():
         out = step()
-    return pieces.graphs, pieces.layers, out
+    return pieces.memory, pieces.graphs, pieces.layers, out
 
 
 @dataclass
 class PartGraph:
     """A part of a text, captured for one stream."""
 
-    ids: Tensor  # (1, PART)
-    positions: Tensor  # (1, PART)
+    ids: Tensor  # (1, tokens)
+    positions: Tensor  # (1, tokens)
+    memory: Any
     pieces: list[Piece]
-    layers: list[int]
+    layers: list[int]  # which each second piece belongs to
     out: Any  # what the model returns for the last token
 
     def repeat(self, orders: Sequence[AbstractContextManager]) -> None:
@@ -124,48 +125,54 @@ class PartGraph:
             go_on()
 
 
-@dataclass
 class TextGraphs:
-    """Graphs for each stream, and the cache whose states they read."""
+    """Graphs for `count` streams, and the cache whose states they read."""
 
-    base: Callable[..., Any]
-    cache: LinearizedCache
-    pools: list[StatePool]  # of the cache's layers
-    parts: list[PartGraph]  # for each stream
-    weights: list[tuple]  # as weights_of lists them
-    done: Any  # the event after the last text
+    def __init__(self, model: Any, count: int, capture: Callable[..., Any]) -> None:
+        self.base, self.config, self.weights = model.base, model.config, weights_of(model)
+        self.count, self.capture = count, capture
+        self.empty_cache: Callable[[], LinearizedCache] = model.empty_cache
+        self.cache = model.empty_cache()
+        self.parts: dict[int, list[PartGraph]] = {}  # for each stream, by their tokens; none if memory does not suffice
+        self.done: Any = None  # the event after the last text
 
-    @classmethod
+    @property
+    def pools(self) -> list[StatePool]:
+        """Return the pools of states, of all layers."""
+        return pools_of(self.cache) or []
+
     @torch.inference_mode(False)  # so that later calls may write the inputs
     @torch.no_grad()
-    def of(cls, model: Any, text: Tensor, count: int, capture: Callable[..., Any]) -> TextGraphs | None:
-        """Capture a part of a text (1, tokens) for `count` streams, and compare parts with those read by calls; return
-        None if some states lie elsewhere than in pools."""
-        cache, parts = model.empty_cache(), []
-        with Streams(text.device, count) as streams:
+    def add(self, text: Tensor, size: int) -> bool:
+        """Capture a part of a text (1, tokens) for each stream, and compare such parts with those read by calls; return
+        whether all states lie in pools."""
+        parts: list[PartGraph] = []
+        earlier = next(iter(self.parts.values()), [])
+        with Streams(text.device, self.count, self.done) as streams:
             order = PartOrder(streams)
-            for _ in range(count):
+            for stream in range(self.count):
                 with streams.begin_part(), order:
-                    ids, positions = text[:, :PART].clone(), torch.arange(PART, device=text.device)[None]
-                    step = partial(call_model, model.base, cache, ids, positions)
+                    ids, positions = text[:, :size].clone(), torch.arange(size, device=text.device)[None]
+                    step = partial(call_model, self.base, self.cache, ids, positions)
                     step()  # since libraries prepare what they need at the first call on a stream
-                    if pools_of(cache) is None:
-                        return None
-                    parts.append(PartGraph(ids, positions, *capture(step, cache)))
-        graphs = cls(model.base, cache, pools_of(cache) or [], parts, weights_of(model), streams.mark())
-        expected = graphs.read_by_calls(model.empty_cache(), text[:, :TRIAL], model.config)
-        named = {"input_ids": text[:, :TRIAL], CACHE: model.empty_cache()}
-        if not agree(graphs.read(named).logits, expected):
+                    if not self.pools:
+                        return False
+                    memory = earlier[stream].memory if earlier else None
+                    parts.append(PartGraph(ids, positions, *self.capture(step, self.cache, memory)))
+        self.done, self.parts[size], text = streams.mark(), parts, text[:, : TRIAL_PARTS * size]
+        expected = self.read_by_calls(text, size)
+        if not agree(self.read({"input_ids": text, CACHE: self.empty_cache()}, [size]).logits, expected):
             raise ValueError("graphs read other logits than the model, which may look at how many tokens were read")
-        return graphs
+        return True
 
-    def read_by_calls(self, cache: LinearizedCache, ids: Tensor, config: Any) -> Tensor:
+    def read_by_calls(self, ids: Tensor, size: int) -> Tensor:
         """Return the logits of the last token, read part by part; Python sees more tokens before the last part."""
-        for begin in range(0, ids.shape[1], PART):
-            if begin + PART >= ids.shape[1]:
+        cache, most = self.empty_cache(), getattr(self.config, "max_position_embeddings", None) or FAR
+        for begin in range(0, ids.shape[1], size):
+            if begin + size >= ids.shape[1]:
                 for layer in cache.layers:
-                    layer.tokens_read = max((getattr(config, "max_position_embeddings", None) or FAR) - PART, begin)
-            part = ids[:, begin : begin + PART]
+                    layer.tokens_read = max(most - size, begin)
+            part = ids[:, begin : begin + size]
             positions = torch.arange(begin, begin + part.shape[1], device=ids.device)[None]
             logits: Tensor = call_model(self.base, cache, part, positions).logits
         return logits
@@ -177,28 +184,28 @@ class TextGraphs:
         pools = pools_of(cache)
         return pools is not None and all(a.layout.kind == b.layout.kind for a, b in zip(pools, self.pools, strict=True))
 
-    def read(self, arguments: dict) -> Any:
-        """Read a text of a plain call that continues a cache, and return what the model returns for its last token."""
-        cache, ids, tokens = arguments[CACHE], arguments["input_ids"], length_of(arguments)
-        positions, whole = positions_for(arguments), tokens // PART * PART
-        theirs = pools_of(cache)
+    def read(self, arguments: dict, sizes: Sequence[int]) -> Any:
+        """Read a text of a plain call that continues a cache, in parts of the sizes, largest first; return what the
+        model returns for its last token."""
+        cache, ids, begin = arguments[CACHE], arguments["input_ids"], 0
+        positions, tokens, theirs = positions_for(arguments), ids.shape[1], pools_of(cache)
         with launching:
-            with Streams(ids.device, len(self.parts), self.done) as streams:
-                orders = [PartOrder(streams) for _ in self.pools]
-                for begin in range(0, whole, PART):
-                    part = self.parts[streams.parts % len(self.parts)]
+            with Streams(ids.device, self.count, self.done) as streams:
+                orders = [PartOrder(streams) for _ in self.cache.layers]
+                for size in cut_text(tokens, sizes):
+                    part, end = self.parts[size][streams.parts % self.count], begin + size
                     with streams.begin_part():
                         if not begin:
                             self.load(theirs)  # later parts wait for the first one before they read states
-                        part.ids.copy_(ids[:, begin : begin + PART])
-                        part.positions.copy_(positions[:, begin : begin + PART])
+                        part.ids.copy_(ids[:, begin:end])
+                        part.positions.copy_(positions[:, begin:end])
                         part.repeat(orders)
-                out = part.out
-                if whole < tokens:
+                    out, begin = part.out, end
+                if begin < tokens:
                     for layer in self.cache.layers:
-                        layer.tokens_read = cache.get_seq_length() + whole
+                        layer.tokens_read = cache.get_seq_length() + begin
                     with streams.begin_part(), ordered(self.cache, orders):
-                        out = call_model(self.base, self.cache, ids[:, whole:], positions[:, whole:])
+                        out = call_model(self.base, self.cache, ids[:, begin:], positions[:, begin:])
                     streams.hand_over(out.logits)
             self.store(cache, theirs, tokens)
             out = Results(out).copy(cache)
@@ -235,32 +242,35 @@ class TextReader:
         """Become an empty reader in a copy of a model, whose weights lie elsewhere."""
         return TextReader, ()
 
-    def find(self, model: Any, text: Tensor) -> TextGraphs | None:
-        """Find or capture graphs for a text (1, tokens); None: it should be read by calls."""
+    def find(self, model: Any, text: Tensor, sizes: Sequence[int]) -> TextGraphs | None:
+        """Find or capture graphs for a text (1, tokens) in parts of the sizes; None: it should be read by calls."""
         if not is_repeatable(model):
             return None
         if self.graphs is not None and self.graphs.weights != weights_of(model):
             self.graphs, self.called = None, 0
         if self.graphs is None:
             self.called += 1
-            if self.called > BEFORE and is_plain(model) and (streams := count_streams(model, text)) > 1:
-                self.graphs = self.take(model, text, streams)
+            if self.called <= BEFORE or (count := count_streams(model, text)) < 2 or not is_plain(model):
+                return None
+            self.graphs, self.called = TextGraphs(model, count, self.capture), 0
+        for size in reversed(sizes):
+            if size not in self.graphs.parts and not self.add(model, self.graphs, text, size):
+                self.graphs = None
+                break
         return self.graphs
 
-    def take(self, model: Any, text: Tensor, streams: int) -> TextGraphs | None:
-        """Capture graphs; if that fails, let the model read by calls from then on."""
-        self.called = 0
+    def add(self, model: Any, graphs: TextGraphs, text: Tensor, size: int) -> bool:
+        """Capture parts of a size; if that fails, let the model read by calls from then on. Return whether texts may be
+        read by graphs."""
         try:
-            with launching:
-                graphs = TextGraphs.of(model, text, streams, self.capture)
-        except torch.OutOfMemoryError:
-            return None  # there may be memory later
+            model.repeats_texts = None if graphs.add(text, size) else False
+        except torch.OutOfMemoryError:  # there may be memory later
+            graphs.parts[size] = []
+            return len(graphs.parts) > 1
         except Exception as error:  # failed captures raise errors of many kinds
             logger.warning(f"long texts are read without graphs of CUDA, which takes longer: {shorten(error)}")
-            graphs = None
-        if graphs is None:
             model.repeats_texts = False
-        return graphs
+        return model.repeats_texts is not False
 
 
 def read_text_by_graphs(model: Any, arguments: dict) -> Any:
@@ -274,8 +284,21 @@ def read_text_by_graphs(model: Any, arguments: dict) -> Any:
         return None
     if mask is not None and not mask[:, -ids.shape[1] :].all():
         return None
-    graphs = model.text_reader.find(model, ids)
-    return graphs.read(arguments) if graphs is not None and graphs.accepts(cache) else None
+    sizes = SIZES if ids.shape[1] >= LONG else SIZES[-1:]
+    with launching:
+        graphs = model.text_reader.find(model, ids, sizes)
+    if graphs is None or not graphs.accepts(cache):
+        return None
+    return graphs.read(arguments, [size for size in sizes if graphs.parts[size]])
+
+
+def cut_text(tokens: int, sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of the whole parts of a text, largest first."""
+    parts: list[int] = []
+    for size in sizes:
+        count, tokens = divmod(tokens, size)
+        parts += [size] * count
+    return parts
 
 
 def call_model(model: Callable[..., Any], cache: LinearizedCache, ids: Tensor, positions: Tensor) -> Any:

@@ -24,7 +24,7 @@ from tests.support.streams import RecordedStreams, opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of an interpreter, in empty rows
 HEADS = [Head(window=5, bits=8), Head(window=4, slots=6, bits=8)]
-PART, PARTS, LAYERS, MORE = 8, 3, 2, 3
+LARGE, PART, PARTS, LAYERS, MORE = 16, 8, 3, 2, 3
 FAR = 60  # positions of the model
 
 
@@ -63,7 +63,7 @@ class RepeatedStep:
         with text_parts.ordered(self.cache, [Turns(self) for _ in self.cache.layers]):
             self.out.logits.copy_(self.step().logits)
         for layer in self.cache.layers:  # which graphs do not count
-            layer.tokens_read -= PART
+            layer.tokens_read -= self.step.args[2].shape[1]
         self.thread = None
         self.over.release()
 
@@ -72,9 +72,9 @@ class RepeatedStep:
         self.turn.acquire()
 
 
-def call_in_pieces(step, cache):
+def call_in_pieces(step, cache, memory):
     repeated, layers = RepeatedStep(step, cache), [*range(len(cache.layers))]
-    return [repeated.repeat_piece] * (2 * len(layers) + 1), layers, repeated.out
+    return memory or object(), [repeated.repeat_piece] * (2 * len(layers) + 1), layers, repeated.out
 
 
 def capture(*arguments):
@@ -89,7 +89,8 @@ made = []  # the captures of a test
 def student(monkeypatch):
     """A student whose layers are read by Triton's kernels, with graphs after two texts, and say what they launch."""
     monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
-    for name, value in {"PART": PART, "FEWEST": 2 * PART, "TRIAL": PARTS * PART, "BEFORE": 2}.items():
+    sizes = {"SIZES": (LARGE, PART), "LONG": 2 * LARGE, "FEWEST": 2 * PART}
+    for name, value in {**sizes, "TRIAL_PARTS": PARTS, "BEFORE": 2}.items():
         monkeypatch.setattr(text_graphs, name, value)
     if not ON_GPU:
         monkeypatch.setattr(text_parts, "DEVICES", {"cpu"})
@@ -114,14 +115,16 @@ def launched(layer, attend, *inputs):
 
 
 @torch.inference_mode()
-def read_by_calls(student, ids, cache=None, mask=None):
+def read_by_calls(student, ids, cache=None, mask=None, sizes=(PART,)):
     """Read parts one after the other; return the last logits, and the cache."""
-    cache = student.empty_cache() if cache is None else cache
+    cache, begin = student.empty_cache() if cache is None else cache, 0
     past = cache.get_seq_length()
-    for begin in range(0, ids.shape[1], PART):
-        seen = None if mask is None else mask[:, : past + begin + PART]
-        part = ids[:, begin : begin + PART]
-        out = student(part, attention_mask=seen, logits_to_keep=1, **{CACHE: cache})
+    student.repeats_texts = False
+    for size in [*text_graphs.cut_text(ids.shape[1], sizes), PART]:
+        if part := ids[:, begin : begin + size].shape[1]:
+            seen, begin = None if mask is None else mask[:, : past + begin + part], begin + part
+            out = student(ids[:, begin - part : begin], attention_mask=seen, logits_to_keep=1, **{CACHE: cache})
+    student.repeats_texts = None
     return out.logits, cache
 
 
@@ -169,6 +172,28 @@ def test_texts_are_read_by_graphs_as_by_calls(student):
     used = len(opened)
     read(student, tokens(2, PARTS * PART).to(DEVICE))
     assert len(made) == LAYERS and len(opened) == used  # texts of a batch need none
+
+
+def test_longer_texts_have_large_parts_too_which_share_the_memory_of_a_stream(student):
+    capture_graphs(student)
+    ids, sizes = tokens(1, 2 * LARGE + PART + MORE, 7).to(DEVICE), (LARGE, PART)
+    assert_same(read(student, ids), read_by_calls(student, ids, sizes=sizes))
+    parts = student.text_reader.graphs.parts
+    assert len(made) == 2 * LAYERS and [*parts] == [PART, LARGE]
+    assert all(a.memory == b.memory for a, b in zip(*parts.values(), strict=True))
+
+
+def test_where_memory_does_not_suffice_for_large_parts_there_are_small_ones(student):
+    def full(step, cache, memory):
+        if step.args[2].shape[1] == LARGE:
+            raise torch.OutOfMemoryError
+        return usual(step, cache, memory)
+
+    usual, student.text_reader.capture = student.text_reader.capture, full
+    capture_graphs(student)
+    ids = tokens(1, 2 * LARGE + PART + MORE, 7).to(DEVICE)
+    assert_same(read(student, ids), read_by_calls(student, ids))
+    assert student.text_reader.graphs and student.repeats_texts is None
 
 
 @pytest.mark.skipif(ON_GPU, reason="streams of a device record nothing")

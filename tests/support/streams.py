@@ -9,8 +9,8 @@ class RecordedStreams(AbstractContextManager):
     """Streams without a device: what was launched on one, or before an event it waited for, is done before what
     follows."""
 
-    def __init__(self, device, count, event=frozenset()):
-        self.count, self.done, self.parts, self.current = count, [event] * count, 0, 0
+    def __init__(self, device, count, event=None):
+        self.count, self.done, self.parts, self.current = count, [event or frozenset()] * count, 0, 0
         self.before = {}  # work -> the work that is done before it
         opened.append(self)
 
