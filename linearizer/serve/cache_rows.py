@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from linearizer.student.cache import CACHE, Change, LinearizedCache, copy_layer, keeps_state
 from linearizer.student.state import tensors
+from linearizer.student.state_pool import pools_of
 
 Tensor = torch.Tensor
 
@@ -87,8 +88,12 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
 
 
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
-    """Take one row, which has read `tokens` tokens, of a batch; its tensors are views of the batch."""
-    taken = copy_cache(cache, lambda name, x: x[row : row + 1])
+    """Take one row, which has read `tokens` tokens, of a batch; its tensors are views of the batch, or of a pool with a
+    copy of the row, which kernels read where it is."""
+    if isinstance(cache, LinearizedCache) and pools_of(cache) is not None:
+        taken: Cache = cache.copied_texts(lambda x: x[row : row + 1])
+    else:
+        taken = copy_cache(cache, lambda name, x: x[row : row + 1])
     cut_padding(taken, tokens)
     return taken
 

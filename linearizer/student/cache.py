@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from .packed_state import KEPT_AS_BYTES, KEYS_AND_VALUES
 from .saved_state import FORMAT, write_state
 from .state import change_tensors, tensors, working_dtype
+from .state_pool import whole_pool
 
 # What transformers calls a cache, in arguments and outputs of a model: past_key_values before 5.24.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
@@ -73,6 +74,15 @@ class LinearizedLayer(CacheLayerMixin):
         result.tokens_read, result.device = self.tokens_read, self.device
         for state in self.memory:
             result.memory.append(replace(state, **{name: change(name, x) for name, x in tensors(state).items()}))
+        return result
+
+    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedLayer":
+        """Return a copy with `change` applied to the texts (first axis) of each tensor; they stay in a pool."""
+        if (pool := whole_pool(self.memory)) is None:
+            return self.copied(lambda name, x: change(x).clone())
+        result = LinearizedLayer()
+        result.tokens_read, result.device = self.tokens_read, self.device
+        pool.copy(change).show(result.memory)
         return result
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -132,7 +142,7 @@ class LinearizedCache(Cache):
 
     def fork(self, texts: int = 1) -> "LinearizedCache":
         """Copy the state without its turns, each text `texts` times; reading with the copy does not change this one."""
-        return self.copied(lambda name, x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
+        return self.copied_texts(lambda x: x if texts == 1 else x.repeat_interleave(texts, 0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
         """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32."""
@@ -162,6 +172,14 @@ class LinearizedCache(Cache):
     def copied(self, change: Change) -> "LinearizedCache":
         """Return a copy without turns, with `change` applied to each tensor."""
         return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
+
+    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedCache":
+        """Return a copy without turns, with `change` applied to the texts (first axis) of each tensor."""
+        layers = [
+            layer.copied_texts(change) if keeps_state(layer) else copy_layer(layer, lambda name, x: change(x).clone())
+            for layer in self.layers
+        ]
+        return LinearizedCache(layers, self.model)
 
 
 def take_cache(kwargs: dict) -> Cache | None:

@@ -220,6 +220,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def train(self, mode: bool = True) -> "LinearizedForCausalLM":
         self.base.training = mode
+        if mode:
+            self.text_reader.graphs = None  # whose memory is needed
         return super().train(mode)
 
     def _replicate_for_data_parallel(self) -> "LinearizedForCausalLM":

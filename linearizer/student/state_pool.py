@@ -7,7 +7,7 @@ from the number of tokens read when to merge, and every token takes the same lau
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,9 +137,9 @@ class StatePool:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def copy(self) -> StatePool:
-        """Return a pool of its own with the same states."""
-        pool, count = self.pool.clone(), self.count.clone()
+    def copy(self, change: Callable[[Tensor], Tensor]) -> StatePool:
+        """Return a pool of its own, with `change` applied to the texts (first axis) of the states."""
+        pool, count = change(self.pool).clone(), change(self.count).clone()
         return replace(self, pool=pool, count=count, views=self.layout.views(pool), windows={})
 
     def show(self, memory: list) -> None:

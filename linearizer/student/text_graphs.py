@@ -36,7 +36,7 @@ from .text_parts import (
 from .token_graph import FAR, Results, positions_for
 
 Tensor = torch.Tensor
-SIZES = (1024, 256)  # tokens of parts: in large ones, less is read again; of small ones, more run at the same time
+SIZES = (512, 256)  # tokens of parts: large ones take less time in all; of small ones, more run at the same time
 LONG = 4096  # tokens of a text that has large parts, too
 FEWEST = 512  # tokens of a text that graphs read: a call for the last ones takes as long as a call for so few
 BEFORE = 8  # texts that are read by calls before graphs are captured, which takes as long as they save in about as many
@@ -129,10 +129,8 @@ class TextGraphs:
     """Graphs for `count` streams, and the cache whose states they read."""
 
     def __init__(self, model: Any, count: int, capture: Callable[..., Any]) -> None:
-        self.base, self.config, self.weights = model.base, model.config, weights_of(model)
-        self.count, self.capture = count, capture
-        self.empty_cache: Callable[[], LinearizedCache] = model.empty_cache
-        self.cache = model.empty_cache()
+        self.base, self.weights, self.count, self.capture = model.base, weights_of(model), count, capture
+        self.cache: LinearizedCache = model.empty_cache()
         self.parts: dict[int, list[PartGraph]] = {}  # for each stream, by their tokens; none if memory does not suffice
         self.done: Any = None  # the event after the last text
 
@@ -143,7 +141,7 @@ class TextGraphs:
 
     @torch.inference_mode(False)  # so that later calls may write the inputs
     @torch.no_grad()
-    def add(self, text: Tensor, size: int) -> bool:
+    def add(self, model: Any, text: Tensor, size: int) -> bool:
         """Capture a part of a text (1, tokens) for each stream, and compare such parts with those read by calls; return
         whether all states lie in pools."""
         parts: list[PartGraph] = []
@@ -160,22 +158,10 @@ class TextGraphs:
                     memory = earlier[stream].memory if earlier else None
                     parts.append(PartGraph(ids, positions, *self.capture(step, self.cache, memory)))
         self.done, self.parts[size], text = streams.mark(), parts, text[:, : TRIAL_PARTS * size]
-        expected = self.read_by_calls(text, size)
-        if not agree(self.read({"input_ids": text, CACHE: self.empty_cache()}, [size]).logits, expected):
+        logits = self.read({"input_ids": text, CACHE: model.empty_cache()}, [size]).logits
+        if not agree(logits, read_by_calls(model, text, size)):
             raise ValueError("graphs read other logits than the model, which may look at how many tokens were read")
         return True
-
-    def read_by_calls(self, ids: Tensor, size: int) -> Tensor:
-        """Return the logits of the last token, read part by part; Python sees more tokens before the last part."""
-        cache, most = self.empty_cache(), getattr(self.config, "max_position_embeddings", None) or FAR
-        for begin in range(0, ids.shape[1], size):
-            if begin + size >= ids.shape[1]:
-                for layer in cache.layers:
-                    layer.tokens_read = max(most - size, begin)
-            part = ids[:, begin : begin + size]
-            positions = torch.arange(begin, begin + part.shape[1], device=ids.device)[None]
-            logits: Tensor = call_model(self.base, cache, part, positions).logits
-        return logits
 
     def accepts(self, cache: LinearizedCache) -> bool:
         """Whether the states of a cache can be copied here."""
@@ -225,7 +211,7 @@ class TextGraphs:
         """Give a cache the states after a text."""
         for place, (layer, pool) in enumerate(zip(cache.layers, self.pools, strict=True)):
             if pools is None:
-                pool.copy().show(layer.memory)
+                pool.copy(lambda x: x).show(layer.memory)
             else:
                 pools[place].lay_pool(0, pool)
                 pools[place].missing = 0
@@ -263,7 +249,7 @@ class TextReader:
         """Capture parts of a size; if that fails, let the model read by calls from then on. Return whether texts may be
         read by graphs."""
         try:
-            model.repeats_texts = None if graphs.add(text, size) else False
+            model.repeats_texts = None if graphs.add(model, text, size) else False
         except torch.OutOfMemoryError:  # there may be memory later
             graphs.parts[size] = []
             return len(graphs.parts) > 1
@@ -304,6 +290,19 @@ def cut_text(tokens: int, sizes: Sequence[int]) -> list[int]:
 def call_model(model: Callable[..., Any], cache: LinearizedCache, ids: Tensor, positions: Tensor) -> Any:
     """Read tokens (1, tokens) into a cache."""
     return model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+
+
+def read_by_calls(model: Any, ids: Tensor, size: int) -> Tensor:
+    """Return the logits of the last token, read part by part; Python sees more tokens before the last part."""
+    cache, most = model.empty_cache(), getattr(model.config, "max_position_embeddings", None) or FAR
+    for begin in range(0, ids.shape[1], size):
+        if begin + size >= ids.shape[1]:
+            for layer in cache.layers:
+                layer.tokens_read = max(most - size, begin)
+        part = ids[:, begin : begin + size]
+        positions = torch.arange(begin, begin + part.shape[1], device=ids.device)[None]
+        logits: Tensor = call_model(model.base, cache, part, positions).logits
+    return logits
 
 
 def weights_of(model: nn.Module) -> list[tuple]:

@@ -148,10 +148,7 @@ def cut(name: str, x: Any, tokens: int, begin: int, end: int) -> Any:
 
 def choose_size(tokens: int) -> int:
     """Return how many tokens of a text are read at once."""
-    parts = round(math.sqrt(tokens / SCALE))
-    if parts > MOST_STREAMS:  # the same number on each
-        parts = round(parts / MOST_STREAMS) * MOST_STREAMS
-    return math.ceil(tokens / parts / STEP) * STEP
+    return math.ceil(math.sqrt(tokens * SCALE) / STEP) * STEP
 
 
 def choose_streams(model: Any, arguments: dict) -> Streams | None:

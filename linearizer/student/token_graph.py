@@ -78,7 +78,8 @@ class TokenGraph:
                 layer.tokens_read = tokens
 
         try:
-            repeat, out = capture(step)
+            with torch.cuda.device_of(ids):
+                repeat, out = capture(step)
             go_back([(getattr(config, "max_position_embeddings", None) or FAR) - 1] * len(read))
             expected = step().logits
             go_back(read)
@@ -156,7 +157,7 @@ def positions_for(arguments: dict) -> Tensor:
 
 
 def capture_on_gpu(step: Step) -> tuple[Callable[[], object], Any]:
-    """Capture a step as a CUDA graph."""
+    """Capture a step as a CUDA graph, on the current device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # as CUDA requires
@@ -164,6 +165,6 @@ def capture_on_gpu(step: Step) -> tuple[Callable[[], object], Any]:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         out = step()
     return graph.replay, out

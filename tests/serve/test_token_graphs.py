@@ -4,12 +4,16 @@ Without a GPU the step is called again where a graph would be repeated.
 """
 
 import pytest
+import torch
 
 from linearizer.plan.head_bytes import Head
 from linearizer.serve import token_graphs
+from linearizer.serve.cache_rows import take_row, tensors_of
 from linearizer.serve.engine import Engine
 from linearizer.serve.token_graphs import TokenGraphs
 from linearizer.student import layer_student
+from linearizer.student.cache import CACHE
+from linearizer.student.state_pool import pools_of
 from tests.support.kernels import DEVICE, ON_GPU
 from tests.support.models import student_of, teacher_of, tokens
 from tests.support.rows import alone, row_of, work
@@ -59,6 +63,18 @@ def test_rows_that_come_and_go_are_written_as_alone(student):
     student.students()[0].in_triton = False
     for row, count in [*zip(rows, (count for _, count in sizes), strict=True), (again, 3)]:
         assert row.tokens == alone(student, row.prompt, count)
+
+
+def test_rows_of_a_batch_and_copies_of_a_cache_stay_in_pools(student):
+    cache = student.empty_cache()
+    with torch.inference_mode():
+        student(tokens(3, 9).to(DEVICE), **{CACHE: cache})
+    copies = {take_row(cache, 1, 9): [1], cache.fork(2): [0, 0, 1, 1, 2, 2]}
+    for copy, rows in copies.items():
+        (pool,) = pools_of(copy)
+        assert pool.pool.data_ptr() != pools_of(cache)[0].pool.data_ptr() and copy.get_seq_length() == 9
+        for x, wanted in zip(tensors_of(copy), tensors_of(cache), strict=True):
+            assert torch.equal(x, wanted[rows])
 
 
 def test_rows_go_on_as_alone_where_a_later_graph_cannot_be_captured(student, said):
