@@ -34,7 +34,7 @@ MASK, WITH_TEXTS = "attention_mask", ("input_ids", "inputs_embeds", "position_id
 USUAL = {"output_hidden_states": False, "output_router_logits": False, "return_dict": True}  # of what is returned
 GROWING = ("dynamic", "longrope")  # kinds of positions that depend on the length of a whole text
 logger = logging.get_logger(__name__)
-launching = threading.RLock()  # held while parts are launched, or captured: all threads use the same streams
+launching = threading.RLock()  # held while parts are launched, or a graph is captured: threads share the streams
 
 
 class Streams(AbstractContextManager):
@@ -81,7 +81,8 @@ class Streams(AbstractContextManager):
 
 @functools.cache  # since every stream has memory of its own
 def streams_of(device: torch.device) -> list[Any]:
-    return [torch.cuda.Stream(device) for _ in range(MOST_STREAMS)]
+    """Return the streams of parts, and a last one, on which tokens are captured."""
+    return [torch.cuda.Stream(device) for _ in range(MOST_STREAMS + 1)]
 
 
 class PartOrder:

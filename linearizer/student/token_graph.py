@@ -18,7 +18,7 @@ from .attention_interface import positions_of
 from .cache import CACHE, LinearizedCache
 from .kernel_trial import shorten
 from .state_pool import StatePool, pools_of
-from .text_parts import MASK, agree, is_repeatable, length_of
+from .text_parts import MASK, agree, is_repeatable, launching, length_of, streams_of
 
 Tensor = torch.Tensor
 Step = Callable[[], Any]
@@ -78,7 +78,7 @@ class TokenGraph:
                 layer.tokens_read = tokens
 
         try:
-            with torch.cuda.device_of(ids):
+            with launching, torch.cuda.device_of(ids):
                 repeat, out = capture(step)
             go_back([(getattr(config, "max_position_embeddings", None) or FAR) - 1] * len(read))
             expected = step().logits
@@ -158,7 +158,7 @@ def positions_for(arguments: dict) -> Tensor:
 
 def capture_on_gpu(step: Step) -> tuple[Callable[[], object], Any]:
     """Capture a step as a CUDA graph, on the current device."""
-    stream = torch.cuda.Stream()
+    stream = streams_of(torch.device("cuda", torch.cuda.current_device()))[-1]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # as CUDA requires
         for _ in range(WARM_UPS):
