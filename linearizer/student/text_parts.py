@@ -216,10 +216,11 @@ def is_repeatable(model: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether accelerate or a user follows the calls of a module, which a graph would not make."""
-    before = [getattr(hook, "func", hook) for hook in module._forward_pre_hooks.values()]
-    watched = module._forward_hooks or any(hook not in (give_cache, hand_over_state) for hook in before)
-    return bool(watched) or hasattr(module, "_hf_hook")
+    """Whether accelerate or a user follows the calls of a module, which a graph would not make; hooks of transformers
+    do nothing unless hidden states are requested."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    others = {getattr(hook, "func", hook) for hook in hooks} - {give_cache, hand_over_state}
+    return hasattr(module, "_hf_hook") or any(not str(x.__module__).startswith("transformers.") for x in others)
 
 
 def lies_on_one_device(model: nn.Module) -> bool:
