@@ -117,6 +117,7 @@ class PartGraph:
     out: Any  # what the model returns for the last token
 
     def repeat(self, orders: Sequence[AbstractContextManager]) -> None:
+        """Read the part; each layer attends in its own of the contexts."""
         begin, *others = self.pieces
         begin()
         for layer, attend, go_on in zip(self.layers, others[::2], others[1::2], strict=True):
@@ -309,7 +310,8 @@ def weights_of(model: nn.Module) -> list[tuple]:
     """List where a model's tensors lie, and their versions: graphs would read others where they were, and states have
     numbers that were computed from them."""
     tensors = [*model.parameters(), *model.buffers()]
-    return [(x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
+    places = [x.data_ptr() if type(x) in (Tensor, nn.Parameter) else id(x) for x in tensors]  # some kinds have no place
+    return [(place, None if x.is_inference() else x._version) for place, x in zip(places, tensors, strict=True)]
 
 
 def is_plain(model: nn.Module) -> bool:
