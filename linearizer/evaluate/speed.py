@@ -134,7 +134,10 @@ class Meter:
                 read_logits(subject, token, cache, keep=1)
             end = self.clock(device)
         rates = (length - self.written) * batch / (read_all - begin), TIMED * batch / (end - first)
-        return Pace(length, batch, *rates, peak.taken(), bytes_held(cache), *self.predict(length, batch))
+        taken, graphs = peak.taken(), getattr(model, "text_reader", None)
+        if taken is not None and graphs is not None:
+            taken += graphs.bytes  # which may have been taken before
+        return Pace(length, batch, *rates, taken, bytes_held(cache), *self.predict(length, batch))
 
     def predict(self, length: int, batch: int) -> tuple[int, int]:
         """Predict the bytes of the state and the operations for a token."""

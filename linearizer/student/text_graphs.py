@@ -40,6 +40,7 @@ SIZES = (512, 256)  # tokens of parts: large ones take less time in all; of smal
 LONG = 4096  # tokens of a text that has large parts, too
 FEWEST = 512  # tokens of a text that graphs read: a call for the last ones takes as long as a call for so few
 BEFORE = 8  # texts that are read by calls before graphs are captured, which takes as long as they save in about as many
+SHARE = 1 / 8  # of the free memory, which graphs of a size may take: they hold it until the model is trained or changed
 TRIAL_PARTS = 8  # of the comparison
 CODE = ("torch", "transformers")  # whose modules depend on nothing but tensors while a model is not trained
 logger = logging.get_logger(__name__)
@@ -132,6 +133,7 @@ class TextGraphs:
     def __init__(self, model: Any, count: int, capture: Callable[..., Any]) -> None:
         self.base, self.weights, self.count, self.capture = model.base, weights_of(model), count, capture
         self.cache: LinearizedCache = model.empty_cache()
+        self.bytes = 0  # that the graphs hold
         self.parts: dict[int, list[PartGraph]] = {}  # for each stream, by their tokens; none if memory does not suffice
         self.done: Any = None  # the event after the last text
 
@@ -144,9 +146,9 @@ class TextGraphs:
     @torch.no_grad()
     def add(self, model: Any, text: Tensor, size: int) -> bool:
         """Capture a part of a text (1, tokens) for each stream, and compare such parts with those read by calls; return
-        whether all states lie in pools."""
+        whether all states lie in pools. There are fewer streams if memory does not suffice for all."""
         parts: list[PartGraph] = []
-        earlier = next(iter(self.parts.values()), [])
+        earlier, (before, free) = next(iter(self.parts.values()), []), memory_of(text.device)
         with Streams(text.device, self.count, self.done) as streams:
             order = PartOrder(streams)
             for stream in range(self.count):
@@ -158,6 +160,12 @@ class TextGraphs:
                         return False
                     memory = earlier[stream].memory if earlier else None
                     parts.append(PartGraph(ids, positions, *self.capture(step, self.cache, memory)))
+                taken = memory_of(text.device)[0] - before
+                if taken * (1 + 1 / len(parts)) > SHARE * free:
+                    break
+        if len(parts) < (self.count if earlier else 2):
+            raise torch.OutOfMemoryError("graphs of texts would take too much of the free memory")
+        self.count, self.bytes = len(parts), self.bytes + taken
         self.done, self.parts[size], text = streams.mark(), parts, text[:, : TRIAL_PARTS * size]
         logits = self.read({"input_ids": text, CACHE: model.empty_cache()}, [size]).logits
         if not agree(logits, read_by_calls(model, text, size)):
@@ -225,6 +233,11 @@ class TextReader:
     def __init__(self, capture: Callable[..., Any] = capture_in_pieces) -> None:
         self.capture, self.graphs, self.called = capture, None, 0  # type: Callable[..., Any], TextGraphs | None, int
 
+    @property
+    def bytes(self) -> int:
+        """Count the bytes that graphs hold."""
+        return 0 if self.graphs is None else self.graphs.bytes
+
     def __reduce__(self) -> tuple:
         """Become an empty reader in a copy of a model, whose weights lie elsewhere."""
         return TextReader, ()
@@ -277,6 +290,14 @@ def read_text_by_graphs(model: Any, arguments: dict) -> Any:
     if graphs is None or not graphs.accepts(cache):
         return None
     return graphs.read(arguments, [size for size in sizes if graphs.parts[size]])
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes PyTorch holds on a GPU, and how many are free."""
+    if device.type != "cuda":
+        return 0, 0
+    held = torch.cuda.memory_reserved(device)
+    return held, torch.cuda.mem_get_info(device)[0] + held - torch.cuda.memory_allocated(device)
 
 
 def cut_text(tokens: int, sizes: Sequence[int]) -> list[int]:

@@ -207,6 +207,17 @@ def test_where_memory_does_not_suffice_for_large_parts_there_are_small_ones(stud
     assert student.text_reader.graphs and student.repeats_texts is None
 
 
+@pytest.mark.skipif(ON_GPU, reason="the memory of a device is what it is")
+@pytest.mark.parametrize("room", [PART, 2 * PART + 1])
+def test_graphs_take_a_share_of_the_free_memory(student, monkeypatch, room):
+    taken = lambda: sum(step.step.args[2].shape[1] for step in made)  # noqa: E731
+    monkeypatch.setattr(text_graphs, "memory_of", lambda device: (taken(), room / text_graphs.SHARE))
+    capture_graphs(student)
+    ids = tokens(1, 2 * LARGE + PART, 7)
+    assert_same(read(student, ids), (read_by_calls if room > PART else read_at_once)(student, ids))
+    assert student.text_reader.bytes == (2 * PART if room > PART else 0) and student.repeats_texts is None
+
+
 @pytest.mark.skipif(ON_GPU, reason="streams of a device record nothing")
 def test_a_layer_reads_a_part_after_the_part_before_and_beside_later_layers(student):
     capture_graphs(student)
