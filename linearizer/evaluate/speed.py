@@ -20,6 +20,7 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Breakeven, Course, Pace, Speed
 from linearizer.student.text_graphs import BEFORE as TEXTS_BEFORE
+from linearizer.student.text_graphs import LONG
 from linearizer.student.token_graph import BEFORE
 from linearizer.teacher.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.teacher.ram import PeakMemory, free_bytes, run_if_it_fits
@@ -44,7 +45,7 @@ def measure_speed(
     courses = []
     for done, subject in enumerate(subjects):
         meter = Meter(subject, layers, seconds, seed)
-        meter.prepare(lengths[0])
+        meter.prepare(lengths)
         paces: list[Pace] = []
         batched: list[Pace] = []
         for place, length in enumerate(lengths):
@@ -75,18 +76,25 @@ class Meter:
     clock: Callable[[torch.device], float] = finish_and_read_clock
 
     @property
+    def on_gpu(self) -> bool:
+        return self.subject.model.device.type == "cuda"
+
+    @property
     def untimed(self) -> int:
         """Count the tokens that are written first, and not timed: by then a GPU has captured a graph."""
-        return BEFORE + 2 if self.subject.model.device.type == "cuda" else 1
+        return BEFORE + 2 if self.on_gpu else 1
 
     @property
     def written(self) -> int:
         return self.untimed + TIMED
 
-    def prepare(self, length: int) -> None:
-        """Read texts of a length, so that kernels are built, and on a GPU the graphs of texts captured."""
-        on_gpu = self.subject.model.device.type == "cuda"
-        for _ in range(1 + TEXTS_BEFORE if on_gpu and self.subject.allocation is not None else 1):
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Read texts of some lengths, shortest first, so that kernels are built, and on a GPU the graphs of texts
+        captured: those of short texts, then those of long ones."""
+        untimed = [lengths[0]]
+        if self.on_gpu and self.subject.allocation is not None:
+            untimed += [lengths[0]] * TEXTS_BEFORE + [x for x in lengths if x - self.written >= LONG][:1]
+        for length in untimed:
             run_if_it_fits(partial(self.time_texts, length, 1))
 
     def measure_pace(self, length: int, last: Pace | None) -> Pace:

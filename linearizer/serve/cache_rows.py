@@ -91,7 +91,7 @@ def take_row(cache: Cache, row: int, tokens: int) -> Cache:
     """Take one row, which has read `tokens` tokens, of a batch; its tensors are views of the batch, or of a pool with a
     copy of the row, which kernels read where it is."""
     if isinstance(cache, LinearizedCache) and pools_of(cache) is not None:
-        taken: Cache = cache.copied_texts(lambda x: x[row : row + 1])
+        taken: Cache = cache.copied_texts(lambda x: x[row : row + 1].clone())
     else:
         taken = copy_cache(cache, lambda name, x: x[row : row + 1])
     cut_padding(taken, tokens)

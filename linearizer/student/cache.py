@@ -77,9 +77,9 @@ class LinearizedLayer(CacheLayerMixin):
         return result
 
     def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedLayer":
-        """Return a copy with `change` applied to the texts (first axis) of each tensor; they stay in a pool."""
+        """Return a copy; `change` copies the texts (first axis) of each tensor, which stay in a pool."""
         if (pool := whole_pool(self.memory)) is None:
-            return self.copied(lambda name, x: change(x).clone())
+            return self.copied(lambda name, x: change(x))
         result = LinearizedLayer()
         result.tokens_read, result.device = self.tokens_read, self.device
         pool.copy(change).show(result.memory)
@@ -142,7 +142,7 @@ class LinearizedCache(Cache):
 
     def fork(self, texts: int = 1) -> "LinearizedCache":
         """Copy the state without its turns, each text `texts` times; reading with the copy does not change this one."""
-        return self.copied_texts(lambda x: x if texts == 1 else x.repeat_interleave(texts, 0))
+        return self.copied_texts(lambda x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
         """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32."""
@@ -174,9 +174,9 @@ class LinearizedCache(Cache):
         return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
 
     def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedCache":
-        """Return a copy without turns, with `change` applied to the texts (first axis) of each tensor."""
+        """Return a copy without turns; `change` copies the texts (first axis) of each tensor."""
         layers = [
-            layer.copied_texts(change) if keeps_state(layer) else copy_layer(layer, lambda name, x: change(x).clone())
+            layer.copied_texts(change) if keeps_state(layer) else copy_layer(layer, lambda name, x: change(x))
             for layer in self.layers
         ]
         return LinearizedCache(layers, self.model)

@@ -138,8 +138,8 @@ class StatePool:
     @torch.inference_mode(False)
     @torch.no_grad()
     def copy(self, change: Callable[[Tensor], Tensor]) -> StatePool:
-        """Return a pool of its own, with `change` applied to the texts (first axis) of the states."""
-        pool, count = change(self.pool).clone(), change(self.count).clone()
+        """Return a pool of its own; `change` copies the texts (first axis) of the states."""
+        pool, count = change(self.pool), change(self.count)
         return replace(self, pool=pool, count=count, views=self.layout.views(pool), windows={})
 
     def show(self, memory: list) -> None:

@@ -220,7 +220,7 @@ class TextGraphs:
         """Give a cache the states after a text."""
         for place, (layer, pool) in enumerate(zip(cache.layers, self.pools, strict=True)):
             if pools is None:
-                pool.copy(lambda x: x).show(layer.memory)
+                pool.copy(torch.clone).show(layer.memory)
             else:
                 pools[place].lay_pool(0, pool)
                 pools[place].missing = 0
