@@ -33,7 +33,7 @@ from .kernel_packed_rows import (
     call_for_kind,
     load_codes,
 )
-from .kernel_slot_rows import add_block, read_slots, workspace_of, write_slots
+from .kernel_slot_rows import add_tokens, read_slots, workspace_of, write_slots
 
 
 @triton.jit
@@ -65,13 +65,14 @@ def read_leaving(
 ):
     """Copy slots and a leaving block into rows; return how many slots there are, and how many are listed as changed."""
     keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
-    om = tl.arange(0, C.MP)
-    tokens, live = (first + om) % window, (om >= missing) & (om < block)
-    keys = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
-    values = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
-    count, changed = read_slots(work, state, slots, bits, KIND, C)
-    count, changed, _ = add_block(work, keys, values, missing, block, count, changed, C)
-    return count, changed
+    count, _ = read_slots(work, state, slots, bits, KIND, C)
+    for begin in range(0, block, C.MP):
+        om = begin + tl.arange(0, C.MP)
+        tokens, live = (first + om) % window, (om >= missing) & (om < block)
+        keys = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
+        values = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
+        add_tokens(work, keys, values, om - missing, live, count, count, C)
+    return count + block - missing, count + block - missing
 
 
 @triton.jit(noinline=True)
@@ -162,7 +163,7 @@ def merge_leaving(pool, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.co
         bits, merger = tl.load(field_ptr + BITS_KEPT).to(tl.int32), tl.load(field_ptr + MERGER)
         level_ptr = (start_ptr + tl.load(field_ptr + LEVEL)).to(tl.pointer_type(C.SUMS)) + SINKS
         metric_ptr, gain = metric_ptr + merger * (C.D + 1) * (C.D + 1), tl.load(gain_ptr + merger)
-        work, first, om = workspace_of(program, float_ptr, list_ptr, ROOM, C), tokens - window, tl.arange(0, C.MP)
+        work, first = workspace_of(program, float_ptr, list_ptr, ROOM, C), tokens - window
         missing = tl.minimum(tl.maximum(SINKS - first, 0), block)
         count, changed = block * 0, block * 0
         if bits == 16:
@@ -178,8 +179,10 @@ def merge_leaving(pool, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.co
                     work, field_ptr, start_ptr, slots, first, missing, window, block, bits, FEW, C
                 )
         type_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
-        count, _ = merge_rows(work, metric_ptr, bits, levels, count, slots, changed, type_ptr, True, C)
+        count, _ = merge_rows(work, metric_ptr, bits, levels, count, slots, changed, 1, type_ptr, C)
         codes_ptr += program * C.BT * (C.DP + C.VP)
         arguments = work, field_ptr, start_ptr, slots, count, level_ptr + window, gain, codes_ptr
         call_for_kind(write_merged, arguments, bits, C)
-        tl.store(level_ptr + (first + om) % window, EMPTY, mask=om < block)
+        for begin in range(0, block, C.MP):
+            om = begin + tl.arange(0, C.MP)
+            tl.store(level_ptr + (first + om) % window, EMPTY, mask=om < block)

@@ -37,7 +37,7 @@ class PackedConstants(Constants):
     SUMS: Any = None  # type of levels and counts
     LEAST: Any = None  # the smallest kind of rows
     TURNED: Any = None  # whether rows of fewer bits hold turned vectors
-    MP: Any = None  # tokens that leave a window at a time, padded
+    MP: Any = None  # slots of a block, or of those that are removed, at a time
     RM: Any = None  # most rows of a workspace, a power of two
     ORDERED: Any = None  # whether a list orders the tokens of a text, since some are padding
     TWO: Any = None  # whether queries are split into two terms of type KEPT

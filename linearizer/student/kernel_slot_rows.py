@@ -5,7 +5,7 @@ where the row is free. Vectors are codes and a scale. For models of 16 bits the 
 tensor cores multiply them. kernel_merging.py merges slots.
 
   read_slots     copy the slots of a state into rows
-  add_block      take the tokens of a block that leaves the window into free rows
+  add_tokens     take tokens of a block that leaves the window into free rows
   write_slots    copy the rows into the state, in the order of their tokens
 """
 
@@ -25,24 +25,23 @@ from .kernel_common import EMPTY, count_parts, padded, precision
 from .kernel_packed_rows import TYPES, PackedConstants, kinds_of_rows, load_codes, store_rows
 
 Tensor = torch.Tensor
-ROWS_AT_ONCE = 32
+ROWS_AT_ONCE, SLOTS_AT_ONCE = 32, 16  # the latter: of a block that leaves, and that are removed
 LEAST_ROOM = 512  # rows for which kernels are compiled at least: fewer take as long
-COSTS_AT_ONCE = 8192  # costs of pairs that a program keeps in registers
 INFINITE = tl.constexpr(float("inf"))
 TINIEST_POWER, UNDER_HIGHEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**-14)  # so that scaled numbers fit fp16
-NUMBERS = tl.constexpr(10)  # of a row, in the order of numbers_of
+NUMBERS = tl.constexpr(11)  # of a row, in the order of numbers_of
 LISTS = tl.constexpr(4)  # of rows: changed, and those of lists_of
 
 
 @triton.jit
 def numbers_of(work, C: tl.constexpr):
     """Return pointers to the weight, spread, |metric·k|², |v|², importance and place of rows, to whether they are
-    listed, and to the scales of their keys, values and metric·k."""
+    listed, to the scales of their keys, values and metric·k, and to their least costs, or then to whether they stay."""
     number_ptr = work[3]
     return (
         number_ptr, number_ptr + C.RM, number_ptr + 2 * C.RM, number_ptr + 3 * C.RM, number_ptr + 4 * C.RM,
         number_ptr + 5 * C.RM, number_ptr + 6 * C.RM, number_ptr + 7 * C.RM, number_ptr + 8 * C.RM,
-        number_ptr + 9 * C.RM,
+        number_ptr + 9 * C.RM, number_ptr + 10 * C.RM,
     )  # fmt: skip
 
 
@@ -108,7 +107,7 @@ def load_seen(work, rows, C: tl.constexpr):
 @triton.jit
 def put_rows(work, rows, live, keys, values, weight, spread, C: tl.constexpr):
     """Write slots into rows of a workspace; keys and values are pairs of codes and scales."""
-    weight_ptr, spread_ptr, _, _, _, _, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
+    weight_ptr, spread_ptr, _, _, _, _, _, key_scale_ptr, value_scale_ptr, _, _ = numbers_of(work, C)
     codes, scales = keys
     tl.store(work[2] + rows[:, None] * C.DP + tl.arange(0, C.DP)[None, :], codes.to(C.CODES), mask=live[:, None])
     tl.store(key_scale_ptr + rows, scales.to(C.ACC), mask=live)
@@ -145,21 +144,15 @@ def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def add_block(work, keys, values, missing, block, count, changed, C: tl.constexpr):
-    """Put the tokens of a block into free rows, except the first `missing`, which are sinks; list them as changed.
-
-    Keys and values are codes (MP, …) and scales (MP,). Return how many slots there are, how many are listed, and the
-    rows (MP,).
-    """
-    om = tl.arange(0, C.MP)
-    live, index, zeros = (om >= missing) & (om < block), om - missing, tl.zeros([C.MP], C.ACC)
-    rows = tl.load(lists_of(work, C)[0] + count + index, mask=live, other=0)
+def add_tokens(work, keys, values, index, live, count, changed, C: tl.constexpr):
+    """Put tokens of a block into free rows, and list these as changed; `index` counts them from the first of the block
+    on. Keys and values are codes (MP, …) and scales (MP,). Return the rows (MP,)."""
+    zeros, rows = tl.zeros([C.MP], C.ACC), tl.load(lists_of(work, C)[0] + count + index, mask=live, other=0)
     put_rows(work, rows, live, keys, values, zeros + 1, zeros, C)
     tl.store(numbers_of(work, C)[5] + rows, (count + index).to(C.ACC), mask=live)
     tl.store(work[5] + changed + index, rows, mask=live)
     tl.debug_barrier()
-    added = tl.maximum(block - missing, 0)
-    return count + added, changed + added, rows
+    return rows
 
 
 @triton.jit
@@ -174,7 +167,7 @@ def levels_of(work, rows, live, gain, C: tl.constexpr):
 def write_slots(work, state, slots, count, level_ptr, gain, bits, codes_ptr, KIND: tl.constexpr, C: tl.constexpr):
     """Copy the rows into a state in the order of their tokens, followed by zeros, and write their levels."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
-    weights_ptr, spreads_ptr, _, _, _, place_ptr, _, key_scale_ptr, value_scale_ptr, _ = numbers_of(work, C)
+    weights_ptr, spreads_ptr, _, _, _, place_ptr, _, key_scale_ptr, value_scale_ptr, _, _ = numbers_of(work, C)
     order_ptr, room = lists_of(work, C)[1], work[6]
     for begin in range(0, room, C.BT):
         rows = begin + tl.arange(0, C.BT)
@@ -205,16 +198,17 @@ def merging_launch() -> dict[str, int]:
 
 @functools.cache  # or a launch would take longer than its kernel
 def merging_constants(
-    dims: tuple[int, ...], block: int, room: int, work: torch.dtype, row_type: torch.dtype, least: int = 16,
+    dims: tuple[int, ...], room: int, work: torch.dtype, row_type: torch.dtype, least: int = 16,
     turned: bool = False, group: int = 1, ordered: bool = False,
 ) -> PackedConstants:  # fmt: skip
-    """Return the compile-time constants of kernels that merge blocks of at most `block` tokens in `room` rows."""
-    width, rows, short = padded(max(dims)), padded_rows(room), row_type.itemsize == 2
+    """Return the compile-time constants of kernels that merge in `room` rows."""
+    code_type, columns = row_type if row_type.itemsize == 2 else work, 64 if torch.version.hip else 128
+    if max(dims) > 128:
+        columns = 32  # more do not fit into registers
     return PackedConstants(
-        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=padded(block),
-        BT=ROWS_AT_ONCE, BN=64 if torch.version.hip else 128, TURNED=turned,
-        RM=rows, RS=max(1, COSTS_AT_ONCE // rows), DW=min(128 if short and width <= 128 else 64, padded(min(dims))),
-        CODES=TYPES[row_type if short else work],
+        D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), MP=SLOTS_AT_ONCE,
+        BT=ROWS_AT_ONCE, BN=columns, TURNED=turned,
+        RM=padded_rows(room), RS=2 * ROWS_AT_ONCE, DW=min(64, padded(min(dims))), CODES=TYPES[code_type],
         G=group, GP=padded(group), ORDERED=ordered, **kinds_of_rows(row_type, least), **precision(work),
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ from .kernel_packed_rows import (
 )
 from .kernel_slot_rows import (
     ROWS_AT_ONCE,
-    add_block,
+    add_tokens,
     levels_of,
     lists_of,
     load_row_tile,
@@ -137,7 +137,7 @@ def merge_blocks(
         versions = (
             code_k_ptr + base * C.D, code_v_ptr + base * C.DV, scale_k_ptr + base, scale_v_ptr + base, level_ptr + base
         )  # fmt: skip
-        place_ptr, om = numbers_of(work, C)[5], tl.arange(0, C.MP)
+        place_ptr = numbers_of(work, C)[5]
         version_ptr, rows = lists_of(work, C)[2], tl.arange(0, C.RM)
         type_ptr, levels = start_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
         count, changed = block * 0, block * 0
@@ -149,7 +149,7 @@ def merge_blocks(
         if C.LEAST < 8:
             if bits < 8:
                 count, changed = read_state(work, field_ptr, start_ptr, slots, bits, FEW, C)
-        written = ROOM
+        written, are_new = ROOM, block * 0 + 1
         for begin in range(0, ROOM, C.BT):
             chunk = begin + tl.arange(0, C.BT)
             live = tl.load(place_ptr + chunk) < float("inf")
@@ -157,18 +157,24 @@ def merge_blocks(
         for index in range(0, PERIODS):
             leaving = (period + FROM + index - 1) * block
             if (leaving >= 0) & (leaving + window >= first) & (leaving + window < end):
-                column, missing = leaving + om - end + COLUMNS, tl.minimum(tl.maximum(SINKS - leaving, 0), block)
-                live = (om >= missing) & (om < block)
-                key = load_columns((new_k_ptr, new_scale_k_ptr), column, live, C.D, C.DP, C)
-                value = load_columns((new_v_ptr, new_scale_v_ptr), column, live, C.DV, C.VP, C)
-                tl.debug_barrier()  # until the last period is recorded
-                count, changed, new_rows = add_block(work, key, value, missing, block, count, changed, C)
-                write_versions(work, new_rows, live, versions, written, gain, C)
-                merged_count = tl.maximum(count - slots, 0)
-                count, changed = merge_rows(work, metric_ptr, bits, levels, count, slots, changed, type_ptr, False, C)
-                live, written = om < merged_count, written + C.MP
-                write_versions(work, tl.load(work[5] + om, mask=live, other=0), live, versions, written, gain, C)
-                written += C.MP
+                missing = tl.minimum(tl.maximum(SINKS - leaving, 0), block)
+                for begin in range(0, block, C.MP):
+                    om = begin + tl.arange(0, C.MP)
+                    column, live = leaving + om - end + COLUMNS, (om >= missing) & (om < block)
+                    key = load_columns((new_k_ptr, new_scale_k_ptr), column, live, C.D, C.DP, C)
+                    value = load_columns((new_v_ptr, new_scale_v_ptr), column, live, C.DV, C.VP, C)
+                    tl.debug_barrier()  # until the last period is recorded
+                    new_rows = add_tokens(work, key, value, om - missing, live, count, changed, C)
+                    write_versions(work, new_rows, live, versions, written, gain, C)
+                    written += C.MP
+                count, changed = count + block - missing, changed + block - missing
+                merged = tl.maximum(count - slots, 0)
+                count, changed = merge_rows(work, metric_ptr, bits, levels, count, slots, changed, are_new, type_ptr, C)
+                for begin in range(0, merged, C.MP):
+                    om = begin + tl.arange(0, C.MP)
+                    rows_now = tl.load(work[5] + om, mask=om < merged, other=0)
+                    write_versions(work, rows_now, om < merged, versions, written, gain, C)
+                    written, are_new = written + C.MP, block * 0
             if leaving + window < end:
                 tl.debug_barrier()
                 in_use = tl.load(place_ptr + rows, mask=rows < ROOM, other=float("inf")) < float("inf")
@@ -368,9 +374,10 @@ def launch_text(
         keys_and_values, layout, turning, columns, ends, tokens, width, constants, num_warps=8, num_stages=1
     )
     floats, lists, room = make_workspace(programs if merging else 0, slots + block, dims, like)
-    merging_size = merging_constants(dims, block or 1, room, work, k.dtype, least, bool(turns), 1, order is not None)
+    merging_size = merging_constants(dims, room, work, k.dtype, least, bool(turns), 1, order is not None)
     periods = (tokens - 2) // (least_block or length) + 2
-    changed_rows, row_bytes = 2 * merging_size.MP.value, sum(dims) * k.element_size()
+    at_once = merging_size.MP.value
+    changed_rows, row_bytes = 2 * count_parts(block or 1, at_once) * at_once, sum(dims) * k.element_size()
     batch = max(1, min(periods, (PERIOD_BYTES // (programs * row_bytes) - room) // changed_rows))
     room_of_versions = room + batch * changed_rows if merging else 0
     levels, lists_of_periods = like.new_empty(programs * room_of_versions), lists.new_empty(programs * batch * room)

@@ -188,7 +188,7 @@ def launch_token(
     if merging or turns:
         floats, lists, room = make_workspace(programs if merging else 0, slots + block, dims, like)
         codes = pool.new_empty(programs * ROWS_AT_ONCE * widths)
-        constants = merging_constants(dims, block, room, work, k.dtype, least, bool(turns), group)
+        constants = merging_constants(dims, room, work, k.dtype, least, bool(turns), group)
         shares = 1
         if turns:
             turned = like.new_empty(programs * (padded(group) * padded(dims[0]) + widths))

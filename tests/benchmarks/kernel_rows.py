@@ -34,7 +34,7 @@ KINDS = {  # what KV heads hold, in turn
     "features": [[0, 128]],
     "four kinds": [[64, 0], [256, 0], [64, 64], [0, 128]],
     "slots": [[64, 0, 64, 16]],
-    "slots and windows in few bits": [[96, 0, 128, 16, 4], [64, 0, 283, 16, 5], [256, 0, 0, 0, 6], [64, 0, 76, 16, 4]],
+    "slots and windows in few bits": [[96, 0, 128, 16, 4], [64, 0, 283, 32, 5], [256, 0, 0, 0, 6], [64, 0, 76, 16, 4]],
     "slots and windows in 8 bits": [[64, 0, 64, 16, 8], [128, 0, 96, 16, 8], [128, 0, 0, 0, 8]],
 }
 

@@ -3,7 +3,7 @@
 Chips are 80, 90 and so on of NVIDIA, and gfx942 of AMD.
 
 Further words are sizes: 128x128 is the width of a head and its features, 128x128xfp32 the same without bf16, and
-64x64xg3 has 3 query heads a KV head (4 where that is not said).
+64x64xg3xs4000 has 3 query heads a KV head (4 where that is not said), and 4,000 slots (64).
 
 Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
 of the kernel and of what it calls, wherever in a file it stands, its arguments, the chip, and Triton's version. A
@@ -50,8 +50,9 @@ for name in [name for name in sys.modules if name.startswith("linearizer.")]:
 
 CASES = [
     *((chip, "128x128") for chip in (80, 89, 90, 100, 120, "gfx942")),
-    *((90, "256x128"), (90, "64x64xg3"), (89, "128x128xfp32")),
+    *((90, "256x128"), (90, "64x64xg3xs4000"), (89, "128x128xfp32")),
 ]
+COUNTS = (("g", 4), ("s", 64))  # in the name of a size
 AMD_COUNTS = ("vgpr_count", "private_segment_fixed_size")
 RECORD = Path(__file__).with_name("compiled.json")
 
@@ -105,7 +106,7 @@ def draw(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def everything(dim, features, dtype, group, window=64, sinks=4):
+def everything(dim, features, dtype, group, slots, window=64, sinks=4):
     """Call all that launches: attention and its gradients, both losses."""
     inputs = attention_inputs(1, 8, group, 2048, dim, features, dtype, window, sinks)
     q, k, *_, u, w, level, mean = inputs
@@ -113,8 +114,8 @@ def everything(dim, features, dtype, group, window=64, sinks=4):
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
     for bits in (4, 16):
-        read_in_pool(dim, dtype, group, sinks, bits, 1)
-        read_in_pool(dim, dtype, group, sinks, bits, 2048)
+        for tokens in (1, 2048):
+            read_in_pool(dim, dtype, group, sinks, bits, tokens, max(window, slots), slots)
 
 
 def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, heads=8):
@@ -123,7 +124,7 @@ def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, he
     merging = [draw(heads, dim + 1, dim + 1).float(), draw(heads).float()] if slots else []
     turns = state_pool.turning(Turns(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
     k, q = draw(1, heads, tokens, dim, dtype=dtype), draw(1, heads, group, tokens, dim, dtype=dtype)
-    block = 16 if slots else 0
+    block = max(16, slots // 8) if slots else 0
     pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, slots, block, window + slots, bits, window, block]
     given = q, k, k, 0.125, q, pool, count, table, merging, turns
     if tokens == 1:
@@ -230,9 +231,9 @@ def prepared(chip, size):
     """List what is launched in one size on one chip, each kernel once for all equal launches, by their hashes."""
     dim, features, *more = size.split("x")
     dim, features, dtype = int(dim), int(features), torch.float32 if "fp32" in more else torch.bfloat16
-    group = next((int(word[1:]) for word in more if word[0] == "g"), 4)
+    group, slots = (next((int(word[1:]) for word in more if word[0] == letter), usual) for letter, usual in COUNTS)
     chip = chip if isinstance(chip, str) else divmod(chip, 10)
-    found = launches(chip, lambda: everything(dim, features, dtype, group))
+    found = launches(chip, lambda: everything(dim, features, dtype, group, slots))
     return {key_of(*launch, chip): (*launch, chip) for launch in found}
 
 
