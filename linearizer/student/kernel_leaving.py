@@ -18,7 +18,6 @@ from .kernel_packed_rows import (
     ALIGNED,
     BITS_KEPT,
     BLOCK,
-    FEW,
     FIELDS,
     HEAD,
     KEYS,
@@ -31,6 +30,7 @@ from .kernel_packed_rows import (
     WEIGHT,
     WINDOW,
     call_for_kind,
+    count_for_kind,
     load_codes,
 )
 from .kernel_slot_rows import add_tokens, read_slots, workspace_of, write_slots
@@ -63,16 +63,16 @@ def slots_of(field_ptr, start_ptr, bits, KIND: tl.constexpr, C: tl.constexpr):
 def read_leaving(
     work, field_ptr, start_ptr, slots, first, missing, window, block, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
-    """Copy slots and a leaving block into rows; return how many slots there are, and how many are listed as changed."""
+    """Copy slots and a leaving block into rows, and list all as changed; return how many there are."""
     keys_ptr, values_ptr, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
-    count, _ = read_slots(work, state, slots, bits, KIND, C)
+    count = read_slots(work, state, slots, bits, KIND, C)
     for begin in range(0, block, C.MP):
         om = begin + tl.arange(0, C.MP)
         tokens, live = (first + om) % window, (om >= missing) & (om < block)
         keys = load_codes(keys_ptr, tokens, live, bits, C.D, C.DP, KIND, C)
         values = load_codes(values_ptr, tokens, live, bits, C.DV, C.VP, KIND, C)
         add_tokens(work, keys, values, om - missing, live, count, count, C)
-    return count + block - missing, count + block - missing
+    return count + block - missing
 
 
 @triton.jit(noinline=True)
@@ -165,21 +165,10 @@ def merge_leaving(pool, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.co
         metric_ptr, gain = metric_ptr + merger * (C.D + 1) * (C.D + 1), tl.load(gain_ptr + merger)
         work, first = workspace_of(program, float_ptr, list_ptr, ROOM, C), tokens - window
         missing = tl.minimum(tl.maximum(SINKS - first, 0), block)
-        count, changed = block * 0, block * 0
-        if bits == 16:
-            count, changed = read_leaving(work, field_ptr, start_ptr, slots, first, missing, window, block, bits, 16, C)
-        if C.LEAST <= 8:
-            if bits == 8:
-                count, changed = read_leaving(
-                    work, field_ptr, start_ptr, slots, first, missing, window, block, bits, 8, C
-                )
-        if C.LEAST < 8:
-            if bits < 8:
-                count, changed = read_leaving(
-                    work, field_ptr, start_ptr, slots, first, missing, window, block, bits, FEW, C
-                )
+        arguments = work, field_ptr, start_ptr, slots, first, missing, window, block
+        count = count_for_kind(read_leaving, arguments, bits, C)
         type_ptr, levels = pool_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
-        count, _ = merge_rows(work, metric_ptr, bits, levels, count, slots, changed, 1, type_ptr, C)
+        count, _ = merge_rows(work, metric_ptr, bits, levels, count, slots, count, 1, type_ptr, C)
         codes_ptr += program * C.BT * (C.DP + C.VP)
         arguments = work, field_ptr, start_ptr, slots, count, level_ptr + window, gain, codes_ptr
         call_for_kind(write_merged, arguments, bits, C)

@@ -77,6 +77,21 @@ def call_for_kind(function: tl.constexpr, arguments, bits, C: tl.constexpr):
 
 
 @triton.jit
+def count_for_kind(function: tl.constexpr, arguments, bits, C: tl.constexpr):
+    """Call a function as `call_for_kind` does, and return the number that it returns."""
+    count = bits * 0
+    if bits == 16:
+        count = function(*arguments, bits, 16, C)
+    if C.LEAST <= 8:
+        if bits == 8:
+            count = function(*arguments, bits, 8, C)
+    if C.LEAST < 8:
+        if bits < 8:
+            count = function(*arguments, bits, FEW, C)
+    return count
+
+
+@triton.jit
 def load_codes(rows_ptr, rows, live, bits, DIM: tl.constexpr, WP: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
     """Load the codes of rows, (rows, WP), and their scales, (rows,)."""
     od = tl.arange(0, WP)

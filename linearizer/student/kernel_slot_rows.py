@@ -120,7 +120,7 @@ def put_rows(work, rows, live, keys, values, weight, spread, C: tl.constexpr):
 
 @triton.jit
 def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
-    """Copy the slots of a state into rows, list all as changed; return how many there are, and how many are listed."""
+    """Copy the slots of a state into rows, and list all as changed; return how many there are."""
     keys_ptr, values_ptr, weight_ptr, spread_ptr = state
     place_ptr, room, count = numbers_of(work, C)[5], work[6], 0
     tl.store(place_ptr + tl.arange(0, C.RM), tl.full([C.RM], INFINITE, C.ACC))
@@ -140,7 +140,7 @@ def read_slots(work, state, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
         tl.store(lists_of(work, C)[0] + rows, rows)
         count += tl.sum(live.to(tl.int32), 0)
     tl.debug_barrier()
-    return count, count
+    return count
 
 
 @triton.jit

@@ -29,7 +29,6 @@ from .kernel_leaving import load_tile_at, slots_of, write_merged
 from .kernel_merging import merge_rows
 from .kernel_packed_rows import (
     BLOCK,
-    FEW,
     HEAD,
     LEVEL,
     MERGER,
@@ -39,6 +38,7 @@ from .kernel_packed_rows import (
     WINDOW,
     PackedConstants,
     call_for_kind,
+    count_for_kind,
     kinds_of_rows,
 )
 from .kernel_slot_rows import (
@@ -99,7 +99,7 @@ def write_versions(work, rows, live, versions, begin, gain, C: tl.constexpr):
 
 @triton.jit(noinline=True)  # as merge_rows is
 def read_state(work, field_ptr, start_ptr, slots, bits, KIND: tl.constexpr, C: tl.constexpr):
-    """Copy the slots of a head into rows; return how many there are, and how many are listed as changed."""
+    """Copy the slots of a head into rows, and list all as changed; return how many there are."""
     _, _, state = slots_of(field_ptr, start_ptr, bits, KIND, C)
     return read_slots(work, state, slots, bits, KIND, C)
 
@@ -140,16 +140,8 @@ def merge_blocks(
         place_ptr = numbers_of(work, C)[5]
         version_ptr, rows = lists_of(work, C)[2], tl.arange(0, C.RM)
         type_ptr, levels = start_ptr.to(tl.pointer_type(C.KEPT)), 1 << bits
-        count, changed = block * 0, block * 0
-        if bits == 16:
-            count, changed = read_state(work, field_ptr, start_ptr, slots, bits, 16, C)
-        if C.LEAST <= 8:
-            if bits == 8:
-                count, changed = read_state(work, field_ptr, start_ptr, slots, bits, 8, C)
-        if C.LEAST < 8:
-            if bits < 8:
-                count, changed = read_state(work, field_ptr, start_ptr, slots, bits, FEW, C)
-        written, are_new = ROOM, block * 0 + 1
+        count = count_for_kind(read_state, (work, field_ptr, start_ptr, slots), bits, C)
+        changed, written, are_new = count, ROOM, block * 0 + 1
         for begin in range(0, ROOM, C.BT):
             chunk = begin + tl.arange(0, C.BT)
             live = tl.load(place_ptr + chunk) < float("inf")
