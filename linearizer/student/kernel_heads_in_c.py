@@ -78,9 +78,8 @@ static void take_tokens(const Reader *r, const Scratch *scratch, long index) {
     take_side(r, &r->value, r->v, r->sizes[STRIDES_V + 3], 1, index * ROWS);
 }
 
-static const REAL *query_of(const Reader *r, const long *tokens, long row) {
-    return r->q + tokens[row / r->query_heads] * r->sizes[STRIDES_Q + 3] +
-           row % r->query_heads * r->sizes[STRIDES_Q + 2];
+static const REAL *query_of(const Reader *r, long token, long head) {
+    return r->q + token * r->sizes[STRIDES_Q + 3] + head * r->sizes[STRIDES_Q + 2];
 }
 
 /* Attend with rows of tokens and write their outputs (a step), column after column: no row depends on another. */
@@ -103,12 +102,15 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
         {near_row(r, &r->key, from), near_row(r, &r->value, from), last + 1 - from, r->key.size, r->value.size},
         {seen, seen + slots->key, count, slots->key + slots->value, slots->key + slots->value}};
     REAL *queries = scratch->queries, *logits = scratch->logits, *top = scratch->top, *sum = scratch->sum;
-    for (long row = 0; row < rows; row++) {
-        const REAL *query = query_of(r, tokens, row < used ? row : 0);
-        for (long d = 0; d < r->key.dim; d++) queries[d * rows + row] = row < used ? query[d] * r->query_scale : 0;
-    }
-    for (long row = used; row < 2 * used && row / heads < r->found - first; row++)
-        fetch(query_of(r, tokens, row), r->key.dim);
+    for (long t = 0; t < 2 * found && t < r->found - first; t++)
+        for (long g = 0; g < heads; g++) {
+            const REAL *query = query_of(r, tokens[t], g);
+            if (t >= found) fetch(query, r->key.dim);
+            for (long d = 0; t < found && d < r->key.dim; d++)
+                queries[d * rows + t * heads + g] = query[d] * r->query_scale;
+        }
+    for (long d = 0; d < r->key.dim && used < rows; d++)
+        memset(queries + d * rows + used, 0, (rows - used) * sizeof(REAL));
     if (r->key.middle) {
         for (long d = 0; d < r->key.dim; d++)
             for (long row = 0; row < rows; row++) queries[d * rows + row] *= r->key.turn_back[d];
@@ -138,7 +140,7 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
     for (REAL *column = logits; column < logits + j * rows; column += rows)
         for (long row = 0; row < rows; row++)
             column[row] = exponential(column[row] - top[row]), sum[row] += column[row];
-    long size = r->value.size;
+    long size = r->value.size, t = 0, g = 0;
     REAL *read = scratch->read;
     for (long row = 0; row < used; row += ROWS) {
         j = 0;
@@ -151,8 +153,8 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
             for (long d = 0; d < size; d++) read[m * size + d] /= sum[row + m];
         if (r->value.middle) rotate(read, ROWS * size, 1, r->value.rotated);
         for (long m = 0; m < ROWS && row + m < used; m++) {
-            long token = tokens[(row + m) / heads], query = (row + m) % heads;
-            REAL *restrict out = r->out + token * sizes[STRIDES_OUT + 3] + query * sizes[STRIDES_OUT + 2];
+            REAL *restrict out = r->out + tokens[t] * sizes[STRIDES_OUT + 3] + g * sizes[STRIDES_OUT + 2];
+            if (++g == heads) g = 0, t++;
             const REAL *restrict mean = read + m * size, *restrict turn_back = r->value.turn_back;
             const REAL *restrict middle = r->value.middle;
             if (!middle) memcpy(out, mean, r->value.dim * sizeof(REAL));

@@ -52,9 +52,9 @@ typedef REAL vec __attribute__((vector_size(BYTES), aligned(BYTES), may_alias));
 typedef __typeof__((vec){0} < (vec){0}) mask;
 typedef REAL vec32 __attribute__((vector_size(32), aligned(sizeof(REAL)), may_alias));
 typedef __typeof__((vec32){0} < (vec32){0}) mask32;
-enum { LANES = BYTES / sizeof(REAL), TILE = 2 * LANES, PARTIAL = 32 / sizeof(REAL) };
+enum { LANES = BYTES / sizeof(REAL), TILE = 2 * LANES, PARTIAL = 32 / sizeof(REAL), TRIES = 3 };
 
-static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
+static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[TRIES] = {1.0, 0.85, 0.7};
 
 static long padded(long size, long by) { return (size + by - 1) / by * by; }
 
@@ -130,22 +130,26 @@ static REAL largest(const REAL *x, long dim) {
     return top;
 }
 
-/* Return the tried scale with the least error of a vector; the same bits in vectors of any width. */
+/* Return the square error of a vector that is rounded with a scale; the same bits in vectors of any width. */
+static inline REAL error_of(const REAL *x, long dim, REAL scale, REAL limit) {
+    REAL error = 0, lanes[PARTIAL] = {0};
+    for (long d = 0; d < dim; d += PARTIAL)
+        for (long l = 0; l < PARTIAL; l++) {
+            REAL difference = code_of(x[d + l], scale, limit) * scale - x[d + l];
+            lanes[l] += difference * difference;
+        }
+    for (long l = 0; l < PARTIAL; l++) error += lanes[l];
+    return error;
+}
+
+/* Return the tried scale with the least error of a vector, the first of equals. */
 static REAL best_scale(const REAL *x, long dim, REAL limit) {
-    REAL top = largest(x, dim) / limit, best_error = INFINITY, best = 0, lanes[PARTIAL];
-    for (int i = 0; i < 3 && best_error > 0; i++) {  /* the first changes no vector that was rounded before */
-        REAL scale = as_bf16(top * TRIED[i]), error = 0;
-        if (!(scale > TINIEST)) scale = 0;
-        for (long l = 0; l < PARTIAL; l++) lanes[l] = 0;
-        for (long d = 0; d < dim; d += PARTIAL)
-            for (long l = 0; l < PARTIAL; l++) {
-                REAL difference = code_of(x[d + l], scale, limit) * scale - x[d + l];
-                lanes[l] += difference * difference;
-            }
-        for (long l = 0; l < PARTIAL; l++) error += lanes[l];
-        if (error < best_error) best_error = error, best = scale;
-    }
-    return best;
+    REAL top = largest(x, dim) / limit, scale[TRIES], error[TRIES];
+    for (int t = 0; t < TRIES; t++) scale[t] = as_bf16(top * TRIED[t]), scale[t] = scale[t] > TINIEST ? scale[t] : 0;
+    if (!((error[0] = error_of(x, dim, scale[0], limit)) > 0)) return scale[0];  /* it was rounded before */
+    for (int t = 1; t < TRIES; t++) error[t] = error_of(x, dim, scale[t], limit);
+    int best = error[1] < error[0];
+    return scale[error[2] < error[best] ? 2 : best];
 }
 
 /* Return e^x for x up to 0; 0 where it nearly underflows. */

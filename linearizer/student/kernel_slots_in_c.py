@@ -32,15 +32,17 @@ static REAL limit_of(long bits) { return ((1 << bits) - 1) / (REAL)2; }
 static REAL scale_of(const REAL *x, long dim, long bits) {
     if (bits < 8) return best_scale(x, dim, limit_of(bits));
     float top = (float)float_of_bits((bits_of(largest(x, dim)) + 0x1FFFF) & 0x7F800000u);
-    return fminf(fmaxf(top * 0x1p-6f, 0x1p-24f), 0x1p121f);
+    top *= 0x1p-6f, top = top > 0x1p-24f ? top : 0x1p-24f;  /* fmaxf would be a call */
+    return top < 0x1p121f ? top : 0x1p121f;
 }
 
 static void round_vector(REAL *x, long dim, long bits, long kept_bf16) {
     for (long d = 0; d < dim && kept_bf16; d++) x[d] = as_bf16(x[d]);
     if (bits == 16) return;
     REAL scale = scale_of(x, dim, bits), limit = limit_of(bits);
+    const REAL inverse = 1 / scale;  /* exact in 8 bits */
     if (bits == 8)
-        for (long d = 0; d < dim; d++) x[d] = ROUND(x[d] / scale) * scale;
+        for (long d = 0; d < dim; d++) x[d] = ROUND(x[d] * inverse) * scale;
     else
         for (long d = 0; d < dim; d++) x[d] = code_of(x[d], scale, limit) * scale;
 }
@@ -85,16 +87,15 @@ static void measure_slots(Slots *s, const long *indices, long count) {
         s->key_square[i] = key[m], s->value_square[i] = value[m], s->inverse[i] = 1 / s->weight[i];
         s->importance[i] = exp(clamped < -MOST_IMPORTANT ? -MOST_IMPORTANT : clamped);
     }
-    for (long d = 0; d < s->key + s->value; d++)
-        for (long m = 0; m < count; m++) s->columns[d * s->room + indices[m]] = rows[m][d];
+    for (long d = 0; d < s->key + s->value; d++)  /* after `count` the first one again */
+        for (int m = 0; m < ROWS; m++) s->columns[d * s->room + indices[m]] = rows[m][d];
 }
 
-/* Find the next changed slots from a row on, at most ROWS; the first one fills the remaining indices. */
-static long find_changed(const Slots *s, long *from, long *indices) {
+/* List the rows of changed slots in `partner`; the first of the last ROWS also fills what these lack. */
+static long list_changed(Slots *s) {
     long found = 0;
-    for (; *from < s->used && found < ROWS; ++*from)
-        if (s->changed[*from]) indices[found++] = *from;
-    for (long r = found; r < ROWS && found; r++) indices[r] = indices[0];
+    for (long i = 0; i < s->used; i++) s->partner[found] = i, found += s->changed[i];
+    for (long r = found; r % ROWS; r++) s->partner[r] = s->partner[found / ROWS * ROWS];
     return found;
 }
 
@@ -109,37 +110,44 @@ static void multiply_slots(const Slots *s, long from, long to, const long *indic
 /* The weight of an error of a slot, relative to the oldest slot (slots_merging.RECENCY). */
 #define RECENCY(place) ((place) + 1)
 
-/* Find the slot with the least cost of merging slot i into it, the first of equals: among those before its place, or
-   among all, where errors of newer slots count more. */
+static inline REAL least_of(vec x) {
+    vec32 halves[BYTES / 32];
+    memcpy(halves, &x, sizeof x);
+    if (BYTES > 32) halves[0] = -larger(-halves[0], -halves[BYTES / 32 - 1]);
+    REAL least = INFINITY;
+    for (long l = 0; l < PARTIAL; l++) least = halves[0][l] < least ? halves[0][l] : least;
+    return least;
+}
+
+/* Find the slot with the least cost, the first of equals: among those before a place, or among all, where errors of
+   slots newer than the place count more. */
 static inline __attribute__((always_inline)) long find_least(
-    const Slots *s, long i, REAL slot_place, int before, REAL *least) {
-    vec best = (vec){0} + (REAL)INFINITY, first = best, index = {0};
+    const Slots *s, const REAL *cost, REAL slot_place, int before, REAL *least) {
+    vec best = (vec){0} + (REAL)INFINITY, first = best;
     for (long j = 0; j < padded(s->used, LANES); j += LANES) {
-        vec x = *(vec *)(s->cost + i * s->room + j), place = *(vec *)(s->place + j);
+        vec x = *(vec *)(cost + j), place = *(vec *)(s->place + j);
         if (!before) x *= RECENCY(choose(place > slot_place, place, (vec){0} + slot_place));
         mask better = (x < best) | ((x == best) & (place < first));
         better &= place < (before ? slot_place : (REAL)INFINITY);
         best = choose(better, x, best), first = choose(better, place, first);
-        index = choose(better, (vec){0} + (REAL)j, index);
     }
-    long found = 0;
-    for (long l = 1; l < LANES; l++)
-        if (best[l] < best[found] || (best[l] == best[found] && first[l] < first[found])) found = l;
-    *least = best[found];
-    return first[found] < INFINITY ? (long)index[found] + found : -1;
+    *least = least_of(best);
+    REAL found = least_of(choose(best == *least, first, (vec){0} + (REAL)INFINITY));
+    return found < INFINITY ? s->order[(long)found] : -1;
 }
 
 /* Compute the costs of pairs with a changed slot, and the least cost of every slot. */
 static void measure_pairs(Slots *s) {
-    long n = s->used, found, indices[ROWS], leading = 0;
+    long n = s->used, changed = list_changed(s), leading = 0;
     REAL *key = s->dots, *value = s->dots + ROWS * s->room;
-    for (long i = 0; (found = find_changed(s, &i, indices));) measure_slots(s, indices, found);
-    while (leading < n && s->changed[leading]) leading++;
-    for (long i = 0; (found = find_changed(s, &i, indices));) {
+    for (long i = 0; i < changed; i += ROWS) measure_slots(s, s->partner + i, changed - i < ROWS ? changed - i : ROWS);
+    while (leading < changed && s->partner[leading] == leading) leading++;
+    for (long i = 0; i < changed; i += ROWS) {
+        const long *indices = s->partner + i;
         long begin = indices[0] < leading ? indices[0] / LANES * LANES : 0;  /* earlier rows measured their pairs */
         multiply_slots(s, 0, s->key, indices, begin, key);
         multiply_slots(s, s->key, s->key + s->value, indices, begin, value);
-        for (long r = 0; r < found; r++) {
+        for (long r = 0; r < ROWS && i + r < changed; r++) {
             REAL *cost = s->cost + indices[r] * s->room, *kk = key + r * s->room, *vv = value + r * s->room;
             REAL a = s->key_square[indices[r]], b = s->value_square[indices[r]], inverse = s->inverse[indices[r]];
             REAL important = s->importance[indices[r]];
@@ -151,15 +159,18 @@ static void measure_pairs(Slots *s) {
             }
             cost[indices[r]] = INFINITY;
         }
+        const REAL *rows[ROWS];
+        for (int r = 0; r < ROWS; r++) rows[r] = s->cost + indices[r] * s->room;
         for (long j = begin; j < n; j++)  /* rows of costs are far apart: all columns at once */
-            for (long r = 0; r < found; r++) s->cost[j * s->room + indices[r]] = s->cost[indices[r] * s->room + j];
+            for (int r = 0; r < ROWS; r++) s->cost[j * s->room + indices[r]] = rows[r][j];
     }
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o], nearest = (long)s->nearest[i];
         s->stale[i] = s->changed[i] || nearest < 0 || s->removed[nearest] || s->changed[nearest];
     }
-    for (long c = 0; c < n; c++) {
-        for (long i = 0; s->changed[c] && i < n; i += LANES) {
+    for (long index = 0; index < changed; index++) {
+        const long c = s->partner[index];
+        for (long i = 0; i < n; i += LANES) {
             vec x = *(vec *)(s->cost + c * s->room + i), *least = (vec *)(s->least + i);
             vec *nearest = (vec *)(s->nearest + i);
             mask better = (x < *least) & (*(vec *)(s->place + i) > s->place[c]);
@@ -168,29 +179,22 @@ static void measure_pairs(Slots *s) {
     }
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o];
-        if (s->stale[i]) s->nearest[i] = find_least(s, i, s->place[i], 1, s->least + i);
+        if (s->stale[i]) s->nearest[i] = find_least(s, s->cost + i * s->room, s->place[i], 1, s->least + i);
     }
     memset(s->changed, 0, n);
 }
 
 /* Choose the slots to remove, and for each the slot it merges into. */
 static void choose_pairs(Slots *s, long removals) {
-    long chosen = 0;
-    for (long o = 0; o < s->count; o++) {
-        REAL least = s->dots[o] = s->least[s->order[o]] * RECENCY(o);
-        long position = chosen < removals ? chosen : removals;
-        while (position > 0 && least < s->dots[s->partner[position - 1]]) position--;
-        if (position == removals) continue;
-        chosen = chosen < removals ? chosen + 1 : removals;
-        for (long c = chosen - 1; c > position; c--) s->partner[c] = s->partner[c - 1];
-        s->partner[position] = o;
-    }
-    for (long c = 0; c < removals; c++) {
-        long i = s->chosen[c] = s->order[s->partner[c]];
-        s->removed[i] = 1, s->dots[c] = s->place[i], s->place[i] = INFINITY;
-    }
     REAL least;
-    for (long c = 0; c < removals; c++) s->partner[c] = find_least(s, s->chosen[c], s->dots[c], 0, &least);
+    for (long c = 0; c < removals; c++) {
+        long i = find_least(s, s->least, 0, 0, &least);
+        for (long o = 0; i < 0; o++)  /* no cost is a number */
+            if (!s->removed[s->order[o]]) i = s->order[o];
+        s->chosen[c] = i, s->removed[i] = 1, s->dots[c] = s->place[i], s->place[i] = INFINITY;
+    }
+    for (long c = 0; c < removals; c++)
+        s->partner[c] = find_least(s, s->cost + s->chosen[c] * s->room, s->dots[c], 0, &least);
 }
 
 /* Merge removed slots into their targets. */

@@ -56,9 +56,9 @@ static void write_row(const Side *s, const REAL *restrict x, char *restrict row)
         return;
     }
     const long dim = s->dim;
-    REAL scale = scale_of(x, dim, s->bits), limit = limit_of(s->bits);
+    const REAL scale = scale_of(x, dim, s->bits), limit = limit_of(s->bits), inverse = 1 / scale;
     if (s->bits == 8) {
-        for (long d = 0; d < dim; d++) row[d] = (int8_t)ROUND(x[d] / scale);
+        for (long d = 0; d < dim; d++) row[d] = (int8_t)ROUND(x[d] * inverse);
         row[dim] = (int8_t)((int32_t)(bits_of(scale) >> 23) - 127);
     } else {
         uint8_t *bytes = (uint8_t *)row, codes[dim];
