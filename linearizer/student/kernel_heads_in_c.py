@@ -102,15 +102,16 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
         {near_row(r, &r->key, from), near_row(r, &r->value, from), last + 1 - from, r->key.size, r->value.size},
         {seen, seen + slots->key, count, slots->key + slots->value, slots->key + slots->value}};
     REAL *queries = scratch->queries, *logits = scratch->logits, *top = scratch->top, *sum = scratch->sum;
-    for (long t = 0; t < 2 * found && t < r->found - first; t++)
-        for (long g = 0; g < heads; g++) {
-            const REAL *query = query_of(r, tokens[t], g);
-            if (t >= found) fetch(query, r->key.dim);
-            for (long d = 0; t < found && d < r->key.dim; d++)
-                queries[d * rows + t * heads + g] = query[d] * r->query_scale;
+    for (long row = 0, t = 0, g = 0; row < rows; row += ROWS) {
+        for (int m = 0; m < ROWS; m++) {
+            a[m] = t < found ? query_of(r, tokens[t], g) : r->key.zeros;
+            if (++g == heads) g = 0, t++;
         }
-    for (long d = 0; d < r->key.dim && used < rows; d++)
-        memset(queries + d * rows + used, 0, (rows - used) * sizeof(REAL));
+        for (long d = 0; d < r->key.dim; d++)
+            for (int m = 0; m < ROWS; m++) queries[d * rows + row + m] = a[m][d] * r->query_scale;
+    }
+    for (long t = found; t < 2 * found && t < r->found - first; t++)
+        for (long g = 0; g < heads; g++) fetch(query_of(r, tokens[t], g), r->key.dim);
     if (r->key.middle) {
         for (long d = 0; d < r->key.dim; d++)
             for (long row = 0; row < rows; row++) queries[d * rows + row] *= r->key.turn_back[d];

@@ -65,20 +65,28 @@ static void show_slots(Slots *s, int in_rows) {
     }
 }
 
-/* Complete up to ROWS slots with v and k in their rows: side by side, since each sum is a long chain. */
+/* Copy ROWS rows into columns, and add up their squares: side by side, since each sum is a long chain. */
+static inline __attribute__((always_inline)) void copy_rows(REAL *const *rows, long size, REAL *columns, long room,
+                                                            const long *indices, REAL *squares) {
+    for (long d = 0; d < size; d++)
+        for (int m = 0; m < ROWS; m++) {
+            REAL x = rows[m][d];
+            squares[m] += x * x, columns[d * room + indices[m]] = x;
+        }
+}
+
+/* Complete up to ROWS slots with v and k in their rows; after `count` the first one comes again. */
 static void measure_slots(Slots *s, const long *indices, long count) {
     const REAL *keys[ROWS];
-    REAL *rows[ROWS], key[ROWS] = {0}, value[ROWS] = {0}, importance[ROWS];
+    REAL *rows[ROWS], *values[ROWS], key[ROWS] = {0}, value[ROWS] = {0}, importance[ROWS];
     for (int m = 0; m < ROWS; m++) {
-        rows[m] = s->rows + indices[m] * s->width, keys[m] = rows[m] + s->key + s->value;
+        rows[m] = s->rows + indices[m] * s->width, values[m] = rows[m] + s->key, keys[m] = values[m] + s->value;
         importance[m] = -s->query[s->key_dim];
     }
     multiply(keys, 1, s->key_dim, s->metric, s->key, s->key, s->sums, s->key, 0);
     for (long m = 0; m < count; m++) memcpy(rows[m], s->sums + m * s->key, s->key * sizeof(REAL));
-    for (long d = 0; d < s->key; d++)
-        for (int m = 0; m < ROWS; m++) key[m] += rows[m][d] * rows[m][d];
-    for (long d = 0; d < s->value; d++)
-        for (int m = 0; m < ROWS; m++) value[m] += rows[m][s->key + d] * rows[m][s->key + d];
+    copy_rows(rows, s->key, s->columns, s->room, indices, key);
+    copy_rows(values, s->value, s->columns + s->key * s->room, s->room, indices, value);
     for (long c = 0; c < s->key_dim; c++)
         for (int m = 0; m < ROWS; m++) importance[m] += keys[m][c] * s->query[c];
     for (long m = 0; m < count; m++) {
@@ -87,8 +95,6 @@ static void measure_slots(Slots *s, const long *indices, long count) {
         s->key_square[i] = key[m], s->value_square[i] = value[m], s->inverse[i] = 1 / s->weight[i];
         s->importance[i] = exp(clamped < -MOST_IMPORTANT ? -MOST_IMPORTANT : clamped);
     }
-    for (long d = 0; d < s->key + s->value; d++)  /* after `count` the first one again */
-        for (int m = 0; m < ROWS; m++) s->columns[d * s->room + indices[m]] = rows[m][d];
 }
 
 /* List the rows of changed slots in `partner`; the first of the last ROWS also fills what these lack. */
