@@ -5,6 +5,7 @@
 A record holds for one machine and its libraries: another one rounds differently.
 """
 
+import argparse
 import hashlib
 import json
 import sys
@@ -29,10 +30,11 @@ PRODUCTS = ("allocation.json", "prices.json", "gates.json", "candidates.json")
 CONTEXT = 96  # tokens whose logits are recorded
 
 
-def main(arguments):
-    if len(arguments) != 1:
-        sys.exit(__doc__)
-    file, record = Path(arguments[0]), {name: record_run(name, options) for name, options in RUNS.items()}
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    file = parser.parse_args(arguments).file
+    record = {name: record_run(name, options) for name, options in RUNS.items()}
     if not file.exists():
         file.write_text(json.dumps(record, indent=1))
         print(f"{len(record)} runs are recorded in {file}")
@@ -67,4 +69,4 @@ def hash_text(text):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,11 +1,13 @@
-"""The table of recipes judges by the texts that a model reads, and describes every row."""
+"""The table of recipes judges by the texts that a model reads, and describes every row; a record is a file."""
 
 import json
 from dataclasses import replace
 
+import pytest
+
 from linearizer.plan.plan import Plan
 from linearizer.teacher import load as teacher_module
-from tests.benchmarks import quality
+from tests.benchmarks import golden, quality
 from tests.benchmarks.quality_rows import describe_row
 
 
@@ -29,3 +31,12 @@ def test_every_row_of_the_quality_table_is_described_in_a_line(tmp_path):
     assert {record["row"] for record in table.records} <= quality.ROWS.keys()
     text = table.markdown()
     assert all(f"- `{row}`: " in text for row in {record["row"] for record in table.records if "loss" in record})
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--record"], []], ids=" ".join)
+def test_a_record_is_named_by_no_option(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(golden, "RUNS", {})
+    with pytest.raises(SystemExit):
+        golden.main(words)
+    assert not [*tmp_path.iterdir()]
