@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.damage import change_json
+
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 DEEP = "[" * 100_000
 NAMES = [
@@ -79,11 +81,6 @@ def test_options_that_cannot_be(options, empty, said):
     check_refusal(*said("run", "demo", *options))
 
 
-def change_json(folder, name, **changes):
-    path = folder / name
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def write_json(folder, name, **content):
     (folder / name).write_text(json.dumps(content))
 
@@ -103,23 +100,23 @@ MODELS = {
     "deep config": lambda f: (f / "config.json").write_text(DEEP),
     "config of another kind": lambda f: (f / "config.json").write_text("3"),
     "config that is a folder": lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
-    "model_type is a dictionary": lambda f: change_json(f, "config.json", model_type={"a": 1}),
-    "model_type is long": lambda f: change_json(f, "config.json", model_type="x" * 3000),
-    "no layers": lambda f: change_json(f, "config.json", num_hidden_layers=-1),
-    "index without files": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": 3}),
-    "index of long names": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": "x" * 300}),
-    "index beyond the folder": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": "../x"}),
+    "model_type is a dictionary": lambda f: change_json(f / "config.json", model_type={"a": 1}),
+    "model_type is long": lambda f: change_json(f / "config.json", model_type="x" * 3000),
+    "no layers": lambda f: change_json(f / "config.json", num_hidden_layers=-1),
+    "index without files": lambda f: change_json(f / "model.safetensors.index.json", weight_map={"a": 3}),
+    "index of long names": lambda f: change_json(f / "model.safetensors.index.json", weight_map={"a": "x" * 300}),
+    "index beyond the folder": lambda f: change_json(f / "model.safetensors.index.json", weight_map={"a": "../x"}),
     "damaged generation_config": lambda f: (f / "generation_config.json").write_text("{"),
     "index without metadata": lambda f: drop_from_json(f, "model.safetensors.index.json", "metadata"),
     "index that is a loop": lambda f: put_loop(f / "model.safetensors.index.json"),
     "tokenizer that is a loop": lambda f: put_loop(f / "tokenizer.json"),
-    "padding beyond the embedding": lambda f: change_json(f, "config.json", pad_token_id=10**9),
+    "padding beyond the embedding": lambda f: change_json(f / "config.json", pad_token_id=10**9),
     "generation_config whose end is text": lambda f: write_json(f, "generation_config.json", eos_token_id="x"),
     "generation_config that is hot": lambda f: write_json(f, "generation_config.json", temperature="hot"),
     "generation_config of another kind": lambda f: (f / "generation_config.json").write_text("null"),
     "damaged tokenizer": lambda f: (f / "tokenizer.json").write_text("{"),
-    "tokenizer whose length is a list": lambda f: change_json(f, "tokenizer_config.json", model_max_length=[]),
-    "tokenizer ids beyond the embedding": lambda f: change_json(f, "config.json", vocab_size=100),
+    "tokenizer whose length is a list": lambda f: change_json(f / "tokenizer_config.json", model_max_length=[]),
+    "tokenizer ids beyond the embedding": lambda f: change_json(f / "config.json", vocab_size=100),
 }
 
 

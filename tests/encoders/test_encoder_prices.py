@@ -17,6 +17,7 @@ from linearizer.errors import FolderError
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
+from tests.support.damage import change_json
 from tests.support.encoders import SIZES
 
 TOKENS = 120
@@ -96,8 +97,7 @@ def test_a_config_that_does_not_say_how_heads_attend_is_refused(ways, plan, tmp_
     encoder = ENCODER.begin(tmp_path / "run", plan)
     student = encoder_run.make_student(encoder, encoder_run.load_teacher(encoder), encoder.ways.layers)
     encoder_run.save(encoder, student, encoder.run.checkpoint)
-    config = encoder.run.checkpoint / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "ways": ways, "heads": []}))
+    change_json(encoder.run.checkpoint / "config.json", ways=ways, heads=[])
     with pytest.raises(FolderError, match="does not say how heads attend: make the student again"):
         encoder_run.load_student(encoder.run.checkpoint)
 

@@ -21,6 +21,7 @@ from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.publish import push
 from linearizer.workers import control
+from tests.support.damage import flip_bit
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
 DEMO = find_model("demo").folder
@@ -94,10 +95,7 @@ def test_a_student_of_a_model_on_the_hub_has_its_files_and_a_damaged_one_is_neve
     sent = [content for path, content in sorted(files_of(hub, "me/of-hub").items()) if path.startswith("teacher-")]
     assert sent == [path.read_bytes() for path in sorted(DEMO.glob("*.safetensors"))]
     hub.requests.clear()
-    damaged = bytearray((of_hub.checkpoint / WEIGHTS).read_bytes())
-    damaged[-1] ^= 1
-    (of_hub.checkpoint / WEIGHTS).unlink()
-    (of_hub.checkpoint / WEIGHTS).write_bytes(damaged)
+    flip_bit(of_hub.checkpoint / WEIGHTS)
     assert f"{WEIGHTS}' is not as the run wrote it" in refused(of_hub, kind=FolderError) and not written(hub)
 
 

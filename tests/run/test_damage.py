@@ -15,6 +15,7 @@ from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.teacher import load as teacher_module
+from tests.support.damage import cut, flip_bit
 
 ASKED = dict(model="demo", budget=24, texts=2, length=32, sinks=1, dtype="float32")
 
@@ -32,11 +33,6 @@ def stopped(tmp_path_factory):
 def run(stopped, tmp_path):
     shutil.copytree(stopped[0].folder, tmp_path / "run")
     return Run(tmp_path / "run")
-
-
-def cut(path):
-    """Leave half of a file."""
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def read(run, name):
@@ -74,10 +70,7 @@ def test_a_changed_digit_of_a_product_is_seen(run):
 
 
 def test_a_changed_bit_of_the_samples_is_seen(run):
-    path = run.folder / SAMPLES
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    flip_bit(run.folder / SAMPLES)
     with pytest.raises(FolderError, match="its content has changed since it was written"):
         samples_of(run)
 

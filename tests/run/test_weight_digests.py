@@ -1,6 +1,7 @@
 """A checkpoint whose weights changed since they were written is neither loaded nor published."""
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -12,6 +13,7 @@ from linearizer.method.checkpoint import load_of_run, load_student, save
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.run.weight_digests import check_weights, hash_file, read_digests, write_digests
+from tests.support.damage import cut, flip_bit
 from tests.support.models import student_of, teacher_of
 
 
@@ -23,14 +25,10 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("damage", [flip_bit, cut, Path.unlink], ids=["flip", "cut", "remove"])
 def test_damaged_weights_are_refused(run, damage):
     (path,) = run.checkpoint.glob("*.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.unlink()
-    if damage != "remove":
-        path.write_bytes(content if damage == "flip" else content[:-100])
+    damage(path)
     with pytest.raises(FolderError, match="is not as the run wrote it: remove the folder checkpoint, and"):
         load_student(run)
 
@@ -84,9 +82,7 @@ def test_a_damaged_tokenizer_is_refused_in_a_sentence(with_tokenizer, name, dama
 def test_a_flipped_bit_of_a_tokenizer_or_config_is_seen(with_tokenizer, name):
     write_digests(with_tokenizer)
     path = with_tokenizer.checkpoint / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, path.stat().st_size // 2)
     with pytest.raises(FolderError, match=f"{name}' is not as the run wrote it"):
         check_weights(with_tokenizer)
 

@@ -1,7 +1,5 @@
 """Checkpoints of GPTQ and AWQ, packed here bit by bit, load as the weights that they stand for."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load, save_file
@@ -11,6 +9,7 @@ from linearizer import pipeline
 from linearizer.errors import ModelNotAvailable, UnsupportedModel
 from linearizer.hub.models import find_model
 from linearizer.teacher.load import load_teacher
+from tests.support.damage import change_json
 from tests.support.models import teacher_of, tokens
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight, from the lowest bits of a word on
@@ -76,8 +75,7 @@ def save_packed(model, folder, stated, extra=None):
         else:
             tensors[name] = x
     save_file({**tensors, **(extra or {})}, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
+    change_json(folder / "config.json", quantization_config=stated)
     save_file(state, folder / "plain" / "model.safetensors", {"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(folder / "plain")
 
@@ -147,8 +145,7 @@ def test_parts_that_are_missing_or_do_not_fit_are_damage(tmp_path):
 )
 def test_other_layouts_are_refused_by_name(stated, reason, tmp_path):
     teacher_of("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
+    change_json(tmp_path / "config.json", quantization_config=stated)
     refused = pipeline.inspect(str(tmp_path))
     assert not refused.supported and refused.reason == f"its weights are quantised {reason}, which is not served"
     assert refused.remedy == "name the model that it was quantised from"

@@ -6,6 +6,7 @@ import torch
 from linearizer import pipeline
 from linearizer.plan.plan import Plan
 from linearizer.teacher.load import TEXTS, load_teacher_of, texts_of_run
+from tests.support.damage import flip_bit
 
 
 @pytest.fixture
@@ -39,8 +40,6 @@ def test_a_source_that_ended_is_not_read_again(begun):
 def test_texts_that_are_damaged_are_read_anew(begun):
     run, teacher, _ = begun
     first = texts_of_run(run, teacher, 4, None)
-    path = run.folder / TEXTS
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    flip_bit(run.folder / TEXTS)
     assert torch.equal(texts_of_run(run, teacher, 4, None), first)
     assert [event["file"] for event in run.events() if event["event"] == "dropped"] == [TEXTS]

@@ -1,5 +1,3 @@
-import json
-
 import huggingface_hub
 import pytest
 import torch
@@ -9,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.errors import ModelNotAvailable, UnsupportedModel
 from linearizer.hub.models import find_model
 from linearizer.teacher.load import load_config, load_teacher, load_tokenizer
+from tests.support.damage import change_json
 
 TEXT = torch.arange(3, 40)[None]
 
@@ -18,11 +17,6 @@ def folder(tiny_llama, tmp_path):
     """Copy the tiny model into one file that a test may damage."""
     AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-def change_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def change_weights(folder, change):
@@ -77,7 +71,7 @@ def test_weights_that_cannot_be_used_are_named_and_never_made_up(change, said, f
 
 
 def test_code_beside_a_known_kind_is_ignored(folder):
-    change_config(folder, **EVIL)
+    change_json(folder / "config.json", **EVIL)
     (folder / "evil.py").write_text("raise SystemExit('this code was run')")
     assert type(load_teacher(find_model(str(folder)))).__module__ == "transformers.models.llama.modeling_llama"
 
@@ -97,7 +91,7 @@ REFUSED = "has a config\\.json that transformers refuses"
     ],
 )
 def test_a_config_that_cannot_be_used_is_one_sentence(changes, said, folder):
-    change_config(folder, **changes)
+    change_json(folder / "config.json", **changes)
     (folder / "evil.py").write_text("raise SystemExit('this code was run')")
     with pytest.raises((UnsupportedModel, ModelNotAvailable), match=said):
         load_teacher(find_model(str(folder)))

@@ -26,6 +26,7 @@ from linearizer.teacher.layers import matrix
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.quantised import keep_as_stored
 from tests.support.cards import describe_teacher
+from tests.support.damage import change_json
 from tests.support.models import MIXED, allocation_of, layers_of, teacher_of, tokens
 
 INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
@@ -98,8 +99,7 @@ def quantised(method, folder):
         else:
             tensors[name] = x
     save_file(tensors, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": STATED[method]}))
+    change_json(folder / "config.json", quantization_config=STATED[method])
     model.load_state_dict(state)
     return model
 
@@ -204,8 +204,6 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [[0, 0], [128], [128, -1], [1.5, 2], "128", 128])
 def test_blocks_that_hold_no_weights_are_refused_before_they_are_read(size, tmp_path):
     quantised("fp8", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = size
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    change_json(tmp_path / "config.json", quantization_config={**STATED["fp8"], "weight_block_size": size})
     refused = pipeline.inspect(str(tmp_path))
     assert not refused.supported and refused.reason.startswith("its config gives its fp8 weights blocks of")

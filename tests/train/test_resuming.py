@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from linearizer.progress import finish
 from linearizer.train.distill import distill
 from linearizer.train.settings import TrainingSettings
 from linearizer.train.trainer import NEWEST, PREVIOUS
+from tests.support.damage import cut, flip_bit
 from tests.support.models import tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
 
@@ -59,26 +61,18 @@ def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
     assert_equal_weights(weights(student), weights(reference))
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
+@pytest.mark.parametrize("damage", [cut, flip_bit, Path.unlink], ids=["cut", "flipped", "missing"])
 def test_of_a_damaged_state_the_one_before_is_used_and_said(damage, tmp_path):
     (reference, _), training = unstopped(), distill(a_student(), TEXT, FEW, folder=tmp_path)
     while next(training).done < 7:
         pass
     training.close()  # the states of steps 7 and 6 are there
-    newest = tmp_path / NEWEST
-    content = bytearray(newest.read_bytes())
-    if damage == "cut":
-        newest.write_bytes(content[: len(content) // 2])
-    elif damage == "flipped":
-        content[-5] ^= 1
-        newest.write_bytes(content)
-    else:
-        newest.unlink()
+    damage(tmp_path / NEWEST)
     student = a_student()
     events = list(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
     assert events[0].done == 7
     messages = " ".join(events[0].details["events"])
-    assert (f"going on from {PREVIOUS}" in messages) == (damage != "missing")
+    assert (f"going on from {PREVIOUS}" in messages) == (damage is not Path.unlink)
     assert_equal_weights(weights(student), weights(reference))
 
 
