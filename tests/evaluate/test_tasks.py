@@ -16,7 +16,6 @@ from linearizer.progress import finish
 from linearizer.teacher.logits import logits_of
 from tests.support.models import MIXED, allocation_of, layers_of, teacher_of
 
-pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")
 pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's own imports warn
 FOLDER = Path(__file__).parents[1] / "support" / "tasks"
 
@@ -29,7 +28,8 @@ def at_the_root(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def read_once():
-    """Let lm_eval read all tasks of its own, thousands of files, only once."""
+    """Let lm_eval read all tasks of its own, thousands of files, only once; it is imported by these tests alone."""
+    pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")
     from lm_eval import tasks
 
     manager, tasks.TaskManager = tasks.TaskManager, cache(tasks.TaskManager)

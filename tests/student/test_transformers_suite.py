@@ -11,23 +11,20 @@ from transformers.testing_utils import torch_device
 from linearizer.plan.head_bytes import Head
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from tests.support.models import MIXED, student_of, tokens
-from tests.support.transformers_suite import CHECKOUT, failures_of, fetch_tests, import_mixins
+from tests.support.transformers_suite import CHECKOUT, EXCLUDED, check_suite, import_mixins, suite_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of tests that are not ours
 
 TWO_LAYERS = {"gpt2": dict(n_layer=2), "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"])}
 HELD = {"mixed": MIXED, "memories": [Head(4, 6, memory="gdn"), Head(4, slots=6, bits=4), Head(5, 8, memory="kda")]}
-OWN_ATTENTION = "the attention of a student is its own and cannot be exchanged"
 NO_WEIGHTS = "a student computes no weights between tokens, so its attentions are None"
 NO_KEYS = "looks for the keys of all tokens in the cache, and a student keeps a state"
 NO_ROLLBACK = "a student cannot forget tokens, so assisted decoding and prompt lookup are refused"
 NO_STATIC_CACHE = "a student has a cache of its own, and refuses static and quantised ones"
 NO_PACKING = "packed rows and custom masks are refused"
-EXCLUDED = {  # why each test cannot hold for a student
-    "test_can_set_attention_dynamically": OWN_ATTENTION,
-    "test_config_attn_implementation_setter": OWN_ATTENTION,
+EXCLUDED_OF_DECODERS = {  # why each test cannot hold for a student
+    **EXCLUDED,
     "test_capture_outputs_decorator": NO_WEIGHTS,
-    "test_correct_missing_keys": "loads a student from a decoder, whose config does not say what heads hold",
     "test_generation_tester_mixin_inheritance": "GenerationTesterMixin is in no source distribution",
     "test_beam_search_generate_dict_outputs_use_cache": NO_KEYS,
     "test_greedy_generate_dict_outputs_use_cache": NO_KEYS,
@@ -49,50 +46,16 @@ EXCLUDED = {  # why each test cannot hold for a student
 }
 
 
-@pytest.fixture(scope="session")
-def mixins(tmp_path_factory, pytestconfig):
-    return import_mixins(fetch_tests(tmp_path_factory.getbasetemp().parent), pytestconfig)
-
-
 @functools.cache
 def config_of(family, held):
     """Give the config of a family's student, which takes a teacher to make."""
     return student_of(family, HELD[held], num_hidden_layers=2, **TWO_LAYERS.get(family, {})).config
 
 
-class Inputs:
-    """What transformers' tests ask for a config and inputs."""
-
-    batch_size, seq_length, num_hidden_layers, num_attention_heads, hidden_size = 3, 12, 2, 4, 64
-    is_training = True
-
-    def __init__(self, family, held):
-        self.family, self.held = family, held
-
-    def get_config(self):
-        return copy.deepcopy(config_of(self.family, self.held))
-
-    def prepare_config_and_inputs_for_common(self):
-        ids = tokens(self.batch_size, self.seq_length).to(torch_device)
-        return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def suite_of(family, held, mixins):
-    """Make the class whose tests a student of this family has to pass."""
-
-    class Suite(*mixins, unittest.TestCase):
-        all_model_classes = (LinearizedForCausalLM,)
-        has_attentions = False  # weights between tokens
-        test_all_params_have_gradient = False  # experts that no token chose, and how slots merge
-
-        def setUp(self):
-            self.model_tester = Inputs(family, held)
-
-        def _prepare_for_class(self, inputs, model_class, return_labels=False):
-            inputs = super()._prepare_for_class(inputs, model_class, return_labels=return_labels)
-            return {**inputs, "labels": inputs["input_ids"]} if return_labels else inputs
-
-    return Suite
+def make(family, held):
+    """Make a student's config and inputs."""
+    ids = tokens(3, 12).to(torch_device)
+    return copy.deepcopy(config_of(family, held)), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @pytest.mark.parametrize("mixin, least", [("ModelTesterMixin", 60), ("GenerationTesterMixin", 20)])
@@ -100,13 +63,17 @@ def suite_of(family, held, mixins):
     "family, held",
     [*((name, "mixed") for name in ["llama", "gpt2", "gemma3_text", "mixtral"]), ("llama", "memories")],
 )
-def test_a_student_passes_what_every_model_of_transformers_passes(family, held, mixin, least, mixins):
+def test_a_student_passes_what_every_model_of_transformers_passes(
+    family, held, mixin, least, tmp_path_factory, pytestconfig
+):
+    mixins = import_mixins(tmp_path_factory.getbasetemp().parent, pytestconfig)
     (tests,) = (each for each in mixins if each.__name__ == mixin)
     if not unittest.TestLoader().getTestCaseNames(tests):
         pytest.skip(
             f"{mixin} is in no source distribution: test_generation.py holds its properties; for its own tests name "
             f"those of a checkout by {CHECKOUT}"
         )
-    failed, passed = failures_of(suite_of(family, held, mixins), tests, EXCLUDED)
-    assert not failed, "\n".join(failed)
-    assert passed >= least
+    sizes = dict(batch_size=3, seq_length=12, num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
+    suite = suite_of(mixins, LinearizedForCausalLM, functools.partial(make, family, held), **sizes)
+    suite.test_all_params_have_gradient = False  # experts that no token chose, and how slots merge
+    check_suite(suite, tests, EXCLUDED_OF_DECODERS, least)

@@ -4,6 +4,7 @@ pip fetches it; it holds ModelTesterMixin, but no GenerationTesterMixin, which l
 TRANSFORMERS_TESTS=<checkout>/tests, of the installed version or of one near it, lets a student pass its tests, too.
 """
 
+import functools
 import importlib
 import os
 import re
@@ -15,6 +16,7 @@ import unittest
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from filelock import FileLock
 from transformers import testing_utils
@@ -23,6 +25,14 @@ PACKAGE = "transformers_tests"  # the name that their folder of tests gets here
 CHECKOUT = "TRANSFORMERS_TESTS"  # names the tests of a checkout, which has more of them than a source distribution
 NOT_DISTRIBUTED = {f"{PACKAGE}.exporters.test_export": "ExportTesterMixin",
                    f"{PACKAGE}.generation.test_utils": "GenerationTesterMixin"}  # fmt: skip
+
+
+OWN_ATTENTION = "the attention of a student is its own and cannot be exchanged"
+EXCLUDED = {  # why some tests cannot hold for a student
+    "test_can_set_attention_dynamically": OWN_ATTENTION,
+    "test_config_attn_implementation_setter": OWN_ATTENTION,
+    "test_correct_missing_keys": "loads a student from a teacher, whose config does not say what heads hold",
+}
 
 
 def fetch_tests(folder):
@@ -45,9 +55,11 @@ def fetch_tests(folder):
     return folder / name / "tests"
 
 
+@functools.cache
 def import_mixins(folder, config):
     """Import the classes whose tests a model inherits; an empty class stands for one that is not distributed."""
     pytest.importorskip("parameterized")
+    folder = fetch_tests(folder)
     folders = [folder, *{folder / name.split(".")[1] for name in NOT_DISTRIBUTED}]
     for path in (Path(testing_utils.__file__), *(path for each in folders for path in each.glob("*.py"))):
         for mark in re.findall(r"\bmark\.(\w+)", path.read_text()):
@@ -65,8 +77,36 @@ def import_mixins(folder, config):
     return common.ModelTesterMixin, common.GenerationTesterMixin
 
 
-def failures_of(suite, mixin, excluded):
-    """Run the tests of a mixin on a suite; return what failed, with its traceback, and how many passed."""
+def suite_of(mixins, student, make, **sizes):
+    """Make the class whose tests a student has to pass, of a function that makes its config and inputs."""
+
+    class Inputs:
+        is_training = True
+
+        def get_config(self):
+            return make()[0]
+
+        def prepare_config_and_inputs_for_common(self):
+            return make()
+
+    class Suite(*mixins, unittest.TestCase):
+        all_model_classes = (student,)
+        has_attentions = False  # weights between tokens
+
+        def setUp(self):
+            self.model_tester = Inputs()
+            vars(self.model_tester).update(sizes)
+
+        def _prepare_for_class(self, inputs, model_class, return_labels=False):
+            inputs = super()._prepare_for_class(inputs, model_class, return_labels=return_labels)
+            labels = inputs.get("input_ids", torch.zeros(3, dtype=torch.long, device=testing_utils.torch_device))
+            return {**inputs, "labels": labels} if return_labels else inputs
+
+    return Suite
+
+
+def check_suite(suite, mixin, excluded, least):
+    """Run the tests of a mixin on a suite: none may fail, and so many have to pass."""
     failed, passed = [], 0
     for name in unittest.TestLoader().getTestCaseNames(suite):
         if hasattr(mixin, name) and name not in excluded:
@@ -74,7 +114,8 @@ def failures_of(suite, mixin, excluded):
             suite(name).run(result)
             failed += [f"{name}: {trace}" for _, trace in result.failures + result.errors]
             passed += result.wasSuccessful() and not result.skipped
-    return failed, passed
+    assert not failed, "\n".join(failed)
+    assert passed >= least
 
 
 def add_package(name, folder):
