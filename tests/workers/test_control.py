@@ -53,10 +53,6 @@ def kill(run):
     wait_for(run, "lost")
 
 
-def student(run):
-    return weights_of(run.checkpoint)
-
-
 def test_a_finished_run_says_all_that_happened(done):
     events = done.events()
     assert [event for some in control.follow(done) for event in some] == events
@@ -88,7 +84,7 @@ def test_a_killed_run_is_lost_and_resumes_to_the_same_bits(done, begin):
         assert "its process is gone" in control.status(run).error
     control.start(run)
     wait_for(run, "done")
-    assert student(run) == student(done)
+    assert weights_of(run.checkpoint) == weights_of(done.checkpoint)
     assert run.evaluation_parts == done.evaluation_parts
     steps = [event["done"] for event in [*run.events()][before:] if event["event"] == "distill"]
     assert 1 not in steps and 26 in steps  # it went on from a state that was written
