@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ TINY = ("kernels", "steps", "students", "serve")  # the parts that are quick wit
 @pytest.fixture
 def out(tmp_path):
     path = tmp_path / "gpu.json"
-    for part in (*gpu.PARTS, "absent"):
+    for part in gpu.PARTS:
         gpu.change_part(path, part, rows=[{"op": "student"}])
     return path
 
@@ -48,17 +49,30 @@ def test_a_file_whose_tests_do_not_all_pass_or_of_which_none_was_found_is_named(
 
 
 @pytest.mark.parametrize(
-    "part, seconds, ended, last",
+    "program, seconds, ended, last",
     [
-        ("students", 0.01, "its time of 0 s was over", ""),
-        ("absent", 60, "exit 2", "invalid choice: 'absent'"),
+        ("sleep 60", 0.01, "its time of 0 s was over", ""),
+        ("echo $4 is out of memory >&2; exit 2", 60, "exit 2", "students is out of memory"),
     ],
 )
-def test_a_part_that_hangs_or_fails_is_ended_and_keeps_its_rows(out, part, seconds, ended, last):
-    gpu.run_part(part, True, out, seconds)
-    own = gpu.read_parts(out)[part]
+def test_a_part_that_hangs_or_fails_is_ended_and_keeps_its_rows(
+    program, seconds, ended, last, out, tmp_path, monkeypatch
+):
+    """A program stands for Python, which would import libraries for seconds."""
+    (stand_in := tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    gpu.run_part("students", True, out, seconds)
+    own = gpu.read_parts(out)["students"]
     assert own["ended"] == ended and own["rows"] == [{"op": "student"}] and last in own["said"]
-    assert f"{part}: {ended}" in gpu.summary(gpu.read_parts(out))
+    assert f"students: {ended}" in gpu.summary(gpu.read_parts(out))
+
+
+def test_the_process_of_a_part_keeps_each_row(out):
+    gpu.main(["--part", "serve", "--tiny", "--out", str(out)])
+    assert [row["op"] for row in gpu.read_parts(out)["serve"]["rows"]] == ["student", "serve", "serve"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--part", "absent", "--tiny", "--out", str(out)])
 
 
 def test_targets_are_judged_and_kernels_that_do_not_win_are_named():
