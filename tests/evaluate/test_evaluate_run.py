@@ -158,6 +158,17 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_i
     assert [subject.name for subject in run.results["language"].result.subjects][3:] == RIVALS
 
 
+def test_a_text_of_the_same_name_in_another_folder_is_another_text(run, tmp_path, monkeypatch, said):
+    losses = set()
+    for word in ("first", "second"):
+        (tmp_path / word).mkdir()
+        (tmp_path / word / "text.txt").write_text(f"The {word} text. " * 100)
+        monkeypatch.chdir(tmp_path / word)
+        assert said("evaluate", run.folder, "--parts", "generation", "--text", "file:text.txt", "--texts", "1")[0] == 0
+        losses.add(run.results["generation"].result.subjects[0].loss)
+    assert len(losses) == 2
+
+
 def test_texts_follow_each_other_in_pairs_where_positions_reach_and_there_are_enough(finished):
     with assembled(Run.open(finished)) as setup:
         texts = setup.windows(None, 64, 8, 0)

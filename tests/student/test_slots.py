@@ -10,8 +10,8 @@ from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, merge_block, merge_slots
-from linearizer.student.slots_torch import SlotText, read_together
-from linearizer.student.state import SlotState
+from linearizer.student.slots_torch import read_together
+from linearizer.student.state import SlotState, Text
 from tests.support.log_features import reference as attend_exactly
 from tests.support.models import student_of, tokens
 
@@ -35,8 +35,8 @@ def merging(heads=3, window=WINDOW, block=4):
     return Merging(*(x.double() for x in merger()), window, block)
 
 
-def attend_text(*inputs):
-    return read_together([SlotText.of(*inputs)])[0]
+def attend_text(q, k, v, merging, real, state):
+    return read_together([(Text.of(q, k, v, merging.window, real, state), merging)])[0]
 
 
 def attend(q, k, v, slots, edges=(), block=4, real=None):
