@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def count_in_words(count: int) -> str:
     """Parameters of a model: 7 million, 1.24 billion."""
     for unit, name in ((10**9, "billion"), (10**6, "million")):
-        if count >= unit:
+        if count >= 0.9995 * unit:  # with three digits that is 1
             return f"{count / unit:.3g} {name}"
     return f"{count:,}"
 
@@ -31,9 +31,9 @@ def ago(moment: float, now: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes with three digits: 512 B, 1.50 MB."""
+    """Bytes with three digits: 512 B, 1.52 MB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # with three digits more would be 1e+03
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"

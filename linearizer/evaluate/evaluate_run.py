@@ -12,7 +12,14 @@ from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation
 from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import measure_language
-from linearizer.evaluate.recall import MIN_NEEDLE_TOKENS, RepeatReader, measure_needle, measure_recall, needle_lengths
+from linearizer.evaluate.recall import (
+    MIN_NEEDLE_TOKENS,
+    RepeatReader,
+    check_needle_length,
+    measure_needle,
+    measure_recall,
+    needle_lengths,
+)
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Setup, Subject, read_together
 from linearizer.evaluate.tasks import RULER, find_tasks, measure_ruler, measure_tasks
@@ -37,17 +44,16 @@ def measure_parts(
 
     `measure_again` names parts that are measured even if stored; `step` is the step of a run that the parts belong to.
     """
-    check_request(setup, request)
-    for place, name in enumerate(request.chosen, 1):
-        if name == "needle" and not request.parts and setup.run.positions < MIN_NEEDLE_TOKENS:
-            continue  # nobody named the part, and the teacher reads no text that is long enough
+    parts = parts_to_measure(setup, request)
+    check_request(setup, request, parts)
+    for place, name in enumerate(parts, 1):
         measure, uses = PART_MEASURES[name]
         fields = {field: getattr(request, field) for field in uses}
         fields = json.loads(json.dumps(fields))  # as it is stored: a tuple becomes a list
         made_with, stored = setup.made_with(), run.results.get(name)
         if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in measure_again:
             continue
-        details = {"part": name, "place": place, "parts": len(request.chosen)}
+        details = {"part": name, "place": place, "parts": len(parts)}
         # without patience: a part is stored completely or not at all
         steps = log_progress(run, measure(setup, request), 0.0, step, **details)
         result, windows = yield from steps
@@ -66,11 +72,20 @@ def judge(run: Run, setup: Setup) -> Steps[None]:
     run.log(EventName.EVALUATED, **{subject.name: subject.loss.mean for subject in parts["language"].result.subjects})
 
 
-def check_request(setup: Setup, request: Request) -> None:
+def parts_to_measure(setup: Setup, request: Request) -> tuple[str, ...]:
+    """List the parts of a request, without pairs that nobody named if the teacher reads no text long enough."""
+    if request.parts or setup.run.positions >= MIN_NEEDLE_TOKENS:
+        return request.chosen
+    return tuple(part for part in request.chosen if part != "needle")
+
+
+def check_request(setup: Setup, request: Request, parts: tuple[str, ...]) -> None:
     """Refuse a request that cannot be served before anything is measured."""
     for length in (*request.lengths, request.length or 0):
         setup.beyond(length)
-    if (harness := tasks_of_harness(request)) and request.chosen != ("tasks",):  # the part itself looks for them first
+    if "needle" in parts:
+        check_needle_length(min(lengths_of_needle(setup, request)))
+    if (harness := tasks_of_harness(request)) and parts != ("tasks",):  # the part itself looks for them first
         find_tasks(harness, request.task_folder)
 
 
@@ -131,8 +146,12 @@ def passage_tokens(length: int) -> int:
     return max(2, length // 16)
 
 
+def lengths_of_needle(setup: Setup, request: Request) -> tuple[int, ...]:
+    return request.lengths or needle_lengths(setup.usual_length, setup.run.positions)
+
+
 def measure_needle_part(setup: Setup, request: Request) -> Steps[Measured]:
-    lengths = request.lengths or needle_lengths(setup.usual_length, setup.run.positions)
+    lengths = lengths_of_needle(setup, request)
     windows = setup.windows(request.text, max(lengths), max(1, request.texts // 2), request.seed)
     arguments = setup.subjects(max(lengths)), windows, lengths, setup.run.positions, request.seed
     return (yield from measure_needle(*arguments)), windows
@@ -195,10 +214,11 @@ def text_read(setup: Setup, request: Request, windows: torch.Tensor) -> TextRead
 
 
 ON_TEXT = ("text", "length", "texts", "seed")
+WITH_RIVALS = (*ON_TEXT, "short")
 # the function that measures a part, and the fields of a request that it depends on
 PART_MEASURES: dict[str, tuple[Callable[[Setup, Request], Steps[Measured]], tuple[str, ...]]] = {
-    "language": (measure_language_part, ON_TEXT),
-    "recall": (measure_recall_part, (*ON_TEXT, "short")),
+    "language": (measure_language_part, WITH_RIVALS),
+    "recall": (measure_recall_part, WITH_RIVALS),
     "needle": (measure_needle_part, ("text", "texts", "seed", "lengths")),
     "generation": (measure_generation_part, ON_TEXT),
     "approximation": (measure_approximation_part, ON_TEXT),

@@ -118,13 +118,18 @@ class HiddenPairs:
     value: int = VALUE
 
 
-def hide_pairs(windows: Tensor, depth: float, seed: int) -> HiddenPairs:
-    """Hide pairs in texts of the same length, the first at a depth, the others elsewhere; end in the first again."""
-    texts, length = windows.shape
+def check_needle_length(length: int) -> None:
+    """Refuse texts into which the pairs do not fit."""
     if length < MIN_NEEDLE_TOKENS:
         raise RequestError(
             f"{PAIRS} pairs do not fit into a text of {length} tokens: ask for lengths from {MIN_NEEDLE_TOKENS} on"
         )
+
+
+def hide_pairs(windows: Tensor, depth: float, seed: int) -> HiddenPairs:
+    """Hide pairs in texts of the same length, the first at a depth, the others elsewhere; end in the first again."""
+    texts, length = windows.shape
+    check_needle_length(length)
     generator = torch.Generator().manual_seed(seed)
     words = windows.flatten()  # with the frequency that the texts have
     drawn = words[torch.randint(len(words), (texts, PAIRS, KEY + VALUE), generator=generator)]

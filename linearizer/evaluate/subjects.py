@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -157,6 +157,7 @@ class Setup:
     kept: torch.Tensor | None = None  # texts excluded from training, if the run has just made its student
     recall_read: list[Recall] = field(default_factory=list)  # measured while the language part read texts
     samples: Samples | None = None  # if the run does not store them
+    token: str | None = field(default=None, repr=False)  # by which texts of the Hub are read
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -214,15 +215,16 @@ class Setup:
             if source == "self" and teacher is None:
                 raise TextError("'self' is text that the teacher writes, which is not available: name another source")
             new_seed = seed + plan.seed + 1  # for other texts than those of the training
+            read = partial(read_texts, source, self.tokenizer, length, count, least=1, seed=new_seed, token=self.token)
             with nullcontext() if teacher is None else teacher.prepared() as model:
-                return read_texts(source, self.tokenizer, length, count, least=1, model=model, seed=new_seed)
+                return read(model=model)
         start = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - start) // (length - start))
         stored, _ = read_kept_texts(self.run)
         if length == self.usual_length and len(stored) >= skipped + count:
             return stored[skipped : skipped + count]
-        stream = pack_texts(read_for_length(source, self.usual_length), self.tokenizer, length)
+        stream = pack_texts(read_for_length(source, self.usual_length, token=self.token), self.tokenizer, length)
         windows = list(islice(stream, skipped, skipped + count))
         if not windows:
             raise TextError(
@@ -257,14 +259,14 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
             teacher = load_teacher_of(run.plan, token, run.inspection)
         except ModelNotAvailable as error:
             student = checkpoint.load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
-            yield Setup(run, student, student, checkpoint.load_tokenizer_of(run), None, str(error))
+            yield Setup(run, student, student, checkpoint.load_tokenizer_of(run), None, str(error), token=token)
             return
         student = control = checkpoint.load_beside(run, teacher.model)
         adapted = student.base is not teacher.model and not share_weights(student.base, teacher.model)
         if adapted:
             control = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
             share_weights(control.base, teacher.model, different=True)
-        yield Setup(run, student, control, teacher.tokenizer, teacher.model, None)
+        yield Setup(run, student, control, teacher.tokenizer, teacher.model, None, token=token)
 
 
 def make_again(run: Run, token: str | None = None) -> Setup:
@@ -275,11 +277,11 @@ def make_again(run: Run, token: str | None = None) -> Setup:
         copy = Run(Path(shutil.copytree(run.folder, Path(folder) / "run")))
         (copy.folder / "profile.json").unlink()  # it is measured again, for the samples
         (copy.folder / "state").mkdir()
-        finish(measure_teacher(copy, teacher))
+        finish(measure_teacher(copy, teacher, token))
         samples = samples_of(copy)
         student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
         initialise(student, samples, plan.seed)
-    return Setup(run, student.eval(), student, teacher.tokenizer, teacher.model, None, samples=samples)
+    return Setup(run, student.eval(), student, teacher.tokenizer, teacher.model, None, samples=samples, token=token)
 
 
 def share_weights(base: torch.nn.Module, teacher: torch.nn.Module, different: bool = False) -> bool:

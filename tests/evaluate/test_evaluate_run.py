@@ -17,6 +17,7 @@ from linearizer.hub.models import find_model
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
+from linearizer.teacher import text
 from linearizer.teacher.text import read_texts
 from linearizer.workers import control as jobs
 
@@ -104,11 +105,27 @@ def test_the_text_is_not_what_the_student_was_trained_on(finished):
     run = Run.open(finished)
     learnt = max(run.evaluation_file["made_with"]["learnt"], run.plan.texts)
     with assembled(run) as setup:
-        text = read_texts("builtin", setup.tokenizer, 64, learnt + 2)
-        assert torch.equal(setup.windows(None, 64, 2, 0), text[learnt:])
-        assert torch.equal(setup.windows(None, 32, 4, 0).flatten(), text[learnt:].flatten())
+        texts = read_texts("builtin", setup.tokenizer, 64, learnt + 2)
+        assert torch.equal(setup.windows(None, 64, 2, 0), texts[learnt:])
+        assert torch.equal(setup.windows(None, 32, 4, 0).flatten(), texts[learnt:].flatten())
         sampled = setup.windows("self", 32, 2, 0)
         assert sampled.shape == (2, 32) and not torch.equal(sampled, setup.windows("self", 32, 2, 1))
+
+
+@pytest.mark.parametrize("source", [None, "dataset:org/other"])
+def test_texts_of_the_hub_are_read_with_the_token_that_was_given(source, run, monkeypatch):
+    monkeypatch.setattr(Run, "plan", replace(run.plan, text="dataset:org/own"))
+    tokens = []
+
+    def read_column(name, kind, kind_name, token):
+        tokens.append(token)
+        return iter(["Some words. " * 400] * 4)
+
+    monkeypatch.setattr(text, "read_column", read_column)
+    with assembled(run, "hf_of_a_visitor") as setup:
+        assert setup.windows(source, 32, 2, 0).shape == (2, 32)
+        assert "hf_of_a_visitor" not in repr(setup)
+    assert tokens == ["hf_of_a_visitor"]
 
 
 def test_the_teacher_writes_text_where_its_weights_are_in_its_student_too(untrained):
@@ -137,6 +154,19 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_i
     assert examined(run) == [] and run.evaluation_parts == judged
     finish(pipeline.evaluate(run, evaluate_run.Request(("recall",), texts=2)))
     assert examined(run) == ["recall"] and run.evaluation_parts["language"] == judged["language"]
+    finish(pipeline.evaluate(run, evaluate_run.Request(("language",))))
+    assert [subject.name for subject in run.results["language"].result.subjects][3:] == RIVALS
+
+
+def test_a_text_of_the_same_name_in_another_folder_is_another_text(run, tmp_path, monkeypatch, said):
+    losses = set()
+    for word in ("first", "second"):
+        (tmp_path / word).mkdir()
+        (tmp_path / word / "text.txt").write_text(f"The {word} text. " * 100)
+        monkeypatch.chdir(tmp_path / word)
+        assert said("evaluate", run.folder, "--parts", "generation", "--text", "file:text.txt", "--texts", "1")[0] == 0
+        losses.add(run.results["generation"].result.subjects[0].loss)
+    assert len(losses) == 2
 
 
 def test_texts_follow_each_other_in_pairs_where_positions_reach_and_there_are_enough(finished):
@@ -169,7 +199,7 @@ def test_a_folder_without_a_run_or_a_student_and_a_text_too_short_are_refused(ru
         (["--parts", "langage"], "parts[0] 'langage' is not allowed: it should be 'language', 'recall'"),
         (["--length", "3"], "length 3 is not allowed: it should be greater than or equal to 16"),
         (["--lengths", "64,few"], "lengths[1] 'few' is not allowed: it should be a valid integer"),
-        (["--parts", "needle", "--lengths", "100"], "4 pairs do not fit into a text of 100 tokens"),
+        (["--parts", "recall,needle", "--lengths", "100"], "4 pairs do not fit into a text of 100 tokens"),
         (["--lengths", "160,200"], "has learned 192 positions; ask for at most 192"),
         (["--parts", "tasks"], "no task was named: add --tasks"),
         (["--tasks", "colours", "--task-folder", "absent"], "'absent' is not a folder"),

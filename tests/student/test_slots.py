@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, merge_block, merge_slots
-from linearizer.student.slots_torch import SlotText, read_together
-from linearizer.student.state import SlotState
+from linearizer.student.slots_torch import read_together
+from linearizer.student.state import SlotState, Text
 from tests.support.log_features import reference as attend_exactly
 
 WINDOW, SINKS, DIM = 8, 2, 4
@@ -33,8 +33,8 @@ def merging(heads=3, window=WINDOW, block=4):
     return Merging(*(x.double() for x in merger()), window, block)
 
 
-def attend_text(*inputs):
-    return read_together([SlotText.of(*inputs)])[0]
+def attend_text(q, k, v, merging, real, state):
+    return read_together([(Text.of(q, k, v, merging.window, real, state), merging)])[0]
 
 
 def attend(q, k, v, slots, edges=(), block=4, real=None):
