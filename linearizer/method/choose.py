@@ -88,20 +88,20 @@ def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tenso
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Let a model compute in float32 where its device has the memory: in half precision a small kl is noise."""
-    halves = {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype in HALVES}
-    needed = SINGLE * sum(weight.numel() for weight in model.parameters())
-    parameters = dict(model.named_parameters())
-    is_whole = not is_streamed(model) and len({weight.device for weight in parameters.values()}) == 1
+    weights = list(model.parameters())
+    halves = [(weight, weight.dtype) for weight in weights if weight.dtype in HALVES]
+    needed = SINGLE * sum(weight.numel() for weight in weights)
+    is_whole = not is_streamed(model) and len({weight.device for weight in weights}) == 1
     if not halves or not is_whole or needed > bytes_for_weights(str(model.device)):
         yield
         return
     try:
-        for name in halves:
-            parameters[name].data = parameters[name].data.float()
+        for weight, _ in halves:
+            weight.data = weight.data.float()
         yield
     finally:
-        for name, dtype in halves.items():
-            parameters[name].data = parameters[name].data.to(dtype)
+        for weight, dtype in halves:
+            weight.data = weight.data.to(dtype)
 
 
 @torch.inference_mode()
