@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
-from linearizer.method.decide import allocate_alike
+from linearizer.method.by_prices import allocate_by_prices
+from linearizer.method.decide import allocate_alike, offers_of
 from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin, attending_with, make_students
 from linearizer.plan.allocation import Allocation
@@ -30,7 +30,7 @@ from linearizer.teacher.streaming import bytes_for_weights, is_streamed
 from linearizer.teacher.text import start_tokens
 
 PRICED, WINDOWS, SLOTS, WINDOW = "by prices", "windows by prices", "equal slots", "plain window"
-PLAIN_BITS = 8  # of a number in the state of a plain candidate
+PLAIN_BITS = 8  # of a number in the state of a plain window, unless the plan sets bits
 SINGLE = 4  # bytes of a number in float32
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -65,11 +65,9 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
     plan, layers, prices = run.plan, run.layers, run.prices
     candidates = {PRICED: allocation}
     if plan.strategy_spec.far_field and prices is not None:
-        without = prices.of_options(lambda option: not option.slots)
-        offers = OffersOfHeads.of(without, layers, plan.budget or 0, plan.target_tokens(run.positions), plan.may_grow)
-        candidates[WINDOWS] = allocate_by_prices(offers)
+        candidates[WINDOWS] = allocate_by_prices(offers_of(run, plan, layers, windows_alone=True))
         candidates[SLOTS] = replace(allocate_alike(layers, plan, prices.sinks), strategy=SLOTS)
-    window = replace(plan, strategy="window", bits=PLAIN_BITS, window=None)
+    window = replace(plan, strategy="window", bits=plan.bits or PLAIN_BITS, window=None)
     candidates[WINDOW] = allocate_alike(layers, window, plan.resolved_sinks)
     names: dict[tuple, str] = {}
     for name, candidate in candidates.items():
@@ -90,20 +88,20 @@ def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tenso
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Let a model compute in float32 where its device has the memory: in half precision a small kl is noise."""
-    halves = {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype in HALVES}
-    needed = SINGLE * sum(weight.numel() for weight in model.parameters())
-    parameters = dict(model.named_parameters())
-    is_whole = not is_streamed(model) and len({weight.device for weight in parameters.values()}) == 1
+    weights = list(model.parameters())
+    halves = [(weight, weight.dtype) for weight in weights if weight.dtype in HALVES]
+    needed = SINGLE * sum(weight.numel() for weight in weights)
+    is_whole = not is_streamed(model) and len({weight.device for weight in weights}) == 1
     if not halves or not is_whole or needed > bytes_for_weights(str(model.device)):
         yield
         return
     try:
-        for name in halves:
-            parameters[name].data = parameters[name].data.float()
+        for weight, _ in halves:
+            weight.data = weight.data.float()
         yield
     finally:
-        for name, dtype in halves.items():
-            parameters[name].data = parameters[name].data.to(dtype)
+        for weight, dtype in halves:
+            weight.data = weight.data.to(dtype)
 
 
 @torch.inference_mode()

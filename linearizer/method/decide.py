@@ -29,12 +29,22 @@ Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that the plan's strategy cannot spend, whatever is measured later."""
+    check_bits(plan, layers)
     if plan.strategy_spec.spends_tokens:
         fewest_sinks = min(sinks_to_try(plan)) if plan.strategy_spec.decided_by == "prices" else plan.resolved_sinks
         fewest_bits = min(plan.resolved_bits, *fewer_bits(plan, layers), 16)
         check_least_budget(layers, plan.budget or 0, fewest_sinks, fewest_bits)
     else:
         check_room(layers, plan.budget, plan.features, plan.resolved_window + plan.resolved_sinks)
+
+
+def check_bits(plan: Plan, layers: Sequence[Layer]) -> None:
+    """Refuse bits in which the numbers of a key or value do not fill bytes."""
+    if unfilled := [size for size in vector_sizes(layers) if size * plan.resolved_bits % 8]:
+        raise RequestError(
+            f"a key or value of {min(unfilled)} numbers does not fill bytes at {plan.bits} bits a number: ask for "
+            "8 or 16 bits, or leave them out"
+        )
 
 
 def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
@@ -87,8 +97,13 @@ def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocatio
 
 def fewer_bits(plan: Plan, layers: Sequence[Layer]) -> tuple[int, ...]:
     """List the fewer bits that heads may also have: none where vectors do not fill bytes."""
-    sizes = {size for layer in layers if layer.native_window is None for size in (layer.key_dim, layer.value_dim)}
-    return tuple(bits for bits in plan.fewer_bits if all(size % 8 == 0 for size in sizes))
+    fills_bytes = all(size % 8 == 0 for size in vector_sizes(layers))
+    return plan.fewer_bits if fills_bytes else ()
+
+
+def vector_sizes(layers: Sequence[Layer]) -> set[int]:
+    """List the numbers of a key or value in the layers that a student replaces."""
+    return {size for layer in layers if layer.native_window is None for size in (layer.key_dim, layer.value_dim)}
 
 
 def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
@@ -120,12 +135,12 @@ def sinks_to_try(plan: Plan) -> tuple[int, ...]:
     return tuple(count for count in (SINKS, 2, 1, 0) if count <= plan.resolved_sinks)
 
 
-def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
-    """List the offers of every head under a plan, from the prices that the run has measured."""
+def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...], windows_alone: bool = False) -> OffersOfHeads:
+    """List the offers of every head under a plan, or its windows alone, from the prices that the run has measured."""
     if (prices := run.prices) is None:
         raise missing_measurement(run, plan, "prices")
     check_prices(prices, plan)
-    far_field = plan.strategy_spec.far_field
+    far_field = "" if windows_alone else plan.strategy_spec.far_field
 
     def is_allowed(option: Head) -> bool:
         if option.softmax:  # what fewer bits cost

@@ -124,7 +124,9 @@ def estimate_prices(
     devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
     recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
     chain = chain_of(teacher, texts) if pending else None
-    sweeps = [pending] if is_streamed(teacher) else [[first] for first in pending]  # a sweep reads all weights
+    sweeps = [[first] for first in pending]
+    if pending and is_streamed(teacher):
+        sweeps = [pending]  # a sweep reads all weights
     total, done = len(parts), sum(part in kl for part in parts)
     yield Progress(EventName.PRICE, done, total, "layers")
     for sweep in sweeps:

@@ -28,7 +28,6 @@ from linearizer.teacher.streaming import is_streamed
 
 FEW_TEXTS, MIN_LENGTH = 2, 32  # to which defaults shrink where a text is short
 MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
-DEFAULTS = ProfileSettings()
 Freedoms = tuple[float, ...]  # N(λ) of one sample, for every ridge
 
 
@@ -44,7 +43,7 @@ def measure_profile(
     model: nn.Module,
     texts: torch.Tensor,  # (texts, tokens)
     layers: tuple[Layer, ...],
-    settings: ProfileSettings = DEFAULTS,
+    settings: ProfileSettings,
     *,
     batch_tokens: int = 2048,
     keep_text: bool = False,
@@ -53,10 +52,10 @@ def measure_profile(
     draw = draw_sample(texts, settings.samples, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, keep_text)
     size = max(1, batch_tokens // texts.shape[1])
+    batches = texts.split(size)
     if is_streamed(model) and (chain := chain_of(model, texts)):
-        yield from record_by_blocks(model, chain, texts.split(size), recorder)
+        yield from record_by_blocks(model, chain, batches, recorder)
     else:
-        batches = texts.split(size)
         for batch, ids in enumerate(batches):
             with torch.no_grad(), recorder.recording(model, batch * size):
                 run_blocks(model, ids)

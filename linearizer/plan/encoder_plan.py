@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from linearizer.errors import UnsupportedModel
 from linearizer.plan.inspection import ModelFacts
@@ -60,8 +60,7 @@ class EncoderPlan(JsonProduct):
 
     def command(self) -> str:
         """Write `linearizer run …` with every option that is not the usual one."""
-        usual = {field.name: field.default for field in fields(self)} | {"model": self.model}
-        return shlex.join(["linearizer", "run", self.model, *write_options(self, usual)])
+        return shlex.join(["linearizer", "run", self.model, *write_options(self, {"model": self.model})])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,12 +126,12 @@ def check_options(product: object) -> None:
 
 
 def write_options(product: object, usual: Mapping[str, Any]) -> list[str]:
-    """Write the options of a dataclass that differ from the usual values, as the words of a command."""
+    """Write the options of a dataclass that differ from usual values, else defaults, as the words of a command."""
     kind: Any = type(product)
     words = list[str]()
-    for name, choice in usual.items():
-        if (value := getattr(product, name)) is not None and value != choice:
-            flag = options_of(kind)[name].flag
+    for name, declared in options_of(kind).items():
+        value, flag = getattr(product, name), declared.flag
+        if value is not None and value != usual.get(name, declared.default):
             words += [flag, str(value)] if not isinstance(value, bool) else [flag if value else f"--no-{flag[2:]}"]
     return words
 

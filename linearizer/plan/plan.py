@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -318,7 +318,7 @@ class Plan(JsonProduct):
     @property
     def resolved_lora(self) -> int:
         """The plan's rank of adapters, or the rank of adapters that compensate the loss of the heads."""
-        adapts = self.heals and FITTED not in self.resolved_loss.split("+")
+        adapts = self.heals and self.resolved_loss != FITTED
         return (HEALING_RANK if adapts else 0) if self.lora is None else self.lora
 
     @property
@@ -329,7 +329,7 @@ class Plan(JsonProduct):
     @property
     def changes_weights(self) -> bool:
         """Whether training changes the teacher's weights: by adapters, or by fitting the outputs of layers."""
-        return bool(self.resolved_lora) or (self.trains and FITTED in self.resolved_loss.split("+"))
+        return bool(self.resolved_lora) or (self.trains and self.resolved_loss == FITTED)
 
     @property
     def texts_measured(self) -> int:
@@ -346,6 +346,5 @@ class Plan(JsonProduct):
         words = ["linearizer", "run", self.model]
         if self.recipe != ("best" if self.features is None else "features"):  # the default for a dial
             words += ["--recipe", self.recipe]
-        usual = {field.name: field.default for field in fields(self)} | dict(choices_of(self.recipe))
-        usual |= {"model": self.model, "recipe": self.recipe}
+        usual = {**choices_of(self.recipe), "model": self.model, "recipe": self.recipe}
         return shlex.join([*words, *write_options(self, usual)])

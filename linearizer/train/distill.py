@@ -37,13 +37,11 @@ from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingResult, TrainingSettings, training_settings
 from linearizer.train.trainer import NEWEST, PREVIOUS, TEACHER, Losses, Trainer, read_state, write_state
 
-DEFAULTS = TrainingSettings()
-
 
 def distill(
     student: LinearizedForCausalLM,
     texts: torch.Tensor,  # (texts, tokens)
-    settings: TrainingSettings = DEFAULTS,
+    settings: TrainingSettings,
     *,
     folder: Path | None = None,
     resume: bool = False,

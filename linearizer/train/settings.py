@@ -40,7 +40,6 @@ class TrainingSettings:
     steps: int = option(150, least=0)
     batch: int = option(2, "texts per step", least=1)
     rate: float = 1.0  # factor of all learning rates
-    decay: str = option("cosine", "of the rates over the training", choices=("cosine", "none"))
     warmup: int = option(10, "steps until the rates are full", least=0)
     window_dropout: float = option(
         DROPOUT, "chance at the start, falling to 0, that a step trains with smaller windows", least=0, most=1
@@ -65,10 +64,10 @@ class TrainingSettings:
 
 
 def rate_share(settings: TrainingSettings, step: int) -> float:
-    """Compute the share of the learning rates that a step uses."""
+    """Compute the share of the learning rates that a step uses: they rise at first, and fall by a cosine to 0."""
     warm = min(1.0, (step + 1) / (settings.warmup + 1))
     done = step / max(1, settings.steps)
-    return warm * (1 if settings.decay == "none" else (1 + math.cos(math.pi * done)) / 2)
+    return warm * (1 + math.cos(math.pi * done)) / 2
 
 
 def window_share(settings: TrainingSettings, step: int) -> float:

@@ -250,7 +250,9 @@ def read_state(folder: Path) -> TrainingState | None:
         return TrainingState(tensors, parsed, warning)
     if not paths:
         return None
-    raise FaultError(f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: train again without resuming")
+    raise FaultError(
+        f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: remove this folder, and it begins again"
+    )
 
 
 @dataclass

@@ -1,10 +1,13 @@
 """Where prices mislead, a plain allocation of the same bytes is made, and the log, the terminal and the card say so."""
 
+from dataclasses import replace
+
 import pytest
 
 from linearizer import pipeline
 from linearizer.cli.text import describe_run
-from linearizer.method.choose import PRICED, SLOTS, WINDOW, choose_student
+from linearizer.method.choose import PRICED, SLOTS, WINDOW, candidates_of, choose_student
+from linearizer.method.decide import decide
 from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import linearize, reallocate
 from linearizer.plan.allocation import Allocation, heads_replaced
@@ -18,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("judged_briefly")
 PLAN = Plan("demo", budget=24, texts=4, length=128, bits=8, sinks=2, dtype="float32")
 
 
-def priced(folder, kl):
+def priced(folder, kl, bits=8, fewer=()):
     """Begin a run in which every head has the price that `kl` returns for an option."""
-    run = pipeline.begin(folder, PLAN)
-    options = options_to_price(128, "slots", 8)
+    run = pipeline.begin(folder, replace(PLAN, bits=bits))
+    options = options_to_price(128, "slots", bits, fewer)
     rows = tuple((tuple(map(kl, options)),) * heads_replaced(layer) for layer in run.layers)
     run.write_product("prices.json", Prices(2, options, rows).to_json())
     return run
@@ -67,6 +70,13 @@ def test_a_kill_before_the_kept_allocation_was_written_changes_nothing(deceived)
     with pytest.raises(StopIteration) as end:
         next(steps)
     assert end.value.value == plain != priced
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_every_candidate_has_the_bits_that_the_plan_asks_for(bits, tmp_path):
+    run = priced(tmp_path / "run", lambda head: 0.001 if head.softmax else 1 / (head.window + head.slots), bits, (6, 4))
+    candidates = candidates_of(run, decide(run, run.plan, run.layers))
+    assert {head.bits for each in candidates.values() for row in each.heads for head in row} == {bits}
 
 
 def test_another_budget_is_compared_anew(tmp_path):

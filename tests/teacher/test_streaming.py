@@ -165,6 +165,13 @@ def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pa
     assert prices[0] == prices[1] and set(reads.values()) == {2}  # forward and back
 
 
+def test_prices_that_were_all_kept_when_a_run_stopped_are_taken_without_reading_weights(pair, reads):
+    arguments, kept = (tokens(2, 24), layers_of(pair[0]), (Head(window=8),), 2, lambda student, index: None), {}
+    prices = finish(estimate_prices(pair[1], *arguments, keep=kept.__setitem__))
+    reads.clear()
+    assert finish(estimate_prices(pair[1], *arguments, before=kept)) == prices and not reads
+
+
 @pytest.fixture
 def two_devices(monkeypatch):
     """Let two devices have room for some bytes each: the CPU by two names, so that all is there already."""

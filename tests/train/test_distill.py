@@ -90,7 +90,7 @@ def test_a_teacher_that_gives_nan_is_a_fault(loss):
 
 def test_a_diverging_rate_is_halved_for_its_layer_and_said():
     student = a_student("prf")
-    settings = TrainingSettings(steps=2 * MAX_HIGH_STEPS, rate=1000.0, decay="none", window_dropout=0.0)
+    settings = TrainingSettings(steps=2 * MAX_HIGH_STEPS, rate=1000.0, window_dropout=0.0)
     trained = finish(distill(student, TEXT, settings))
     assert any("its learning rate halved to 0.5" in event for event in trained.events)
     assert all(tensor.isfinite().all() for tensor in weights(student).values())
