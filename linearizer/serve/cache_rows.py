@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache
 
 from linearizer.student.cache import CACHE, Change, LinearizedCache, copy_layer, keeps_state
 from linearizer.student.state import tensors
-from linearizer.student.state_pool import pools_of
 
 Tensor = torch.Tensor
 
@@ -83,17 +82,21 @@ def read_on(
 
 def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
     """Keep the given rows of a batch, with no more padding than the longest of them needs."""
-    cache.batch_select_indices(torch.tensor(rows))
     cut_padding(cache, longest)
+    cache.batch_select_indices(torch.tensor(rows))  # copies, so nothing of the padding stays in memory
+
+
+def view_row(cache: Cache, row: int, tokens: int) -> Cache:
+    """View one row, which has read `tokens` tokens, of a batch."""
+    view = copy_cache(cache, lambda name, x: x[row : row + 1])
+    cut_padding(view, tokens)
+    return view
 
 
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
-    """Take one row, which has read `tokens` tokens, of a batch; its tensors are views of the batch, or of a pool with a
-    copy of the row, which kernels read where it is."""
-    if isinstance(cache, LinearizedCache) and pools_of(cache) is not None:
-        taken: Cache = cache.copied_texts(lambda x: x[row : row + 1].clone())
-    else:
-        taken = copy_cache(cache, lambda name, x: x[row : row + 1])
+    """Copy one row, which has read `tokens` tokens, of a batch of states; kernels can read it where it is."""
+    assert isinstance(cache, LinearizedCache)
+    taken = cache.copied_texts(lambda x: x[row : row + 1].clone())
     cut_padding(taken, tokens)
     return taken
 
@@ -161,11 +164,11 @@ def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
 
 
 def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
-    """Cut tensors that grow with the text to the last `longest` tokens."""
+    """Cut tensors that grow with the text to views of the last `longest` tokens."""
     for name in names:
         if (axis := growing_axis(holder, name)) is not None:
             x = getattr(holder, name)
-            setattr(holder, name, x.narrow(axis, x.shape[axis] - longest, longest).contiguous())
+            setattr(holder, name, x.narrow(axis, x.shape[axis] - longest, longest))
 
 
 def growing_axis(holder: Any, name: str) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.serve.cache_rows import take_row
+from linearizer.serve.cache_rows import view_row
 from linearizer.serve.prompts import KeptStates, Prompts
 from linearizer.serve.row import Row, choose_tokens, fail_rows
 from linearizer.serve.token_graphs import TokenGraphs
@@ -74,6 +74,8 @@ class Engine:
         """Abandon a row; its place is free after the current token."""
         with self.wake:
             row.abandoned = True
+            if row in self.waiting:  # else it would take the place of others until the batch has room
+                self.waiting.remove(row)
             self.wake.notify()
 
     def work(self) -> None:
@@ -131,14 +133,14 @@ class Engine:
         assert cache is not None
         ids, lengths = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
         logits = self.graphs.read(cache, ids, lengths).float()
-        broken = logits.isnan().any(-1).tolist()
+        finite = (logits < torch.inf).all(-1).tolist()  # false for what is not a number; a token may be impossible
         tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
-        for row, token, is_broken in zip(rows, tokens, broken, strict=True):
+        for row, token, is_finite in zip(rows, tokens, finite, strict=True):
             row.read += 1
-            if is_broken:
-                row.fail("the model's logits are not finite: its weights are damaged, or its dtype is too narrow")
-            else:
+            if is_finite:
                 row.add(token)
+            else:
+                row.fail("the model's logits are not finite: its weights are damaged, or its dtype is too narrow")
 
     def remove_rows(self) -> None:
         """Remove ended and abandoned rows from the batch; keep their states."""
@@ -147,7 +149,7 @@ class Engine:
             return
         for index, row in enumerate(self.rows):
             if index not in staying and not row.failed and self.kept.max_bytes:
-                self.kept.keep(row.tokens[: row.read], take_row(self.cache, index, row.read))
+                self.kept.keep(row.tokens[: row.read], view_row(self.cache, index, row.read))
         self.rows = [self.rows[index] for index in staying]
         if staying:
             self.cache = self.graphs.keep(self.cache, staying, max(row.read for row in self.rows))

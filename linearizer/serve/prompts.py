@@ -21,7 +21,7 @@ from linearizer.serve.row import Row, fail_rows
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.student.text_parts import expects_parts
 from linearizer.teacher.logits import fresh_cache
-from linearizer.teacher.ram import trim_heaps
+from linearizer.teacher.ram import run_if_it_fits, trim_heaps
 
 CHUNK = 512  # tokens read at once on a CPU; states are kept at multiples of it
 TIMES_ON_GPU = 4  # as many tokens at once: launches for fewer take a host as long
@@ -58,16 +58,26 @@ class KeptStates:
             self.form = copy_cache(cache, lambda name, x: x[:0].clone())
         key = next(hashes(tokens, [len(tokens)]))
         if key in self.states:
-            self.bytes -= self.states.pop(key).bytes
+            self.drop(key)
+        if (packed := run_if_it_fits(lambda: pack(parts))) is None:  # requests need the memory more
+            for key in [*self.states]:
+                self.drop(key)
+            return
         shapes = tuple(x.shape for x in parts)
-        self.states[key] = KeptState(len(tokens), size, pack(parts), self.shapes.setdefault(shapes, shapes))
+        self.states[key] = KeptState(len(tokens), size, packed, self.shapes.setdefault(shapes, shapes))
         self.bytes += size
         while self.bytes > self.max_bytes:
-            self.bytes -= self.states.popitem(last=False)[1].bytes
+            self.drop(next(iter(self.states)))
         self.untrimmed += size
         if self.untrimmed > self.max_bytes * TRIMMED_SHARE:  # freed tensors leave holes between those that stay
             self.untrimmed = 0
             trim_heaps()
+
+    def drop(self, key: bytes) -> None:
+        dropped = self.states.pop(key)
+        self.bytes -= dropped.bytes
+        if all(state.shapes is not dropped.shapes for state in self.states.values()):  # else one more for every length
+            del self.shapes[dropped.shapes]
 
     def find_longest(self, tokens: Sequence[int]) -> KeptState | None:
         """Return the state that has read the most of these tokens, from the first one on."""

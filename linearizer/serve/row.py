@@ -48,7 +48,7 @@ class TextDelta:
         return self.finish is not None or self.error is not None
 
 
-@dataclass
+@dataclass(eq=False)  # two clients may send the same
 class Row:
     """A text that is read, then continued; `send` is called in the engine's thread."""
 
@@ -103,8 +103,10 @@ class Row:
         self.send_delta(TextDelta(error=why))
 
     def send_delta(self, delta: TextDelta) -> None:
-        """Send new text; the last delta ends the row; abandon a row without a receiver."""
+        """Send new text; the last delta ends the row, whose state is freed; abandon a row without a receiver."""
         self.done = delta.last
+        if self.done:
+            self.cache = None
         try:
             self.send(delta)
         except RuntimeError:  # its event loop is closed
@@ -137,6 +139,7 @@ def draw_token(logits: Tensor, drawing: Drawing, text: Sequence[int]) -> int:  #
     """Draw a token with one random number, after the processors of transformers in their order."""
     ids = torch.tensor([text] if drawing.repetition_penalty != 1.0 else [[]], dtype=torch.long, device=logits.device)
     logits = RepetitionPenaltyLogitsProcessor(drawing.repetition_penalty)(ids, logits)
+    logits = logits.nan_to_num()  # of a tiny penalty: shares of what is infinite would be none
     if not drawing.temperature:
         return int(logits.argmax())
     logits = (logits - logits.max()) / max(drawing.temperature, 1e-30)  # smaller ones are 0 in float32

@@ -149,6 +149,14 @@ def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
     assert not small.states and not small.bytes
 
 
+def test_of_states_that_are_dropped_nothing_is_left():
+    """A teacher's have other shapes for each number of tokens."""
+    engine = Engine(teacher_of("llama"), 2**14)
+    for size in range(2, 20):
+        work(engine, {0: [row_of(tokens(1, size)[0].tolist(), 2)]})
+    assert {*engine.kept.shapes} == {state.shapes for state in engine.kept.states.values()}
+
+
 @pytest.mark.parametrize("heads", [SLOTS, SMALL, None], ids=["16 bits", "8 bits", "teacher"])
 def test_what_is_kept_takes_the_memory_that_is_counted(heads):
     """One tensor of bytes, and nothing of the batch that the text was read in."""
@@ -185,6 +193,33 @@ def test_a_listener_that_leaves_frees_its_row_and_the_others_go_on():
     work(engine, {})
     for row in rows[1:3]:
         assert row.tokens == alone(student, row.prompt, 20)
+
+
+def test_those_who_leave_while_they_wait_make_room_for_others(monkeypatch):
+    monkeypatch.setattr(engines, "MAX_WAITING", 2)
+    engine, rows = Engine(student_of("llama"), ROOM), [row_of([1, 2, 3], 2) for _ in range(3)]
+    assert engine.submit(*rows[:2]) and not engine.submit(rows[2])
+    engine.cancel(rows[0])
+    assert [*engine.waiting] == [rows[1]] and engine.submit(rows[2])
+    work(engine, {})
+    assert [row.written for row in rows] == [0, 2, 2]
+
+
+def test_texts_go_on_where_memory_does_not_suffice_to_keep_a_state(model, monkeypatch):
+    engine, rows = (
+        Engine(model, ROOM),
+        [row_of(tokens(1, 12, seed)[0].tolist(), count) for seed, count in enumerate((9, 2))],
+    )
+    work(engine, {0: [row_of(tokens(1, 20, 3)[0].tolist(), 2)]})
+    kept = len(engine.kept.states)
+    monkeypatch.setattr(prompts, "pack", full)
+    work(engine, {0: rows})
+    assert [row.tokens for row in rows] == [alone(model, row.prompt, row.new_tokens) for row in rows]
+    assert kept and not engine.kept.states and not engine.kept.bytes  # they make room for texts
+
+
+def full(*_):
+    raise torch.OutOfMemoryError
 
 
 def test_small_tensors_of_kept_states_take_no_more_memory_than_their_bytes_by_a_third():
@@ -231,20 +266,22 @@ def test_a_state_that_cannot_be_restored_fails_its_row_alone():
     assert "writing failed" in same.heard[-1].error and other.tokens == alone(student, other.prompt, 3)
 
 
-@pytest.mark.parametrize("fault", ["error", "weights"])
+@pytest.mark.parametrize("fault", ["error", "weights", "infinite weights"])
 def test_a_model_that_breaks_ends_its_rows_in_a_sentence_and_serves_the_next(monkeypatch, fault):
     student = student_of("llama")
     engine, broken = Engine(student, ROOM), row_of(tokens(1, 12)[0].tolist(), 20)
     weight = student.base.get_output_embeddings().weight.data
-    before = weight[5].clone()
+    before = weight[5:7].clone()
     if fault == "weights":
         weight[5] = float("nan")
+    elif fault == "infinite weights":
+        weight[5:7, 0] = torch.tensor([1, -1]) * float("inf")  # one of both logits is not negative
     else:
         monkeypatch.setattr(engines, "choose_tokens", lambda *_: 1 / 0)
     work(engine, {0: [broken]})
-    assert {"error": "ZeroDivisionError", "weights": "not finite"}[fault] in broken.heard[-1].error
-    assert broken.written == 0
-    weight[5] = before
+    assert ("ZeroDivisionError" if fault == "error" else "not finite") in broken.heard[-1].error
+    assert broken.written == 0 and broken.cache is None
+    weight[5:7] = before
     monkeypatch.undo()
     work(engine, {0: [row := row_of(broken.prompt, 5)]})
     assert row.tokens == alone(student, row.prompt, 5)

@@ -140,6 +140,14 @@ def test_draws_are_limited_as_transformers_limits_them():
         assert (found - shares).abs().max() < 4 * 0.5 / count**0.5
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1e300])
+def test_a_penalty_of_any_size_draws_a_token_of_the_vocabulary(penalty):
+    """Another would end all texts of the batch."""
+    row = torch.tensor([[1.0, -2.0, 0.0]])
+    drawn = choose_tokens(row.repeat(9, 1), [Drawing(1.0, repetition_penalty=penalty)] * 9, [[0, 1, 2]] * 9)
+    assert {*drawn} <= {0, 1, 2}
+
+
 def test_each_row_is_drawn_by_its_own_options():
     row = torch.tensor([[1.0, 2.0, 1.9]])
     drawings = [Drawing(repetition_penalty=2.0), Drawing(), *(Drawing(1.0, random=random.Random("7 0")) for _ in "ab")]
