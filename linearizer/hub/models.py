@@ -281,7 +281,7 @@ def describe_folder(name: str, folder: Path) -> Source:
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
     card = None
     if (folder / "README.md").is_file():
-        with suppress(ValueError, TypeError, yaml.YAMLError):  # nothing depends on a damaged card
+        with suppress(ValueError, TypeError, RecursionError, yaml.YAMLError):  # nothing depends on a damaged card
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
     return Source(name, folder, None, None, False, weigh_folder(name, folder), terms_of(card))
 
