@@ -331,15 +331,18 @@ def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, 
     check_format(name, sizes)
     try:
         headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
-    except (ValueError, AttributeError) as error:  # an index that is not JSON, or not an object
-        raise damaged_weights(name, f"{INDEX}: {error}") from error
+        needed = {
+            file: 8 + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+            for file, header in headers.items()
+        }
+        parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # the client checks no types
+        raise damaged_weights(name, f"its {INDEX} or a header cannot be read: {error}") from error
     if not headers:
         raise damaged_weights(name, f"{INDEX} names no files")
-    for file, header in headers.items():
-        needed = 8 + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
-        if sizes.get(file, 0) < needed:
-            raise damaged_weights(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {needed}")
-    parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
+    for file, least in needed.items():
+        if sizes.get(file, 0) < least:
+            raise damaged_weights(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {least}")
     names = frozenset(tensor for header in headers.values() for tensor in header.tensors)
     return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers), names)
 
