@@ -18,6 +18,7 @@ A message says what was received, why it is refused, and what to do.
 import re
 
 MAX_QUOTED = 300
+TOKEN = r"hf_[\w.-]+"  # of the Hub; that of a Space's visitor has several parts
 LONG_QUOTATION = re.compile(rf"'[^']{{{MAX_QUOTED},}}'")
 
 

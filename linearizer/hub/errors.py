@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from linearizer.errors import FaultError, LinearizerError, RequestError, first_line
+from linearizer.errors import TOKEN, FaultError, LinearizerError, RequestError, first_line
 
 ANSWER_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, LocalEntryNotFoundError)
 HUB_ERRORS = (*ANSWER_ERRORS, JSONDecodeError, RuntimeError)  # a broken server answers with a page; Xet raises the last
@@ -78,7 +78,7 @@ def describe_refusal(error: HfHubHTTPError, use: Use) -> str:
     """Describe why the Hub does not accept a request, and what to do."""
     status = error.response.status_code
     message = " ".join((error.server_message or "it does not say why").split())
-    detail = re.sub(r"hf_\w+", "…", message)[:200].rstrip(".")
+    detail = re.sub(TOKEN, "…", message)[:200].rstrip(".")
     remedy = {**REMEDIES, **use.remedies}.get(status, "the Hub does not accept it ({status}: {detail})")
     return remedy.format(status=status, detail=detail, sign_in=sign_in_advice())
 
@@ -113,7 +113,7 @@ def name_reason(error: BaseException) -> str:
 
 def redact(error: BaseException) -> str:
     """Shorten an error to its first line, without signed addresses and tokens, which a client may put there."""
-    return re.sub(r"\?\S+|hf_\w+", "…", first_line(error))
+    return re.sub(rf"\?\S+|{TOKEN}", "…", first_line(error))
 
 
 def sign_in_advice() -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -242,7 +243,7 @@ def stand_ins() -> Path:
 def write_stand_in(path: Path, head: bytes, size: int) -> None:
     """Write a file of the same length that begins with the head; the hole takes no space on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f"{path.name}.{get_ident()}")
     unfinished.write_bytes(head)
     os.truncate(unfinished, size)
     unfinished.replace(path)

@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+import yaml
 from huggingface_hub import (
     DatasetCard,
     HfApi,
@@ -24,7 +26,6 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     HFValidationError,
     RemoteEntryNotFoundError,
     RevisionNotFoundError,
@@ -32,7 +33,6 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
-from yaml import YAMLError
 
 from linearizer.errors import ModelNotAvailable, TextError
 from linearizer.hub.errors import ANSWER_ERRORS, HUB_ERRORS, Use, describe_error, describe_missing, redact
@@ -207,48 +207,63 @@ def stream_dataset(identifier: str, config: str | None, token: str | None = None
     """Open every split of a data set of the Hub, or of a local folder of data files, as a stream."""
     from datasets import get_dataset_config_names, load_dataset
 
+    hub, revision = HfApi(token=access_token(token)), None
     if not Path(identifier).exists():  # `datasets` tries for half a minute, and does not tell gated from missing
-        HfApi(token=access_token(token)).auth_check(identifier, repo_type="dataset")
-    check_data_files(identifier, token)
+        hub.auth_check(identifier, repo_type="dataset")
+        revision = hub.dataset_info(identifier, timeout=HUB_SECONDS).sha  # what is checked is what is read
+    check_data_files(identifier, hub, revision)
     if config is not None:
-        configs = get_dataset_config_names(identifier, token=access_token(token))
+        configs = get_dataset_config_names(identifier, revision=revision, token=access_token(token))
         if config not in configs:
             raise TextError(f"{identifier!r} has no config {config!r}: it has {', '.join(configs)}")
-    return load_dataset(identifier, config, streaming=True, token=access_token(token))
+    return load_dataset(identifier, config, revision=revision, streaming=True, token=access_token(token))
 
 
-def check_data_files(identifier: str, token: str | None) -> None:
-    """Refuse a data set whose card names files outside of it: `datasets` would read any file of this machine."""
-    readme = Path(identifier) / "README.md"
-    if not Path(identifier).exists():
-        try:
-            hub = HfApi(token=access_token(token))
-            readme = Path(hub.hf_hub_download(identifier, "README.md", repo_type="dataset"))
-        except EntryNotFoundError:
-            return
-    configs = (DatasetCard.load(readme).data.get("configs") if readme.is_file() else None) or ()
-    for path in (text for config in configs for text in list_texts(config)):
-        if path.startswith(("/", "~")) or "://" in path or ".." in path.split("/"):
-            raise TextError(f"{identifier!r} names files outside of itself ({quote(path)}): name another data set")
+def check_data_files(identifier: str, hub: HfApi, revision: str | None) -> None:
+    """Refuse a data set whose configs name files outside of it: `datasets` would read any file of this machine."""
+    for name in ("README.md", ".huggingface.yaml"):
+        path = Path(identifier) / name
+        if revision is not None:
+            try:
+                path = Path(hub.hf_hub_download(identifier, name, repo_type="dataset", revision=revision))
+            except RemoteEntryNotFoundError:
+                continue
+        if path.is_file():
+            is_card = path.suffix == ".md"
+            stated = DatasetCard.load(path).data if is_card else yaml.safe_load(path.read_text(encoding="utf-8"))
+            for text in list_texts((stated or {}).get("configs")):
+                if leads_outside(text):
+                    raise TextError(
+                        f"{identifier!r} names files outside of itself ({quote(text)}): name another data set"
+                    )
+
+
+def leads_outside(path: str) -> bool:
+    """Whether `datasets` would look for a data file elsewhere than in its data set."""
+    return bool(urlsplit(path).scheme) or "::" in path or path.startswith(("/", "~")) or ".." in path.split("/")
 
 
 def list_texts(value: Any) -> Iterator[str]:
-    """List the texts in nested lists and dictionaries."""
+    """List the texts in nested lists and dictionaries, except the names of configs."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, list):
+        for item in value:
             yield from list_texts(item)
+    elif isinstance(value, dict):
+        yield from list_texts([item for name, item in value.items() if name != "config_name"])
 
 
 @contextmanager
 def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterator[None]:
     """Turn errors of a data set into one sentence."""
-    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    from datasets.exceptions import DatasetNotFoundError
 
     signed_in = bool(access_token(token))
     try:
         yield
+    except TextError:
+        raise
     except DatasetNotFoundError as error:
         raise TextError(describe_missing(repr(identifier), signed_in)) from error
     except ANSWER_ERRORS as error:
@@ -256,7 +271,7 @@ def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterato
         connect = "connect, or use `builtin` or `file:PATH`"
         use = Use("read", TextError, TextError, connect, page=page, signed_in=signed_in)
         raise describe_error(repr(identifier), error, use) from error
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # each format is read in its own way, with errors of many types
         raise TextError(f"{identifier!r} cannot be read ({redact(error)}): name another data set") from error
 
 
@@ -266,7 +281,7 @@ def describe_folder(name: str, folder: Path) -> Source:
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
     card = None
     if (folder / "README.md").is_file():
-        with suppress(ValueError, TypeError, YAMLError):  # nothing depends on a damaged card
+        with suppress(ValueError, TypeError, RecursionError, yaml.YAMLError):  # nothing depends on a damaged card
             card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
     return Source(name, folder, None, None, False, weigh_folder(name, folder), terms_of(card))
 
@@ -316,15 +331,18 @@ def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, 
     check_format(name, sizes)
     try:
         headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
-    except (ValueError, AttributeError) as error:  # an index that is not JSON, or not an object
-        raise damaged_weights(name, f"{INDEX}: {error}") from error
+        needed = {
+            file: 8 + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+            for file, header in headers.items()
+        }
+        parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # the client checks no types
+        raise damaged_weights(name, f"its {INDEX} or a header cannot be read: {error}") from error
     if not headers:
         raise damaged_weights(name, f"{INDEX} names no files")
-    for file, header in headers.items():
-        needed = 8 + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
-        if sizes.get(file, 0) < needed:
-            raise damaged_weights(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {needed}")
-    parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
+    for file, least in needed.items():
+        if sizes.get(file, 0) < least:
+            raise damaged_weights(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {least}")
     names = frozenset(tensor for header in headers.values() for tensor in header.tensors)
     return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers), names)
 

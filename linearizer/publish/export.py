@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.method import checkpoint
 from linearizer.progress import Progress, Steps, quiet
+from linearizer.publish.card import CitedTeacher
 from linearizer.run.files import replacing, write_whole
 from linearizer.run.folder import Run
 from linearizer.student.cache import CACHE, LinearizedCache, LinearizedLayer
@@ -150,7 +151,8 @@ def export_run(run: Run, folder: Path, texts: int = 1, tokens: int = 1) -> Steps
     with quiet():
         student = checkpoint.load_student(run, dtype=torch.float32)
         tokenizer = checkpoint.load_tokenizer_of(run)
-    return (yield from write_onnx(student, tokenizer, run.inspection.name, folder, texts, tokens))
+    name = CitedTeacher.of(run.inspection).name
+    return (yield from write_onnx(student, tokenizer, name, folder, texts, tokens))
 
 
 def write_onnx(

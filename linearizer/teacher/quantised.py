@@ -157,7 +157,7 @@ def expand_weights(
             try:
                 less_one = layout_of(method, stated) == LAYOUTS["gptq"][0]
                 matrix = expand_gptq(tensors, less_one) if method == "gptq" else expand_awq(tensors)
-            except (KeyError, RuntimeError, ValueError, IndexError) as error:
+            except (LookupError, RuntimeError, ValueError, TypeError, ZeroDivisionError) as error:
                 raise damaged_weights(name, f"{place} cannot be unpacked: {error}") from error
             module = modules.get(place)
             weights[f"{place}.weight"] = (matrix if is_transposed(module) else matrix.T).to(dtype).contiguous()

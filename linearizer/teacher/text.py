@@ -304,6 +304,6 @@ def read_column(spec: str, kind: type[Value], kind_name: str, token: str | None)
         for row in splits[split]:
             value = row.get(column)
             if not isinstance(value, kind):
-                columns = ", ".join(name for name, value in row.items() if isinstance(value, kind))
+                columns = ", ".join(name for name, value in row.items() if isinstance(value, kind)) or "no column"
                 raise TextError(f"{identifier!r} has no {kind_name} in a column {column!r}: it has some in {columns}")
             yield value

@@ -21,7 +21,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any, NoReturn
 
-from linearizer.errors import FolderError, RequestError
+from linearizer.errors import TOKEN, FolderError, RequestError
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import Plan
 from linearizer.run.events import STEPS, Event, EventName, first_event, newest_events, read_events
@@ -276,7 +276,7 @@ def read_log_state(run: Run) -> LogState:
 def quote_last(lines: Sequence[str]) -> str:
     """Quote the last line of a process or a job, without folders, signed addresses and tokens."""
     text = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    text = re.sub(r"\?\S+|hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", text))
+    text = re.sub(rf"\?\S+|{TOKEN}", "…", re.sub(r"[^\s'\"=:(]*/", "", text))
     return f"; its last words: {text[:MAX_QUOTED_CHARACTERS]}" if text else ""
 
 

@@ -134,7 +134,7 @@ CARDS = [
     b"---\n- a\n- list\n---\n",
     b"---\nlicense: [mit, {a: 1}]\n---\n",
     b"---\n{\n---\n",
-    b"---\n" + b"[" * 9999,
+    b"---\na: " + b"[" * 9999 + b"\n---\n",
 ]
 
 
@@ -147,12 +147,18 @@ def test_a_damaged_card_does_not_matter(card, empty, said):
     assert code == 0 and json.loads(out)["supported"], err
 
 
-@pytest.mark.parametrize("path", ["/etc/hostname", "../secret.txt", "file:///etc/hostname", "~/x.txt"])
-def test_a_data_set_whose_card_names_other_files_is_refused(path, empty, said):
+ABSOLUTE = "/etc/hostname"
+OTHER_FILES = [ABSOLUTE, f"file://{ABSOLUTE}", f"file:{ABSOLUTE}", f"local:{ABSOLUTE}", "../secret.txt", "~/x.txt"]
+
+
+@pytest.mark.parametrize("path", OTHER_FILES)
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+def test_a_data_set_whose_configs_name_other_files_is_refused(file, path, empty, said):
     data = empty / "org" / "data"
     data.mkdir(parents=True)
     (data / "mine.txt").write_text("words " * 9000)
-    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {path}\n---\n")
+    front = "---\n" if file == "README.md" else ""
+    (data / file).write_text(f"{front}configs:\n- config_name: default\n  data_files: {path}\n{front}")
     (empty / "org" / "secret.txt").write_text("secret " * 9000)
     code, out, err = said("run", "demo", "--text", "dataset:org/data", "--texts", "2", "--length", "64")
     check_refusal(code, out, err)

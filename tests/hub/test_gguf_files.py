@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -115,6 +117,13 @@ def test_of_a_file_on_the_hub_the_head_alone_is_fetched_until_it_is_loaded(hub, 
     loaded = load_teacher(source, torch.float32).state_dict()
     assert all(torch.equal(x, local[name]) for name, x in loaded.items())
     assert download_bytes(source) == 0 and find_model(source.pinned).head != source.head
+
+
+def test_threads_that_inspect_the_same_file_do_not_disturb_each_other(tmp_path):
+    with ThreadPoolExecutor(4) as threads:
+        write = partial(gguf_files.write_stand_in, tmp_path / "sub" / "m.gguf", bytes(20_000))
+        list(threads.map(write, [10**6] * 400))
+    assert [path.stat().st_size for path in (tmp_path / "sub").iterdir()] == [10**6]
 
 
 @pytest.mark.parametrize(

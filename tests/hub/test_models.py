@@ -1,4 +1,5 @@
 import json
+import struct
 
 import huggingface_hub
 import pytest
@@ -100,6 +101,11 @@ DAMAGES = {
     "empty file": (lambda f: {**f, shard_of(f): b""}, "has damaged weights"),
     "missing shard": (lambda f: without(f, shard_of(f)), "has damaged weights"),
     "index no JSON": (lambda f: {**f, "model.safetensors.index.json": b"{"}, "not JSON|damaged weights"),
+    "index of numbers": (
+        lambda f: {**f, "model.safetensors.index.json": b'{"weight_map": {"a": 3}}'},
+        "damaged weights",
+    ),
+    "header of numbers": (lambda f: {**f, shard_of(f): struct.pack("<Q", 8) + b'{"a": 3}'}, "damaged weights"),
     "index empty": (lambda f: {**f, "model.safetensors.index.json": b"{}"}, "names no files"),
     "no config": (lambda f: without(f, "config.json"), r"(a folder without|has no) config\.json"),
     "no weights": (lambda f: {"config.json": f["config.json"]}, "index.json, and no other weights: name a model"),

@@ -1,6 +1,7 @@
 """A student as a graph: with its state as inputs and outputs it gives what the student gives."""
 
 import re
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -11,10 +12,13 @@ from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
+from linearizer.publish import export
 from linearizer.publish.export import COUNT, StudentStep, state_of, trace, write_onnx
 from linearizer.run.files import find_carried
+from linearizer.run.folder import Run
 from linearizer.student.cache import CACHE
 from tests.support.models import WHOLE, student_of, tokens
+from tests.support.publishing import copy_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch.export and torch.onnx
 
@@ -89,6 +93,15 @@ def test_what_has_no_fixed_shape_is_refused():
         trace(StudentStep(student_of("llama", [WHOLE, Head(window=5)], num_hidden_layers=1)))
     with pytest.raises(RequestError, match="only for single tokens"):
         trace(StudentStep(student_with("features and a memory")), 4)
+
+
+def test_the_description_of_a_graph_names_no_folder_of_this_machine(quick_run, tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    run, names = copy_run(quick_run, tmp_path / "run"), []
+    (run.folder / "inspection.json").write_text(replace(run.inspection, name="/home/somebody/model").to_json())
+    monkeypatch.setattr(export, "write_onnx", lambda student, tokenizer, name, *_: names.append(name) or iter(()))
+    finish(export.export_run(Run.open(run.folder), tmp_path / "graph"))
+    assert names == ["model"]
 
 
 def test_a_folder_that_is_there_is_not_written_over(quick_run, tmp_path, capsys):

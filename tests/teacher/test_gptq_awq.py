@@ -123,11 +123,21 @@ def test_activations_that_are_scaled_are_refused(tmp_path):
         load_teacher(find_model(str(tmp_path)))
 
 
+DAMAGED_PARTS = [
+    ("scales", None),
+    ("scales", torch.zeros(0, 0)),
+    ("scales", torch.ones(())),
+    ("qzeros", None),
+    ("qweight", torch.zeros(3, 64, dtype=torch.int32)),
+    ("qweight", torch.zeros((), dtype=torch.int32)),
+]
+
+
 def test_parts_that_are_missing_or_do_not_fit_are_damage(tmp_path):
     save_packed(teacher_of("llama"), tmp_path, LAYOUTS["gptq"])
     intact = load((tmp_path / "model.safetensors").read_bytes())
     name = "model.layers.1.mlp.down_proj"
-    for part, damaged in (("scales", None), ("qzeros", None), ("qweight", torch.zeros(3, 64, dtype=torch.int32))):
+    for part, damaged in DAMAGED_PARTS:
         tensors = {key: x for key, x in intact.items() if key != f"{name}.{part}"}
         save_file(tensors | ({} if damaged is None else {f"{name}.{part}": damaged}), tmp_path / "model.safetensors")
         with pytest.raises(ModelNotAvailable, match=rf"damaged weights \({name} cannot be unpacked"):

@@ -1,3 +1,4 @@
+import gzip
 import json
 
 import huggingface_hub
@@ -151,11 +152,20 @@ def test_data_set_is_streamed_from_the_hub(hub):
         ("dataset:org/open:::body", "'org/open' has no text in a column 'body': it has some in text, note"),
         ("dataset:org/open:::label", "'org/open' has no text in a column 'label': it has some in text, note"),
         ("dataset:org/nothing", "'org/nothing' cannot be read"),
+        ("dataset:org/odd", "'org/odd' cannot be read .TypeError: keywords must be strings.: name another data set"),
+        ("dataset:org/cut", "'org/cut' cannot be read .EOFError"),
+        ("dataset:org/numbers", "'org/numbers' has no text in a column 'text': it has some in no column"),
+        ("dataset:org/elsewhere", "'org/elsewhere' names files outside of itself .'file:/etc/hostname'."),
     ],
 )
 def test_data_set_that_cannot_be_had_is_one_sentence(hub, source, sentence):
     hub.add("org/open", {"train.jsonl": rows(5)}, kind="datasets")
     hub.add("org/nothing", {"README.md": b"Nothing here."}, kind="datasets")
+    hub.add("org/odd", {"train.jsonl": rows(5), "README.md": b"---\n5: 3\n---\n"}, kind="datasets")
+    hub.add("org/cut", {"train.jsonl.gz": gzip.compress(rows(5000))[:-20]}, kind="datasets")
+    hub.add("org/numbers", {"train.jsonl": b'{"label": 5}'}, kind="datasets")
+    settings = b"configs:\n- config_name: default\n  data_files: file:/etc/hostname\n"
+    hub.add("org/elsewhere", {"train.jsonl": rows(5), ".huggingface.yaml": settings}, kind="datasets")
     hub.add("org/private", {"train.jsonl": rows(5)}, kind="datasets", private=True)
     hub.add("org/gated", {"train.jsonl": rows(5)}, kind="datasets", gated="auto")
     with pytest.raises(TextError, match=sentence):

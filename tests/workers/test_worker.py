@@ -66,7 +66,7 @@ def test_a_fault_of_our_own_is_named_by_its_kind_and_its_traceback_is_kept(begin
 
 def test_a_crash_is_told_by_its_last_words_without_folders_or_tokens(begin, torch_that):
     torch_that(
-        "import os; os.write(2, b'begun\\nno driver in /home/somebody/lib.so for hf_secret2\\n\\n'); os._exit(9)"
+        "import os; os.write(2, b'begun\\nno driver in /home/somebody/lib.so for hf_oauth_a.b-c\\n\\n'); os._exit(9)"
     )
     run = begin()
     control.start(run)
