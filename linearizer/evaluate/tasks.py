@@ -64,6 +64,7 @@ def measure_tasks(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     scores = []
     for done, subject in enumerate(subjects):
         yield Progress("tasks", done, len(subjects), "models")
@@ -76,7 +77,7 @@ def measure_tasks(
                 limit=limit,
                 log_samples=False,
                 bootstrap_iters=DRAWN,
-                **dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), seed),
+                **dict.fromkeys(seeds, seed % 2**32),  # numpy takes no others
             )
         scores.append(collect_scores(subject.name, results, names))
     yield Progress("tasks", len(subjects), len(subjects), "models")
