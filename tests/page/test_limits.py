@@ -83,6 +83,14 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_read(on_space):
         limits.check_plan(plan, inspection, Limits(gigabytes=0.001))
 
 
+@pytest.mark.parametrize("path", ["~/private", "/etc", "./linearizer", "."])
+def test_a_space_takes_no_path_for_a_data_set(on_space, path):
+    with pytest.raises(RequestError, match="on a Space text comes from"):
+        planning.make_plan("demo", 64, "Quick", {"text": f"dataset:{path}"})
+    with pytest.raises(RequestError, match="on a Space pictures come from"):
+        planning.make_encoder_plan("org/name", 64, {"pictures": f"dataset:{path}"})
+
+
 def take_turn(secret, few):
     with limits.turn(find_visitor(secret=secret), few):
         pass
