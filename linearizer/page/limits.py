@@ -179,7 +179,8 @@ def check_amounts(amounts: Mapping[str, float], maxima: Mapping[str, int]) -> No
 def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
     """Let a visitor start a run, if they may have one more; while it starts, it counts as a running one."""
     if not on_space():
-        yield
+        with CHECKING:  # runs that begin at the same time would choose the same folder
+            yield
         return
     home = visitor.home
     with CHECKING:

@@ -1,12 +1,13 @@
 """What a Space lets a visitor use: each limit is kept, said in words, and set by the Space's owner."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import chat, limits, planning, run_list
+from linearizer.page import actions, chat, limits, planning, run_list
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -191,6 +192,13 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
     assert "90 minutes each" in result.in_words()
     with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is not allowed: it should be a valid number"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
+
+
+def test_runs_that_are_started_at_once_have_folders_of_their_own(root, monkeypatch):
+    monkeypatch.setattr(actions, "choose_start", lambda run: lambda *_: None)
+    with ThreadPoolExecutor(4) as pool:
+        names = {*pool.map(lambda _: actions.start_run(find_visitor(), "demo", 64, "Try it"), range(4))}
+    assert names == {"demo-64", "demo-64-2", "demo-64-3", "demo-64-4"}
 
 
 def test_nothing_is_limited_at_ones_own_machine(root):
