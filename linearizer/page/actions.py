@@ -276,7 +276,9 @@ def rename_run(visitor: Visitor, run: str, name: str) -> str:
 
 def delete_run(visitor: Visitor, run: str) -> str:
     """Delete a run that is not running; return its name."""
-    runs.delete_run(visitor.find_own_run(run), visitor.token)
+    opened = visitor.find_own_run(run)
+    sending.refuse_while_sending(opened)
+    runs.delete_run(opened, visitor.token)
     return run
 
 

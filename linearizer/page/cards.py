@@ -96,7 +96,8 @@ def turn_line(run: Run, now: float) -> str:
         step = next((work.step for work in (status, status.evaluation) if work and work.state in LIVE), None)
         name = escape(status.run.folder.name)
         mine = runs_ahead[0].parent == run.folder.resolve().parent
-        holder = f'<a href="?run={name}">{name}</a>' if mine else "another visitor’s run"
+        elsewhere = "another visitor’s run" if on_space() else "a run in another folder"
+        holder = f'<a href="?run={name}">{name}</a>' if mine else elsewhere
         facts = [f"begun {ago(status.begun, now)}", *([step_title(step), time_left(step, now)] if step else [])]
         facts += [f"{len(runs_ahead) - 1} more before this run"] * (len(runs_ahead) > 1)
         return f'<p class="lz-links">The machine is running {holder}: {escape(", ".join(filter(None, facts)))}.</p>'

@@ -94,11 +94,11 @@ def side_card(side: Side | None) -> str:
     return values_list(pairs, "lz-thirds")
 
 
-def meter_card(course: Sequence[Held], chat: Chat) -> str:
-    """Show how the memory of each model grows, or does not, while a text is read."""
+def meter_card(course: Sequence[Held], chat: Chat, before: int = 0) -> str:
+    """Show how the memory of each model grows, or does not, while a text is read after `before` other tokens."""
     newest = course[-1]
     done, document = newest.tokens == newest.total, chat.document
-    source = "the document" if document and not chat.turns else "the prompt"
+    source = "the document" if document and not chat.turns and not before else "the prompt"
     reread = ", which was read before: its states have made room for others" if newest.again else ""
     title = f"{'Read' if done else 'Reading'} {source}{reread}: {newest.tokens:,} of {newest.total:,} tokens"
     loud = announcement(f"{title}. {describe_sizes(newest.bytes)}") if done else ""
@@ -110,7 +110,7 @@ def meter_card(course: Sequence[Held], chat: Chat) -> str:
     )
     return (
         f'<section class="lz-meter" aria-label="Memory while reading"><p class="lz-step"{loud}>{escape(title)}</p>'
-        f'<dl class="lz-facts lz-thirds">{facts}</dl>{draw_course(course)}{note}</section>'
+        f'<dl class="lz-facts lz-thirds">{facts}</dl>{draw_course(course, before)}{note}</section>'
     )
 
 
@@ -118,11 +118,12 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{HOLDS[name]} {size(count)}" for name, count in sizes.items())
 
 
-def draw_course(course: Sequence[Held]) -> str:
+def draw_course(course: Sequence[Held], before: int) -> str:
     """Draw a line for each model: bytes over the tokens that were read; the axis has room for the teacher's end."""
-    newest = course[-1]
-    max_bytes = max(*newest.bytes.values(), newest.bytes["teacher"] * newest.total // max(newest.tokens, 1), 1)
-    start = {name: 0 if name == "teacher" else step for name, step in course[0].bytes.items()}
+    first, newest = course[0], course[-1]
+    teacher_end = newest.bytes["teacher"] * (before + newest.total) // max(before + newest.tokens, 1)
+    max_bytes = max(*newest.bytes.values(), teacher_end, 1)
+    start = {**first.bytes, "teacher": first.bytes["teacher"] * before // max(before + first.tokens, 1)}
     lines = [
         Line(
             name, [(0, start[name]), *((step.tokens, step.bytes[name]) for step in course)], f"lz-{name}", marked=False

@@ -172,7 +172,9 @@ def end_chat(key: Key | None) -> None:
 
 def end_chats_named(name: str) -> None:
     """Forget the chats of a page that was left."""
-    for key in [key for key in [*CHATS] if key[-1] == name]:
+    with CHATS_LOCK:  # other threads may be adding chats
+        keys = [key for key in CHATS if key[-1] == name]
+    for key in keys:
         end_chat(key)
 
 

@@ -162,7 +162,7 @@ def compare_models(
     talk: chats.Chat | None = None
     course: list[Held] = []
     for talk, news in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*manner), name):
-        yield show_progress(talk, news, course)
+        yield show_progress(talk, news, course, talk.tokens)
     if talk is not None and talk.turns:
         emptied = {"prompt": ""} if talk.templated else {}
         yield show_chat(**show_turns(talk), **emptied, compare_note=chat_cards.comparison_note(talk.turns[-1]))
@@ -197,15 +197,18 @@ def read_settings(as_chat: bool, system: str, window: bool) -> chats.Settings:
     return chats.Settings(bool(as_chat), (system or "").strip(), bool(window))
 
 
-def show_progress(talk: chats.Chat, progress: Comparison | Held, course: list[Held]) -> list[Any]:
-    """Show what the models have written, or how their memory grows while they read."""
+def show_progress(talk: chats.Chat, progress: Comparison | Held, course: list[Held], before: int = 0) -> list[Any]:
+    """Show what the models have written, or how their memory grows while they read after `before` other tokens."""
     from linearizer.run.results import Held
 
     if not isinstance(progress, Held):
         return show_chat(**show_turns(talk), compare_note="")
+    if course and course[-1].tokens == course[-1].total:
+        course.clear()  # the models have read all that they had heard before, and now read a prompt
     course.append(progress)
     metered = progress.total >= chat_cards.MIN_METERED_TOKENS
-    return show_chat(compare_note="", **({"meter": chat_cards.meter_card(course, talk)} if metered else {}))
+    meter = {"meter": chat_cards.meter_card(course, talk, 0 if progress.again else before)} if metered else {}
+    return show_chat(compare_note="", **meter)
 
 
 def show_turns(talk: chats.Chat) -> dict[str, str]:

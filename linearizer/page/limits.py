@@ -86,9 +86,7 @@ def check_model(name: str, text: str = "builtin", pictures: str | None = None) -
     if not on_space():
         return
     name = id_of_address(name)
-    outside = name != "demo" and (
-        name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") != 1 or Path(name).exists()
-    )
+    outside = name != "demo" and (is_local(name) or HubName.of(name).repo_id.count("/") != 1)
     if outside or "\0" in name:
         raise RequestError("on a Space, name a model by its id on the Hub, `org/name`, or take the demo")
     if text.partition(":")[0] not in ("builtin", "self") and not is_hub_dataset(text):
@@ -100,7 +98,12 @@ def check_model(name: str, text: str = "builtin", pictures: str | None = None) -
 def is_hub_dataset(source: str) -> bool:
     """Whether a source of texts or pictures is a data set of the Hub, not a folder of this machine."""
     kind, _, dataset = source.partition(":")
-    return kind == "dataset" and not Path(dataset.partition(":")[0]).exists()
+    return kind == "dataset" and not is_local(dataset.partition(":")[0])
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is a path, such as `~/texts`, or that of a file or folder of this machine."""
+    return name.startswith((".", "/", "~")) or Path(name).exists()
 
 
 def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> None:
@@ -176,7 +179,8 @@ def check_amounts(amounts: Mapping[str, float], maxima: Mapping[str, int]) -> No
 def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
     """Let a visitor start a run, if they may have one more; while it starts, it counts as a running one."""
     if not on_space():
-        yield
+        with CHECKING:  # runs that begin at the same time would choose the same folder
+            yield
         return
     home = visitor.home
     with CHECKING:

@@ -13,7 +13,8 @@ from linearizer.errors import BudgetError, LinearizerError, RequestError
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize, size_row
 from linearizer.plan.head_bytes import Layer
-from linearizer.plan.plan import Plan
+from linearizer.plan.options import options_of
+from linearizer.plan.plan import ALLOCATION, Plan
 from linearizer.plan.recipes import RECIPES
 from linearizer.report import plotly_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
     from linearizer.run.measured import Profile
     from linearizer.workers.forecast import Machine, RunForecast
+
+ALLOCATING = (name for name, option in options_of(Plan).items() if option.limits.group == ALLOCATION)
+HOLDING = {"recipe", "feature_map", *ALLOCATING} - {"budget", "features"}  # options that decide what a budget buys
 
 
 def model_card(inspection: Inspection) -> str:
@@ -90,8 +94,8 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
 
 
 def expected_kl(run: Run | None, plan: Plan) -> str:
-    """Describe the KL that a run of the same model predicts for a budget; empty if it priced another recipe."""
-    if run is None or plan.budget is None or (plan.recipe, plan.may_grow) != (run.plan.recipe, run.plan.may_grow):
+    """Describe the KL that a run of the same model predicts for a budget; empty if its heads hold something else."""
+    if run is None or plan.budget is None or any(getattr(plan, name) != getattr(run.plan, name) for name in HOLDING):
         return ""
     with suppress(LinearizerError):  # the run may be deleted, or its prices may not cover the budget
         predicted, _, basis = predict_kl(run, *share_out(run, plan.budget)).partition(": ")

@@ -139,7 +139,8 @@ def zip_folder(folder: Path, name: str) -> Iterator[bytes]:
     buffer = ZipBuffer()
     with zipfile.ZipFile(buffer, "w") as packed:
         for path in sorted(file for file in folder.rglob("*") if file.is_file()):
-            about = zipfile.ZipInfo.from_file(path, f"{name}/{path.relative_to(folder)}")
+            entry_name = f"{name}/{path.relative_to(folder)}"
+            about = zipfile.ZipInfo.from_file(path, entry_name, strict_timestamps=False)  # a teacher's may be from 1970
             with path.open("rb") as source, packed.open(about, "w") as entry:
                 while piece := source.read(PIECE_BYTES):
                     entry.write(piece)

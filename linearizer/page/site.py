@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
 from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling, sending
-from linearizer.page.visitors import on_space, signs_in
+from linearizer.page.visitors import on_space
 from linearizer.serve.guards import Guard, is_local
 from linearizer.serve.server import LOCAL_HOSTS
 
@@ -94,8 +94,6 @@ def runs_page(page: gr.Blocks) -> None:
     memory = browser_memory()
     layout.header("p")
     layout.lead("Runs", "Runs go on by themselves; open one to watch it.", "h1")
-    if signs_in():
-        gr.LoginButton("Sign in with Hugging Face", size="sm")
     listed, busy = gr.HTML(elem_id="runs", js_on_load="actOnRuns(element, trigger)"), gr.Checkbox(visible="hidden")
     with gr.Column(visible=False) as two:
         layout.lead("Two runs side by side", "Plans, heads, quality and bytes.", "h2")

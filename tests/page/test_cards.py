@@ -9,6 +9,7 @@ import pytest
 from linearizer.page import cards, chat_cards, run_list
 from linearizer.page.chats import Chat, Document, Settings
 from linearizer.plan.plan import Plan
+from linearizer.report import line_chart
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import take_lock
@@ -28,7 +29,8 @@ def waiting(tmp_path):
 def test_what_waits_says_what_for_since_when_and_how_long_still(waiting, tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_QUEUE", str(tmp_path / "queue"))
     assert "starting" in cards.run_card(waiting, "run", 0.0)  # nothing is before it
-    for place, (holder, words) in enumerate(((tmp_path / "holder", ">holder</a>"), (tmp_path / "b" / "x", "visitor"))):
+    holders = (tmp_path / "holder", ">holder</a>"), (tmp_path / "b" / "x", "a run in another folder")
+    for place, (holder, words) in enumerate(holders):
         run = Run.create(holder, Plan("demo", budget=64))
         first = [device_queue.take_ticket(each.folder, [f"device {place}"]) for each in (run, waiting.run)]
         with take_lock(run.folder / "lock"):
@@ -85,6 +87,16 @@ def test_a_meter_says_what_each_model_holds_and_draws_it():
     rising, flat = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))
     assert rising[0] > rising[1] > rising[2] and len({*flat}) == 1  # up is less
     assert "Reading the prompt" in chat_cards.meter_card(course[:1], Chat(Settings()))
+
+
+def test_a_meter_of_a_prompt_begins_where_the_document_ended():
+    chat = Chat(Settings(), document=Document(300, True))
+    course = [Held(tokens, 100, {"teacher": 10_000 * (300 + tokens), "student": 50_000}) for tokens in (50, 100)]
+    card = chat_cards.meter_card(course, chat, 300)
+    assert "Read the prompt: 100 of 100 tokens" in card
+    (start, *_, end), _ = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))
+    ground = line_chart.HEIGHT - line_chart.BOTTOM
+    assert (ground - start) / (ground - end) == pytest.approx(300 / 400, abs=0.01)
 
 
 def side(tokens, rate):

@@ -1,7 +1,9 @@
 """A chat with three models goes on from what they remember, and is its visitor's alone."""
 
+import re
 import shutil
 import threading
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +89,16 @@ def test_without_a_template_every_prompt_follows_the_document_alone(visitor, mod
     assert alone[-1][1].teacher.tokens_read < first[-1][1].teacher.tokens_read
 
 
+def test_the_meter_shows_one_reading_at_a_time(visitor, models):
+    list(chat.read_document(visitor, "run", TEXT, RAW, "talk"))
+    chats.forget_states(chats.key_of(visitor, visitor.find_run("run"), "talk"))
+    shown = handlers.compare_models({"run": "run"}, None, None, "talk", TEXT, 4, 0, False, False, "", True)
+    *_, card = [parts[handlers.COMPARED.index("meter")] for parts in shown if "lz-meter" in str(parts)]
+    assert "Read the prompt" in card
+    lines = [[float(x) for x in re.findall(r"([\d.]+) [\d.]+", path)] for path in re.findall(r' d="(M[^"H]+)"', card)]
+    assert len(lines) == 3 and all(line == sorted({*line}) for line in lines)
+
+
 def test_a_stop_leaves_what_was_read_by_then(visitor, models):
     reading = chat.read_document(visitor, "run", TEXT, Settings(), "talk")
     next(reading)
@@ -162,6 +174,18 @@ def test_a_chat_that_is_ended_while_the_models_read_ends_their_work(visitor, mod
     next(reading)
     chats.end_chats_named("talk")
     assert not list(reading) and not models.kept and not chats.CHATS
+
+
+def test_no_thread_goes_through_all_chats_while_another_may_begin_one(visitor, monkeypatch):
+    class Chats(OrderedDict):
+        def __iter__(self):
+            assert chats.CHATS_LOCK.locked()
+            return super().__iter__()
+
+    monkeypatch.setattr(chats, "CHATS", Chats())
+    chats.keep_chat(chats.key_of(visitor, visitor.find_run("run"), "talk"), chats.Chat(RAW))
+    chats.end_chats_named("talk")
+    assert not chats.CHATS
 
 
 def test_a_chat_is_not_ended_while_another_thread_goes_through_all_chats(visitor):

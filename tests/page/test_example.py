@@ -94,7 +94,8 @@ def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_mo
     told = [plan_cards.expected_kl(run, planning.make_plan("demo", budget, "Quick", {})) for budget in (64, 256)]
     small, large = (float(text.removeprefix("about ").partition(":")[0]) for text in told)
     assert small > large > 0 and all(text.endswith(": by the prices of example-run") for text in told)
-    assert plan_cards.expected_kl(run, planning.make_plan("demo", 64, "Quick", {"recipe": "paper"})) == ""
+    for other in ({"recipe": "paper"}, {"strategy": "window"}, {"bits": 16}, {"sinks": 0}):
+        assert plan_cards.expected_kl(run, planning.make_plan("demo", 64, "Quick", other)) == "", other
     assert plan_cards.expected_kl(run, planning.make_plan("demo", 1, "Quick", {})) == ""
     assert planning.find_priced(visitor, replace(inspection, name="other")) is None
     for name in ("candidates.json", "inspection.json"):  # of a damaged run, which hides no other

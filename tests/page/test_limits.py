@@ -1,12 +1,13 @@
 """What a Space lets a visitor use: each limit is kept, said in words, and set by the Space's owner."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import chat, limits, planning, run_list
+from linearizer.page import actions, chat, limits, planning, run_list
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -81,6 +82,14 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_read(on_space):
     limits.check_plan(plan, inspection, Limits(gigabytes=inspection.weight_bytes / 1e9))
     with pytest.raises(RequestError, match=r"GB of weights, and this Space serves up to 0.001 GB: choose a smaller"):
         limits.check_plan(plan, inspection, Limits(gigabytes=0.001))
+
+
+@pytest.mark.parametrize("path", ["~/private", "/etc", "./linearizer", "."])
+def test_a_space_takes_no_path_for_a_data_set(on_space, path):
+    with pytest.raises(RequestError, match="on a Space text comes from"):
+        planning.make_plan("demo", 64, "Quick", {"text": f"dataset:{path}"})
+    with pytest.raises(RequestError, match="on a Space pictures come from"):
+        planning.make_encoder_plan("org/name", 64, {"pictures": f"dataset:{path}"})
 
 
 def take_turn(secret, few):
@@ -183,6 +192,13 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
     assert "90 minutes each" in result.in_words()
     with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is not allowed: it should be a valid number"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
+
+
+def test_runs_that_are_started_at_once_have_folders_of_their_own(root, monkeypatch):
+    monkeypatch.setattr(actions, "choose_start", lambda run: lambda *_: None)
+    with ThreadPoolExecutor(4) as pool:
+        names = {*pool.map(lambda _: actions.start_run(find_visitor(), "demo", 64, "Try it"), range(4))}
+    assert names == {"demo-64", "demo-64-2", "demo-64-3", "demo-64-4"}
 
 
 def test_nothing_is_limited_at_ones_own_machine(root):

@@ -76,9 +76,9 @@ def everything_written(folder):
     return "".join(path.read_text(errors="replace") for path in files)
 
 
-def test_a_space_offers_to_sign_in(space):
-    for path in ("", "runs"):
-        assert "Sign in with Hugging Face" in urllib.request.urlopen(space.url + path).read().decode()
+def test_a_space_offers_to_sign_in_once_on_each_page(space):
+    home, runs = (urllib.request.urlopen(space.url + path).read().decode() for path in ("", "runs"))
+    assert 0 < home.count("Sign in with Hugging Face") == runs.count("Sign in with Hugging Face")
 
 
 def test_a_space_serves_the_name_that_the_hub_gives_it(space):

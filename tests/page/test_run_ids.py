@@ -1,12 +1,15 @@
 """What a page keeps in memory of a run is of that run alone, not of the next run in a folder of the same name."""
 
+import io
+import os
 import shutil
+import zipfile
 from types import SimpleNamespace
 
 import pytest
 
 from linearizer import pipeline
-from linearizer.errors import FolderError
+from linearizer.errors import FolderError, RequestError
 from linearizer.page import actions, calls, chats, polling, run_state, sending
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -74,6 +77,22 @@ def test_a_run_that_cannot_take_over_measurements_leaves_no_folder_behind(someon
     with pytest.raises(FolderError, match="cannot be written"):
         actions.branch_run(someone, "demo-64", 96)
     assert [path.name for path in tmp_path.iterdir()] == ["demo-64"]
+
+
+def test_a_run_that_is_being_published_is_not_deleted(someone, tmp_path):
+    run = Run.create(tmp_path / "run", PLAN)
+    sending.PUBLICATIONS[run.key] = sending.Publication(run, "me/student")
+    with pytest.raises(RequestError, match="is being published to 'me/student': wait until that is done"):
+        actions.delete_run(someone, "run")
+    sending.PUBLICATIONS.pop(run.key).error = "it was interrupted"
+    assert actions.delete_run(someone, "run") == "run" and not run.folder.exists()
+
+
+def test_a_student_with_files_from_before_1980_is_packed(tmp_path):
+    (tmp_path / "weights").write_bytes(b"x")
+    os.utime(tmp_path / "weights", (0, 0))
+    packed = zipfile.ZipFile(io.BytesIO(b"".join(sending.zip_folder(tmp_path, "student"))))
+    assert packed.read("student/weights") == b"x"
 
 
 def test_only_the_newest_publications_are_kept_in_memory(someone, tmp_path, monkeypatch):

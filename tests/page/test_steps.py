@@ -1,6 +1,8 @@
 """What each step of the page shows, and what its fields refuse, in a real browser."""
 
+import json
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -41,6 +43,22 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         assert all(re.search(r", about \d+ (s|min|h)$", text.strip()) for text in efforts) and len(efforts) == 3
         page.get_by_label("Thorough").check()
         assert page.get_by_label("Thorough").is_checked()
+
+
+def test_a_budget_is_lowered_to_what_the_next_model_reads(local, browser, tmp_path):
+    short = shutil.copytree(find_model("demo").folder, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        shown(page, "#budget-card", "from 256 tokens on")
+        page.get_by_role("tab", name="Model").click()
+        page.locator("#model input").fill(str(short))
+        page.keyboard.press("Enter")
+        shown(page, "#model-card", "at most 128")
+        page.click("#to-budget")
+        shown(page, "#budget-card", "from 128 tokens on")
+        wait_until_true(page, "document.querySelector('#budget input[type=number]').value == '128'")
 
 
 def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
