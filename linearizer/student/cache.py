@@ -129,7 +129,7 @@ class LinearizedCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.token_graph, self.tokens_alone = None, 0
+        self.token_graph, self.tokens_alone, self.turns = None, 0, []
 
     def save(self, path: str) -> None:
         """Write the state, and those before the turns, to a file for `model.load_cache(path)`."""
