@@ -48,14 +48,12 @@ from .state import (
     Columns,
     ExactState,
     FeatureState,
+    Text,
     first_places,
     is_traced,
-    lay_columns,
     least_count,
     remember_sink,
-    remember_sinks,
     remember_token,
-    remember_window,
     take_tokens,
     working_dtype,
 )
@@ -83,16 +81,8 @@ def attend_text_with_features(
 
     The columns of a chunk are the window before it and its own tokens; all earlier tokens are in the state.
     """
-    tokens, order = q.shape[-2], None
-    if real is not None:
-        order = real.to(torch.int8).argsort(dim=-1, stable=True)
-        q = take_tokens(q, order)
-    columns = lay_columns(k, v, window, real, state)
-    remember_sinks(state, columns)
-    out = (attend or attend_chunks)(q, columns, memory, state, chunk)
-    state.count = columns.first + window + tokens
-    remember_window(state, columns, tokens)
-    return out if order is None else take_tokens(out, order.argsort(-1))
+    text = Text.of(q, k, v, window, real, state)
+    return text.end((attend or attend_chunks)(text.q, text.columns, memory, state, chunk))
 
 
 def attend_chunks(q: Tensor, columns: Columns, memory: Memory | None, state: Any, chunk: int = CHUNK) -> Tensor:

@@ -225,11 +225,6 @@ def pack_numbers(*numbers: int) -> Any:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def copy_numbers(numbers: Any) -> Any:
-    """Copy packed integers."""
-    return type(numbers).from_buffer_copy(numbers)
-
-
 def addresses_of(*tensors: Tensor | None) -> Any:
     """Pack the addresses of tensors for a kernel; the tensors must stay alive."""
     return (ctypes.c_void_p * len(tensors))(*[None if x is None else x.data_ptr() for x in tensors])

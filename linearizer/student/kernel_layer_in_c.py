@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernel_heads_in_c import SOURCE
-from .kernel_in_c import Kernel, addresses_of, copy_numbers, load_kernel, pack_numbers
+from .kernel_in_c import Kernel, addresses_of, load_kernel, pack_numbers
 from .packed_state import SINK_TYPE
 from .rounding import FEWER, packed_bytes
 from .slots_merging import Merging
@@ -60,7 +60,6 @@ class ServedHeads:
     kind: KindOfTexts
     kernel: Kernel
     numbers: list[int]  # sizes
-    sizes: Any  # the same, packed for the kernel
     work: torch.dtype
     wide: bool
     layouts: dict[int, dict[str, Tensor]]  # of the state of each group: zeros of its shapes and types
@@ -81,12 +80,11 @@ class ServedHeads:
             return None
         numbers: list[int] = []
         for index, group in enumerate(groups):
-            window_group = group.window_group(kind.scale, None)
-            merging = None if window_group is None else window_group.merging
-            if window_group is None or (merging is not None and merging.block > group.window):
+            if (window_group := group.window_group(kind.scale, None)) is None:
                 continue
             if not kind.several_tokens and k.dtype != work and group.bits == 16:
                 continue  # a state in another type changes it at each call
+            merging = window_group.merging
             layouts[index] = layout_of(group, merging, k, v, work)
             capacities = (group.window, 0, 0) if merging is None else (group.window, group.slots, group.block)
             value_bits = 16 if kind.exact_values else group.bits
@@ -99,7 +97,7 @@ class ServedHeads:
         heads = [torch.tensor(groups[index].heads, device="cpu") for index in layouts]
         factors = torch.tensor([kind.scale, kind.scale**0.5], dtype=torch.float64, device="cpu")
         numbers = [*sizes, *numbers]
-        return ServedHeads(kind, kernel, numbers, pack_numbers(*numbers), work, wide, layouts, heads, factors)
+        return ServedHeads(kind, kernel, numbers, work, wide, layouts, heads, factors)
 
 
 @dataclass
@@ -143,7 +141,7 @@ class LayerInC:
                 named |= vars(state)
             windows[index] = named.get("window_k")
             addressed += [heads, *(named.get(name) for name in (*MERGING, *STORED))]
-        plan = LayerInC(served, copy_numbers(served.sizes), addresses_of(*addressed), count, windows, addressed)
+        plan = LayerInC(served, pack_numbers(*served.numbers), addresses_of(*addressed), count, windows, addressed)
         if memory is not None:
             memory[min(windows)].layer_in_c = plan
         return plan

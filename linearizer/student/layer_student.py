@@ -5,6 +5,7 @@ tokens are merged; or all tokens, for softmax. Heads of the same kind and size f
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,8 +23,8 @@ from .matrix_rule import MatrixRule, ScaledRule
 from .packed_state import Turns, as_sink, first_columns, first_tokens, pack_state, round_tokens, unpack_state
 from .rounding import FEWER, can_turn, rotate, round_vectors
 from .slots_merging import Merger, Merging
-from .slots_torch import SlotText, read_together
-from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_index, is_compiled
+from .slots_torch import read_together
+from .state import ExactState, FeatureState, SlotState, SoftmaxState, Text, as_index, is_compiled
 from .state_pool import PoolLayout, attend_in_pool, pool_for_token
 from .token_buffer import WindowGroup, attend_token_in_buffer
 from .update_rules import UPDATE_RULES
@@ -106,18 +107,16 @@ class SlotGroup(HeadGroup):
     def __init__(
         self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int, bits: int, value_dim: int
     ) -> None:
+        if not 0 < block <= window:
+            raise ValueError(
+                f"KV heads {heads} merge {block} tokens at once and have a window of {window}: set a window, and merge "
+                "at most its tokens"
+            )
         super().__init__(heads, window, sinks, bits, can_turn(bits, key_dim, value_dim))
         self.slots, self.block, self.merger = slots, block, Merger(len(heads), key_dim)
 
     def kind(self) -> tuple[Any, ...]:
         return *super().kind(), self.slots, self.block
-
-    def lay(
-        self, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState | None
-    ) -> SlotText:
-        """Lay out a text for reading."""
-        state = SlotState.empty(k, v, self.window, self.sinks, self.slots) if state is None else state
-        return SlotText.of(q, k, v, merging, real, state)
 
     def merging(self, scale: float) -> Merging:
         metric, gain, mean_query = self.merger()
@@ -318,10 +317,12 @@ class LayerStudent(nn.Module):
         for index, group in groups.items():
             if isinstance(group, SlotGroup):
                 q, k, v, state = prepared[index]
-                merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
-                texts[index] = group.lay(q * scale, k, v, merging, real, state)
+                state = SlotState.empty(k, v, group.window, group.sinks, group.slots) if state is None else state
+                merging = group.merging(scale)
+                merging = replace(merging, bits=16) if self.exact_values else merging
+                texts[index] = Text.of(q * scale, k, v, group.window, real, state), merging
         parts = read_together([*texts.values()])
-        return {index: (part, text.state) for (index, text), part in zip(texts.items(), parts, strict=True)}
+        return {index: (part, text.state) for (index, (text, _)), part in zip(texts.items(), parts, strict=True)}
 
     def reads_in_c(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether the kernel in C may read this text."""
@@ -329,10 +330,7 @@ class LayerStudent(nn.Module):
 
     def reads_in_triton(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether Triton's kernels for windows and slots may read this text or token."""
-        if self.exact_values or not may_run_in_triton(q, k, v):
-            return False
-        blocks_fit = all(group.block <= group.window for group in self.groups if isinstance(group, SlotGroup))
-        return blocks_fit and self.is_right("in_triton", q, v)
+        return not self.exact_values and may_run_in_triton(q, k, v) and self.is_right("in_triton", q, v)
 
     def is_right(self, kernel: str, q: Tensor, v: Tensor) -> bool:
         """Whether the kernel, "in_c" or "in_triton", computes what PyTorch does; the first call compares them."""

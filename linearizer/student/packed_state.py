@@ -192,10 +192,7 @@ def round_alike(
     k: Tensor, v: Tensor, weight: Tensor, spread: Tensor, bits: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Round the slots of heads that have the same bits."""
-    if k.shape == v.shape and k.dtype == v.dtype:  # in one go: a call of an operation takes longer than its work
-        k, v = round_vectors(torch.stack([k, v]), bits)
-    else:
-        k, v = round_vectors(k, bits), round_vectors(v, bits)
+    k, v = change_together(lambda x: round_vectors(x, bits), [k, v])
     return k, v, *(round_counts(weight, spread) if bits in FEWER else (weight, spread))
 
 

@@ -111,15 +111,13 @@ def limit_of(bits: int) -> float:
 
 @cached_tensor
 def shares_tried(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(TRIED, dtype=dtype, device=device)[:, None]
+    return torch.tensor(TRIED, dtype=dtype, device=device)[:, None]
 
 
 @cached_tensor
 def places_in_byte(bits: int, device: torch.device) -> Tensor:
     """Return the shift of each part of a byte with the high bits of codes, above the lowest four."""
-    with torch.inference_mode(False):
-        return torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=device)[:, None]
+    return torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=device)[:, None]
 
 
 def codes_in(x: Tensor, bits: int) -> Tensor:
@@ -162,8 +160,7 @@ def rotated_at_once(dim: int) -> int:
 def rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return Hadamard's matrix, or several along the diagonal if the size is no power of two; it is its own inverse."""
     size = rotated_at_once(dim)
-    with torch.inference_mode(False):  # so that training may use it later
-        matrix = torch.ones(1, 1, dtype=dtype, device=device)
-        while len(matrix) < size:
-            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) * math.sqrt(0.5)
-        return torch.block_diag(*[matrix] * (dim // size))
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)]) * math.sqrt(0.5)
+    return torch.block_diag(*[matrix] * (dim // size))

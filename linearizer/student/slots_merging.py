@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from .packed_state import round_slots
-from .state import cached_tensor, first_rows, is_traced
+from .state import cached_tensor, first_rows, is_traced, take_tokens
 
 GAIN = 0.25  # half of the value for Gaussian keys: measured best, since no query sees the mean spread
 MOST_IMPORTANT = 20.0  # limit of an importance's logarithm: costs stay within single precision
@@ -72,21 +72,10 @@ class Merging:
     bits: int = 16  # of a number in the slots
 
     @property
-    def scaled(self) -> Merging:
-        """The same for keys as they are stored."""
-        query = torch.cat([self.mean_query[:, :-1] * self.root, self.mean_query[:, -1:]], -1)
-        return replace(self, metric=self.metric * self.root, mean_query=query, root=1.0)
-
-    @property
     def rows(self) -> Tensor:
         """The metric for keys as they are stored, and below it the mean query: (heads, dim + 1, dim + 1)."""
-        scaled = self.scaled
-        return torch.cat([nn.functional.pad(scaled.metric, (0, 1)), scaled.mean_query[:, None]], 1)
-
-    @property
-    def unrounded(self) -> Merging:
-        """The same, without rounding of slots."""
-        return replace(self.scaled, bits=16)
+        query = torch.cat([self.mean_query[:, :-1] * self.root, self.mean_query[:, -1:]], -1)
+        return torch.cat([nn.functional.pad(self.metric * self.root, (0, 1)), query[:, None]], 1)
 
 
 @dataclass
@@ -281,16 +270,17 @@ def keep_slots(slots: Slots, room: int) -> Slots:
 
 def take_slots(slots: Slots, index: Tensor) -> Slots:
     """Take slots by an index (batch, heads, count)."""
-    index, shape = index.flatten(0, 1), slots.weight.shape[:2]
-    k, v = (take_rows(x.flatten(0, 1), index).unflatten(0, shape) for x in (slots.k, slots.v))
-    weight, spread = (x.flatten(0, 1).gather(1, index).unflatten(0, shape) for x in (slots.weight, slots.spread))
-    return Slots(k, v, weight, spread)
+    return Slots(
+        take_by_head(slots.k, index),
+        take_by_head(slots.v, index),
+        slots.weight.gather(2, index),
+        slots.spread.gather(2, index),
+    )
 
 
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Take rows of x (batch, rows, dim) by an index (batch, count); a gather would take single numbers."""
-    at = index + first_rows(*x.shape[:2], x.device)[:, None]
-    return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, index.shape)
+def take_by_head(x: Tensor, index: Tensor) -> Tensor:
+    """Take slots of x (batch, heads, slots, dim) by an index (batch, heads, count)."""
+    return take_tokens(x.flatten(0, 1), index.flatten(0, 1)).unflatten(0, index.shape[:2])
 
 
 def squared_distances(x: Tensor, square: Tensor) -> Tensor:

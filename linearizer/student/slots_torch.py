@@ -20,17 +20,15 @@ from .slots_merging import (
     merge_block,
     merge_rows,
     slots_of_rows,
-    take_rows,
+    take_by_head,
 )
 from .softmax_parts import attend_seen, join_rows, split_rows
 from .state import (
     Columns,
     SlotState,
+    Text,
     first_rows,
     is_traced,
-    lay_columns,
-    remember_sinks,
-    remember_window,
     take_tokens,
     working_dtype,
 )
@@ -62,9 +60,9 @@ def slot_levels(slots: SlotState | Slots, merging: Merging) -> Tensor:
     return torch.addcmul(slots.weight.log(), merging.gain.to(slots.weight.dtype)[:, None], slots.spread)
 
 
-def read_together(texts: Sequence[SlotText]) -> list[Tensor]:
+def read_together(texts: Sequence[tuple[Text, Merging]]) -> list[Tensor]:
     """Let heads of several kinds read one text, so that all merge a block at once; return their outputs."""
-    readings = [read_text(text) for text in texts]
+    readings = [read_text(text, merging) for text, merging in texts]
     requests = {index: next(reading) for index, reading in enumerate(readings)}
     outputs: dict[int, Tensor] = {}
     while requests:
@@ -78,35 +76,9 @@ def read_together(texts: Sequence[SlotText]) -> list[Tensor]:
     return [outputs[index] for index in range(len(readings))]
 
 
-@dataclass
-class SlotText:
-    """A text laid out for heads that read it: new tokens behind the window, real ones at the right end."""
-
-    q: Tensor  # (batch, heads, group, tokens, dim)
-    columns: Columns
-    merging: Merging
-    state: SlotState
-    order: Tensor | None  # (batch, tokens) of the tokens, if some are not real
-    real_count: Tensor | int  # how many are real
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> SlotText:
-        order = None if real is None else real.to(torch.int8).argsort(dim=-1, stable=True)
-        columns = lay_columns(k, v, merging.window, real, state)
-        remember_sinks(state, columns)
-        q = q if order is None else take_tokens(q, order)
-        return cls(q, columns, merging, state, order, q.shape[-2] if real is None else real.sum(-1))
-
-    def end(self, out: Tensor) -> Tensor:
-        """Add the tokens to the state's count and window; return their outputs in the original order."""
-        self.state.count = self.state.count + self.real_count
-        remember_window(self.state, self.columns, self.q.shape[-2])
-        return out if self.order is None else take_tokens(out, self.order.argsort(-1))
-
-
-def read_text(text: SlotText) -> SlotSteps:
+def read_text(text: Text, merging: Merging) -> SlotSteps:
     """Read a text: yield some periods at a time, receive the outputs of their rows, return those of all tokens."""
-    q, columns, merging, state = text.q, text.columns, text.merging, text.state
+    q, columns, state = text.q, text.columns, text.state
     tokens, window, block = q.shape[-2], merging.window, merging.block
     first, end = state.count, columns.first + window + tokens
     period = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
@@ -243,7 +215,7 @@ def rows_of_state(request: MergeRequest) -> Tensor:
     if not is_traced() and bool((full == size).all()):
         return rows
     index = (full[..., None] + torch.arange(size, device=full.device)) % size
-    return take_rows(rows.flatten(0, 1), index.flatten(0, 1)).unflatten(0, full.shape)
+    return take_by_head(rows, index)
 
 
 def rows_of_blocks(request: MergeRequest) -> Tensor:

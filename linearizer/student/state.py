@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Cache the tensors that a function makes from sizes; a tensor made in a graph belongs to it alone."""
-    keep = functools.lru_cache(maxsize=512)(make)
+    keep = functools.lru_cache(maxsize=512)(torch.inference_mode(False)(make))  # so that training may use them later
 
     @functools.wraps(make)
     def made(*sizes: Any) -> Tensor:
@@ -178,6 +178,30 @@ def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: E
     return Columns(k, v, state.count + added - k.shape[-2], k.shape[-2] - in_window - added, window)
 
 
+@dataclass
+class Text:
+    """A text laid out for heads that read it."""
+
+    q: Tensor  # (batch, heads, group, tokens, dim)
+    columns: Columns
+    state: Any
+    order: Tensor | None  # (batch, tokens) of the tokens, if some are not real
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int, real: Tensor | None, state: Any) -> Text:
+        order = None if real is None else real.to(torch.int8).argsort(dim=-1, stable=True)
+        columns = lay_columns(k, v, window, real, state)
+        remember_sinks(state, columns)
+        return cls(q if order is None else take_tokens(q, order), columns, state, order)
+
+    def end(self, out: Tensor) -> Tensor:
+        """Add the tokens to the state's count and window; return their outputs in the original order."""
+        tokens = self.q.shape[-2]
+        self.state.count = self.columns.first + self.columns.window + tokens
+        remember_window(self.state, self.columns, tokens)
+        return out if self.order is None else take_tokens(out, self.order.argsort(-1))
+
+
 def ring_slots(count: Tensor, window: int) -> Tensor:
     """Return the slots of a ring, from the oldest to the newest token, after `count` tokens: (batch, window)."""
     return (count[:, None] + torch.arange(window, device=count.device)) % max(window, 1)
@@ -194,8 +218,7 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 @cached_tensor
 def first_rows(count: int, size: int, device: torch.device) -> Tensor:
     """Return the index of the first row of each of `count` blocks of `size` rows."""
-    with torch.inference_mode(False):  # so that training may use it later
-        return torch.arange(count, device=device) * size
+    return torch.arange(count, device=device) * size
 
 
 def remember_token(state: ExactState, k: Tensor, v: Tensor) -> None:
@@ -305,8 +328,7 @@ def as_index(heads: list[int], device: torch.device) -> slice | Tensor:
 
 @cached_tensor
 def index_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # so that training may use it later
-        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, device=device)
 
 
 def as_slice(heads: list[int]) -> slice | list[int]:

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from linearizer.plan.head_bytes import Head, Layer, head_bytes, state_bytes
+from linearizer.student.layer_student import LayerStudent
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, merge_block, merge_slots
-from linearizer.student.slots_torch import SlotText, read_together
-from linearizer.student.state import SlotState
+from linearizer.student.slots_torch import read_together
+from linearizer.student.state import SlotState, Text
 from tests.support.log_features import reference as attend_exactly
 from tests.support.models import student_of, tokens
 
@@ -35,8 +36,8 @@ def merging(heads=3, window=WINDOW, block=4):
     return Merging(*(x.double() for x in merger()), window, block)
 
 
-def attend_text(*inputs):
-    return read_together([SlotText.of(*inputs)])[0]
+def attend_text(q, k, v, merging, real, state):
+    return read_together([(Text.of(q, k, v, merging.window, real, state), merging)])[0]
 
 
 def attend(q, k, v, slots, edges=(), block=4, real=None):
@@ -98,6 +99,12 @@ def seen_by(metric):
     """A metric above the mean query, which gives half of its square to the mean key."""
     query = QUERY.expand(len(metric), 1, -1)
     return torch.cat([nn.functional.pad(metric, (0, 1)).double(), query], 1)
+
+
+@pytest.mark.parametrize("window, block", [(0, 1), (2, 3), (4, 0)])
+def test_a_block_that_a_window_does_not_hold_is_refused(window, block):
+    with pytest.raises(ValueError, match=f"merge {block} tokens at once and have a window of {window}"):
+        LayerStudent([[window, 0, 5, block]], SINKS, DIM, "prf")
 
 
 def test_with_a_slot_for_every_token_nothing_is_approximate():
