@@ -108,7 +108,10 @@ class SlotGroup(HeadGroup):
         self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int, bits: int, value_dim: int
     ) -> None:
         if not 0 < block <= window:
-            raise ValueError(f"KV heads {heads} merge {block} tokens at once: set 1 to {window}, the window's tokens")
+            raise ValueError(
+                f"KV heads {heads} merge {block} tokens at once and have a window of {window}: set a window, and merge "
+                "at most its tokens"
+            )
         super().__init__(heads, window, sinks, bits, can_turn(bits, key_dim, value_dim))
         self.slots, self.block, self.merger = slots, block, Merger(len(heads), key_dim)
 

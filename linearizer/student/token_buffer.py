@@ -289,7 +289,7 @@ def find_groups(
     """Find the groups with windows, alone or with slots, by their indices; none until all sinks are read."""
     served = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
-        candidate = None if index in done else group.window_group(scale, state)
+        candidate = None if index in done or state is None else group.window_group(scale, state)
         if candidate is None or not candidate.window or state.sink_k.device != k.device:
             continue
         if candidate.bits < 16 or state.window_k.dtype == k.dtype:

@@ -120,11 +120,12 @@ def test_a_process_that_forked_reads_with_threads_of_its_own():
 
 
 @needs_compiler
-def test_it_reads_in_bf16_nearly_as_pytorch_does(monkeypatch):
+@pytest.mark.parametrize("edges", [(20, 21, LENGTH), (1, 2, LENGTH)], ids=str)
+def test_it_reads_in_bf16_nearly_as_pytorch_does(edges, monkeypatch):
     student, given = layer(HELD, dtype=torch.bfloat16), text(9, LENGTH, dtype=torch.bfloat16)
-    found, memory = read(student, given, (20, 21, LENGTH))
+    found, memory = read(student, given, edges)
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
-    expected, other = read(student, given, (20, 21, LENGTH))
+    expected, other = read(student, given, edges)
     assert found.dtype == expected.dtype and in_c(memory)
     assert (found - expected).float().norm() < 0.02 * expected.float().norm()
     for mine, theirs in zip(memory, other, strict=True):

@@ -90,6 +90,8 @@ def test_turns_are_taken_back_one_by_one(student):
     for _ in range(20):
         cache.begin_turn()
     assert len(cache.turns) == 8 and not cache.fork().turns
+    cache.reset()
+    assert (cache.get_seq_length(), cache.turns) == (0, [])
 
 
 @torch.no_grad()

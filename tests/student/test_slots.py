@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from linearizer.student.layer_student import LayerStudent
 from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, merge_block, merge_slots
 from linearizer.student.slots_torch import read_together
 from linearizer.student.state import SlotState, Text
@@ -96,6 +97,12 @@ def seen_by(metric):
     """A metric above the mean query, which gives half of its square to the mean key."""
     query = QUERY.expand(len(metric), 1, -1)
     return torch.cat([nn.functional.pad(metric, (0, 1)).double(), query], 1)
+
+
+@pytest.mark.parametrize("window, block", [(0, 1), (2, 3), (4, 0)])
+def test_a_block_that_a_window_does_not_hold_is_refused(window, block):
+    with pytest.raises(ValueError, match=f"merge {block} tokens at once and have a window of {window}"):
+        LayerStudent([[window, 0, 5, block]], SINKS, DIM, "prf")
 
 
 def test_with_a_slot_for_every_token_nothing_is_approximate():
