@@ -26,6 +26,7 @@ from linearizer.evaluate.tasks import RULER, find_tasks, measure_ruler, measure_
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.names import absolute_source
 from linearizer.run.results import Part, Request, Result, Scored, Tasks, TextRead
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.text import document_numbers, start_tokens
@@ -44,6 +45,8 @@ def measure_parts(
 
     `measure_again` names parts that are measured even if stored; `step` is the step of a run that the parts belong to.
     """
+    # so that a text of the same name in another folder is another text
+    request = replace(request, text=request.text and absolute_source(request.text))
     parts = parts_to_measure(setup, request)
     check_request(setup, request, parts)
     for place, name in enumerate(parts, 1):

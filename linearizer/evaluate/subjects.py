@@ -32,7 +32,6 @@ from linearizer.plan.allocation import Allocation, window_control
 from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.progress import finish, quiet
 from linearizer.run.folder import Run
-from linearizer.run.names import absolute_source
 from linearizer.run.results import MadeWith, Recall
 from linearizer.student.attention_interface import attending
 from linearizer.student.cache import CACHE
@@ -209,7 +208,7 @@ class Setup:
         plan = self.run.plan
         if self.kept is not None and source is None and length == self.usual_length:
             return self.kept[:count]
-        source = absolute_source(source or plan.text)  # the plan's source is absolute, too
+        source = source or plan.text
         if source != plan.text or source == "self":
             teacher = self.teacher_subject
             if source == "self" and teacher is None:
