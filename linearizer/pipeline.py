@@ -155,7 +155,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
     if run.plan.changes_weights:  # the teacher and its window have their own
         unchanged = load_teacher_of(run.plan, token, run.inspection).model
         control = checkpoint.put_student_into(unchanged, layers, allocation)
-    yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
+    yield from judge(Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
     links = teacher.inspection.links and not run.plan.changes_weights
@@ -220,7 +220,7 @@ def evaluate(
             measured = {judgement.name: judgement}
         else:
             with assembled(run, token) as setup:
-                measured = yield from measure_parts(run, setup, request, measure_again)
+                measured = yield from measure_parts(setup, request, measure_again)
         card_of(run).add()
         run.log(EventName.DONE)
     return measured

@@ -46,18 +46,13 @@ def find_slots(keys: torch.Tensor, slots: int, piece: int = PIECE) -> torch.Tens
         if pieces * remaining >= groups:  # the last few do not divide into pieces
             pieces, size, remaining = 1, groups + groups % 2, slots
         empty = pieces * size - groups
-        means, counts = pad_groups(means, empty), pad_groups(counts[..., None], empty)[..., 0]
+        means, counts = pad(means, (0, 0, 0, empty)), pad(counts, (0, empty))  # by groups without tokens
         shape = (*means.shape[:2], pieces, size)
         means, counts, target = merge_pairs(means.view(*shape, -1), counts.view(shape), remaining)
         offsets = remaining * torch.arange(pieces, device=keys.device)[:, None]
         owner = (target + offsets).flatten(2).gather(2, owner)
         means, counts = means.flatten(2, 3), counts.flatten(2, 3)
     return owner
-
-
-def pad_groups(groups: torch.Tensor, empty: int) -> torch.Tensor:
-    """Add groups without tokens at the end."""
-    return torch.nn.functional.pad(groups, (0, 0, 0, empty)) if empty else groups
 
 
 def merge_pairs(

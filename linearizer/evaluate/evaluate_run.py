@@ -25,7 +25,6 @@ from linearizer.evaluate.subjects import Setup, Subject, read_together
 from linearizer.evaluate.tasks import RULER, find_tasks, measure_ruler, measure_tasks
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
-from linearizer.run.folder import Run
 from linearizer.run.names import absolute_source
 from linearizer.run.results import Part, Request, Result, Scored, Tasks, TextRead
 from linearizer.run.stopping import log_progress
@@ -39,7 +38,7 @@ Measured = tuple[Result, torch.Tensor | None]  # and the texts that were read; N
 
 
 def measure_parts(
-    run: Run, setup: Setup, request: Request, measure_again: tuple[str, ...] = (), step: str | None = None
+    setup: Setup, request: Request, measure_again: tuple[str, ...] = (), step: str | None = None
 ) -> Steps[dict[str, Part]]:
     """Measure and store the parts of a request, unless they are stored for the same request; return all parts.
 
@@ -47,7 +46,7 @@ def measure_parts(
     """
     # so that a text of the same name in another folder is another text
     request = replace(request, text=request.text and absolute_source(request.text))
-    parts = parts_to_measure(setup, request)
+    run, parts = setup.run, parts_to_measure(setup, request)
     check_request(setup, request, parts)
     for place, name in enumerate(parts, 1):
         measure, uses = PART_MEASURES[name]
@@ -68,11 +67,12 @@ def measure_parts(
     return run.results
 
 
-def judge(run: Run, setup: Setup) -> Steps[None]:
+def judge(setup: Setup) -> Steps[None]:
     """Measure a student that has just been made on texts that were excluded from its training."""
-    run.write_evaluation(parts={})
-    parts = yield from measure_parts(run, setup, JUDGING, step="evaluate")
-    run.log(EventName.EVALUATED, **{subject.name: subject.loss.mean for subject in parts["language"].result.subjects})
+    setup.run.write_evaluation(parts={})
+    parts = yield from measure_parts(setup, JUDGING, step="evaluate")
+    losses = {subject.name: subject.loss.mean for subject in parts["language"].result.subjects}
+    setup.run.log(EventName.EVALUATED, **losses)
 
 
 def parts_to_measure(setup: Setup, request: Request) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import torch
 from linearizer.evaluate.subjects import Subject, read_logits
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Generation, Written
-from linearizer.teacher.logits import fresh_cache, losses_of
+from linearizer.teacher.logits import fresh_cache, logits_at_once, losses_of
 from linearizer.teacher.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 
 Tensor = torch.Tensor
@@ -52,11 +52,7 @@ def judge_texts(
     name: str, sampled: bool, prompts: Tensor, texts: Tensor, teacher: Subject | None, expected: Tensor | None
 ) -> Written:
     """Measure the texts that one subject wrote."""
-    loss = likeliest = None
-    if teacher is not None:
-        logits = read_logits(teacher, torch.cat([prompts, texts], 1), None, keep=texts.shape[1] + 1)[:, :-1]
-        loss = losses_of(logits, texts).mean().item()
-        likeliest = (logits.argmax(-1).cpu() == texts).double().mean().item()
+    loss, likeliest = (None, None) if teacher is None else judge_by_teacher(teacher, prompts, texts)
     return Written(
         name=name,
         sampled=sampled,
@@ -66,6 +62,18 @@ def judge_texts(
         loss=loss,
         likeliest=likeliest,
     )
+
+
+def judge_by_teacher(teacher: Subject, prompts: Tensor, texts: Tensor) -> tuple[float, float]:
+    """Return the teacher's loss on texts after prompts, and the share of tokens that are its first choice."""
+    kept = texts.shape[1] + 1
+    at_once = logits_at_once(teacher.model, kept)
+    losses, matches = [], []
+    for prompt, text in zip(prompts.split(at_once), texts.split(at_once), strict=True):
+        logits = read_logits(teacher, torch.cat([prompt, text], 1), None, kept)[:, :-1]
+        losses.append(losses_of(logits, text))
+        matches.append(logits.argmax(-1).cpu() == text)
+    return torch.cat(losses).mean().item(), torch.cat(matches).double().mean().item()
 
 
 def count_alike_tokens(text: Tensor, expected: Tensor) -> int:

@@ -76,11 +76,10 @@ class Frame:
     x: Axis
     y: Axis
     right: float
-    bottom: float = HEIGHT - BOTTOM
 
     def place(self, point: tuple[float, float]) -> tuple[float, float]:
         across, up = self.x.share(point[0]), self.y.share(point[1])
-        return LEFT + across * (self.right - LEFT), self.bottom - up * (self.bottom - TOP)
+        return LEFT + across * (self.right - LEFT), HEIGHT - BOTTOM - up * (HEIGHT - BOTTOM - TOP)
 
     def draw_axes(self) -> list[str]:
         """Draw the ticks of both axes, and their titles where they have any."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Options = Mapping[str, Any]  # of plotly
-NO_OPTIONS: Options = {}
 # Okabe and Ito's order of hues, at a lightness whose contrast to white and to black is 3:1.
 BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
 MAP_COLOURS = ((0.0, "#5b8fc9"), (0.35, "#5fb3c4"), (0.65, "#86cfa8"), (1.0, "#d8f3b8"))  # lightness rises all the way
@@ -71,7 +70,7 @@ KINDS = {  # what heads keep -> colour, pattern
 }
 
 
-def new_figure(height: int, x: Options = NO_OPTIONS, y: Options = NO_OPTIONS, **layout: Any) -> Figure:
+def new_figure(height: int, x: Options, y: Options, **layout: Any) -> Figure:
     """Create a figure with options of its axes; plotly checks a whole layout ten times as fast as its pieces."""
     from plotly.graph_objects import Figure
 

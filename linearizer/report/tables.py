@@ -29,9 +29,10 @@ def write_tables(tables: Sequence[Table]) -> str:
 def describe_heads(allocation: Allocation) -> str:
     """Describe what all heads hold, on one line."""
     heads = [head for row in allocation.heads for head in row]
+    far = "rows of a memory" if any(head.memory for head in heads) else "features"
     kinds = {
         "with a window": [head for head in heads if not (head.softmax or head.slots or head.features)],
-        f"with {allocation.features_mean:.1f} features on average": [head for head in heads if head.features],
+        f"with {allocation.features_mean:.1f} {far} on average": [head for head in heads if head.features],
         "with slots": [head for head in heads if head.slots],
         "left softmax": [head for head in heads if head.softmax],
     }
@@ -114,7 +115,7 @@ def recall_tables(part: Part[results.Recall]) -> list[Table]:
 def needle_tables(part: Part[results.Needle]) -> list[Table]:
     """Lay out the share of the value that was recalled, a block for each subject."""
     needle = part.result
-    lengths = mark_beyond(needle.lengths, needle.extrapolated)
+    lengths = [f"{length}{'*' * beyond}" for length, beyond in zip(needle.lengths, needle.extrapolated, strict=True)]
     rows: Rows = [("recalled, at depth", *(f"{depth:.0%}" for depth in needle.depths), "loss", "when new")]
     for subject in needle.subjects:
         for length, shares, *losses in zip(lengths, subject.correct, subject.loss, subject.surprise, strict=True):
@@ -204,11 +205,6 @@ def tasks_tables(part: Part[results.Tasks]) -> list[Table]:
 def cells(values: Sequence[float | None], form: str = ".3f") -> list[str]:
     """Write numbers, and a dash for None."""
     return ["–" if value is None else f"{value:{form}}" for value in values]
-
-
-def mark_beyond(lengths: Sequence[int], beyond: Sequence[bool]) -> list[str]:
-    """Write lengths, with a star if they are beyond the teacher's positions."""
-    return [f"{length}{'*' * is_beyond}" for length, is_beyond in zip(lengths, beyond, strict=True)]
 
 
 def format_rates(pace: results.Pace) -> list[str]:

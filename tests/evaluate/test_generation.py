@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import set_seed
 
-from linearizer.evaluate.generation import count_alike_tokens, measure_generation, variety, write
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate import generation
+from linearizer.evaluate.generation import count_alike_tokens, judge_by_teacher, measure_generation, variety, write
+from linearizer.evaluate.subjects import Subject, read_logits
 from linearizer.progress import finish
 from linearizer.teacher.logits import logits_of, losses_of
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
@@ -50,6 +51,20 @@ def test_the_teacher_stays_on_its_path_and_scores_what_the_student_writes(subjec
     logits = logits_of(subjects[0].model, torch.cat([prompts, texts], 1))[:, 11:-1]
     assert student.loss == pytest.approx(losses_of(logits, texts).mean().item(), abs=1e-4)
     assert student.diverged == tuple(count_alike_tokens(a, b) for a, b in zip(texts, expected, strict=True))
+
+
+def test_the_teacher_scores_as_many_texts_at_once_as_memory_allows(subjects, monkeypatch):
+    prompts, texts, counts = tokens(5, 12), tokens(5, 8), []
+    expected = judge_by_teacher(subjects[0], prompts, texts)
+
+    def read(subject, ids, cache, keep):
+        counts.append(len(ids))
+        return read_logits(subject, ids, cache, keep)
+
+    monkeypatch.setattr(generation, "read_logits", read)
+    monkeypatch.setattr(generation, "logits_at_once", lambda model, kept: 18 // kept)
+    assert judge_by_teacher(subjects[0], prompts, texts) == pytest.approx(expected, abs=1e-5)
+    assert counts == [2, 2, 1]
 
 
 def test_without_a_teacher_only_the_text_itself_is_judged(subjects):
