@@ -200,6 +200,7 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
             if changed:  # another student needs another training
                 remove(run.folder / "state" / "training")
                 remove(run.folder / CANDIDATES)
+                remove(run.folder / "allocation.json")  # whatever fails from here on, none of another plan is used
             run.write_product("plan.json", plan.to_json())
             run.write_product("allocation.json", allocation.to_json())
     return allocation

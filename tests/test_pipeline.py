@@ -143,6 +143,17 @@ def test_a_training_that_was_done_does_not_end_the_one_of_another_budget_early(b
     assert read_training(run) == Trained(4, 4) and run.done
 
 
+def test_an_allocation_that_cannot_be_written_leaves_none_of_another_plan(begin):
+    run = begin(plan=Plan("demo", budget=64, strategy="window"))
+    run.write("inspection.json", inspection_of([Layer(4, 2, 16, 16)], max_positions=128).to_json())
+    reallocate(run, run.plan)
+    (fault := run.folder / f"allocation.json{UNFINISHED}").mkdir()
+    with pytest.raises(FolderError, match="allocation.json' cannot be written"):
+        reallocate(run, replace(run.plan, budget=48))
+    fault.rmdir()
+    assert run.plan.budget == 48 and run.allocation is None
+
+
 def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
     run = begin(plan=Plan("demo", budget=64, strategy="window"))
     run.write("inspection.json", inspection_of([Layer(4, 2, 16, 16)], max_positions=128).to_json())

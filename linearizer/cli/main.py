@@ -7,13 +7,14 @@ runs.py the command `runs`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from linearizer.cli import run_commands, runs, student_commands
 from linearizer.cli.options import OPERANDS
-from linearizer.errors import LinearizerError, RequestError, Stopped
+from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,12 +29,16 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         arguments = parser().parse_args(words)
         arguments.serve(arguments)
+        print(end="", flush=True)  # noqa: T201
     except LinearizerError as error:
         print(f"linearizer: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
         print("linearizer: stopped", file=sys.stderr)  # noqa: T201
         return Stopped.exit_code
+    except BrokenPipeError:  # who read the output has gone, as in `linearizer runs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still writes at its end
+        return FaultError.exit_code
     return 0
 
 

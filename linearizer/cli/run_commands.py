@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def begin_run(arguments: argparse.Namespace) -> Run:
     from linearizer.encoders.kinds import find_kind
 
     plan = plan_of(arguments)  # refuses wrong values before the model is looked up
-    is_causal = arguments.plan is not None or (arguments.out is not None and (arguments.out / PLAN).exists())
+    is_causal = arguments.plan is not None or (arguments.out is not None and os.path.exists(arguments.out / PLAN))
     kind = None if is_causal else find_kind(arguments.model)
     if kind is not None:
         encoder_plan = checks.with_absolute_paths(encoder_plan_of(arguments))

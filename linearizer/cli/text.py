@@ -37,15 +37,16 @@ class ProgressBar:
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.is_terminal = stream, stream.isatty()
-        self.step, self.step_began, self.done_before, self.width = ("", ""), 0.0, 0, 0
+        self.step, self.step_began, self.done_before, self.done, self.width = ("", ""), 0.0, 0, 0, 0
 
     def show(self, progress: Progress, now: float | None = None) -> None:
         """Show progress as of now, or as of a time in seconds."""
         now = time.monotonic() if now is None else now
-        if (progress.step, progress.unit) != self.step:
+        if (progress.step, progress.unit) != self.step or progress.done < self.done:
             if progress.step == "queue" and not self.is_terminal:  # a wait of hours is announced on every stream
                 self.stream.write(f"waiting for the runs before this one: {progress.total}\n")
             self.step, self.step_began, self.done_before = (progress.step, progress.unit), now, progress.done
+        self.done = progress.done
         done, seconds = progress.done - self.done_before, now - self.step_began
         in_bytes = progress.unit == "bytes"
         counts = [size(count) if in_bytes else f"{count}" for count in (progress.done, progress.total)]

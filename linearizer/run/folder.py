@@ -82,12 +82,13 @@ class Run:
         """Whether a folder holds a run to resume; refuse a folder where a run can neither begin nor resume."""
         with writing(folder):  # a name may be too long, or a loop of links
             begun = (folder / Run(folder).plan_file).exists()
+            names = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
+            is_other = folder.exists() and (not folder.is_dir() or bool(names - FILES_OF_RUN))
         if begun and not resume:
             raise FolderError(
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
             )
-        names = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
-        if folder.exists() and (not folder.is_dir() or names - FILES_OF_RUN):
+        if is_other and not begun:
             raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
         return begun
 
@@ -279,8 +280,9 @@ class Run:
 
     def parse_file(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
         """Parse a file, or name the damage; `again`: resuming the run makes the file again."""
+        text = self.read(name)
         try:
-            return parse(unseal(self.read(name)))
+            return parse(unseal(text))
         except (ValueError, TypeError, KeyError, RequestError) as error:
             raise self.damaged_file_error(name, error, name if again else "") from error
 

@@ -42,6 +42,14 @@ class Lock:
         self.release()
 
 
+def inherit_lock(fd: int) -> Lock:
+    """Hold a lock that the parent of this process took and handed over."""
+    os.set_inheritable(fd, False)
+    with CHANGING:
+        OPEN.add(fd)
+    return Lock(fd)
+
+
 def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
     """Take a lock; None if another process keeps it for the whole time."""
     deadline = time.monotonic() + seconds

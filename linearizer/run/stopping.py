@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import TypeVar
@@ -43,7 +43,9 @@ def log_end(run: Run) -> Iterator[None]:
         run.clear_request("stop")
         raise
     except LinearizerError as error:
-        run.log(EventName.FAILED, error=str(error))
+        check_present(run)
+        with suppress(FolderError):  # the disk is full, and the error says so
+            run.log(EventName.FAILED, error=str(error))
         raise
 
 
@@ -95,6 +97,11 @@ def check_stop(run: Run) -> None:
     if run.has_request("stop"):
         reason = run.request_reason("stop")
         raise Stopped(f"stopped{f': {reason}' if reason else ' on request'}; finished steps are kept in {run.folder}")
+    check_present(run)
+
+
+def check_present(run: Run) -> None:
+    """Refuse a run whose folder was deleted; other errors would name one of its files."""
     if not run.has_file(run.plan_file):
         raise FolderError(f"{str(run.folder)!r} was deleted during the run: start a new run")
 

@@ -248,7 +248,9 @@ def read_state(run: Run) -> LogState:
     if locked:
         return replace(log, state="stopping" if run.has_request("stop") else log.state)
     file = run.folder / "worker.log"
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ()
+    lines = list[str]()
+    with suppress(OSError):  # there is none, or the run is started again
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return replace(log, state="lost", error=LOST_ERROR + quote_last(lines))
 
 
@@ -285,7 +287,7 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
     files = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place) / name for name in names):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 files[path] = path.lstat()
     return files
 

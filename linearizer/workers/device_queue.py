@@ -37,6 +37,7 @@ class Ticket:
         """Take the devices, unless a live ticket is before this one, or another process still works on one of them."""
         if self.count_before():
             return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # a cache may be cleared meanwhile
         for device in sorted(parse_ticket(self.path)[1]):
             path = self.path.with_name(f"working@{device}")
             if (lock := take_lock(path, 0.0)) is None:
@@ -85,7 +86,7 @@ def take_ticket(run: Path, devices: Sequence[str], short: bool = False) -> Ticke
             newest = max((number_of(path) for path in tickets()), default=0)
             path = folder / f"{newest + 1:08d}{SHORT * short}@{'+'.join(dict.fromkeys(devices))}"
             lock = take_lock(path, 0.0)
-        path.write_text(str(run.resolve()), encoding="utf-8")
+        path.write_bytes(os.fsencode(run.resolve()))
     return Ticket(path, lock)
 
 
@@ -104,7 +105,7 @@ def tickets_before(path: Path) -> list[Path]:
 
 def runs_before(run: Path) -> list[Path]:
     """List the folders of the runs that a run waits for, the running one first."""
-    folders = {path: Path(path.read_text(encoding="utf-8")) for path in tickets()}
+    folders = {path: Path(os.fsdecode(path.read_bytes())) for path in tickets()}
     ticket = max((path for path, folder in folders.items() if folder == run.resolve()), default=None)
     return [] if ticket is None else [folders[path] for path in tickets_before(ticket) if path in folders]
 

@@ -7,7 +7,6 @@ token and the number of the lock that it inherits, from standard input.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -23,23 +22,23 @@ from linearizer.run.events import EventName
 from linearizer.run.files import open_in_place
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.locks import Lock
+from linearizer.run.locks import inherit_lock
 from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers.control import end_process, lock_and_queue
 from linearizer.workers.device_queue import Ticket, take_ticket, tickets
 from linearizer.workers.helpers import HelperProcesses, devices_to_hold
 
 Product = TypeVar("Product")
+FIRST_PRODUCTS = ("profile.json", "ways.json", "checkpoint")  # of runs of any kind
 QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
 
 
 def work(lock: int, folder: str, job: str | None, token: str | None) -> int:
     """Work on a run with an inherited lock, and return an exit code; errors are in the run's log."""
-    os.set_inheritable(lock, False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run = Run(Path(folder), job)
     try:
-        with Lock(lock), stop_on_sigterm(run), keep_faults(run, token):
+        with inherit_lock(lock), stop_on_sigterm(run), keep_faults(run, token):
             if read_hub_job(run) is None:
                 finish(work_in_turn(run, lambda: work_on(run, token)))
             else:
@@ -68,7 +67,7 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
         try:
             return (yield from work_in_turn(run, lambda: steps))
         except RequestError:
-            if run.job is None and not run.has_file("profile.json") and not run.checkpoint.is_dir():
+            if run.job is None and not any(map(run.has_file, FIRST_PRODUCTS)):
                 run.remove(started=False)
             raise
 

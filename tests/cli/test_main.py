@@ -12,7 +12,7 @@ import torch
 import linearizer
 from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
-from linearizer.cli.text import show_progress
+from linearizer.cli.text import ProgressBar, show_progress
 from linearizer.method.checkpoint import load
 from linearizer.method.measure_run import measure_teacher
 from linearizer.progress import Progress, finish
@@ -142,6 +142,21 @@ def test_progress_is_shown_on_a_terminal_and_only_there(terminal, monkeypatch):
     show_progress(Progress("distill", done, 3, "steps") for done in range(4))
     assert ("3/3 steps" in stream.getvalue() and "/s" in stream.getvalue()) == terminal
     assert terminal or not stream.getvalue()
+
+
+def test_each_phase_of_a_training_has_its_own_speed(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    bar = ProgressBar(stream)
+    for done, now in [(1, 0.0), (11, 100.0), (1, 101.0), (3, 102.0)]:  # the second phase is faster
+        bar.show(Progress("distill", done, 11, "steps"), now)
+    assert stream.getvalue().rstrip().endswith("3/11 steps  2.0/s  4 s left")
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    process = start_command("runs", "list", "--help")
+    process.stdout.close()
+    assert process.wait(180) == 1 and process.stderr.read() == ""
 
 
 def test_the_library_has_what_it_names():

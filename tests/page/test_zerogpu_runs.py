@@ -17,7 +17,6 @@ from linearizer.page import zerogpu
 from linearizer.pipeline import linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import locks
 from linearizer.run.folder import Run
 from linearizer.workers import control
 from tests.support.page_server import SPACE, client_of, serving
@@ -55,23 +54,6 @@ def test_steps_end_in_the_same_bits_as_one_piece(whole, name, tmp_path):
     events = [event["event"] for event in run.events()]
     assert events.count("queued") == 1 and events.count("started") >= 3
     wait_until(lambda: not run.is_locked)
-
-
-def test_a_process_that_is_forked_holds_no_lock_of_its_parent(tmp_path):
-    lock = locks.take_lock(tmp_path / "lock")
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-        os._exit(0)
-    try:
-        assert locks.is_held(tmp_path / "lock")
-        lock.release()
-        wait_until(lambda: not locks.is_held(tmp_path / "lock"), 50)
-        with locks.take_lock(tmp_path / "lock"):
-            pass
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
 
 
 def test_without_the_package_that_lends_it_is_said_what_to_install(tmp_path):

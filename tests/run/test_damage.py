@@ -53,6 +53,13 @@ def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
         read(run, name)
 
 
+def test_a_file_that_cannot_be_read_is_named_once(run):
+    (run.folder / "inspection.json").unlink()
+    with pytest.raises(FolderError) as refused:
+        read(run, "inspection.json")
+    assert str(refused.value).count("cannot be read") == 1 and "No such file" in str(refused.value)
+
+
 def flip_a_digit(path):
     """Change one digit of a number in a file, as a failing disk may."""
     content = path.read_bytes()

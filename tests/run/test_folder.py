@@ -1,6 +1,9 @@
 """A folder holds one run, however many begin one there."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
 
 from linearizer.errors import FolderError
 from linearizer.plan.plan import Plan
@@ -20,3 +23,18 @@ def test_of_many_that_begin_a_run_in_one_folder_at_once_only_one_does(tmp_path):
     assert len(runs) == 1 and runs[0].plan.budget == 64 + results.index(runs[0])
     refusals = [str(result) for result in results if result not in runs]
     assert all("holds a run already" in text or "is being written by another process" in text for text in refusals)
+
+
+def test_a_run_is_resumed_whatever_else_was_put_into_its_folder(tmp_path):
+    run = Run.create(tmp_path / "run", Plan("demo", budget=64))
+    (run.folder / "onnx").mkdir()
+    assert Run.is_begun(run.folder, resume=True)
+
+
+def test_a_folder_that_may_not_be_listed_is_refused(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(FolderError, match="name a folder that you may write to"):
+        Run.is_begun(tmp_path)

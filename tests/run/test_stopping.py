@@ -1,5 +1,6 @@
 """A request to stop ends what yields nothing."""
 
+import shutil
 import signal
 import threading
 import time
@@ -7,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from linearizer.errors import Stopped
+from linearizer.errors import FolderError, Stopped
 from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, finish
 from linearizer.run import stopping
@@ -82,3 +83,13 @@ def test_a_step_that_yields_in_time_ends_by_itself_when_it_is_to_stop(tmp_path):
     with pytest.raises(Stopped):
         finish(stopping.log_progress(run, steps()))
     assert saved == [0]
+
+
+def test_the_first_error_is_said_where_none_can_be_logged(tmp_path):
+    run = Run.create(tmp_path / "run", Plan("demo", budget=64))
+    run.log_file.mkdir()  # as on a full disk
+    with pytest.raises(FolderError, match="no room for the profile"), stopping.log_end(run):
+        raise FolderError("no room for the profile")
+    shutil.rmtree(run.folder)
+    with pytest.raises(FolderError, match="was deleted during the run"), stopping.log_end(run):
+        raise FolderError("a file of it cannot be written")

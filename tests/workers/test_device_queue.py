@@ -95,3 +95,20 @@ def test_tickets_that_are_taken_at_once_stay_until_they_are_removed(queue):
             list(threads.map(take, range(8)))
     finally:
         sys.setswitchinterval(before)
+
+
+def test_a_queue_that_was_deleted_is_made_again(queue):
+    first, second = take_ticket(queue / "first", ["cpu"]), take_ticket(queue / "second", ["cpu"])
+    shutil.rmtree(device_queue.queue_folder())
+    assert first.begin_work() and not second.begin_work()
+    first.remove()
+    assert second.begin_work()
+    second.remove()
+
+
+def test_a_run_may_wait_in_a_folder_whose_name_is_no_text(queue):
+    folder = queue / os.fsdecode(b"caf\xe9")
+    first, second = take_ticket(folder, ["cpu"]), take_ticket(queue / "second", ["cpu"])
+    assert device_queue.runs_before(queue / "second") == [folder]
+    for ticket in (first, second):
+        ticket.remove()

@@ -10,8 +10,12 @@ import pytest
 
 from linearizer.errors import FolderError, RequestError
 from linearizer.hub.models import find_model
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import Plan
+from linearizer.progress import Progress, finish
+from linearizer.run.folder import Run
 from linearizer.workers import control, device_queue
+from linearizer.workers.worker import work_in_foreground
 from tests.support.runs import LONG, QUICK, log_of, process_of, wait_for, wait_for_event, wait_until
 
 TOKEN = "hf_fake_visitor"
@@ -84,3 +88,17 @@ def test_a_run_deleted_under_its_process_is_gone(begin):
         control.status(run)
     wait_until(lambda: not process.exists())
     assert not run.folder.exists() and list(control.follow(run)) == []
+
+
+@pytest.mark.parametrize(("product", "stays"), [("ways.json", True), ("worker.log", False)])
+def test_a_refusal_leaves_no_run_unless_it_has_a_product(product, stays, tmp_path):
+    run = Run.create(tmp_path / "run", EncoderPlan("encoder", 64))
+
+    def steps():
+        run.write(product, "{}")
+        yield Progress("distill", 1, 2, "steps")
+        raise FolderError("the disk is full")
+
+    with pytest.raises(FolderError, match="the disk is full"):
+        finish(work_in_foreground(run, steps()))
+    assert run.folder.exists() == stays and (not stays or run.is_encoder_run)
