@@ -243,7 +243,7 @@ def stand_ins() -> Path:
 def write_stand_in(path: Path, head: bytes, size: int) -> None:
     """Write a file of the same length that begins with the head; the hole takes no space on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{get_ident()}")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{get_ident()}")
     unfinished.write_bytes(head)
     os.truncate(unfinished, size)
     unfinished.replace(path)
