@@ -251,7 +251,7 @@ def read_state(folder: Path) -> TrainingState | None:
     if not paths:
         return None
     raise FaultError(
-        f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: remove this folder, and it begins again"
+        f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: remove it, and the training begins again"
     )
 
 

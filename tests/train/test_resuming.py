@@ -80,7 +80,7 @@ def test_two_damaged_states_are_a_fault(tmp_path):
     finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
     for name in (NEWEST, PREVIOUS):
         (tmp_path / name).write_bytes(b"nothing")
-    with pytest.raises(FaultError, match="remove this folder, and it begins again"):
+    with pytest.raises(FaultError, match="remove it, and the training begins again"):
         next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True))
 
 
