@@ -14,6 +14,7 @@ from linearizer.encoders.encoder_run import ALIKE, MERGED, STUDENT, UNTRAINED, W
 from linearizer.encoders.kinds import kind_of
 from linearizer.encoders.layer_times import crossing
 from linearizer.page.cards import verdict_card
+from linearizer.page.plan_cards import show_choices, show_model
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import announcement, folded, message_box, table, table_html, values_list
@@ -34,11 +35,7 @@ SHORT = {UNTRAINED: "untrained", ALIKE: "heads alike", MERGED: "merged"}  # name
 def model_card(inspection: EncoderInspection) -> str:
     """Describe an encoder that can be linearized."""
     kind = f"{kind_of(inspection).title.format(reads=inspection.reads)} · {inspection.architecture}"
-    tested = "" if inspection.tested else " by its interface; its family is not among the tested families"
-    return (
-        f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
-        f"{message_box(f'Supported{tested}.', 'good')}{values_list(inspection.describe_shape()[:-1])}</article>"
-    )
+    return show_model(inspection, kind, inspection.describe_shape()[:-1])
 
 
 def keys_card(plan: EncoderPlan, inspection: EncoderInspection) -> str:
@@ -70,9 +67,7 @@ def plan_card(plan: EncoderPlan) -> str:
         ("training", f"{plan.steps} steps of {plan.batch}" if plan.steps else "none"),
         ("seed", f"{plan.seed}"),
     ]
-    command = f"<code>{escape(plan.command())}</code>"
-    lines = values_list(pairs)
-    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p></article>'
+    return show_choices(pairs, plan.command())
 
 
 def result_card(encoder: EncoderRun) -> str:

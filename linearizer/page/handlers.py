@@ -29,14 +29,8 @@ SOON_SECONDS = 0.2  # until the page polls after an action
 IDLE_POLL_SECONDS = 5.0  # between two polls while nothing is running
 MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 SPEED_SECONDS = 5.0  # that a measurement of speed may take: visitors wait for it
-WRITTEN = (
-    "prompt_note",
-    "meter",
-    "teacher",
-    "student",
-    "window",
-    "compare_note",
-)  # of Compare; a new chat empties them
+# The parts of Compare that a new chat empties.
+WRITTEN = ("prompt_note", "meter", "teacher", "student", "window", "compare_note")
 LOADING = "Loading the models."
 WATCHED_PARTS = ("memory", "seen", "walk", "timer", "touched", "note")
 COMPARED = ("prompt", *WRITTEN, "teacher_card", "student_card", "window_card")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
@@ -23,7 +23,7 @@ from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
 
 if TYPE_CHECKING:
-    from linearizer.plan.inspection import Inspection
+    from linearizer.plan.inspection import Inspection, ModelFacts
     from linearizer.run.measured import Profile
     from linearizer.workers.forecast import Machine, RunForecast
 
@@ -40,17 +40,20 @@ def model_card(inspection: Inspection) -> str:
         ("cache", f"{size(inspection.cache_bytes_per_token)} per token"),
         ("weights", size(inspection.weight_bytes)),
     ]
-    if not inspection.supported:
-        verdict = message_box(f"Not supported, because {inspection.reason}: {inspection.remedy}.", "bad")
-    else:
-        tested = "" if inspection.tested else " by its interface; its family is not among the tested families"
-        verdict = message_box(f"Supported{tested}.", "good")
+    refusal = "" if inspection.supported else f"Not supported, because {inspection.reason}: {inspection.remedy}."
     kind = inspection.architecture + (f" · {inspection.revision[:8]}" if inspection.revision else "")
     kind += f" · the text tower of {inspection.tower_of}: it reads no pictures" if inspection.tower_of else ""
     kind += f" · quantised: {inspection.quantised}" if inspection.quantised else ""
+    return show_model(inspection, kind, pairs if inspection.layers else (), refusal)
+
+
+def show_model(facts: ModelFacts, kind: str, pairs: Sequence[tuple[str, str]], refusal: str = "") -> str:
+    """Show the kind of a model, why it is refused if it is, and facts about it."""
+    tested = "" if facts.tested else " by its interface; its family is not among the tested families"
+    verdict = message_box(refusal, "bad") if refusal else message_box(f"Supported{tested}.", "good")
     return (
-        f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
-        f"{verdict}{values_list(pairs) if inspection.layers else ''}</article>"
+        f'<article class="lz-card"><header><h3>{escape(facts.name)}</h3><small>{escape(kind)}</small></header>'
+        f"{verdict}{values_list(pairs) if pairs else ''}</article>"
     )
 
 
@@ -81,10 +84,12 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
         features = 0.0 if plan.strategy_spec.spends_tokens else max(0, max_bytes - exact_bytes) / unit
     grows = plan.may_grow and plan.strategy_spec.decided_by in ("prices", "gates")
     target = plan.target_tokens(positions)
-    rows = []
-    for tokens in stated_lengths(positions):
-        state = max_bytes * max(target, tokens) // target if grows else max_bytes
-        rows.append(length_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
+    rows = rows_by_length(
+        positions,
+        cache=lambda tokens: head_bytes.cache_bytes(layers, tokens),
+        state=lambda tokens: max_bytes * max(target, tokens) // target if grows else max_bytes,
+        sign="≤",
+    )
     begin = head_bytes.find_breakeven(max_bytes, head_bytes.cache_bytes(layers, 1))
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
@@ -104,23 +109,18 @@ def expected_kl(run: Run | None, plan: Plan) -> str:
     return ""
 
 
-def stated_lengths(positions: int) -> list[int]:
-    """Choose the lengths of text for which sizes are stated: the longest that a teacher reads, and shorter ones."""
-    return [positions // 16, positions // 4, positions]
-
-
-def length_row(tokens: int, cache: int, state: int, sign: str = "") -> tuple[str, ...]:
-    """State the sizes after a number of tokens."""
-    return f"{tokens:,} tokens", *size_row(tokens, cache, state, sign)[1:]
+def rows_by_length(
+    positions: int, cache: Callable[[int], int], state: Callable[[int], int], sign: str = ""
+) -> list[tuple[str, ...]]:
+    """State the sizes after the longest text that a teacher reads, and after shorter ones."""
+    lengths = positions // 16, positions // 4, positions
+    return [(f"{tokens:,} tokens", *size_row(tokens, cache(tokens), state(tokens), sign)[1:]) for tokens in lengths]
 
 
 def allocation_card(allocation: Allocation, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
     """Show the size of an allocation's state."""
     state = StateSize.of(allocation, layers)
-    rows = [
-        length_row(length, state.teacher_bytes(length), state.student_bytes(length))
-        for length in stated_lengths(positions)
-    ]
+    rows = rows_by_length(positions, state.teacher_bytes, state.student_bytes)
     return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), rows, kl)
 
 
@@ -136,10 +136,13 @@ def plan_card(plan: Plan) -> str:
         ("training", f"{plan.steps} steps" if plan.steps else "none"),
         ("seed", str(plan.seed)),
     ]
-    command = f"<code>{escape(plan.command())}</code>"
-    details = folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>")
-    lines = values_list(pairs)
-    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{details}</article>'
+    return show_choices(pairs, plan.command(), folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>"))
+
+
+def show_choices(pairs: Sequence[tuple[str, str]], command: str, details: str = "") -> str:
+    """Show the choices of a plan, the command that makes the same, and more details as HTML."""
+    command = f'<p class="lz-faint">From a command line: <code>{escape(command)}</code></p>'
+    return f'<article class="lz-card">{values_list(pairs)}{command}{details}</article>'
 
 
 def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
