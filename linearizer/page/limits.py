@@ -103,7 +103,7 @@ def is_hub_dataset(source: str) -> bool:
 
 def is_local(name: str) -> bool:
     """Whether a name is a path, such as `~/texts`, or that of a file or folder of this machine."""
-    return name.startswith((".", "/", "~")) or Path(name).exists()
+    return name.startswith((".", "/", "~")) or os.path.exists(name)  # which is false for names that are too long
 
 
 def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> None:
