@@ -126,7 +126,9 @@ def budget_html(model: RealModel, budget: Budget) -> str:
         kind = {STUDENT: "lz-student", "state": "lz-student", WINDOW: "lz-window"}.get(name, "lz-other")
         return Line(name, list(zip(model.lengths, values, strict=True)), kind)
 
-    cache, state = ([count / 1e6 for count in counts] for counts in (model.cache_bytes, [budget.state_bytes] * len(model.lengths)))
+    cache, state = (
+        [count / 1e6 for count in counts] for counts in (model.cache_bytes, [budget.state_bytes] * len(model.lengths))
+    )
     charts = (
         ("KL to the model", KL, [line(row.name, [mean for mean, *_ in row.kl]) for row in budget.rows]),
         ("Agreement with the model", AGREEMENT, [line(row.name, row.agreement) for row in budget.rows]),
