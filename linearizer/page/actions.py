@@ -129,7 +129,7 @@ def start_encoder_run(visitor: Visitor, model: str, budget: int = 256, options: 
     budget: how many tokens each token sees. options: {encoder}.
     """
     plan = make_encoder_plan(model, budget, options or {})
-    with limits.turn(visitor):
+    with limits.turn(visitor), limits.naming():
         examined = examine_model(visitor, plan.model)
         if not isinstance(examined, ExaminedEncoder):
             raise RequestError(f"{plan.model!r} is not an encoder: start its run with start_run")
@@ -161,7 +161,7 @@ def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator
     """Begin a run within a visitor's limits, and start it after the `with` block; if that fails, delete its folder."""
     from linearizer import pipeline
 
-    with limits.turn(visitor):
+    with limits.turn(visitor), limits.naming():
         folder = visitor.fresh_folder(plan)
         run = pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
         with deleted_on_refusal(run):

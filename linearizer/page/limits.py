@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,7 +77,7 @@ class Limits:
 
 
 LIMITS = Limits.of(os.environ)
-CHECKING = threading.Lock()
+CHECKING, NAMING = threading.Lock(), threading.Lock()
 STARTING: list[Path] = []  # the folders of visitors who are starting a run, which is not queued yet
 
 
@@ -175,12 +175,16 @@ def check_amounts(amounts: Mapping[str, float], maxima: Mapping[str, int]) -> No
             raise RequestError(f"{name} {amount} is more than this Space serves ({maxima[name]}): {ELSEWHERE}")
 
 
+def naming() -> AbstractContextManager[object]:
+    """Let one run at a time begin at one's own machine, where each takes the first free name."""
+    return nullcontext() if on_space() else NAMING
+
+
 @contextmanager
 def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
     """Let a visitor start a run, if they may have one more; while it starts, it counts as a running one."""
     if not on_space():
-        with CHECKING:  # runs that begin at the same time would choose the same folder
-            yield
+        yield
         return
     home = visitor.home
     with CHECKING:
