@@ -154,9 +154,9 @@ def test_each_phase_of_a_training_has_its_own_speed(monkeypatch):
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback():
-    process = start_command("runs", "list", "--help")
-    process.stdout.close()
-    assert process.wait(180) == 1 and process.stderr.read() == ""
+    with start_command("inspect", "demo", "--json") as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(180) == 1
 
 
 def test_the_library_has_what_it_names():
