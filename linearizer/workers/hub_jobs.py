@@ -111,7 +111,8 @@ def run_in_job(
         job = offer_job(plan, run.inspection, flavor, minutes=minutes, push=push, owner=owner, token=token)
         if not yes and most_usd < job.cap:
             raise NotAgreed(f"{job.in_words}: add --yes to begin it; {NOTHING_BEGUN}")
-        start_in_job(run, job, token)
+        run.write_product(FILE, job.to_json())
+        control.start(run, token, cap=job.cap)
     except BaseException:
         if fresh:
             run.remove(started=False)
@@ -195,23 +196,14 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
     assert job is not None
     job = replace(job, usd_per_hour=choose_hardware(job.flavor, token).usd_per_hour)
     if yes:
-        start_in_job(run, job, token)
-        return
-    if open_job(run) is None:
+        run.write_product(FILE, job.to_json())
+    elif open_job(run) is None:
         account = Account(token, job.owner)
         with explain_job_errors("the jobs of this run"):
             live = account.find_live_job(run.id)
         if live is None:
             raise NotAgreed(f"the run needs another job, and {job.in_words}: {agree} to begin it; {NOTHING_BEGUN}")
-    control.start(run, token, cap=0.0)
-
-
-def start_in_job(run: Run, job: HubJob, token: str | None) -> None:
-    """Start the process that follows a job on these terms, which were agreed to."""
-    control.check_start(run, token)
-    with run.take_lock():  # not while a process follows a job on other terms
-        run.write_product(FILE, job.to_json())
-    control.start(run, token, cap=job.cap)
+    control.start(run, token, cap=job.cap if yes else 0.0)
 
 
 def forget_in_bucket(run: Run, token: str | None = None) -> None:
