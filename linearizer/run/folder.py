@@ -280,10 +280,9 @@ class Run:
 
     def parse_file(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
         """Parse a file, or name the damage; `again`: resuming the run makes the file again."""
-        text = self.read(name)
         try:
-            return parse(unseal(text))
-        except (ValueError, TypeError, KeyError, RequestError) as error:
+            return parse(unseal((self.folder / name).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, RequestError) as error:
             raise self.damaged_file_error(name, error, name if again else "") from error
 
     def damaged_file_error(self, name: str, fault: object, remove: str) -> FolderError:
