@@ -34,7 +34,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-from linearizer.errors import ModelNotAvailable, TextError
+from linearizer.errors import LinearizerError, ModelNotAvailable, TextError
 from linearizer.hub.errors import ANSWER_ERRORS, HUB_ERRORS, Use, describe_error, describe_missing, redact
 from linearizer.hub.gguf_files import read_head, read_local_head, stand_ins, weigh_head, write_stand_in
 from linearizer.hub.weight_files import (
@@ -262,7 +262,7 @@ def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterato
     signed_in = bool(access_token(token))
     try:
         yield
-    except TextError:
+    except LinearizerError:
         raise
     except DatasetNotFoundError as error:
         raise TextError(describe_missing(repr(identifier), signed_in)) from error

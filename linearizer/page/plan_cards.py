@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from linearizer.run.measured import Profile
     from linearizer.workers.forecast import Machine, RunForecast
 
-ALLOCATING = (name for name, option in options_of(Plan).items() if option.limits.group == ALLOCATION)
-HOLDING = {"recipe", "feature_map", *ALLOCATING} - {"budget", "features"}  # options that decide what a budget buys
+ALLOCATING = {name for name, option in options_of(Plan).items() if option.limits.group == ALLOCATION}
+HOLDING = {"recipe", "feature_map"} | ALLOCATING - {"budget", "features"}  # options that decide what a budget buys
 
 
 def model_card(inspection: Inspection) -> str:

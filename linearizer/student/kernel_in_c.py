@@ -148,8 +148,9 @@ static REAL best_scale(const REAL *x, long dim, REAL limit) {
     for (int t = 0; t < TRIES; t++) scale[t] = as_bf16(top * TRIED[t]), scale[t] = scale[t] > TINIEST ? scale[t] : 0;
     if (!((error[0] = error_of(x, dim, scale[0], limit)) > 0)) return scale[0];  /* it was rounded before */
     for (int t = 1; t < TRIES; t++) error[t] = error_of(x, dim, scale[t], limit);
-    int best = error[1] < error[0];
-    return scale[error[2] < error[best] ? 2 : best];
+    int best = 0;
+    for (int t = 1; t < TRIES; t++) best = error[t] < error[best] ? t : best;
+    return scale[best];
 }
 
 /* Return e^x for x up to 0; 0 where it nearly underflows. */
