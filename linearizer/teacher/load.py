@@ -144,6 +144,9 @@ def load_teacher(
     """
     from transformers import GenerationConfig
 
+    # MKL divides its work otherwise once the number of threads was set, as measuring does: a process that resumes after
+    # that would compute other bits.
+    torch.set_num_threads(torch.get_num_threads())
     config = load_config(source, token)
     packed, read_here, quantised = is_packed(config), method_of(config) in READ_HERE, method_of(config) is not None
     folder = fetch_weights(source, token)

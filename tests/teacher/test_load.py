@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import huggingface_hub
 import pytest
 import torch
@@ -10,6 +14,21 @@ from linearizer.teacher.load import load_config, load_teacher, load_tokenizer
 from tests.support.damage import change_json
 
 TEXT = torch.arange(3, 40)[None]
+GRADIENTS = """
+import torch
+from linearizer.hub.models import find_model
+from linearizer.teacher.load import load_teacher
+
+def gradient():
+    embedded = teacher.get_input_embeddings()(torch.arange(3, 515)[None]).detach().requires_grad_()
+    teacher(inputs_embeds=embedded).logits.square().sum().backward()
+    return embedded.grad
+
+teacher = load_teacher(find_model("demo"), torch.float32)
+first = gradient()
+torch.set_num_threads(torch.get_num_threads())
+assert torch.equal(first, gradient())
+"""
 
 
 @pytest.fixture
@@ -22,6 +41,12 @@ def folder(tiny_llama, tmp_path):
 def change_weights(folder, change):
     path = folder / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def test_a_process_that_measured_nothing_computes_the_same_bits_as_one_that_did():
+    variables = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", GRADIENTS], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_teacher_is_frozen_and_equals_what_was_saved(folder):
