@@ -15,13 +15,13 @@ from statistics import linear_regression
 import torch
 
 from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
+from linearizer.kernels.graphs.text_graphs import BEFORE as TEXTS_BEFORE
+from linearizer.kernels.graphs.text_graphs import LONG
+from linearizer.kernels.graphs.token_graph import BEFORE
 from linearizer.plan import head_bytes
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Breakeven, Course, Pace, Speed
-from linearizer.student.text_graphs import BEFORE as TEXTS_BEFORE
-from linearizer.student.text_graphs import LONG
-from linearizer.student.token_graph import BEFORE
 from linearizer.teacher.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.teacher.ram import PeakMemory, free_bytes, run_if_it_fits
 
@@ -142,7 +142,7 @@ class Meter:
                 read_logits(subject, token, cache, keep=1)
             end = self.clock(device)
         rates = (length - self.written) * batch / (read_all - begin), TIMED * batch / (end - first)
-        taken, graphs = peak.taken(), getattr(model, "text_reader", None)
+        taken, graphs = peak.taken(), getattr(getattr(model, "call_reader", None), "text_reader", None)
         if taken is not None and graphs is not None:
             taken += graphs.bytes  # which may have been taken before
         return Pace(length, batch, *rates, taken, bytes_held(cache), *self.predict(length, batch))

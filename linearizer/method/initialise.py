@@ -18,13 +18,13 @@ from linearizer.method.recorder import LayerSamples, Samples, samples_of
 from linearizer.method.substitute import Begin
 from linearizer.run.folder import Run
 from linearizer.student.attention_interface import attention_modules
+from linearizer.student.columns import EMPTY
 from linearizer.student.feature_maps import Clusters, Codebook
-from linearizer.student.layer_student import FeatureGroup, LayerStudent, SlotGroup, generator_at
+from linearizer.student.layer_student import LayerStudent, StoredBasis, generator_at
 from linearizer.student.matrix_rule import MatrixRule, ScaledRule
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.packed_state import Turns
+from linearizer.student.other_heads import FeatureGroup
 from linearizer.student.softmax_parts import PartialSoftmax
-from linearizer.student.state import EMPTY
 from linearizer.teacher.layers import featured, layer_number
 
 KMEANS_ROUNDS = 8
@@ -56,8 +56,8 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
     if student.turns is not None:
         initialise_turns(student.turns, queries, samples.keys, samples.values)
-    for group in student.groups:
-        if isinstance(group, SlotGroup):
+    for group in student.head_groups():
+        if group.merger is not None:
             group.merger.reset()
             for place, head in enumerate(group.heads):
                 mean_query = queries[head].mean(0)
@@ -74,7 +74,7 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
             fit_memory(group, samples.text)
 
 
-def initialise_turns(turns: Turns, q: Tensor, k: Tensor, v: Tensor) -> None:
+def initialise_turns(turns: StoredBasis, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Initialise how all heads turn their keys and values, from queries, keys and values (heads, samples, dim).
 
     Keys that are divided, and queries that are multiplied, by the root of how far keys spread ÷ how large queries are

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from linearizer.student.attention_of_student import tensors
 from linearizer.student.cache import CACHE, Change, LinearizedCache, copy_layer, keeps_state
-from linearizer.student.state import tensors
 
 Tensor = torch.Tensor
 

@@ -16,10 +16,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from linearizer.kernels.graphs.text_parts import expects_parts
 from linearizer.serve.cache_rows import copy_cache, join_caches, pack, read_on, take_row, tensors_of, unpack
 from linearizer.serve.row import Row, fail_rows
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.text_parts import expects_parts
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import run_if_it_fits, trim_heaps
 

@@ -15,11 +15,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.errors import first_line
+from linearizer.kernels.graphs.call_reader import reader_of
+from linearizer.kernels.graphs.text_parts import lies_on_one_device
+from linearizer.kernels.graphs.token_graph import Capture, TokenGraph, capture_on_gpu
 from linearizer.serve.cache_rows import copy_cache, join_caches, keep_rows, read_on, tensors_of
 from linearizer.student.cache import keeps_state
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.text_parts import lies_on_one_device
-from linearizer.student.token_graph import Capture, TokenGraph, capture_on_gpu
 
 logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -60,7 +61,7 @@ class TokenGraphs:
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         self.model = model
         if isinstance(model, LinearizedForCausalLM):
-            model.repeats_tokens = False  # by graphs of single caches
+            reader_of(model).repeats_tokens = False  # by graphs of single caches
         on_one_gpu = model.device.type == "cuda" and lies_on_one_device(model)
         self.capture = capture_on_gpu if capture is None and on_one_gpu else capture
         self.graphs: dict[int, BatchGraph] = {}  # by the number of texts

@@ -22,8 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from .cache import CACHE, empty_cache, keeps_state, take_cache
-from .kernel_in_c import may_run_in_c
-from .kernel_layer_in_c import begin_texts
+from .layer_student import find_kernels
 
 # Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
@@ -141,9 +140,9 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
     past = 0 if cache is None else cache.get_seq_length()
     if cache is not None and mask is None and positions is not None and not past and restarts(positions):
         raise ValueError(NOT_SERVED)  # without a cache transformers itself detects packed texts
-    if cache is not None and not past and may_run_in_c(inputs) and not torch.is_grad_enabled():
+    if cache is not None and not past and (kernels := find_kernels()) is not None:
         students = [getattr(module, "student", None) for module in decoder.attentions]
-        begin_texts(students, [getattr(layer, "memory", None) for layer in cache.layers], *inputs.shape[:2])
+        kernels.begin_texts(students, [getattr(layer, "memory", None) for layer in cache.layers], inputs)
     if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == past + inputs.shape[1]:
         kwargs["position_ids"] = positions_of(mask)[:, past:]
     return (), {**kwargs, CACHE: cache}

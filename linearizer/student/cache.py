@@ -15,14 +15,15 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .packed_state import KEPT_AS_BYTES, KEYS_AND_VALUES
+from .attention_of_student import change_tensors, tensors, working_dtype
+from .layer_student import find_kernels
 from .saved_state import FORMAT, write_state
-from .state import change_tensors, tensors, working_dtype
-from .state_pool import whole_pool
 
 # What transformers calls a cache, in arguments and outputs of a model: past_key_values before 5.24.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 MAX_TURNS = 8  # that can be taken back
+COUNTERS = ("count", "real")  # in states, as KEYS_AND_VALUES are; all else are sums, in fp32 at least
+KEYS_AND_VALUES = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v")
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> tensor
 
@@ -65,8 +66,8 @@ class LinearizedLayer(CacheLayerMixin):
 
     def bytes(self) -> int:
         """Count the bytes of the states, without counters."""
-        stored = [tensor for state in self.memory for tensor in tensors(state).values()]
-        return sum(x.numel() * x.element_size() for x in stored if x.is_floating_point() or x.dtype in KEPT_AS_BYTES)
+        stored = [x for state in self.memory for name, x in tensors(state).items() if name not in COUNTERS]
+        return sum(x.numel() * x.element_size() for x in stored)
 
     def copied(self, change: Change) -> "LinearizedLayer":
         """Return a copy with `change` applied to each tensor."""
@@ -78,16 +79,15 @@ class LinearizedLayer(CacheLayerMixin):
 
     def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedLayer":
         """Return a copy; `change` copies the texts (first axis) of each tensor, which stay in a pool."""
-        if (pool := whole_pool(self.memory)) is None:
+        states = None if (kernels := find_kernels()) is None else kernels.copy_states(self.memory, change)
+        if states is None:
             return self.copied(lambda name, x: change(x))
         result = LinearizedLayer()
-        result.tokens_read, result.device = self.tokens_read, self.device
-        pool.copy(change).show(result.memory)
+        result.tokens_read, result.device, result.memory = self.tokens_read, self.device, states
         return result
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for state in self.memory:
-            change_tensors(state, change)
+        self.memory = [change_tensors(state, change) for state in self.memory]
 
     def reset(self) -> None:
         self.tokens_read, self.memory = 0, []

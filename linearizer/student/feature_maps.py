@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import ABSENT
+from .columns import ABSENT
 
 Tensor = torch.Tensor
 

@@ -8,8 +8,8 @@ A row sees far keys only as sums, so a feature stores two things about all keys 
 To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Every exponent is at
 most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 
-This is linear in time and memory. Kernels read texts with features (kernel_text_features.py). Callers use
-`linear_attention` (kernel_dispatch.py), which also takes every other memory (softmax_parts.py).
+This is linear in time and memory. Callers use `linear_attention`, which also takes every other memory
+(softmax_parts.py).
 
 Shapes: q (batch, heads, group, tokens, key_dim), already multiplied by the scale of the scores; k, v (batch, heads,
 tokens, dim). Heads are KV heads; a group is the query heads that share one. real (batch, tokens) is false at padding,
@@ -25,11 +25,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .attention_of_student import working_dtype
+from .columns import (
+    ABSENT,
+    EMPTY,
+    HEADROOM,
+    Columns,
+    ExactState,
+    FeatureState,
+    Text,
+    first_places,
+    least_count,
+    remember_sink,
+    remember_token,
+    take_tokens,
+)
 from .feature_maps import FeatureMap
 from .softmax_parts import (
     Memory,
     PartialSoftmax,
-    attend_seen,
     combine,
     exact_part,
     exp_without_underflow,
@@ -41,22 +55,6 @@ from .softmax_parts import (
     softmax_over,
     split_rows,
 )
-from .state import (
-    ABSENT,
-    EMPTY,
-    HEADROOM,
-    Columns,
-    ExactState,
-    FeatureState,
-    Text,
-    first_places,
-    is_traced,
-    least_count,
-    remember_sink,
-    remember_token,
-    take_tokens,
-    working_dtype,
-)
 
 CHUNK = 128
 BLOCKS_AT_ONCE = 32  # of rows with windows: more need more memory
@@ -66,11 +64,21 @@ Tensor = torch.Tensor
 Attend = Callable[[Tensor, Columns, Any, Any, int], Tensor]
 
 
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, memory: Memory, window: int, real: Tensor | None, state: Any,
+    attend: Attend | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend to window, sinks and memory, and update the state."""
+    if q.shape[-2] == 1 and real is None:
+        return attend_token_with_features(q, k, v, memory, window, state)
+    return attend_text_with_features(q, k, v, memory, window, real, state, attend=attend)
+
+
 def attend_text_with_features(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    memory: Memory | None,
+    memory: Memory,
     window: int,
     real: Tensor | None,
     state: Any,
@@ -85,10 +93,8 @@ def attend_text_with_features(
     return text.end((attend or attend_chunks)(text.q, text.columns, memory, state, chunk))
 
 
-def attend_chunks(q: Tensor, columns: Columns, memory: Memory | None, state: Any, chunk: int = CHUNK) -> Tensor:
-    """Attend in PyTorch, chunk by chunk, or all rows at once where there is only a window."""
-    if memory is None and columns.window:
-        return attend_windows(q, columns, state, max(1, chunk // 2))
+def attend_chunks(q: Tensor, columns: Columns, memory: Memory, state: Any, chunk: int = CHUNK) -> Tensor:
+    """Attend in PyTorch, chunk by chunk."""
     near, starts = read_windows(q, columns, state), range(0, q.shape[-2], chunk)
     parts = (attend_chunk(q[..., i : i + chunk, :], near.rows(i, i + chunk), columns, memory, state, i) for i in starts)
     if torch.is_grad_enabled():
@@ -97,12 +103,6 @@ def attend_chunks(q: Tensor, columns: Columns, memory: Memory | None, state: Any
     for start, part in zip(starts, parts, strict=True):
         out[..., start : start + chunk, :] = part
     return out
-
-
-def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) -> Tensor:
-    """Attend to windows and sinks, in blocks of `size` rows, many blocks at once."""
-    out = [join_rows(attend_seen(*block), len(block.q) // len(q)) for block in split_windows(q, columns, state, size)]
-    return torch.cat(out, -2)[..., : q.shape[-2], :]
 
 
 def read_windows(q: Tensor, columns: Columns, state: ExactState) -> PartialSoftmax:
@@ -153,15 +153,11 @@ def split_windows(q: Tensor, columns: Columns, state: ExactState, size: int) -> 
         yield Block(queries, k, v, outside.flatten(0, 1))
 
 
-def attend_chunk(
-    q: Tensor, near: PartialSoftmax, columns: Columns, memory: Memory | None, state: Any, start: int
-) -> Tensor:
+def attend_chunk(q: Tensor, near: PartialSoftmax, columns: Columns, memory: Memory, state: Any, start: int) -> Tensor:
     """Combine near and far tokens; move the columns that are then behind every window into the state.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
     """
-    if memory is None:
-        return combine(near)
     q, size = q.to(working_dtype(q)), q.shape[-2]
     k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
     incoming = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
@@ -204,7 +200,7 @@ class ScaledMap:
         The stabilisers depend on all keys of the chunk, also on those after the row.
         """
         u, w, level = self.queries(q), self.keys(k), state.level[:, :, None]
-        if is_traced() or not incoming.all():
+        if not incoming.all():
             w = w.masked_fill(~incoming[:, None, :, None], ABSENT)
         causal = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
         exactly = partial(read_features_exactly, u, w, v, causal, state.level, state.mean)
@@ -246,17 +242,16 @@ def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:
 
 
 def attend_token_with_features(
-    q: Tensor, k: Tensor, v: Tensor, memory: Memory | None, window: int, state: ExactState
+    q: Tensor, k: Tensor, v: Tensor, memory: Memory, window: int, state: ExactState
 ) -> Tensor:
     """Attend with one token, and update the state in place."""
     q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
-    min_count, old_k, old_v, far = least_count(place), k, v, None
-    if memory is not None:
-        if window:
-            slot = (place % window)[:, None]
-            old_k, old_v = take_tokens(state.window_k, slot), take_tokens(state.window_v, slot)
-        incoming = (place - window >= sinks)[:, None] if min_count - window < sinks else None
-        far = memory.token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), incoming, place[:, None])
+    min_count, old_k, old_v = least_count(place), k, v
+    if window:
+        slot = (place % window)[:, None]
+        old_k, old_v = take_tokens(state.window_k, slot), take_tokens(state.window_v, slot)
+    incoming = (place - window >= sinks)[:, None] if min_count - window < sinks else None
+    logits, values, is_share = memory.token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), incoming, place[:, None])
     remember_sink(state, k, v, min_count)
     remember_token(state, k, v)
     state.count = place + 1
@@ -268,8 +263,5 @@ def attend_token_with_features(
     if window:
         filled = None if min_count >= window - 1 else first_places(window, place)
         parts.append(exact_part(rows, state.window_k, state.window_v, filled))
-    if far is not None:
-        logits, values, is_share = far
-        parts.append((logits + log_mass(parts) if is_share and parts else logits, values))
-    out = softmax_over(parts) if parts else rows.new_zeros(*rows.shape[:-1], v.shape[-1])
-    return out[..., None, :]
+    parts.append((logits + log_mass(parts) if is_share and parts else logits, values))
+    return softmax_over(parts)[..., None, :]

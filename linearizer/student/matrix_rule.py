@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.nn.functional import elu, logsigmoid, pad, relu
 
+from .attention_of_student import working_dtype
+from .columns import EMPTY, ExactState, MatrixState
 from .softmax_parts import PartialSoftmax
-from .state import EMPTY, ExactState, MatrixState, working_dtype
 from .update_rules import UpdateRule
 
 Tensor = torch.Tensor

@@ -10,18 +10,21 @@ Terms in these files:
   cache, state        a teacher keeps all keys and values; a student keeps a state of fixed size
   sink, window        the first tokens of a text, and the last ones: both are attended to exactly
   far field           slots or features in place of all other tokens
-  slot                a token, or the mean of several tokens that were merged, with their number (slots_merging.py)
+  slot                a token, or the mean of several tokens that were merged, with their number
   feature             a sum over tokens, weighted by a function of their keys (features_torch.py, feature_maps.py)
   memory              another far field, written by a rule (update_rules.py, matrix_rule.py)
   degrees of freedom  how many features a head's scores need, as measured on text
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
-Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention to
-features and slots is written in PyTorch, and for texts in Triton, too; all windows and slots of a layer attend at once
-with a token in PyTorch (token_buffer), and with a token or a text in Triton (state_pool). On a CPU kernel_layer_in_c
-reads texts and tokens with all of them, in place of many small operations of PyTorch. On a GPU text_parts lets layers
-read parts of a long text at the same time; text_graphs and token_graph repeat parts and tokens by CUDA graphs.
+Read attention_of_student first: it defines what a layer computes, and what a state is. layer_student holds the weights
+of a layer and asks for kernels; attention_interface, cache and saved_state connect both to transformers. Checkpoints
+whose heads hold something else than windows and slots also carry other_heads, and what it imports.
 """
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,16 +48,8 @@ from .attention_interface import (
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
-from .feature_maps import FEATURE_MAPS, FeatureMap
-from .layer_student import LayerStudent, generator_at
-from .matrix_rule import MatrixRule
-from .packed_state import Turns
+from .layer_student import LayerStudent, find_kernels, generator_at
 from .saved_state import read_state
-from .slots_merging import Merger
-from .text_graphs import TextReader, read_text_by_graphs
-from .text_parts import choose_size, choose_streams, is_plain_call, length_of, read_parts
-from .token_graph import read_by_graph
-from .update_rules import UPDATE_RULES
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "
@@ -63,6 +58,11 @@ NOT_BATCHED = (
 BEYOND = (
     "the text is longer than the {} positions that the teacher of this linearized model was made for: its state does "
     "not grow, but the model may write worse from here on, which was not measured"
+)
+CODE = ("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "cache", "saved_state")
+CODE_OF_OTHER_HEADS = (
+    *("modeling_with_other_heads", "other_heads", "columns", "softmax_parts", "features_torch", "feature_maps"),
+    *("matrix_rule", "update_rules"),
 )
 logger = logging.get_logger(__name__)
 OWN = {"base", "layers", "sinks", "feature_map", "teacher", "auto_map"}  # of a config; all else is its teacher's
@@ -130,6 +130,18 @@ class LinearizedConfig(PreTrainedConfig):
     def output_attentions(self, value: bool) -> None:
         self._output_attentions = value
 
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: object, **kwargs: object) -> None:
+        """Write the config, and the code that a model with these heads needs."""
+        heads = [head for layer in self.layers if layer is not None for head in layer["heads"]]
+        others = any(isinstance(head, str) or head[1] for head in heads)
+        entry = CODE_OF_OTHER_HEADS[0] if others else CODE[0]
+        model = f"{entry}.LinearizedForCausalLM"
+        self.auto_map = {"AutoConfig": f"{CODE[0]}.LinearizedConfig", "AutoModelForCausalLM": model}
+        os.makedirs(save_directory, exist_ok=True)
+        for name in (*CODE, *CODE_OF_OTHER_HEADS) if others else CODE:
+            shutil.copyfile(Path(__file__).with_name(f"{name}.py"), Path(save_directory, f"{name}.py"))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def get_text_config(self, *args: object, **kwargs: object) -> PreTrainedConfig:
         return self.__dict__.get("base") or self
 
@@ -166,16 +178,12 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        if config.feature_map not in (maps := [*FEATURE_MAPS, *UPDATE_RULES]):
-            raise ValueError(f"feature_map={config.feature_map!r} is not one of {', '.join(maps)}")
+        find_kernels()  # torch.compile cannot look for them
         if base is None:
             kwargs = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # the requested one
             base = AutoModelForCausalLM.from_config(config.base, **kwargs)
         config.base = base.config
-        self.reads_parts: bool | None = None  # of long texts on streams; None: if a comparison succeeds
-        self.repeats_tokens: bool | None = None  # by CUDA graphs; None: until a capture fails
-        self.repeats_texts: bool | None = None  # the same for parts of a long text
-        self.text_reader = TextReader()
+        self.call_reader: Any = None  # by which kernels read a call of all layers
         self.hold(base)
         modules = attention_modules(base)
         if len(modules) != len(config.layers):
@@ -213,15 +221,16 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw weights that no checkpoint has: the base's outside of its decoder, and features."""
-        if not isinstance(module, (FeatureMap, MatrixRule, Merger, Turns)):
+        is_own = type(module).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
+        if not is_own or not module._parameters:
             self.base._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
-            module.reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+            cast(Any, module).reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
 
     def train(self, mode: bool = True) -> "LinearizedForCausalLM":
         self.base.training = mode
         if mode:
-            self.text_reader.graphs = None  # whose memory is needed
+            self.call_reader = None  # whose memory is needed
         return super().train(mode)
 
     def _replicate_for_data_parallel(self) -> "LinearizedForCausalLM":
@@ -289,12 +298,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         if torch.compiler.is_compiling():
             return self.base(**arguments)
         self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
-        if is_plain_call(self, arguments):
-            for read in (read_by_graph, read_text_by_graphs):
-                if (out := read(self, arguments)) is not None:
-                    return out
-            if (streams := choose_streams(self, arguments)) is not None:
-                return read_parts(self.base, arguments, choose_size(length_of(arguments)), streams)
+        if (kernels := find_kernels()) is not None and (out := kernels.read_call(self, arguments)) is not None:
+            return out
         return self.base(**arguments)
 
     def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
@@ -330,7 +335,3 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         raise ValueError(NOT_BATCHED)
 
     generate_batch = init_continuous_batching
-
-
-LinearizedConfig.register_for_auto_class()
-LinearizedForCausalLM.register_for_auto_class("AutoModelForCausalLM")

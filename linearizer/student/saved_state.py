@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from .state import tensors
+from .attention_of_student import tensors
 
 FORMAT = "linearized state 2"  # of a layer in memory, too: each copy of this code accepts another's
 WITH_TURNS = "linearized state 3"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .state import EMPTY, ExactState
+from .columns import EMPTY, ExactState
 
 Tensor = torch.Tensor
 
@@ -131,19 +131,6 @@ def split_rows(x: Tensor, parts: int) -> Tensor:
 def join_rows(x: Tensor, parts: int) -> Tensor:
     """(batch · parts, …, rows, dim) -> (batch, …, parts · rows, dim)"""
     return x.unflatten(0, (-1, parts)).movedim(1, -3).flatten(-3, -2)
-
-
-def attend_seen(q: Tensor, k: Tensor, v: Tensor, outside: Tensor, level: Tensor | None = None) -> Tensor:
-    """Compute one softmax over tokens, of which rows see some, then slots, with a level added to their logits.
-
-    q (batch, heads, group, rows, dim); k, v (batch, heads, columns, dim); outside (batch, rows, tokens) how many places
-    a token is outside of what a row sees, 0 or less if it is seen; level (batch, heads, slots). The output of a row
-    that sees nothing has no meaning.
-    """
-    logits = seen_logits(q, k, outside)
-    if level is not None:
-        logits[..., outside.shape[-1] :] += level[:, :, None, None]
-    return multiply_by_head(logits.softmax(-1), v.to(q.dtype))
 
 
 def seen_logits(q: Tensor, k: Tensor, outside: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from linearizer.student.attention_interface import attention_modules, observing
-from linearizer.student.layer_student import FeatureGroup, LayerStudent
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.other_heads import FeatureGroup
 
 UNIT = 256  # a weight multiplied by this loses no bfloat16 digits to a bias
 
@@ -72,4 +73,4 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def featured(student: LayerStudent) -> list[FeatureGroup]:
     """List the groups of a layer that have features."""
-    return [group for group in student.groups if isinstance(group, FeatureGroup) and group.feature_map is not None]
+    return [group for group in student.groups if isinstance(group, FeatureGroup)]

@@ -11,10 +11,9 @@ from transformers.cache_utils import Cache
 
 from linearizer.errors import FaultError
 from linearizer.plan.head_bytes import CACHED
-from linearizer.student.cache import LinearizedLayer
+from linearizer.student.attention_of_student import tensors
+from linearizer.student.cache import KEYS_AND_VALUES, LinearizedLayer
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.packed_state import KEYS_AND_VALUES
-from linearizer.student.state import tensors
 
 Tensor = torch.Tensor
 PROBE_TOKENS = 16  # that a model reads in a check

@@ -9,12 +9,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from linearizer.kernels.graphs.text_parts import expects_parts
 from linearizer.student.cache import CACHE
-from linearizer.student.text_parts import expects_parts
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
-LONG_PIECE = 16384  # of all texts, if a student's layers read parts of them at the same time (student/text_parts.py)
+LONG_PIECE = (
+    16384  # of all texts, if a student's layers read parts of them at the same time (kernels/graphs/text_parts.py)
+)
 HALF_LETTER = "\ufffd"  # a decoder writes it for bytes that are not a complete letter
 CONTEXT = 8  # tokens that are decoded before the first new token
 MAX_LETTER_TOKENS = 16  # after these, bytes that are not a letter are written as such

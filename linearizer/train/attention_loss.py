@@ -20,9 +20,10 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from linearizer.student.kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
+from linearizer.kernels.trial import TrialSizes, TrialText, kernels_accept, passes_trial
+from linearizer.student.attention_of_student import working_dtype
+from linearizer.student.columns import EMPTY, HEADROOM
 from linearizer.student.softmax_parts import exp_without_underflow
-from linearizer.student.state import EMPTY, HEADROOM, working_dtype
 
 try:
     from linearizer.train import attention_loss_kernels as loss_kernels

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linearizer.student.kernel_common import (
+from linearizer.kernels.triton.common import (
     EMPTY,
     HEADROOM,
     LOST,

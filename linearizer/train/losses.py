@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
-from linearizer.student.layer_student import FeatureGroup, LayerStudent
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.layers import featured, matrix
 from linearizer.train.attention_loss import attention_loss
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
-from linearizer.student.layer_student import FeatureGroup, SlotGroup
+from linearizer.student.attention_of_student import HeadKind
+from linearizer.student.layer_student import HeadGroup
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.other_heads import FeatureGroup
 
 
 @contextmanager
@@ -16,10 +19,9 @@ def without_far(student: LinearizedForCausalLM) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in student.students():
             for index, group in enumerate(layer.groups):
-                slots = isinstance(group, SlotGroup)
-                if slots or (isinstance(group, FeatureGroup) and group.features and group.window):
-                    key_dim = group.merger.metric.shape[-1] if slots else 1
-                    plain = FeatureGroup(group.heads, group.window, 0, group.sinks, key_dim, "prf", group.bits)
+                if group.merger is not None or (isinstance(group, FeatureGroup) and group.window):
+                    plain = HeadGroup(group.heads, HeadKind(group.window, bits=group.bits), group.sinks, 1, 1)
+                    plain.has_basis = group.has_basis
                     stack.enter_context(patch.dict(layer.groups._modules, {str(index): plain}))
         yield
 
@@ -29,8 +31,9 @@ def without_window(student: LinearizedForCausalLM) -> Iterator[None]:
     """While this lasts, let heads with a far field see nothing exactly but sinks, and with slots the newest token."""
     with ExitStack() as stack:
         for group in (group for layer in student.students() for group in layer.groups):
-            if isinstance(group, SlotGroup):
-                stack.enter_context(patch.dict(group.__dict__, {"window": 1, "block": 1}))
-            elif isinstance(group, FeatureGroup) and group.features:
+            if group.merger is not None:
+                narrow = replace(group.kind, window=1, block=1)
+                stack.enter_context(patch.dict(group.__dict__, {"window": 1, "kind": narrow}))
+            elif isinstance(group, FeatureGroup):
                 stack.enter_context(patch.dict(group.__dict__, {"window": 0}))
         yield

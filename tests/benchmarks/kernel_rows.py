@@ -11,14 +11,16 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from linearizer.kernels.triton.dispatch import linear_attention
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_interface import attending
+from linearizer.student.attention_of_student import tensors
+from linearizer.student.columns import FeatureState
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
-from linearizer.student.kernel_dispatch import linear_attention
-from linearizer.student.layer_student import FeatureGroup, LayerStudent
-from linearizer.student.state import FeatureState, tensors
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.other_heads import FeatureGroup
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.losses import hidden_states
 from linearizer.train.settings import TrainingSettings
@@ -174,7 +176,7 @@ def slots_row(tokens, heads, group, dim, kind):
     """Read a text with windows and slots."""
     scale, (q, k, v) = dim**-0.5, draw_text(1, tokens, heads, group, dim)
     student, eager = layer_of(kind, heads, dim), layer_of(kind, heads, dim)
-    eager.in_c = eager.in_triton = False
+    eager.reader = "pytorch"
     rivals = softmax_rivals(q, k, v, scale)
     if tokens <= MOST_RIVALS:
         rivals["pytorch"] = lambda: lambda: eager(q.flatten(1, 2), k, v, scale, None, [])

@@ -16,10 +16,9 @@ from torch import nn
 
 from linearizer.plan.head_bytes import Layer, token_bytes
 from linearizer.student.attention_interface import observing
+from linearizer.student.attention_of_student import round_vectors, tensors, working_dtype
 from linearizer.student.cache import CACHE
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.rounding import round_vectors
-from linearizer.student.state import tensors, working_dtype
 from linearizer.teacher.layers import layer_number
 
 RECENT = 8  # queries that morphkv and grkv keep in view

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from linearizer.student.packed_state import round_tokens
 
 from linearizer.evaluate.head_errors import collect_errors, head_errors, measure_approximation
 from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
 from linearizer.student.layer_student import LayerStudent
-from linearizer.student.packed_state import round_tokens
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 

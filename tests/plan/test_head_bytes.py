@@ -8,7 +8,7 @@ from linearizer.page.plan_cards import allocation_card
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.student.slots_torch import block_leaves
+from linearizer.student.attention_of_student import HeadKind
 from tests.support.cards import describe_student
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
@@ -95,4 +95,6 @@ def test_half_of_a_window_stays_exact_beside_slots(window, slots):
 
 def merged_before(place, head):
     """Count the tokens that have left the window of a head when the token at a place attends."""
-    return sum(head.block for before in range(place + 1) if block_leaves(before, head.window, head.block))
+    return sum(
+        head.block for before in range(place + 1) if HeadKind(head.window, head.slots, head.block).leaves(before)
+    )

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linearizer.kernels.graphs.call_reader import reader_of
 from linearizer.plan.head_bytes import Head
 from linearizer.serve import engine as engines
 from linearizer.serve import prompts
@@ -84,7 +85,7 @@ def test_a_gpu_reads_more_of_a_prompt_at_once_the_more_it_has_read(monkeypatch):
     monkeypatch.setattr(prompts, "CHUNK", 4)
     model, read = student_of("llama", SLOTS), []
     engine, row = Engine(model, ROOM), row_of(tokens(1, 102)[0].tolist(), 3)
-    model.reads_parts = True
+    reader_of(model).reads_parts = True
     read_part = prompts.Prompts.read_part
     monkeypatch.setattr(
         prompts.Prompts, "read_part", lambda own, rows, count: (read.append(count), read_part(own, rows, count))

@@ -6,14 +6,14 @@ Without a GPU the step is called again where a graph would be repeated.
 import pytest
 import torch
 
+from linearizer.kernels import door
+from linearizer.kernels.triton.state_pool import pools_of
 from linearizer.plan.head_bytes import Head
 from linearizer.serve import token_graphs
 from linearizer.serve.cache_rows import take_row, tensors_of
 from linearizer.serve.engine import Engine
 from linearizer.serve.token_graphs import TokenGraphs
-from linearizer.student import layer_student
 from linearizer.student.cache import CACHE
-from linearizer.student.state_pool import pools_of
 from tests.support.kernels import DEVICE, ON_GPU
 from tests.support.models import student_of, teacher_of, tokens
 from tests.support.rows import alone, row_of, work
@@ -31,10 +31,10 @@ def call_again(step):
 @pytest.fixture
 def student(monkeypatch):
     """A student whose layer is read by Triton's kernels."""
-    monkeypatch.setattr(layer_student, "may_run_in_triton", lambda *_: True)
+    monkeypatch.setattr(door, "may_run_in_triton", lambda *_: True)
     student = student_of("llama", HEADS, num_hidden_layers=1).to(DEVICE)
     (layer,) = student.students()
-    layer.in_c, layer.in_triton = False, True
+    layer.reader = "triton"
     return student
 
 
@@ -60,7 +60,7 @@ def test_rows_that_come_and_go_are_written_as_alone(student):
     work(engine, {0: [again]})
     assert again.reused == len(rows[2].tokens) - 1
     assert sorted(engine.graphs.graphs) == [1, 2, 4]
-    student.students()[0].in_triton = False
+    student.students()[0].reader = "pytorch"
     for row, count in [*zip(rows, (count for _, count in sizes), strict=True), (again, 3)]:
         assert row.tokens == alone(student, row.prompt, count)
 
@@ -85,7 +85,7 @@ def test_rows_go_on_as_alone_where_a_later_graph_cannot_be_captured(student, sai
     engine = engine_of(student, fail_later)
     work(engine, {0: rows})
     assert [*engine.graphs.graphs] == [2] and ["division by zero" in words for words in said] == [True]
-    student.students()[0].in_triton = False
+    student.students()[0].reader = "pytorch"
     assert [row.tokens for row in rows] == [alone(student, row.prompt, row.new_tokens) for row in rows]
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from linearizer.kernels.triton.dispatch import linear_attention
+from linearizer.student.attention_of_student import tensors
+from linearizer.student.columns import ExactState
 from linearizer.student.features_torch import attend_text_with_features
-from linearizer.student.kernel_dispatch import linear_attention
 from linearizer.student.matrix_rule import MatrixRule, ScaledRule, read_and_write, running_moments
-from linearizer.student.state import ExactState, tensors
 from linearizer.student.update_rules import UPDATE_RULES
 
 DIM, VALUE_DIM, ROWS = 6, 5, 4

@@ -7,10 +7,22 @@ import torch
 
 from linearizer.method.initialise import initialise_turns
 from linearizer.plan.head_bytes import Head, vector_bytes
-from linearizer.student.layer_student import LayerStudent
-from linearizer.student.packed_state import Turns, as_sink, pack_state, round_counts, unpack_state
-from linearizer.student.rounding import TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
-from linearizer.student.state import SlotState, tensors
+from linearizer.student.attention_of_student import (
+    TRIED,
+    HeadKind,
+    Merging,
+    Slots,
+    as_sink,
+    limit_of,
+    merge,
+    open_state,
+    pack,
+    read,
+    round_vectors,
+    tensors,
+    unpack,
+)
+from linearizer.student.layer_student import LayerStudent, StoredBasis, rotate
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 MAX_CODE = 127
@@ -31,17 +43,17 @@ def drawn(dtype, size=33):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_rounded_to_8_bits_stays_what_it_is_and_moves_by_at_most_a_127th_of_the_largest(dtype):
     x = drawn(dtype)
-    largest, once, held = x.abs().amax(-1, keepdim=True).double(), round_vectors(x), pack_vectors(x)
+    largest, once, held = x.abs().amax(-1, keepdim=True).double(), round_vectors(x, 8), pack(x, 8)
     assert ((once.double() - x.double()).abs() <= largest / MAX_CODE + 2.0**-25).all()
     assert held.dtype == torch.int8 and held.shape[-1] == x.shape[-1] + 1
-    assert torch.equal(unpack_vectors(held, dtype), once)
-    assert torch.equal(round_vectors(once), once) and torch.equal(unpack_vectors(pack_vectors(once), dtype), once)
+    assert torch.equal(unpack(held, 8, dtype), once)
+    assert torch.equal(round_vectors(once, 8), once) and torch.equal(unpack(pack(once, 8), 8, dtype), once)
 
 
 def test_gradients_pass_as_if_nothing_were_rounded():
     x = drawn(torch.float32).requires_grad_()
-    found = round_vectors(x)
-    assert torch.equal(found, round_vectors(x.detach()))
+    found = round_vectors(x, 8)
+    assert torch.equal(found, round_vectors(x.detach(), 8))
     (found * torch.arange(33.0)).sum().backward()
     assert torch.equal(x.grad, torch.arange(33.0).expand_as(x))
 
@@ -57,23 +69,24 @@ def test_what_is_rounded_to_fewer_bits_stays_what_it_is_in_as_few_bytes_as_are_p
     assert ((once - x).abs() <= 0.503 * step)[near].all() and near.float().mean() > 0.7
     assert ((once - x).abs() <= (1.01 - min(TRIED)) * step * limit + step).all() and (once[-2] == 0).all()
     assert torch.equal((once / once.abs().amin(-1, keepdim=True))[:500].abs().amax(-1) <= 2**bits, torch.ones(500) > 0)
-    held = pack_vectors(once, bits)
+    held = pack(once, bits)
     assert held.dtype == torch.uint8 and held.shape[-1] == vector_bytes(40, bits)
-    assert torch.equal(round_vectors(once, bits), once) and torch.equal(unpack_vectors(held, dtype, bits), once)
-    assert torch.equal(unpack_vectors(pack_vectors(x, bits), dtype, bits), once)
+    assert torch.equal(round_vectors(once, bits), once) and torch.equal(unpack(held, bits, dtype), once)
+    assert torch.equal(unpack(pack(x, bits), bits, dtype), once)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_slots_count_takes_two_bytes_each_with_few_bits_and_is_rounded_before(bits):
-    state = SlotState.empty(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 4, 1, 6)
-    state.weight, state.spread = torch.tensor([0.0, 1, 300, 4097, 32767, 9e9]).expand(1, 2, 6), torch.rand(1, 2, 6)
-    if bits < 8:
-        state.weight, state.spread = round_counts(state.weight, state.spread)
-        assert state.weight.max() == 32767 and (state.weight[..., :5] == torch.tensor([0.0, 1, 300, 4097, 32767])).all()
-    held = pack_state(state, bits)
-    assert held.weight.element_size() == held.spread.element_size() == (2 if bits < 8 else 4)
-    back = unpack_state(held, bits, torch.float32, torch.float32)
-    assert torch.equal(back.weight, state.weight) and torch.equal(back.spread, state.spread)
+def test_weight_and_spread_of_slots_take_two_bytes_each_in_few_bits_and_are_rounded_before_they_are_seen(bits):
+    kind, x = HeadKind(4, 3, 2, bits), torch.randn(1, 1, 40, 8, generator=torch.Generator().manual_seed(0))
+    merging = Merging(torch.eye(8)[None], torch.ones(1), torch.zeros(1, 9))
+    _, state = read(kind, merging, 1, None, x[:, :, None], x, x)
+    assert state.weight.element_size() == state.spread.element_size() == (2 if bits < 8 else 4)
+    opened = open_state(kind, state, 40, 1, torch.float32)
+    assert opened.slots.weight.sum() == 40 - 1 - opened.near_k.shape[1]
+    full = Slots(x[0, :, :4], x[0, :, :4], torch.tensor([[9e9, 1, 300, 4097]]), torch.rand(1, 4))
+    merged = merge(full, kind, merging, torch.float32)
+    assert (merged.weight.max() == 32767) == (bits < 8)
+    assert (bits < 8) == torch.equal(merged.spread, merged.spread.bfloat16().float())
 
 
 @pytest.mark.parametrize("dim", [8, 32, 80, 96])
@@ -96,7 +109,7 @@ def heads_that_differ(dim=16):
 
 def begun(q, k, v, root):
     """How heads turn what they take that begin with these queries, keys and values."""
-    turns = Turns(len(k), k.shape[-1], v.shape[-1]).double()
+    turns = StoredBasis(len(k), k.shape[-1], v.shape[-1]).double()
     initialise_turns(turns, q * root, k * root, v)
     return turns
 
@@ -107,22 +120,22 @@ def test_queries_see_turned_keys_as_they_came_and_rounding_moves_them_less(bits)
     k[..., 3], q[..., 3] = 8 * k[..., 3], q[..., 3] / 8  # as a few directions of real keys are
     exact = (q @ k.mT / 4).softmax(-1) @ v
     turns = begun(q, k, v, 0.5)
-    query, key, value = turns.turn(q[None, :, None], k[None], v[None], 0.5)
+    query, key, value = turns.to_stored(q[None, :, None], k[None], v[None], 0.5, slice(None))
     seen = (query @ key[:, :, None].mT / 4).softmax(-1) @ value[:, :, None]
-    torch.testing.assert_close(turns.turn_back(seen, slice(None))[0, :, 0], exact)
+    torch.testing.assert_close(turns.from_stored(seen, slice(None))[0, :, 0], exact)
     plain = (q @ round_vectors(k, bits).mT / 4).softmax(-1) @ round_vectors(v, bits)
-    query, key, value = turns.turn(q[None, 1:, None], k[None, 1:], v[None, 1:], 0.5, [1])
+    query, key, value = turns.to_stored(q[None, 1:, None], k[None, 1:], v[None, 1:], 0.5, [1])
     rounded = (query @ round_vectors(key, bits)[:, :, None].mT / 4).softmax(-1) @ round_vectors(value, bits)[:, :, None]
-    off = (turns.turn_back(rounded, [1])[0, 0, 0] - exact[1]).square().mean()
+    off = (turns.from_stored(rounded, [1])[0, 0, 0] - exact[1]).square().mean()
     assert off < 0.3 * (plain[1] - exact[1]).square().mean()
 
 
 def test_a_metric_sees_of_turned_keys_what_it_saw():
     q, k, v = heads_that_differ()
     turns = begun(q, k, v, 0.5)
-    key = turns.turn(q[None, :, None], k[None], v[None], 0.5)[1][0, 1]
+    key = turns.to_stored(q[None, :, None], k[None], v[None], 0.5, slice(None))[1][0, 1]
     metric = torch.randn(16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    apart = (key[:1] - key[1:]) @ turns.turn_metric(metric, 1).mT
+    apart = (key[:1] - key[1:]) @ turns.metric_to_stored(metric, 1).mT
     torch.testing.assert_close(apart.norm(dim=-1), ((k[1, :1] - k[1, 1:]) * 0.5 @ metric.mT).norm(dim=-1))
 
 
@@ -140,16 +153,16 @@ def test_sinks_are_not_rounded_wherever_they_are_read(held, bits):
     outs = [
         student(*(x[:, :, a:b] for x in (q, k, v)), 0.25, None, memory) for a, b in ((0, 1), (1, 4), (4, 5), (5, 12))
     ]
-    turned = student.turns.turn(q[:, :, None], k, v, 0.5)
+    turned = student.turns.to_stored(q[:, :, None], k, v, 0.5, slice(None))
     for name, x in (("sink_k", turned[1]), ("sink_v", turned[2])):
-        assert torch.equal(getattr(memory[0], name).float(), as_sink(x[:, :, :sinks]))
+        assert torch.equal(getattr(memory[0], name).float(), as_sink(x[:, :, :sinks], bits))
     rounded, seen = round_vectors(turned[1], bits), turned[0][:, :, 0]
-    exact = torch.cat([as_sink(turned[1][:, :, :sinks]), rounded[:, :, sinks:]], 2)
-    values = torch.cat([as_sink(turned[2][:, :, :sinks]), round_vectors(turned[2], bits)[:, :, sinks:]], 2)
+    exact = torch.cat([as_sink(turned[1][:, :, :sinks], bits), rounded[:, :, sinks:]], 2)
+    values = torch.cat([as_sink(turned[2][:, :, :sinks], bits), round_vectors(turned[2], bits)[:, :, sinks:]], 2)
     near = 3 if not held.slots else 2
     for place in range(near + sinks if not held.softmax else 12):  # until something else is merged or forgotten
         own = (seen[:, :, place] * 0.25 @ exact[:, :, : place + 1].mT).softmax(-1) @ values[:, :, : place + 1]
-        expected = student.turns.turn_back(own[:, :, None], slice(None))[:, :, 0]
+        expected = student.turns.from_stored(own[:, :, None], slice(None))[:, :, 0]
         torch.testing.assert_close(torch.cat(outs, 2)[:, :, place : place + 1], expected, atol=1e-5, rtol=1e-4)
 
 

@@ -152,7 +152,8 @@ def test_a_state_fits_the_checkpoint_of_its_model_in_every_dtype(tmp_path):
 def test_a_state_goes_on_in_another_copy_of_its_checkpoints_code(kind, tmp_path):
     student = student_of("llama", KINDS[kind])
     student.save_pretrained(tmp_path / "checkpoint")
-    copied = get_class_from_dynamic_module("modeling_linearized.LinearizedForCausalLM", str(tmp_path / "checkpoint"))
+    entry = student.config.auto_map["AutoModelForCausalLM"]
+    copied = get_class_from_dynamic_module(entry, str(tmp_path / "checkpoint"))
     other = copied.from_pretrained(tmp_path / "checkpoint")
     assert not isinstance(other, type(student))
     ids, cache = read(student)

@@ -6,12 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from linearizer.student.layer_student import LayerStudent
-from linearizer.student.slots_merging import Merger, Merging, Rounding, Slots, merge_block, merge_slots
-from linearizer.student.slots_torch import read_together
-from linearizer.student.state import SlotState, Text
+from linearizer.student.attention_of_student import (
+    HeadKind,
+    Merging,
+    Slots,
+    merge,
+    read,
+)
+from linearizer.student.layer_student import LayerStudent, Merger
 from tests.support.log_features import reference as attend_exactly
 
 WINDOW, SINKS, DIM = 8, 2, 4
@@ -27,51 +30,44 @@ def drawn(batch=2, heads=3, group=2, length=50, seed=0):
     return normal(batch, heads, group, length), normal(batch, heads, length), normal(batch, heads, length)
 
 
-def merging(heads=3, window=WINDOW, block=4):
+def merging(heads=3):
     merger = Merger(heads, DIM)
     merger.reset()
-    merger.mean_query.normal_(generator=torch.Generator().manual_seed(5))
-    return Merging(*(x.double() for x in merger()), window, block)
+    merger.mean_query.data.normal_(generator=torch.Generator().manual_seed(5))
+    return Merging(*(x.detach().double() for x in merger()))
 
 
-def attend_text(q, k, v, merging, real, state):
-    return read_together([(Text.of(q, k, v, merging.window, real, state), merging)])[0]
+def kind_of(slots, block=4):
+    return HeadKind(WINDOW, slots, block)
 
 
 def attend(q, k, v, slots, edges=(), block=4, real=None):
     """Attend in calls that end at these edges."""
-    state = SlotState.empty(k, v, WINDOW, SINKS, slots)
-    ends = [*edges, q.shape[-2]]
-    parts = [
-        attend_text(
-            q[..., a:b, :],
-            k[:, :, a:b],
-            v[:, :, a:b],
-            merging(k.shape[1], block=block),
-            None if real is None else real[:, a:b],
-            state,
-        )
-        for a, b in zip([0, *ends], ends, strict=False)
-    ]
+    state, parts, ends = None, [], [*edges, q.shape[-2]]
+    for a, b in zip([0, *ends], ends, strict=False):
+        new = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], None if real is None else real[:, a:b]
+        part, state = read(kind_of(slots, block), merging(k.shape[1]), SINKS, state, *new)
+        parts.append(part)
     return torch.cat(parts, -2), state
 
 
-def reference(q, k, v, merging, slots, sinks, real=None):
-    """Attend text by text and token by token: the plainest form, against which the others are tested."""
-    out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+def reference(q, k, v, slots, block, real=None):
+    """Attend text by text and token by token: the plainest form, against which the definition is tested."""
+    out, kind, how = v.new_zeros(*q.shape[:-1], v.shape[-1]), kind_of(slots, block), merging()
     for text in range(len(q)):
         tokens = torch.arange(q.shape[-2]) if real is None else real[text].nonzero()[:, 0]
-        empty = SlotState.empty(k[:1], v[:1], 0, 0, slots)
-        held = Slots(empty.slot_k, empty.slot_v, empty.weight, empty.spread)
+        held = Slots(k[text, :, :0], v[text, :, :0], k[text, :, :0, 0], k[text, :, :0, 0])
         for place, token in enumerate(tokens.tolist()):
-            merged = max(0, (place - merging.window) // merging.block + 1) * merging.block
-            if merged and place == merged - merging.block + merging.window:  # a block leaves the window
-                leaving = torch.arange(merged - merging.block, merged)
-                block_k, block_v = (x[text : text + 1, :, tokens[leaving]] for x in (k, v))
-                held = merge_block(held, block_k, block_v, (leaving >= sinks)[None], merging)
-            exact = torch.cat([tokens[: min(sinks, merged)], tokens[merged : place + 1]])
-            level = held.weight[0].log() + merging.gain[:, None] * held.spread[0]  # -∞ where a slot is empty
-            keys, values = (torch.cat([x[text, :, exact], y[0]], 1) for x, y in ((k, held.k), (v, held.v)))
+            merged = max(0, (place - WINDOW) // block + 1) * block
+            if merged and place == merged - block + WINDOW:  # a block leaves the window
+                leaving = tokens[[at for at in range(merged - block, merged) if at >= SINKS]]
+                one = torch.ones(len(k[0]), len(leaving), dtype=k.dtype)
+                added = k[text, :, leaving], v[text, :, leaving], one, 0 * one
+                joined = zip((held.k, held.v, held.weight, held.spread), added, strict=True)
+                held = merge(Slots(*(torch.cat(pair, 1) for pair in joined)), kind, how, k.dtype)
+            exact = torch.cat([tokens[: min(SINKS, merged)], tokens[merged : place + 1]])
+            level = held.weight.log() + how.gain[:, None] * held.spread
+            keys, values = (torch.cat([x[text, :, exact], y], 1) for x, y in ((k, held.k), (v, held.v)))
             logits = q[text, :, :, token] @ keys.mT  # (heads, group, exact tokens and slots)
             logits[..., len(exact) :] += level[:, None]
             out[text, :, :, token] = logits.softmax(-1) @ values
@@ -80,8 +76,8 @@ def reference(q, k, v, merging, slots, sinks, real=None):
 
 def slots_of(count=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(1, 2, count, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
-    return Slots(k, v, torch.ones(1, 2, count, dtype=torch.float64), torch.zeros(1, 2, count, dtype=torch.float64))
+    k, v = (torch.randn(2, count, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    return Slots(k, v, torch.ones(2, count, dtype=torch.float64), torch.zeros(2, count, dtype=torch.float64))
 
 
 def asked(k):
@@ -89,14 +85,13 @@ def asked(k):
     return QUERY[:-1] @ k - QUERY[-1]
 
 
-def unrounded():
-    return Rounding(seen_by(torch.eye(DIM).expand(2, -1, -1)), torch.float64, (16, 16))
-
-
 def seen_by(metric):
-    """A metric above the mean query, which gives half of its square to the mean key."""
-    query = QUERY.expand(len(metric), 1, -1)
-    return torch.cat([nn.functional.pad(metric, (0, 1)).double(), query], 1)
+    """How heads merge that see keys by a metric, and whose mean query gives half of its square to the mean key."""
+    return Merging(metric.double(), torch.ones(len(metric)).double(), QUERY.expand(len(metric), -1))
+
+
+def merged(slots, count, how):
+    return merge(slots, kind_of(count), how, torch.float64)
 
 
 @pytest.mark.parametrize("window, block", [(0, 1), (2, 3), (4, 0)])
@@ -118,7 +113,7 @@ def test_outputs_are_those_of_the_reference(slots, block, padded):
     q, k, v = drawn(length=36)
     real = torch.rand(2, 36, generator=torch.Generator().manual_seed(0)) < 0.7 if padded else None
     seen = torch.ones(2, 36) if real is None else real
-    expected = reference(q, k, v, merging(block=block), slots, SINKS, real)
+    expected = reference(q, k, v, slots, block, real)
     for edges in ((), (1, 20, 21)):
         out, _ = attend(q, k, v, slots, edges, block, real)
         torch.testing.assert_close(out * seen[:, None, None, :, None], expected)
@@ -149,10 +144,10 @@ def test_padding_anywhere_changes_nothing(holes):
 
 def test_the_root_multiplies_the_keys_that_are_measured():
     q, k, v = drawn()
-    states, twice = [], torch.cat([2 * merging().mean_query[:, :-1], merging().mean_query[:, -1:]], -1)
-    for own in (merging(), replace(merging(), metric=2 * merging().metric, mean_query=twice, root=0.5)):
-        states.append(SlotState.empty(k, v, WINDOW, SINKS, 5))
-        attend_text(q, k, v, own, None, states[-1])
+    own = merging()
+    twice = torch.cat([2 * own.mean_query[:, :-1], own.mean_query[:, -1:]], -1)
+    halved = replace(own, metric=2 * own.metric, mean_query=twice, root=0.5)
+    states = [read(kind_of(5), how, SINKS, None, q, k, v)[1] for how in (own, halved)]
     assert states[0].spread.max() > 0
     torch.testing.assert_close(states[1].spread, states[0].spread)
 
@@ -160,11 +155,11 @@ def test_the_root_multiplies_the_keys_that_are_measured():
 def test_merging_keeps_the_sums_and_counts_the_spread():
     given = slots_of()
     metric = torch.randn(2, DIM, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    result = merge_slots(given, 3, Rounding(seen_by(metric), metric.dtype, (16, 16)))
+    result = merged(given, 3, seen_by(metric))
     assert result.weight.shape[-1] == 3 and (result.weight > 0).all()
     torch.testing.assert_close(result.weight.sum(-1), given.weight.sum(-1))
     for mine, theirs in ((result.k, given.k), (result.v, given.v)):
-        torch.testing.assert_close((mine * result.weight[..., None]).sum(2), theirs.sum(2))
+        torch.testing.assert_close((mine * result.weight[..., None]).sum(1), theirs.sum(1))
 
     def second_moment(slots):
         return (slots.weight * (slots.spread + (slots.k @ metric.mT).square().sum(-1))).sum(-1)
@@ -175,11 +170,9 @@ def test_merging_keeps_the_sums_and_counts_the_spread():
 def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
     given, count = slots_of(12), 5
     given.weight[:] = torch.arange(1, 13)
-    given.weight[..., 3] = 0  # empty
-    result = merge_slots(given, count, unrounded())
+    result = merged(given, count, seen_by(torch.eye(DIM).expand(2, -1, -1)))
     for head in range(2):
-        k, v, weight = given.k[0, head], given.v[0, head], given.weight[0, head]
-        full = [i for i in range(12) if weight[i]]
+        k, v, weight, full = given.k[head], given.v[head], given.weight[head], [*range(12)]
 
         def cost(i, j, k=k, v=v, weight=weight, full=full):
             apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
@@ -192,22 +185,20 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
         groups = {i: [i] for i in full if i not in gone}
         for i in gone:
             groups[min(groups, key=lambda j, i=i: cost(i, j))].append(i)
-        assert result.weight[0, head].tolist() == [sum(weight[group]) for group in groups.values()]
-        for mine, group in zip(result.v[0, head], groups.values(), strict=True):
+        assert result.weight[head].tolist() == [sum(weight[group]) for group in groups.values()]
+        for mine, group in zip(result.v[head], groups.values(), strict=True):
             torch.testing.assert_close(mine, (weight[group, None] * v[group]).sum(0) / weight[group].sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_equal_costs_are_decided_by_place_alike_in_every_dtype(dtype):
-    k = torch.zeros(1, 1, 8, DIM, dtype=dtype)
-    k[..., 0] = torch.arange(8)  # all neighbours cost the same to merge
-    state = SlotState.empty(k, k, WINDOW, SINKS, 5)
-    held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
-    assert held.weight.dtype == (dtype if dtype == torch.float64 else torch.float32)  # in which costs are compared
-    how = Merging(torch.eye(DIM)[None], torch.ones(1), torch.zeros(1, DIM + 1), WINDOW, 8)
-    result = merge_block(held, k, k, torch.ones(1, 8, dtype=torch.bool), how)
-    assert result.weight[0, 0].tolist() == [3, 2, 1, 1, 1]  # 1, 2 and 3 go: 1 and 2 to 0, the first of two, 3 to 4
-    assert result.k[0, 0, :, 0].tolist() == [1, 3.5, 5, 6, 7] and result.k.dtype == dtype
+    k = torch.zeros(1, 1, 9, DIM, dtype=dtype)
+    k[..., 0] = torch.arange(9)  # all neighbours cost the same to merge
+    how = Merging(torch.eye(DIM)[None], torch.ones(1), torch.zeros(1, DIM + 1))
+    _, state = read(HeadKind(8, 5, 8), how, 0, None, k[:, :, None], k, k)
+    assert state.weight.dtype == (dtype if dtype == torch.float64 else torch.float32)  # in which costs are compared
+    assert state.weight[0, 0].tolist() == [3, 2, 1, 1, 1]  # 1, 2 and 3 go: 1 and 2 to 0, the first of two, 3 to 4
+    assert state.slot_k[0, 0, :, 0].tolist() == [1, 3.5, 5, 6, 7] and state.slot_k.dtype == dtype
 
 
 def test_tokens_that_are_alike_are_merged_for_nothing():

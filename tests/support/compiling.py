@@ -30,17 +30,17 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from linearizer.student import (
-    kernel_common,
-    kernel_packed_rows,
-    kernel_slot_rows,
-    kernel_text_features,
-    kernel_text_gradients,
-    kernel_text_slots,
-    kernel_token,
+from linearizer.kernels.triton import (
+    common,
+    merge_workspace,
+    packed_rows,
     state_pool,
+    text_features,
+    text_gradients,
+    text_slots,
+    token,
 )
-from linearizer.student.packed_state import Turns
+from linearizer.student.layer_student import StoredBasis
 from linearizer.train import attention_loss_kernels
 
 for name in [name for name in sys.modules if name.startswith("linearizer.")]:
@@ -85,13 +85,13 @@ def launches(chip, call):
     with (
         patch.object(JITFunction, "_do_compile", capture),
         patch.object(driver, "_active", Chip(target_of(chip))),
-        patch.object(kernel_common, "chip", lambda _: None if by_amd else chip),
+        patch.object(common, "chip", lambda _: None if by_amd else chip),
         patch.object(torch.version, "hip", "6" if by_amd else None),
     ):
         for kept in (
-            kernel_slot_rows.merging_constants,
-            kernel_text_slots.text_constants,
-            kernel_token.token_constants,
+            merge_workspace.merging_constants,
+            text_slots.text_constants,
+            token.token_constants,
         ):
             kept.cache_clear()  # of other chips
         call()
@@ -111,7 +111,7 @@ def everything(dim, features, dtype, group, slots, window=64, sinks=4):
     inputs = attention_inputs(1, 8, group, 2048, dim, features, dtype, window, sinks)
     q, k, *_, u, w, level, mean = inputs
     attention_and_gradients(inputs, window)
-    kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
+    text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
     for bits in (4, 16):
         for tokens in (1, 2048):
@@ -120,17 +120,17 @@ def everything(dim, features, dtype, group, slots, window=64, sinks=4):
 
 def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, heads=8):
     """Read a text, or a token, with heads of 16 bits or of any."""
-    table, count = draw(heads, kernel_packed_rows.FIELDS.value, dtype=torch.int64), draw(1, dtype=torch.int64)
+    table, count = draw(heads, packed_rows.FIELDS.value, dtype=torch.int64), draw(1, dtype=torch.int64)
     merging = [draw(heads, dim + 1, dim + 1).float(), draw(heads).float()] if slots else []
-    turns = state_pool.turning(Turns(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
+    turns = state_pool.turning(StoredBasis(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
     k, q = draw(1, heads, tokens, dim, dtype=dtype), draw(1, heads, group, tokens, dim, dtype=dtype)
     block = max(16, slots // 8) if slots else 0
     pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, slots, block, window + slots, bits, window, block]
     given = q, k, k, 0.125, q, pool, count, table, merging, turns
     if tokens == 1:
-        kernel_token.launch_token(*given, sizes[:5])
+        token.launch_token(*given, sizes[:5])
     else:
-        kernel_text_slots.launch_text(*given, sizes, None)
+        text_slots.launch_text(*given, sizes, None)
 
 
 def read_many_texts(dim=64, group=2):
@@ -139,7 +139,7 @@ def read_many_texts(dim=64, group=2):
         for length in (tokens, tokens // 3):
             read_in_pool(dim, torch.bfloat16, group, sinks, 4, length, window, slots, heads)
         inputs = attention_inputs(1, heads, group, tokens, dim, 0, torch.bfloat16, window, sinks)
-        kernel_text_features.run_text_features(*inputs[:7], None, None, *inputs[-2:], window)
+        text_features.run_text_features(*inputs[:7], None, None, *inputs[-2:], window)
 
 
 def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, sinks):
@@ -154,13 +154,13 @@ def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, 
 
 def attention_and_gradients(inputs, window):
     """Attend, and pass gradients back."""
-    out, lse, last_level, last_mean, kept = kernel_text_features.run_text_features(*inputs, window)
+    out, lse, last_level, last_mean, kept = text_features.run_text_features(*inputs, window)
 
     class Context:
         saved_tensors = (*inputs, out, lse, last_level, last_mean, *kept)
 
     Context.window = window
-    kernel_text_gradients.FeatureAttention.backward(Context, inputs[0], *inputs[-2:])
+    text_gradients.FeatureAttention.backward(Context, inputs[0], *inputs[-2:])
 
 
 def key_of(source, options, chip):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from linearizer.kernels.c.compiler import find_compiler
 from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.student.kernel_in_c import find_compiler
 
 
 def let_interpreter_prepare_once():

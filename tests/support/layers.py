@@ -2,8 +2,8 @@
 
 import torch
 
-from linearizer.student.layer_student import LayerStudent, SlotGroup
-from linearizer.student.state import tensors
+from linearizer.student.attention_of_student import tensors
+from linearizer.student.layer_student import LayerStudent
 
 GROUP, SINKS, SCALE = 2, 2, 0.5
 
@@ -12,7 +12,7 @@ def layer(held, dim=8, value_dim=8, dtype=torch.float64):
     student = LayerStudent(held, SINKS, dim, "prf", value_dim).to(dtype).eval()
     student.reset(torch.Generator().manual_seed(0))
     for group in student.groups:
-        if isinstance(group, SlotGroup):
+        if group.merger is not None:
             group.merger.mean_query.normal_(generator=torch.Generator().manual_seed(0))
     return student
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from linearizer.student.columns import EMPTY
 from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.student.features_torch import ScaledMap
 from linearizer.student.softmax_parts import far_logits_exactly
-from linearizer.student.state import EMPTY
 
 DIM, VALUE_DIM = 6, 5
 

@@ -1,0 +1,1 @@
+"""Whole calls of a model by graphs and streams of CUDA."""

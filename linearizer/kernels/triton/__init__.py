@@ -1,0 +1,1 @@
+"""Kernels in Triton, for texts and tokens with windows and slots, and for texts with features."""

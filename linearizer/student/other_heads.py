@@ -1,0 +1,181 @@
+"""Heads that hold features, a memory by a rule, or all tokens: only checkpoints with such heads carry this file.
+
+Their windows and caches may have few bits a number. Sinks are then stored apart, exactly, and take their places in the
+window again when it is unpacked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from .attention_of_student import SINK_TYPE, as_sink, pack, round_vectors, tensors, unpack
+from .columns import ExactState, SoftmaxState, least_count
+from .feature_maps import FEATURE_MAPS, FeatureMap
+from .features_torch import ScaledMap, linear_attention
+from .layer_student import SOFTMAX, find_kernels, has_stored_basis
+from .matrix_rule import MatrixRule, ScaledRule
+from .update_rules import UPDATE_RULES
+
+Tensor = torch.Tensor
+PACKED = ("window_k", "window_v", "k", "v")
+SINKS = ("sink_k", "sink_v")
+
+
+def make_group(
+    kind: tuple | str, heads: list[int], sinks: int, key_dim: int, value_dim: int, feature_map: str
+) -> OtherGroup:
+    """Make the group of KV heads of this kind, as a config describes it."""
+    if isinstance(kind, str):
+        return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16), sinks, key_dim, value_dim)
+    bits, memory = (*kind[4:], *(16, "")[max(0, len(kind) - 4) :])
+    return FeatureGroup(heads, kind[0], kind[1], sinks, key_dim, memory or feature_map, bits, value_dim)
+
+
+class OtherGroup(nn.Module):
+    """KV heads of one layer that keep the same; `heads` are their places in the layer."""
+
+    kind = None  # kernels serve windows and slots alone
+    merger = None
+
+    def __init__(self, heads: list[int], window: int, sinks: int, bits: int, has_basis: bool) -> None:
+        super().__init__()
+        self.heads, self.window, self.sinks, self.bits, self.has_basis = heads, window, sinks, bits, has_basis
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any
+    ) -> tuple[Tensor, Any]:
+        if self.bits == 16:
+            return self.attend(q, k, v, scale, real, state)
+        is_sink = find_sinks(state, q.shape[-2], real, self.sinks, k.device)
+        k, v = (torch.where(is_sink, as_sink(x, self.bits), round_vectors(x, self.bits)) for x in (k, v))
+        opened = state and unpack_state(state, self.bits, k.dtype)
+        part, after = self.attend(q, k, v, scale, real, opened)
+        return part, pack_state(after, self.bits, state)
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw new weights, if there are any."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any
+    ) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+
+class FeatureGroup(OtherGroup):
+    """KV heads with a window, and with features or a memory by a rule."""
+
+    def __init__(
+        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16,
+        value_dim: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(heads, window, sinks, bits, False)  # features need keys as they are
+        self.features = features
+        self.feature_map: FeatureMap | MatrixRule
+        if rule := UPDATE_RULES.get(feature_map):
+            self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, rule)
+        else:
+            self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None
+    ) -> tuple[Tensor, ExactState]:
+        state = self.empty(k, v, self.window, scale) if state is None else state
+        kernels = find_kernels()
+        attend = linear_attention if kernels is None else kernels.linear_attention
+        return attend(q * scale, k, v, self.memory(scale), self.window, real, state), state
+
+    def reset(self, generator: torch.Generator) -> None:
+        self.feature_map.reset(generator)
+
+    def memory(self, scale: float) -> ScaledMap | ScaledRule:
+        """Return the far field for queries multiplied by the scale of the scores."""
+        if isinstance(self.feature_map, MatrixRule):
+            return ScaledRule(self.feature_map, scale**0.5)
+        return ScaledMap(self.feature_map, scale)
+
+    def empty(self, k: Tensor, v: Tensor, window: int, scale: float) -> ExactState:
+        return self.memory(scale).empty(k, v, window, self.sinks)
+
+
+class SoftmaxGroup(OtherGroup):
+    """KV heads that keep their whole cache, for softmax."""
+
+    def __init__(self, heads: list[int], bits: int, sinks: int, key_dim: int, value_dim: int) -> None:
+        exact_sinks = sinks if bits < 16 else 0  # stored apart from the other tokens
+        super().__init__(heads, 0, exact_sinks, bits, has_stored_basis(bits, key_dim, value_dim or key_dim))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
+    ) -> tuple[Tensor, SoftmaxState]:
+        tokens, padded = q.shape[-2], real is not None or (state is not None and not state.real.all())
+        real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if real is None else real
+        if state is not None:
+            k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
+            real = torch.cat([state.real, real], -1)
+        mask = None
+        if padded or (state is not None and tokens > 1):
+            causal = torch.ones(tokens, k.shape[-2], dtype=torch.bool, device=k.device).tril(k.shape[-2] - tokens)
+            mask = (causal & real[:, None])[:, None]
+        causal_alone = mask is None and bool(tokens > 1)
+        out = scaled_dot_product_attention(
+            q.flatten(1, 2), k, v, attn_mask=mask, is_causal=causal_alone, scale=scale, enable_gqa=True
+        )
+        return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real, *first_columns(k, v, real, self.sinks))
+
+
+def find_sinks(state: Any, tokens: int, real: Tensor | None, sinks: int, device: torch.device) -> Tensor:
+    """Return which of the new tokens are sinks: (batch, 1, tokens, 1)."""
+    place = torch.arange(tokens, device=device)[None] if real is None else real.cumsum(-1) - 1
+    place = place if state is None else place + tokens_read(state)[:, None]
+    is_sink = place < sinks if real is None else (place < sinks) & real
+    return is_sink[:, None, :, None]
+
+
+def tokens_read(state: Any) -> Tensor:  # (batch,)
+    return state.count if hasattr(state, "window_k") else state.real.sum(-1)
+
+
+def pack_state(state: Any, bits: int, before: Any = None) -> Any:
+    """Return a state with keys and values packed, except sinks; in a softmax cache only new rows change."""
+    rows = 0 if before is None or hasattr(state, "window_k") else before.k.shape[-2]
+    packed = {name: pack(x[:, :, rows:], bits) for name, x in tensors(state).items() if name in PACKED}
+    if rows:
+        packed = {name: torch.cat([getattr(before, name), x], -2) for name, x in packed.items()}
+    return replace(state, **packed, **{name: getattr(state, name).to(SINK_TYPE) for name in SINKS})
+
+
+def unpack_state(state: Any, bits: int, dtype: torch.dtype) -> Any:
+    """Return a state with unpacked keys and values, and exact sinks in its window or softmax cache."""
+    vectors = {name: unpack(x, bits, dtype) for name, x in tensors(state).items() if name in PACKED}
+    state = replace(state, **vectors, **{name: getattr(state, name).to(dtype) for name in SINKS})
+    sinks, rows = state.sink_k.shape[-2], next(iter(vectors.values())).shape[-2]
+    if not sinks or not rows:
+        return state
+    if hasattr(state, "window_k"):
+        if least_count(state.count) >= rows + sinks:
+            return state
+        row, newest = torch.arange(rows, device=state.sink_k.device), state.count[:, None] - 1
+        place = newest - (newest - row) % rows  # of the newest token in each row of the ring; below 0: none
+    else:
+        place = torch.where(state.real, state.real.cumsum(-1) - 1, sinks)
+    is_sink = ((place >= 0) & (place < sinks))[:, None, :, None]
+    at = place.clamp(0, sinks - 1)[:, None, :, None]
+    exact = {}
+    for name, x in vectors.items():
+        sink = getattr(state, f"sink_{name[-1]}")
+        exact[name] = torch.where(is_sink, sink.gather(2, at.expand(*x.shape[:2], -1, x.shape[-1])), x)
+    return replace(state, **exact)
+
+
+def first_columns(k: Tensor, v: Tensor, real: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
+    """Take the first real tokens of a softmax cache (batch, heads, tokens, dim); any others if there are fewer."""
+    if not sinks:
+        return k[:, :, :0], v[:, :, :0]
+    order = (~real).to(torch.int8).argsort(dim=-1, stable=True)
+    at = order[:, torch.arange(sinks, device=k.device).clamp(max=k.shape[-2] - 1)][:, None, :, None]
+    return k.take_along_dim(at, 2), v.take_along_dim(at, 2)
