@@ -66,7 +66,7 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
     plan, layers, prices = run.plan, run.layers, run.prices
     candidates = {PRICED: allocation}
     if plan.strategy_spec.far_field and prices is not None:
-        candidates[WINDOWS] = allocate_by_prices(offers_of(run, plan, layers, windows_alone=True))
+        candidates[WINDOWS] = allocate_by_prices(offers_of(run, plan, layers, windows_alone=True), WINDOWS)
         candidates[SLOTS] = replace(allocate_alike(layers, plan, prices.sinks), strategy=SLOTS)
     window = replace(plan, strategy="window", bits=plan.bits or PLAIN_BITS, window=None)
     candidates[WINDOW] = allocate_alike(layers, window, plan.resolved_sinks)

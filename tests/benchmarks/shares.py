@@ -45,7 +45,7 @@ def price_heads(kind: str, run: Run, teacher: Teacher) -> Prices:
 
 def share_out(prices: Prices, plan: Plan, layers: Sequence[Layer]) -> Allocation:
     """Assign every head its share by prices, which it spends on a window; what buys nothing is shared out equally."""
-    bought = allocate_by_prices(OffersOfHeads.of(prices, layers, plan.budget or 0, 0))
+    bought = allocate_by_prices(OffersOfHeads.of(prices, layers, plan.budget or 0, 0), plan.strategy)
     left = cache_bytes(layers, plan.budget or 0) - bought.state_bytes(layers, 0)
     rows = list(zip(bought.heads, layers, strict=True))
     more = left // sum(len(row) * token_bytes(layer, plan.resolved_bits) for row, layer in rows)
