@@ -113,13 +113,19 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
 
 def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
     kept = {name: Plan.of(name, model="demo", budget=64, may_grow=name == "duo").resolved_bits for name in RECIPES}
-    assert [name for name, bits in kept.items() if bits == 8] == ["best"]
-    assert Plan.of("windows", model="demo", budget=64, bits=8).resolved_bits == 8
+    assert [name for name, bits in kept.items() if bits == 8] == ["best", "windows"]
     usual, asked = (Plan.of(model="demo", budget=64, bits=bits) for bits in (None, 4))
     assert (usual.fewer_bits, asked.fewer_bits, asked.resolved_bits) == ((6, 5, 4), (), 4)
     for recipe, bits in (("paper", 8), ("duo", 8), ("best", 3), ("features", 4)):
         with pytest.raises(RequestError, match="bits"):
             Plan.of(recipe, model="demo", budget=64, bits=bits)
+
+
+def test_the_control_without_slots_differs_from_the_default_in_nothing_else():
+    default, control = (Plan.of(name, model="demo", budget=64) for name in ("best", "windows"))
+    assert (control.resolved_bits, control.fewer_bits) == (default.resolved_bits, default.fewer_bits)
+    spec = replace(control.strategy_spec, about=default.strategy_spec.about, far_field="slots")
+    assert spec == default.strategy_spec
 
 
 def test_training_without_features_fits_what_layers_write_or_adapters(tmp_path):

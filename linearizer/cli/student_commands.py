@@ -1,4 +1,4 @@
-"""The commands that use a student, and the page: compare, read, ask, serve, export, push, app."""
+"""The commands that use a student, and the page: compare, read, ask, serve, push, app."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from linearizer.cli.options import OPERANDS, AddCommand, add_writing_options, read_folder
+from linearizer.cli.options import OPERANDS, AddCommand, add_writing_options
 from linearizer.cli.text import (
     describe_comparison,
     describe_preview,
@@ -35,7 +35,6 @@ def add_commands(add: AddCommand) -> None:
     add_read(add)
     add_ask(add)
     add_serve(add)
-    add_export(add)
     add_push(add)
     command = add("app", serve_app, "serve the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
@@ -142,24 +141,6 @@ def serve_serve(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run)
     limits = arguments.max_state_bytes, arguments.teacher, arguments.max_seconds, arguments.api_key
     serve(run, arguments.port, arguments.host, *limits, say)
-
-
-def add_export(add: AddCommand) -> None:
-    about = "write a run's student as a graph for other runtimes, with its state as inputs and outputs"
-    command = add("export", serve_export, about, "run")
-    command.add_argument("--to", choices=["onnx"], default="onnx", help="the format (default: %(default)s)")
-    command.add_argument("--out", type=read_folder, help="the folder (default: onnx in the run's)")
-    command.add_argument("--texts", type=int, default=1, help="texts that a call reads at once (default: %(default)s)")
-    command.add_argument("--tokens", type=int, default=1, help="tokens of each text in a call (default: %(default)s)")
-
-
-def serve_export(arguments: argparse.Namespace) -> None:
-    from linearizer.publish import export
-
-    run = find_run(arguments.run)
-    folder = arguments.out or run.folder / arguments.to
-    exported = show_progress(export.export_run(run, folder, arguments.texts, arguments.tokens))
-    print_product(arguments, asdict(exported), f"{exported.folder} is written; its README.md shows how to call it")
 
 
 def add_push(add: AddCommand) -> None:

@@ -9,8 +9,6 @@ from dataclasses import replace
 import torch
 
 from linearizer.evaluate.generation import measure_generation
-from linearizer.evaluate.head_errors import measure_approximation
-from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.recall import (
     MIN_NEEDLE_TOKENS,
@@ -21,7 +19,7 @@ from linearizer.evaluate.recall import (
     needle_lengths,
 )
 from linearizer.evaluate.speed import LENGTHS, measure_speed
-from linearizer.evaluate.subjects import Setup, Subject, read_together
+from linearizer.evaluate.subjects import Setup, read_together
 from linearizer.evaluate.tasks import RULER, find_tasks, measure_ruler, measure_tasks
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
@@ -30,10 +28,9 @@ from linearizer.run.results import Part, Request, Result, Scored, Tasks, TextRea
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.text import document_numbers, start_tokens
 
-JUDGING = Request(("language", "recall"), short=True)  # for a student that has just been made
+JUDGING = Request(("language", "recall"))  # for a student that has just been made
 FEWEST_PAIRS = 2  # of texts that are joined: a single text shows no difference
 MAX_WRITTEN_TOKENS = 96
-MAX_APPROXIMATION_TEXTS = 2
 Measured = tuple[Result, torch.Tensor | None]  # and the texts that were read; None: the part reads no source
 
 
@@ -97,7 +94,7 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     windows, length = texts_to_judge(setup, request)
     longest = windows.shape[1]
     lengths = sorted({max(2, length // 4), length, longest})
-    subjects = subjects_and_rivals(setup, request, longest)
+    subjects = setup.subjects(longest)
     grows = setup.allocation.growth(setup.layers) > 0
     controls = {tokens: setup.window(tokens) for tokens in lengths if grows and tokens < longest}
     reader = RepeatReader([*subjects, *controls.values()], length, passage_tokens(length))
@@ -116,7 +113,7 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
     if setup.recall_read:
         yield Progress("recall", 1, 1, "batches")
         return setup.recall_read.pop(), windows[:, :length]
-    subjects, begun = subjects_and_rivals(setup, request, windows.shape[1]), windows[:, :length]
+    subjects, begun = setup.subjects(windows.shape[1]), windows[:, :length]
     return (yield from measure_recall(subjects, begun, passage_tokens(length))), begun
 
 
@@ -137,11 +134,6 @@ def join_pairs(setup: Setup, request: Request, windows: torch.Tensor) -> torch.T
     if pairs < FEWEST_PAIRS or joined > setup.run.positions or (request.text or setup.run.plan.text) == "self":
         return windows
     return torch.cat([windows[: 2 * pairs : 2], windows[1 : 2 * pairs : 2, start:]], 1)
-
-
-def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Subject]:
-    """List the subjects of a part that reads texts: with rivals, unless a student has just been made."""
-    return [*setup.subjects(length), *([] if request.short else caches_in_few_bits(setup.control, setup.layers))]
 
 
 def passage_tokens(length: int) -> int:
@@ -166,13 +158,6 @@ def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
     prompt = min(windows.shape[1] // 2, MAX_WRITTEN_TOKENS)
     subjects = setup.subjects(windows.shape[1])
     return (yield from measure_generation(subjects, windows[:, :prompt], prompt, request.seed)), windows
-
-
-def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Measure every head of the student and of the window."""
-    windows = request_texts(setup, request)[:MAX_APPROXIMATION_TEXTS]
-    students = [subject for subject in setup.subjects(windows.shape[1]) if subject.allocation is not None]
-    return (yield from measure_approximation(setup.teacher or setup.student.base, students, windows)), windows
 
 
 def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
@@ -217,14 +202,12 @@ def text_read(setup: Setup, request: Request, windows: torch.Tensor) -> TextRead
 
 
 ON_TEXT = ("text", "length", "texts", "seed")
-WITH_RIVALS = (*ON_TEXT, "short")
 # the function that measures a part, and the fields of a request that it depends on
 PART_MEASURES: dict[str, tuple[Callable[[Setup, Request], Steps[Measured]], tuple[str, ...]]] = {
-    "language": (measure_language_part, WITH_RIVALS),
-    "recall": (measure_recall_part, WITH_RIVALS),
+    "language": (measure_language_part, ON_TEXT),
+    "recall": (measure_recall_part, ON_TEXT),
     "needle": (measure_needle_part, ("text", "texts", "seed", "lengths")),
     "generation": (measure_generation_part, ON_TEXT),
-    "approximation": (measure_approximation_part, ON_TEXT),
     "speed": (measure_speed_part, ("lengths", "seconds", "seed")),
     "tasks": (measure_tasks_part, ("tasks", "limit", "few_shot", "task_folder", "seed", "text", "texts", "lengths")),
 }

@@ -37,7 +37,7 @@ from linearizer.teacher.load import Teacher, texts_of_run
 GATE_STEPS = 60
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
 MOST_REPEATED = 64  # tokens of a repeated passage: short ones repeat at many distances
-LAYERS = "state/prices"  # a file for each priced layer and group of texts, until all are priced
+LAYERS = "state/priced"  # a file for each priced layer and group of texts, until all are priced
 GATE_RATE = 0.02
 GATE_SPARSITY = 0.05  # weight of the mean α in the loss
 GATE_BATCH = 2  # texts

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
+from linearizer.method.logits_by_rows import gradients_at_hidden, run_decoder
 from linearizer.method.substitute import attending_with, fixed_answer, replace_part
 from linearizer.student.attention_interface import attention_modules
 from linearizer.teacher.layers import blocks_of
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Call = tuple[tuple, dict]  # the arguments of a block
 CHAINS: WeakKeyDictionary[nn.Module, Chain | None] = WeakKeyDictionary()  # of streamed models, while these live
-Likelihoods = Callable[[int, Tensor], Sequence[Tensor]]  # of a batch and its logits: a number to differentiate a draw
+# of a batch and the logits of some of its tokens, from the first on: a number to differentiate for each draw
+Likelihoods = Callable[[int, Tensor], Sequence[Tensor]]
 Gradients = Iterator[tuple[int, Tensor]]  # a layer, and its gradients: (draws, texts, query heads, tokens, value_dim)
 
 
@@ -238,7 +241,7 @@ def by_blocks(
     slopes: list[list[Tensor]] = []  # [batch][draw]
     with torch.enable_grad():
         for batch, ids in enumerate(batches):
-            slopes.append(slopes_of(teacher, chain, ids, final[batch], lambda logits, b=batch: likelihoods(b, logits)))
+            slopes.append(slopes_of(teacher, chain, ids, final[batch], partial(likelihoods, batch)))
         for place, block in reversed(list(enumerate(chain.blocks))):
             inside = set(block.modules())
             index = next(index for index, module in enumerate(modules) if module in inside)
@@ -264,8 +267,9 @@ def slopes_of(
     with ExitStack() as stack:
         for block in chain.blocks:
             stack.enter_context(fixed_answer(block, chain.answer(hidden)))
-        numbers = likelihoods(teacher(input_ids=ids, use_cache=False).logits)
-    return [torch.autograd.grad(number, hidden, retain_graph=True)[0] for number in numbers]
+        answer = run_decoder(teacher, ids)
+    slopes = gradients_at_hidden(teacher, ids, answer, likelihoods)
+    return [torch.autograd.grad(answer[0], hidden, slope, retain_graph=True)[0] for slope in slopes]
 
 
 def at_once(
@@ -274,8 +278,9 @@ def at_once(
     """Compute the gradients by one graph of the whole model."""
     for batch, ids in enumerate(batches):
         with torch.enable_grad():
-            numbers = likelihoods(batch, teacher(input_ids=ids, use_cache=False).logits)
+            answer = run_decoder(teacher, ids)
+            slopes = gradients_at_hidden(teacher, ids, answer, partial(likelihoods, batch))
             outputs = [recording.output for recording in recordings.values()]
-            rows = [[x.float() for x in torch.autograd.grad(n, outputs, retain_graph=True)] for n in numbers]
+            rows = [torch.autograd.grad(answer[0], outputs, slope, retain_graph=True) for slope in slopes]
         for index, *parts in zip(recordings, *rows, strict=True):
-            yield index, torch.stack(parts)
+            yield index, torch.stack(parts).float()

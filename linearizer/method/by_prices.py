@@ -56,11 +56,11 @@ class OffersOfHeads:
             )
         return OffersOfHeads(prices.sinks, offers, tuple(map(len, rows)), budget_bytes)
 
-    def allocation(self, levels: Sequence[int]) -> Allocation:
-        """Make the allocation that these levels stand for."""
+    def allocation(self, levels: Sequence[int], strategy: str) -> Allocation:
+        """Make the allocation that these levels stand for; `strategy` is its name."""
         heads = (offers[level].head for offers, level in zip(self.offers, levels, strict=True))
         rows = tuple(tuple(next(heads) for _ in range(count)) for count in self.heads_per_layer)
-        return Allocation("gain", self.sinks, rows)
+        return Allocation(strategy, self.sinks, rows)
 
     def taken(self, allocation: Allocation) -> list[Offer[Head]]:
         """Find the offer of every head of an allocation that was made of these offers."""
@@ -104,9 +104,9 @@ def kl_by_bytes(offers: OffersOfHeads) -> list[tuple[float, float]]:
     return points
 
 
-def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
+def allocate_by_prices(offers: OffersOfHeads, strategy: str) -> Allocation:
     """Spend the bytes of the budget where they save most kl."""
-    return offers.allocation(choose_levels(offers.offers, offers.budget_bytes))
+    return offers.allocation(choose_levels(offers.offers, offers.budget_bytes), strategy)
 
 
 def choose_levels(offers: Sequence[Sequence[Offer]], budget: float) -> list[int]:

@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from linearizer.method.by_prices import allocate_by_prices
 from linearizer.method.decide import allocate_alike, offers_of
 from linearizer.method.initialise import begin_of
+from linearizer.method.logits_by_rows import kl_of_answers, run_decoder
 from linearizer.method.substitute import Begin, attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
@@ -25,7 +27,6 @@ from linearizer.run.folder import Run
 from linearizer.run.measured import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.load import Teacher, texts_of_run
-from linearizer.teacher.logits import kl_of, logits_of
 from linearizer.teacher.streaming import bytes_for_weights, is_streamed
 from linearizer.teacher.text import start_tokens
 
@@ -65,7 +66,7 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
     plan, layers, prices = run.plan, run.layers, run.prices
     candidates = {PRICED: allocation}
     if plan.strategy_spec.far_field and prices is not None:
-        candidates[WINDOWS] = allocate_by_prices(offers_of(run, plan, layers, windows_alone=True))
+        candidates[WINDOWS] = allocate_by_prices(offers_of(run, plan, layers, windows_alone=True), WINDOWS)
         candidates[SLOTS] = replace(allocate_alike(layers, plan, prices.sinks), strategy=SLOTS)
     window = replace(plan, strategy="window", bits=plan.bits or PLAIN_BITS, window=None)
     candidates[WINDOW] = allocate_alike(layers, window, plan.resolved_sinks)
@@ -114,19 +115,11 @@ def kl_by_token(
     step: EventName = EventName.CHECK,
 ) -> Steps[list[torch.Tensor]]:  # (texts, tokens) for each allocation
     """Measure the kl of each allocation's student at every token, in nats."""
-    kl: list[torch.Tensor] = []
+    answers: list[ModelOutput] = []
     yield Progress(step, 0, len(allocations), "students")
-    expected = logits_of(teacher, texts)
+    expected = run_decoder(teacher, texts)
     for allocation in allocations:
-        kl.append(kl_of(expected, logits_of_student(teacher, texts, layers, allocation, begin)))
-        yield Progress(step, len(kl), len(allocations), "students")
-    return kl
-
-
-def logits_of_student(
-    teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], allocation: Allocation, begin: Begin
-) -> torch.Tensor:  # (texts, tokens, vocabulary)
-    """Return the logits of one student, whose heads hold what the allocation says."""
-    students = make_students(teacher, layers, allocation, begin)
-    with attending_with(teacher, students):
-        return logits_of(teacher, texts)
+        with attending_with(teacher, make_students(teacher, layers, allocation, begin)):
+            answers.append(run_decoder(teacher, texts))
+        yield Progress(step, len(answers), len(allocations), "students")
+    return kl_of_answers(teacher, texts, expected, answers)

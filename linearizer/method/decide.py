@@ -51,7 +51,7 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     """Allocate by a plan, from the measurements of a run."""
     check_dials(plan, layers)
     if plan.strategy_spec.decided_by == "prices":
-        return allocate_by_prices(offers_of(run, plan, layers))
+        return allocate_by_prices(offers_of(run, plan, layers), plan.strategy)
     if plan.strategy_spec.decided_by == "budget":
         return allocate_alike(layers, plan, plan.resolved_sinks)
     if plan.strategy_spec.decided_by == "gates":

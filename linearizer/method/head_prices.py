@@ -30,13 +30,12 @@ from linearizer.run.events import EventName
 from linearizer.run.measured import SMALLEST, KlOfLayer, Prices
 from linearizer.student.attention_interface import attention_modules, device_of
 from linearizer.student.layer_student import generator_at
-from linearizer.teacher.logits import vocabulary
 from linearizer.teacher.streaming import is_streamed
 
 MANY = 4  # blocks of slots
 BEGINNING = 64  # parts of a text: the tokens in the first part count equally
 DRAWS = 4  # of next tokens, for every text
-MAX_GRADIENTS = 2**27  # of several texts together, with their logits
+MAX_GRADIENTS = 2**27  # of several texts together; one text may take more
 
 Tensor = torch.Tensor
 Part = tuple[int, int]  # a layer, and the first of a group of texts
@@ -117,7 +116,7 @@ def estimate_prices(
     """
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
     kl = dict(before or {})
-    size = texts_together(teacher, layers, texts)
+    size = texts_together(layers, texts)
     groups = range(0, len(texts), size)
     parts = parts_of(share, groups, priced)
     pending = [first for first in groups if any(part[1] == first and part not in kl for part in parts)]
@@ -130,11 +129,12 @@ def estimate_prices(
     total, done = len(parts), sum(part in kl for part in parts)
     yield Progress(EventName.PRICE, done, total, "layers")
     for sweep in sweeps:
-
-        def likelihoods(batch: int, logits: Tensor, sweep: Sequence[int] = sweep) -> list[Tensor]:
-            return draw_likelihoods(logits, [generator_at(seed, sweep[batch] + text) for text in range(len(logits))])
-
         batches, counts = [texts[first : first + size] for first in sweep], Counter[int]()
+        generators = [[generator_at(seed, first + text) for text in range(size)] for first in sweep]
+
+        def likelihoods(batch: int, logits: Tensor, generators: Sequence = generators) -> list[Tensor]:
+            return draw_likelihoods(logits, generators[batch][: len(logits)])
+
         for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
             part, counts[index] = (index, sweep[counts[index]]), counts[index] + 1
             if part in parts and part not in kl:
@@ -160,10 +160,10 @@ def parts_of(share: Share, groups: Sequence[int], layers: Sequence[int]) -> set[
     return {(index, first) for index in indices for first in half}
 
 
-def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Tensor) -> int:
-    """Compute how many texts are run together: at most half, as far as memory has room for gradients and logits."""
+def texts_together(layers: Sequence[Layer], texts: Tensor) -> int:
+    """Compute how many texts are run together: at most half, as far as memory has room for gradients."""
     outputs = sum(layer.query_heads * layer.value_dim for layer in layers if layer.native_window is None)
-    most = MAX_GRADIENTS // (texts.shape[1] * (DRAWS * outputs + 3 * vocabulary(teacher)))
+    most = MAX_GRADIENTS // (texts.shape[1] * DRAWS * max(outputs, 1))
     return max(1, min(most, -(-len(texts) // 2)))
 
 
@@ -189,7 +189,7 @@ def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: tor
 
 
 def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Draw next tokens, a few times and for every text by itself; return the log-likelihood of each draw."""
+    """Draw the next tokens of every text by its generator, a few times; return the log-likelihood of each draw."""
     logs = logits.float().log_softmax(-1)
     pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
     drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])

@@ -63,15 +63,15 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
                 mean_query = queries[head].mean(0)
                 around = (mean_query @ samples.keys[head].float().mean(0))[None]
                 student.set_merger(group, place, query_metric(queries[head]), torch.cat([mean_query, around]))
-    for group in featured(student):
-        for place, head in enumerate(group.heads):
+    for far_group in featured(student):
+        for place, head in enumerate(far_group.heads):
             arguments = place, queries[head], samples.keys[head].float(), generator_at(seed, index, head)
-            if isinstance(group.feature_map, Codebook):
-                initialise_codebook(group.feature_map, *arguments)
-            elif isinstance(group.feature_map, MatrixRule):
-                initialise_rule(group.feature_map, *arguments)
-        if isinstance(group.feature_map, MatrixRule):
-            fit_memory(group, samples.text)
+            if isinstance(far_group.feature_map, Codebook):
+                initialise_codebook(far_group.feature_map, *arguments)
+            elif isinstance(far_group.feature_map, MatrixRule):
+                initialise_rule(far_group.feature_map, *arguments)
+        if isinstance(far_group.feature_map, MatrixRule):
+            fit_memory(far_group, samples.text)
 
 
 def initialise_turns(turns: StoredBasis, q: Tensor, k: Tensor, v: Tensor) -> None:

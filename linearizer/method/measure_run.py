@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from linearizer.run.stopping import interruptible, log_progress
 from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.logits import check_logits
 from linearizer.teacher.streaming import is_streamed
+from linearizer.teacher.text import start_tokens
 
 FEW_TEXTS, MIN_LENGTH = 2, 32  # to which defaults shrink where a text is short
 MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
@@ -41,7 +43,7 @@ class Measurement:
 
 def measure_profile(
     model: nn.Module,
-    texts: torch.Tensor,  # (texts, tokens)
+    texts: Sequence[torch.Tensor],  # each (texts, tokens)
     layers: tuple[Layer, ...],
     settings: ProfileSettings,
     *,
@@ -51,29 +53,29 @@ def measure_profile(
     """Measure the attention of a model on texts; the samples may also keep the whole first text."""
     draw = draw_sample(texts, settings.samples, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, keep_text)
-    size = max(1, batch_tokens // texts.shape[1])
-    batches = texts.split(size)
-    if is_streamed(model) and (chain := chain_of(model, texts)):
-        yield from record_by_blocks(model, chain, batches, recorder)
+    batches = [batch for each in texts for batch in each.split(max(1, batch_tokens // each.shape[1]))]
+    begins = [0, *accumulate(batch.numel() for batch in batches)]
+    if is_streamed(model) and (chain := chain_of(model, batches[0])):
+        yield from record_by_blocks(model, chain, batches, begins, recorder)
     else:
-        for batch, ids in enumerate(batches):
-            with torch.no_grad(), recorder.recording(model, batch * size):
+        for done, (begin, ids) in enumerate(zip(begins, batches, strict=False), 1):
+            with torch.no_grad(), recorder.recording(model, begin):
                 run_blocks(model, ids)
-            yield Progress(EventName.PROFILE, batch + 1, len(batches), "batches")
+            yield Progress(EventName.PROFILE, done, len(batches), "batches")
     recorder.check()
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
     samples = Samples(tuple(recorder.samples.get(index) for index in range(len(layers))))
-    return Measurement(Profile(settings, texts.numel(), rows), samples)
+    return Measurement(Profile(settings, begins[-1], rows), samples)
 
 
 def record_by_blocks(
-    model: nn.Module, chain: Chain, batches: Sequence[torch.Tensor], recorder: Recorder
+    model: nn.Module, chain: Chain, batches: Sequence[torch.Tensor], begins: Sequence[int], recorder: Recorder
 ) -> Steps[None]:
     """Run all texts through the model block by block, so that the weights of each are read once."""
 
     def enter(batch: int, place: int, hidden: torch.Tensor) -> None:
-        recorder.first = batch * len(batches[0])
+        recorder.begin = begins[batch]
 
     with recorder.recording(model, 0):
         calls = [calls_of(model, chain, ids) for ids in batches]
@@ -167,11 +169,11 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
         return profile
     with interruptible(run):
         texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.resolved_texts]
-        if not run.plan.memory:
-            texts = join_texts(texts, run.plan, teacher.inspection.max_positions)
         check_logits(teacher.model, texts)
-    settings, keep_text = profile_settings(run.plan), bool(run.plan.memory)
-    steps = measure_profile(teacher.model, texts, teacher.inspection.layers, settings, keep_text=keep_text)
+    settings, keep_text, inspection = profile_settings(run.plan), bool(run.plan.memory), teacher.inspection
+    start, positions = len(start_tokens(teacher.tokenizer)), inspection.max_positions
+    joined = [texts] if keep_text else join_texts(texts, run.plan, start, positions)
+    steps = measure_profile(teacher.model, joined, inspection.layers, settings, keep_text=keep_text)
     measured = yield from log_progress(run, steps)
     write_tensors(run.folder / SAMPLES, measured.samples.tensors())
     run.write_product("profile.json", measured.profile.to_json())
@@ -179,17 +181,19 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     return measured.profile
 
 
-def join_texts(texts: torch.Tensor, plan: Plan, positions: int | None) -> torch.Tensor:
+def join_texts(texts: torch.Tensor, plan: Plan, start: int, positions: int | None) -> list[torch.Tensor]:
     """Join texts in pairs, so that queries are drawn from places up to twice the length that heads are priced on.
 
     Slots are merged by the mean query, which positions turn: beyond the places that it was measured at, it misleads.
+    The second text of a pair loses its start tokens, which the model knows only at the start; an odd text stays alone.
     """
-    length = 2 * texts.shape[1]
-    count = texts.numel() // length
-    is_enough = count * (length - plan.resolved_sinks) >= plan.samples // 2
-    if not count or not is_enough or length > (positions or length):
-        return texts
-    return texts.flatten()[: count * length].view(count, length)
+    first, second = texts[: len(texts) // 2 * 2].unflatten(0, (-1, 2)).unbind(1)
+    pairs, odd = torch.cat([first, second[:, start:]], 1), texts[2 * len(first) :]
+    length = pairs.shape[1]
+    joined = [x for x in (pairs, odd) if len(x)]
+    eligible = sum(x.numel() - len(x) * plan.resolved_sinks for x in joined)
+    is_enough = eligible >= plan.samples // 2
+    return joined if len(pairs) and is_enough and length <= (positions or length) else [texts]
 
 
 def fit_to_text(plan: Plan, tokens: int, yielding: Collection[str]) -> Plan:

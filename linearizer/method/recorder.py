@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -72,13 +72,14 @@ def samples_of(run: Run) -> Samples:
 class Draw:
     """The sampled tokens, drawn before the model runs, so that batches do not change the result."""
 
-    keys: torch.Tensor  # (samples / 2,) positions in the flattened texts, rising
+    keys: torch.Tensor  # (samples / 2,) positions in all texts one after the other, rising
     queries: torch.Tensor  # (samples / 2,) drawn apart from the keys
 
 
-def draw_sample(texts: torch.Tensor, samples: int, sinks: int, seed: int) -> Draw:
-    """Draw tokens of texts (texts, tokens) that are not sinks, without replacement."""
-    eligible = torch.arange(texts.numel()).view(texts.shape)[:, sinks:].flatten()
+def draw_sample(texts: Sequence[torch.Tensor], samples: int, sinks: int, seed: int) -> Draw:
+    """Draw tokens that are not sinks, without replacement; each tensor holds texts of one length (texts, tokens)."""
+    numbers = torch.arange(sum(x.numel() for x in texts)).split([x.numel() for x in texts])
+    eligible = torch.cat([x.view(y.shape)[:, sinks:].flatten() for x, y in zip(numbers, texts, strict=True)])
     assert len(eligible) >= samples // 2  # else checks.py refuses the plan
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,12 +96,12 @@ class Recorder:
         self.layers, self.draw, self.keeps_text = layers, draw, keeps_text
         self.samples: dict[int, LayerSamples] = {}
         self.devices: dict[int, torch.device] = {}  # that the layers computed on
-        self.first = 0  # number of the batch's first text
+        self.begin = 0  # tokens before the batch
 
     @contextmanager
-    def recording(self, model: nn.Module, first: int) -> Iterator[None]:
-        """Record while a batch runs that begins with text number `first`; nothing stays on the model afterwards."""
-        self.first = first
+    def recording(self, model: nn.Module, begin: int) -> Iterator[None]:
+        """Record while a batch runs, before which are `begin` tokens; nothing stays on the model afterwards."""
+        self.begin = begin
         with observing(model, self.observe):
             yield
 
@@ -132,11 +133,11 @@ class Recorder:
 
     def add(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add the drawn tokens of a batch to the sample of a layer; query and key contain the scaling."""
-        if self.keeps_text and self.first == 0:
+        if self.keeps_text and self.begin == 0:
             queries, keys, values = (vectors[0].clone().cpu() for vectors in (query, key, value))
             self.samples[index] = replace(self.samples[index], text=LayerSamples(queries, keys, values))
-        record, texts, length = self.samples[index], len(query), query.shape[2]
-        border = torch.tensor([self.first, self.first + texts]) * length
+        record, length = self.samples[index], query.shape[2]
+        border = torch.tensor([self.begin, self.begin + len(query) * length])
         drawn = (record.queries, query, self.draw.queries), (record.keys, key, self.draw.keys)
         for sample, vectors, positions in (*drawn, (record.values, value, self.draw.keys)):
             low, high = torch.searchsorted(positions, border).tolist()

@@ -49,7 +49,7 @@ STRATEGIES: Mapping[str, Strategy] = {
         (6, 5, 4),
     ),
     "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
-    "windows": Strategy("as gain, without slots", "prices", "", (16, 8, 6, 5, 4)),
+    "windows": Strategy("as gain, without slots", "prices", "", (8, 16, 6, 5, 4), (6, 5, 4)),
     "window": Strategy("the same window for every head", "budget", "", (16, 8, 6, 5, 4)),
     "memory": Strategy("the same memory for every head, beside a window: --feature-map names it", "budget", "features"),
     "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from linearizer.report import tables
-from linearizer.report.plotly_charts import COUNTS_AXIS, GREY, LOG_AXIS, add_subject, draw_head_map, new_figure
+from linearizer.report.plotly_charts import COUNTS_AXIS, GREY, LOG_AXIS, add_subject, new_figure
 from linearizer.report.tables import Table, describe_environment, mean_of, write_tables
 from linearizer.run import results
 from linearizer.run.results import Part
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 DrawPart = Callable[[Part[Any]], "Figure | None"]  # None: the result holds nothing to draw
-MIN_DRAWN_ERROR = 0.001  # of the attention of a head: smaller shares are drawn as this
 LOSS_AXIS = {"title": "loss, nats per token"}
 LENGTH_AXIS = {"title": "length of the text, tokens", **COUNTS_AXIS}
 
@@ -49,12 +48,6 @@ def needle_chart(part: Part[results.Needle]) -> Figure | None:
         means = [mean_of(row) for row in subject.correct]
         add_subject(figure, subject.name, needle.lengths, means, "%{y:.0%} recalled of %{x} tokens")
     return figure
-
-
-def error_chart(part: Part[results.Approximation]) -> Figure:
-    rows = next(subject.rows for subject in part.result.subjects if subject.name == "student")
-    heads = max(map(len, rows), default=1)
-    return draw_head_map(dict(enumerate(rows)), len(rows), heads, "share misplaced", MIN_DRAWN_ERROR)
 
 
 def writing_chart(part: Part[results.Speed]) -> Figure | None:
@@ -99,13 +92,6 @@ PART_VIEWS = {
         "The share that is recalled, over all places in the text.",
     ),
     "generation": PartView("Writing", "Does the student write as its teacher does?", tables.generation_tables),
-    "approximation": PartView(
-        "Approximation",
-        "How far is the attention of every head from its teacher's?",
-        tables.approximation_tables,
-        error_chart,
-        "The share that the student misplaces.",
-    ),
     "speed": PartView(
         "Speed and memory",
         "How fast is the student, and how much memory does it need, on this machine?",

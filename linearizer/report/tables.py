@@ -149,15 +149,6 @@ def generation_tables(part: Part[results.Generation]) -> list[Table]:
     return [Table(rows, (f"{prompts}; {describe_texts(part)}",))]
 
 
-def approximation_tables(part: Part[results.Approximation]) -> list[Table]:
-    """Show the errors by layer."""
-    layers = range(len(part.result.subjects[0].rows))
-    rows: Rows = [("rows misplaced in layer", *layers, "all", "of outputs")]
-    for subject in part.result.subjects:
-        rows.append((subject.name, *map(format_mean, subject.rows), *cells([subject.rows_mean, subject.outputs_mean])))
-    return [Table(rows, (describe_texts(part),))]
-
-
 def speed_tables(part: Part[results.Speed]) -> list[Table]:
     speed = part.result
     rows: Rows = [

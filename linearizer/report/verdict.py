@@ -175,7 +175,7 @@ def find_correction(run: Run) -> Correction | None:
     if (candidates := run.candidates) is None or run.prices is None:
         return None
     offers = offers_of(run, run.plan, run.layers)
-    if not (predicted := fsum(offer.kl for offer in offers.taken(allocate_by_prices(offers)))) > 0:
+    if not (predicted := fsum(offer.kl for offer in offers.taken(allocate_by_prices(offers, run.plan.strategy)))) > 0:
         return None
     length, priced = run.plan.resolved_length(run.positions), candidates.measured[0]  # the first is by prices
     by_length = dict(zip(candidates.lengths, priced.kl, strict=True))

@@ -150,24 +150,6 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Errors of one subject, [layer][KV head]; no heads where the teacher bounds the layer itself."""
-
-    name: str
-    rows: tuple[tuple[float | None, ...], ...]  # None: a memory that a rule writes
-    outputs: tuple[tuple[float, ...], ...]
-    rows_mean: float
-    outputs_mean: float
-
-
-@dataclass(frozen=True)
-class Approximation:
-    """All students on the same texts."""
-
-    subjects: tuple[Errors, ...]
-
-
-@dataclass(frozen=True)
 class Pace:
     """One subject at one length; None: not measured."""
 
@@ -241,7 +223,7 @@ class Tasks:
     subjects: tuple[Scored, ...]
 
 
-Result = Language | Recall | Needle | Generation | Approximation | Speed | Tasks
+Result = Language | Recall | Needle | Generation | Speed | Tasks
 # by the names of the parts, in their order
 RESULTS: dict[str, type[Result]] = {kind.__name__.lower(): kind for kind in get_args(Result)}
 PARTS = tuple(RESULTS)
@@ -259,7 +241,6 @@ class Request:
         None, "tokens of a text", "as the run's own; language is also judged at twice that", least=16
     )
     texts: int = option(8, "how many texts", "8; of an encoder, as many as its run", least=1)
-    short: bool = option(False, "leave out the caches in few bits, which language and recall compare with")
     lengths: tuple[int, ...] = option(
         (), "tokens, where several lengths are compared: 1024,4096,…", "as each part chooses", least=32
     )
@@ -282,7 +263,9 @@ class Request:
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Request:
         """Read a request from plain values, with lists as tuples; None stands for the default."""
-        return read_plain(Request, {name: value for name, value in plain.items() if value is not None})
+        given = {name: value for name, value in plain.items() if value is not None}
+        given.pop("short", None)  # requests of former versions
+        return read_plain(Request, given)
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -334,6 +317,7 @@ class Part(Generic[R]):
 def read_part(name: str, plain: Mapping[str, Any]) -> Part:
     """Read the form of `Part.to_plain`."""
     asked = dict(plain["asked"])
+    asked.pop("short", None)  # of former versions, which could leave out rivals
     made_with = read_plain(MadeWith, asked.pop("made_with"))
     source = read_plain(TextRead, plain, "ignore") if "text" in plain else None
     return Part(asked, made_with, read_plain(RESULTS[name], plain, "ignore"), source)

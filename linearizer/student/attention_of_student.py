@@ -123,8 +123,8 @@ class Merging:
     def for_texts(self, texts: int, dtype: torch.dtype) -> Merging:
         """Return the same for the heads of so many texts, side by side, with the root multiplied in."""
         query = torch.cat([self.mean_query[:, :-1] * self.root, self.mean_query[:, -1:]], -1)
-        numbers = (x.to(dtype).repeat(texts, *[1] * (x.dim() - 1)) for x in (self.metric * self.root, self.gain, query))
-        return Merging(*numbers)
+        metric, gain, query = (x.to(dtype) for x in (self.metric * self.root, self.gain, query))
+        return Merging(metric.repeat(texts, 1, 1), gain.repeat(texts), query.repeat(texts, 1))
 
 
 @dataclass

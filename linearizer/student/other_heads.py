@@ -32,8 +32,8 @@ def make_group(
     """Make the group of KV heads of this kind, as a config describes it."""
     if isinstance(kind, str):
         return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16), sinks, key_dim, value_dim)
-    bits, memory = (*kind[4:], *(16, "")[max(0, len(kind) - 4) :])
-    return FeatureGroup(heads, kind[0], kind[1], sinks, key_dim, memory or feature_map, bits, value_dim)
+    bits, memory = kind[4] if len(kind) > 4 else 16, kind[5] if len(kind) > 5 else feature_map
+    return FeatureGroup(heads, kind[0], kind[1], sinks, key_dim, memory, bits, value_dim)
 
 
 class OtherGroup(nn.Module):

@@ -135,6 +135,7 @@ def check_identity(identity: Mapping[str, Any], facts: Mapping[str, Any], folder
 @contextmanager
 def trainable_features(student: LinearizedForCausalLM, settings: TrainingSettings) -> Iterator[None]:
     """Make only the feature maps trainable while the context lasts; merge adapters if no error occurred."""
+    flags = [(p, p.requires_grad) for p in student.parameters()]
     maps = [group.feature_map for layer in student.students() for group in featured(layer)]
     learnable = [p for feature_map in maps for p in feature_map.parameters() if p.requires_grad]  # type: ignore[union-attr]
     modes = [(module, module.training) for module in student.modules()]
@@ -154,8 +155,8 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
             remove_adapters(student.base, merge=succeeded)
         for module, mode in modes:
             module.training = mode
-        for p in learnable:
-            p.grad = None
+        for p, flag in flags:
+            p.requires_grad_(flag).grad = None
 
 
 def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:

@@ -20,9 +20,9 @@ LAYERWISE, END_TO_END = ("softmax", "output"), ("direct", "logits")
 NAMES_BY_RATE = {  # the names of parameters in their feature maps; z and log_weight: the paper's
     0.0005: "lora",
     0.003: "hidden out",
-    0.01: "norm key_map query_map key_shift gate_down gate_up tap_weight query_tap_weight heat",
+    0.01: "norm key_map query_map key_shift gate_down gate_up tap_weight query_tap_weight",
     0.02: "z query_weight key_weight gain bias value_scale router",
-    0.03: "centres metric key_bias mass log_ridge",
+    0.03: "centres metric mass",
     0.05: "gate_bias",
     0.06: "query_centres log_sharpness",
     0.2: "log_weight",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from linearizer.evaluate.evaluate_run import JUDGING, MAX_APPROXIMATION_TEXTS, MAX_WRITTEN_TOKENS
+from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS
 from linearizer.evaluate.recall import DEPTHS
 from linearizer.method.allocate_run import GATE_BATCH
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
@@ -166,7 +166,6 @@ def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, spe
         "language": JUDGED_SHARE * request.texts * max(length, *request.lengths, 0),
         "needle": len(DEPTHS) * request.texts * max(lengths),  # half of the texts, at lengths that double
         "generation": WRITING * request.texts * min(length, 2 * MAX_WRITTEN_TOKENS),
-        "approximation": MAX_APPROXIMATION_TEXTS * length,
     }
     tokens["recall"] = 0.0 if "language" in request.chosen else tokens["language"]
     timed = SPEED_MEASUREMENTS * request.seconds * ("speed" in request.chosen)

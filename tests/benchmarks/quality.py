@@ -25,7 +25,6 @@ import torch
 
 from linearizer import pipeline
 from linearizer.errors import BudgetError, RequestError
-from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import join_scores, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject, environment
@@ -44,6 +43,7 @@ from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher import load as teacher_module
 from linearizer.train import distill
 from tests.benchmarks.ablation import without_far, without_window
+from tests.benchmarks.kivi_control import caches_in_few_bits
 from tests.benchmarks.quality_rows import ROWS, STEPS, is_control, share_of
 from tests.benchmarks.quality_table import LENGTH, PASSAGE, RESULTS, Table, edges_of, gaps_of
 from tests.benchmarks.rivals import RULES, Rival, foreseeing, tokens_within

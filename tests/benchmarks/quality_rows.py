@@ -19,6 +19,8 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "best, 8 bits --may-grow": ("best", {"bits": 8, "may_grow": True}),
     "windows, 8 bits": ("windows", {"bits": 8}),
     "windows, 8 bits --may-grow": ("windows", {"bits": 8, "may_grow": True}),
+    "windows, 16 bits": ("windows", {"bits": 16}),
+    "windows, 16 bits --may-grow": ("windows", {"bits": 16, "may_grow": True}),
     "windows": ("windows", {}),
     "windows --may-grow": ("windows", {"may_grow": True}),
     "best, 8 bits, uniform": ("best", {"bits": 8}),

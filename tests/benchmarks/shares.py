@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from linearizer.method import allocate_run
 from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
-from linearizer.method.choose import logits_of_student
 from linearizer.method.decide import allocate_alike
 from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin
+from linearizer.method.substitute import Begin, attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
 from linearizer.plan.plan import Plan
@@ -26,7 +25,7 @@ from linearizer.run.folder import Run
 from linearizer.run.measured import KlOfLayer, Prices
 from linearizer.student.attention_interface import observing
 from linearizer.teacher.load import Teacher
-from linearizer.teacher.logits import losses_of
+from linearizer.teacher.logits import logits_of, losses_of
 from tests.benchmarks.rivals import attention_of
 
 SIZES = (4, 16, 64, 192, 384)  # tokens that heads are priced with
@@ -46,7 +45,7 @@ def price_heads(kind: str, run: Run, teacher: Teacher) -> Prices:
 
 def share_out(prices: Prices, plan: Plan, layers: Sequence[Layer]) -> Allocation:
     """Assign every head its share by prices, which it spends on a window; what buys nothing is shared out equally."""
-    bought = allocate_by_prices(OffersOfHeads.of(prices, layers, plan.budget or 0, 0))
+    bought = allocate_by_prices(OffersOfHeads.of(prices, layers, plan.budget or 0, 0), plan.strategy)
     left = cache_bytes(layers, plan.budget or 0) - bought.state_bytes(layers, 0)
     rows = list(zip(bought.heads, layers, strict=True))
     more = left // sum(len(row) * token_bytes(layer, plan.resolved_bits) for row, layer in rows)
@@ -109,7 +108,8 @@ def prices_by_loss(
     texts, alike = texts[:: max(1, len(texts) // PRICED)], allocate_alike(layers, plan, plan.resolved_sinks)
 
     def loss_of(allocation: Allocation) -> float:
-        logits = logits_of_student(model, texts, layers, allocation, begin)
+        with attending_with(model, make_students(model, layers, allocation, begin)):
+            logits = logits_of(model, texts)
         return losses_of(logits[:, :-1], texts[:, 1:]).mean().item()
 
     def price(index: int, head: int, size: int) -> float:

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from linearizer.evaluate.kivi_control import GROUP, RECENT, CacheInFewBits, caches_in_few_bits, round_rows
 from linearizer.method.substitute import exchange_students
 from linearizer.plan.head_bytes import Head, cache_bytes, token_bytes
+from tests.benchmarks.kivi_control import GROUP, RECENT, CacheInFewBits, caches_in_few_bits, round_rows
 from tests.benchmarks.rivals import RULES, Rival
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 

@@ -17,12 +17,13 @@ from linearizer.hub.models import find_model
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
+from linearizer.run.results import read_part
 from linearizer.teacher import text
 from linearizer.teacher.text import read_texts
 from linearizer.workers import control as jobs
+from tests.support.evaluation_results import STORED, TYPED
 
 QUICK = ["--budget", "32", "--texts", "2", "--length", "64", "--dtype", "float32"]
-RIVALS = ["cache, 2 bits", "cache, 3 bits", "cache, 4 bits"]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_all_are_measured_and_named_with_what_they_were_measured_with(run, said)
     assert json.loads(out) == run.evaluation_parts
     language = run.evaluation_parts["language"]
     names = [subject["name"] for subject in language["subjects"]]
-    assert names == ["teacher", "student", "window", *RIVALS]
+    assert names == ["teacher", "student", "window"]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
     tools = language["asked"]["made_with"]
     assert tools["versions"]["torch"] == torch.__version__ and tools["device"].startswith("cpu") and tools["teacher"]
@@ -154,8 +155,13 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_i
     assert examined(run) == [] and run.evaluation_parts == judged
     finish(pipeline.evaluate(run, evaluate_run.Request(("recall",), texts=2)))
     assert examined(run) == ["recall"] and run.evaluation_parts["language"] == judged["language"]
-    finish(pipeline.evaluate(run, evaluate_run.Request(("language",))))
-    assert [subject.name for subject in run.results["language"].result.subjects][3:] == RIVALS
+
+
+def test_requests_and_results_of_former_versions_are_read():
+    assert evaluate_run.Request.of({"short": False, "texts": 3}) == evaluate_run.Request(texts=3)
+    language = STORED["language"]
+    former = {**language, "asked": {**language["asked"], "short": True}}
+    assert read_part("language", former) == TYPED["language"]
 
 
 def test_a_text_of_the_same_name_in_another_folder_is_another_text(run, tmp_path, monkeypatch, said):
@@ -223,7 +229,7 @@ def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path,
     assert code == 0, err
     assert "the student was measured alone: " in out
     language = run.evaluation_parts["language"]
-    assert [subject["name"] for subject in language["subjects"]] == ["student", "window", *RIVALS]
+    assert [subject["name"] for subject in language["subjects"]] == ["student", "window"]
     assert language["subjects"][0]["kl"] is None and "–" in out
 
 
@@ -233,7 +239,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     assert code == 0, err
     parts = run.evaluation_parts
     assert list(parts) == [part for part in evaluate_run.PART_MEASURES if part != "tasks"]
-    for word in ("recalled, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "remembers less"):
+    for word in ("recalled, at depth", "leaves the teacher", "reads tokens/s", "remembers less"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5
     assert [subject["name"] for subject in parts["speed"]["subjects"]] == ["teacher", "student", "window"]

@@ -35,7 +35,7 @@ four_heads = st.lists(falling, min_size=4, max_size=4).map(prices_of)
 
 def allocate(prices, budget, length, may_grow=True):
     offers = OffersOfHeads.of(prices, LAYERS, budget, length, may_grow)
-    allocation = allocate_by_prices(offers)
+    allocation = allocate_by_prices(offers, "gain")
     return allocation, math.fsum(offer.kl for offer in offers.taken(allocation))
 
 
@@ -136,7 +136,7 @@ def test_fewer_bits_are_bought_where_their_rounding_costs_less_than_the_tokens_t
     prices = Prices(2, options, ((tuple(rough), tuple(fine)), (), (tuple(rough), tuple(fine))))
     budget = 40 if "features" in far_field else 14
     offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
-    allocation = allocate_by_prices(offers)
+    allocation = allocate_by_prices(offers, "gain")
     assert spent(allocation, 0) <= cache_bytes(LAYERS, budget)
     bits = [head.bits for row in allocation.heads for head in row]
     if "features" in far_field:  # which see no rotated keys

@@ -6,7 +6,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.cli.text import describe_run
-from linearizer.method.choose import PRICED, SLOTS, WINDOW, candidates_of, choose_student
+from linearizer.method.choose import PRICED, SLOTS, WINDOW, WINDOWS, candidates_of, choose_student
 from linearizer.method.decide import decide
 from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import linearize, reallocate
@@ -77,6 +77,15 @@ def test_every_candidate_has_the_bits_that_the_plan_asks_for(bits, tmp_path):
     run = priced(tmp_path / "run", lambda head: 0.001 if head.softmax else 1 / (head.window + head.slots), bits, (6, 4))
     candidates = candidates_of(run, decide(run, run.plan, run.layers))
     assert {head.bits for each in candidates.values() for row in each.heads for head in row} == {bits}
+
+
+def test_an_allocation_names_the_strategy_that_made_it(tmp_path):
+    run = priced(tmp_path / "run", lambda head: 1 / (head.window + head.slots))
+    plans = [replace(PLAN, strategy=strategy) for strategy in ("gain", "windows")]
+    decided = [decide(run, plan, run.layers) for plan in plans]
+    named = {name: each.strategy for name, each in candidates_of(run, decided[0]).items()}
+    assert [each.strategy for each in decided] == ["gain", "windows"] and named[PRICED] == "gain"
+    assert all(named[name] == name for name in named.keys() & {WINDOWS, SLOTS}) and named[WINDOW] == "window"
 
 
 def test_another_budget_is_compared_anew(tmp_path):

@@ -83,7 +83,7 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
         ["--strategy", "duo", "--budget", "1", "--may-grow"],
         ["--strategy", "duo", "--budget", "2", "--may-grow"],
         ["--budget", "1"],
-        ["--strategy", "windows", "--budget", "2"],
+        ["--strategy", "windows", "--budget", "1"],
     ],
     ids=" ".join,
 )

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
-from linearizer.method import head_prices
-from linearizer.method.choose import logits_of_student
-from linearizer.method.head_prices import estimate_prices, options_to_price, place_weights, with_repeats
+from linearizer.method import head_prices, logits_by_rows
+from linearizer.method.choose import kl_by_token
+from linearizer.method.head_prices import DRAWS, estimate_prices, options_to_price, place_weights, with_repeats
+from linearizer.method.substitute import attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
@@ -15,7 +18,7 @@ from linearizer.progress import finish
 from linearizer.teacher import load as teacher_module
 from linearizer.teacher.logits import kl_of, logits_of
 from linearizer.teacher.text import repeated_passages
-from tests.support.models import WHOLE, layers_of, student_of, teacher_of, tokens
+from tests.support.models import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 OPTIONS = (Head(window=8), Head(window=32), Head(window=16, slots=16))
 
@@ -69,7 +72,8 @@ def measured_prices(teacher, windows, layers, options, sinks, begin):
                 rows = [[WHOLE] * each.kv_heads for each in layers]
                 rows[index][head] = option
                 allocation = Allocation("by hand", sinks, tuple(map(tuple, rows)))
-                logits = logits_of_student(teacher, windows, layers, allocation, begin)
+                with attending_with(teacher, make_students(teacher, layers, allocation, begin)):
+                    logits = logits_of(teacher, windows)
                 kl.append((weights * kl_of(expected, logits)).mean())
     return torch.stack(kl)
 
@@ -127,3 +131,37 @@ def test_texts_that_are_run_together_are_estimated_as_each_by_itself(monkeypatch
     together = finish(estimate_prices(*arguments))
     monkeypatch.setattr(head_prices, "MAX_GRADIENTS", 1)
     assert flat(finish(estimate_prices(*arguments))) == pytest.approx(flat(together), rel=1e-3)
+
+
+class Largest(TorchDispatchMode):
+    """Records the numbers of the largest tensor that is made while it lasts."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numbers = max([self.numbers, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_large_vocabulary_makes_no_larger_tensors_and_changes_no_price(family, monkeypatch):
+    teacher, windows = teacher_of(family, vocab_size=4000), tokens(2, 64)
+    layers = layers_of(teacher)
+    students = [allocation_of(layers, [head], 2) for head in OPTIONS]
+
+    def measure():
+        with Largest() as largest:
+            prices = finish(estimate_prices(teacher, windows, layers, OPTIONS, 2, begin))
+            kl = finish(kl_by_token(teacher, windows, layers, students, begin))
+        return flat(prices), torch.stack(kl), largest.numbers
+
+    prices, kl, largest = measure()
+    assert largest >= windows.numel() * 4000
+    monkeypatch.setattr(logits_by_rows, "MAX_LOGITS", 5 * 4000)
+    *in_parts, largest = measure()
+    embedding = teacher.get_output_embeddings().weight.numel()
+    assert largest <= max(5 * 4000 * DRAWS, embedding)
+    torch.testing.assert_close(in_parts[0], prices, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(in_parts[1], kl, rtol=1e-4, atol=1e-6)

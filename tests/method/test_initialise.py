@@ -18,7 +18,7 @@ HELD = [Head(window=4, features=16), Head(features=16)]
 def samples_of(family="llama"):
     teacher = teacher_of(family)
     options = ProfileSettings(samples=256, sinks=2)
-    return finish(measure_profile(teacher, tokens(8, 64), layers_of(teacher), options)).samples
+    return finish(measure_profile(teacher, [tokens(8, 64)], layers_of(teacher), options)).samples
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import torch
 from linearizer import pipeline
 from linearizer.errors import FaultError, RequestError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.measure_run import head_points, measure_profile, min_texts
+from linearizer.method.measure_run import head_points, join_texts, measure_profile, min_texts
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.measured import Profile, ProfileSettings
@@ -21,7 +21,7 @@ def texts(count=4, tokens=40, seed=0):
 
 
 def measured(model, windows, settings=SMALL, **options):
-    return finish(measure_profile(model, windows, layers_of(model), settings, **options))
+    return finish(measure_profile(model, [windows], layers_of(model), settings, **options))
 
 
 def attended(model, **inputs):
@@ -46,7 +46,7 @@ def close(result, expected, tolerance=1e-4):
 def test_every_family_is_measured_in_all_layers_that_it_does_not_bound(family):
     teacher = teacher_of(family)
     layers = layers_of(teacher)
-    result = finish(measure_profile(teacher, texts(), layers, SMALL))
+    result = finish(measure_profile(teacher, [texts()], layers, SMALL))
     for layer, profile, samples in zip(layers, result.profile.layers, result.samples.layers, strict=True):
         bounded = layer.native_window is not None
         assert len(profile.heads) == (0 if bounded else layer.kv_heads)
@@ -77,6 +77,26 @@ def test_samples_may_keep_the_whole_first_text_in_its_order():
         assert plain.samples.layers[index].text is None
         for recorded, vectors in zip((text.queries, text.keys, text.values), expected, strict=True):
             torch.testing.assert_close(recorded, vectors[0])
+
+
+def test_texts_of_two_lengths_are_one_sample():
+    teacher, (long, short) = teacher_of("llama"), (texts(1, 34), texts(2, 18, seed=1))
+    result = finish(measure_profile(teacher, [long, short], layers_of(teacher), ProfileSettings(samples=128, sinks=2)))
+    vectors = [attended(teacher, input_ids=windows) for windows in (long, short)]
+    assert result.profile.tokens == 34 + 2 * 18
+    for index, samples in enumerate(result.samples.layers):
+        for place, sample in enumerate((samples.queries, samples.keys, samples.values)):
+            parts = [each[index][place][:, :, 2:].transpose(0, 1).flatten(1, 2) for each in vectors]
+            torch.testing.assert_close(sample, torch.cat(parts, 1))
+
+
+def test_texts_are_joined_in_pairs_with_one_start_token_and_none_is_lost():
+    windows = texts(3, 40)
+    windows[:, 0] = 1  # the start token
+    pair, odd = join_texts(windows, Plan("demo", budget=64, texts=3, length=40, sinks=2), 1, None)
+    assert torch.equal(pair[0], torch.cat([windows[0], windows[1, 1:]])) and torch.equal(odd, windows[2:])
+    (alone,) = join_texts(windows, Plan("demo", budget=64, texts=3, length=40, sinks=2), 1, positions=64)
+    assert torch.equal(alone, windows)
 
 
 def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
@@ -115,7 +135,7 @@ def test_paper_mode_has_a_curve_for_every_query_head():
 def test_model_is_left_as_it_was():
     teacher = teacher_of("llama")
     before = teacher.config._attn_implementation
-    next(measure_profile(teacher, texts(), layers_of(teacher), SMALL))
+    next(measure_profile(teacher, [texts()], layers_of(teacher), SMALL))
     assert teacher.config._attn_implementation == before and torch.is_grad_enabled()
     assert not any(module._forward_pre_hooks for module in teacher.modules())
 
@@ -142,4 +162,4 @@ def test_layers_that_were_not_seen_are_an_error():
     teacher = teacher_of("llama")
     layers = layers_of(teacher)
     with pytest.raises(FaultError, match=r"the attention of layers \[3\] was not seen"):
-        finish(measure_profile(teacher, texts(), (*layers, layers[0]), SMALL))
+        finish(measure_profile(teacher, [texts()], (*layers, layers[0]), SMALL))

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer.report import plotly_charts
 from linearizer.report.markup import part_html
 from linearizer.report.parts import PART_VIEWS, evaluation_report
 from linearizer.run.results import PARTS, Speed, read_part
@@ -59,12 +58,6 @@ def test_hidden_pairs_are_drawn_by_length_over_the_depths_that_fit():
 def test_rates_are_drawn_where_several_lengths_were_measured():
     assert traces("speed")["student"]["x"] == [1024, 4096]
     assert drawn("speed", TYPED["speed"]) is None  # one length was measured, and one point is no chart
-
-
-def test_the_error_of_every_head_is_drawn_and_dark_is_worse():
-    (heads,) = figure_of("approximation")["data"]
-    assert heads["text"] == [["0.1", "0.2"], ["", ""]]  # the second layer is bounded by itself
-    assert heads["z"][0][1] > heads["z"][0][0] and heads["colorscale"] == plotly_charts.WORSE_COLOURS
 
 
 def test_what_the_teacher_cannot_do_is_no_chart_and_says_so():

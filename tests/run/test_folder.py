@@ -27,7 +27,7 @@ def test_of_many_that_begin_a_run_in_one_folder_at_once_only_one_does(tmp_path):
 
 def test_a_run_is_resumed_whatever_else_was_put_into_its_folder(tmp_path):
     run = Run.create(tmp_path / "run", Plan("demo", budget=64))
-    (run.folder / "onnx").mkdir()
+    (run.folder / "notes").mkdir()
     assert Run.is_begun(run.folder, resume=True)
 
 

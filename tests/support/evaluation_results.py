@@ -70,11 +70,6 @@ GENERATION = {
     "subjects": [written(name, sampled, [16, 16] if name == "teacher" else [3, 8])
                  for sampled in (False, True) for name in NAMES],
 }  # fmt: skip
-APPROXIMATION = {
-    **ON_TEXT,
-    "subjects": [{"name": name, "rows": [[0.1, 0.2], []], "outputs": [[0.1, 0.1], []], "rows_mean": 0.15,
-                  "outputs_mean": 0.1} for name in NAMES[1:]],
-}  # fmt: skip
 SPEED = {
     "asked": {"made_with": MADE}, "lengths": [1024, 4096], "beyond": [False, True], "seconds": 1.0,
     "subjects": [paces(name) for name in NAMES],
@@ -86,6 +81,6 @@ TASKS = {
 }  # fmt: skip
 STORED = {
     "language": LANGUAGE, "recall": RECALL, "needle": NEEDLE, "generation": GENERATION,
-    "approximation": APPROXIMATION, "speed": SPEED, "tasks": TASKS,
+    "speed": SPEED, "tasks": TASKS,
 }  # fmt: skip
 TYPED = {name: read_part(name, plain) for name, plain in STORED.items()}

@@ -10,8 +10,10 @@ from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
 from linearizer.student.attention_interface import attending
 from linearizer.student.feature_maps import FEATURE_MAPS
+from linearizer.student.layer_student import LayerStudent
+from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.train.distill import distill
-from linearizer.train.settings import END_TO_END, LAYERWISE, TrainingSettings
+from linearizer.train.settings import END_TO_END, LAYERWISE, RATES, TrainingSettings
 from linearizer.train.trainer import MAX_HIGH_STEPS
 from tests.support.models import WHOLE, teacher_of, tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
@@ -30,12 +32,21 @@ def test_training_lowers_the_loss_of_every_feature_map(loss, feature_map):
 
 def test_only_the_features_change():
     student = a_student(heads=[Head(window=4, features=16), WHOLE])
+    student.get_output_embeddings().requires_grad_(True)  # its owner trains it, too
     before, flags = weights(student), [p.requires_grad for p in student.parameters()]
     finish(distill(student, TEXT, FEW))
     changed = {name for name, tensor in weights(student).items() if not torch.equal(tensor, before[name])}
     assert changed and all(".feature_map." in name for name in changed)
     assert [p.requires_grad for p in student.parameters()] == flags
     assert not student.training and all(p.grad is None for p in student.parameters())
+
+
+def test_every_rate_is_of_a_parameter_and_every_parameter_has_a_rate():
+    held = [Head(window=4, features=8, memory=rule).held for rule in UPDATE_RULES]
+    layers = [LayerStudent([[4, 8]], 1, 16, feature_map, 16) for feature_map in FEATURE_MAPS]
+    layers += [LayerStudent([head], 1, 16, "prf", 16) for head in held]
+    names = {name.rpartition(".")[2] for layer in layers for name, _ in layer.named_parameters()}
+    assert RATES.keys() == names | {"lora"}
 
 
 def test_a_student_without_features_has_nothing_to_learn():

@@ -58,9 +58,11 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
         inputs = [x.requires_grad_(gradients) for x in (text.q, text.k, text.v)]
         state = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
         attend = attend_chunks_by_kernel if by_kernels else attend_chunks
-        arguments = text.features, TRIAL_WINDOW, None, state
-        pieces = (text.piece(start, stop) for start, stop in ((0, TRIAL_ENDS[0]), TRIAL_ENDS))
-        parts = [attend_text_with_features(*piece, *arguments, attend=attend).to(dtype) for piece in pieces]
+        parts = []
+        for start, stop in ((0, TRIAL_ENDS[0]), TRIAL_ENDS):
+            q, k, v = text.piece(start, stop)
+            out = attend_text_with_features(q, k, v, text.features, TRIAL_WINDOW, None, state, attend=attend)
+            parts.append(out.to(dtype))
         results = [torch.cat(parts, -2), state.level, state.mean]
         if gradients:
             results += torch.autograd.grad(sum(x.square().sum() for x in results), inputs)  # type: ignore[arg-type]
