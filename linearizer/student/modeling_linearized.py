@@ -135,8 +135,9 @@ class LinearizedConfig(PreTrainedConfig):
         heads = [head for layer in self.layers if layer is not None for head in layer["heads"]]
         others = any(isinstance(head, str) or head[1] for head in heads)
         entry = CODE_OF_OTHER_HEADS[0] if others else CODE[0]
-        model = f"{entry}.LinearizedForCausalLM"
-        self.auto_map = {"AutoConfig": f"{CODE[0]}.LinearizedConfig", "AutoModelForCausalLM": model}
+        classes = {"AutoConfig": "LinearizedConfig", "AutoModelForCausalLM": "LinearizedForCausalLM"}
+        self.auto_map = {auto: f"{entry}.{name}" for auto, name in classes.items()}
+        self._auto_class = None  # else transformers would name the classes, and copy less
         os.makedirs(save_directory, exist_ok=True)
         for name in (*CODE, *CODE_OF_OTHER_HEADS) if others else CODE:
             shutil.copyfile(Path(__file__).with_name(f"{name}.py"), Path(save_directory, f"{name}.py"))

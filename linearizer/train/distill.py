@@ -137,11 +137,11 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
     """Make only the feature maps trainable while the context lasts; merge adapters if no error occurred."""
     flags = [(p, p.requires_grad) for p in student.parameters()]
     maps = [group.feature_map for layer in student.students() for group in featured(layer)]
-    learnable = [p for feature_map in maps for p in feature_map.parameters() if p.requires_grad]  # type: ignore[union-attr]
+    learnable = [p for feature_map in maps for p in feature_map.parameters() if p.requires_grad]
     modes = [(module, module.training) for module in student.modules()]
     student.eval().requires_grad_(False)
     for feature_map in maps:
-        feature_map.train()  # type: ignore[union-attr]
+        feature_map.train()
     if settings.lora:
         add_adapters(student.base, settings.lora, settings.seed)
     for p in learnable:

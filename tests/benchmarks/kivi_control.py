@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from linearizer.evaluate.subjects import Subject
 from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import Head, Layer, token_bytes
+from linearizer.student.layer_student import rotate
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.rounding import rotate
 
 RIVAL_BITS = (2, 3, 4)
 RECENT = 16  # tokens

@@ -60,9 +60,9 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
         attend = attend_chunks_by_kernel if by_kernels else attend_chunks
         parts = []
         for start, stop in ((0, TRIAL_ENDS[0]), TRIAL_ENDS):
-            q, k, v = text.piece(start, stop)
-            out = attend_text_with_features(q, k, v, text.features, TRIAL_WINDOW, None, state, attend=attend)
-            parts.append(out.to(dtype))
+            part_q, part_k, part_v = text.piece(start, stop)
+            arguments = text.features, TRIAL_WINDOW, None, state
+            parts.append(attend_text_with_features(part_q, part_k, part_v, *arguments, attend=attend).to(dtype))
         results = [torch.cat(parts, -2), state.level, state.mean]
         if gradients:
             results += torch.autograd.grad(sum(x.square().sum() for x in results), inputs)  # type: ignore[arg-type]
