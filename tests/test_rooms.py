@@ -14,7 +14,7 @@ ROOT = Path("linearizer")
 ORDER = """cli page serve workers pipeline checks publish encoders report evaluate train method teacher kernels student
 hub run plan""".split()  # importing to the right
 TABLES = ("linearizer.student.update_rules.",)  # which checkpoints carry and plans read
-GROUND = {"errors", "progress", "amounts"}
+GROUND = {"__version__", "errors", "progress", "amounts"}
 HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "safetensors"}
 PURE = [
     "plan",

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from linearizer import __version__
 from linearizer.amounts import size
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.hub.models import fetch, find_model
@@ -67,6 +68,7 @@ def put_student_into(
         sinks=allocation.sinks,
         feature_map=feature_map,
         teacher=origin or {},
+        made_by=f"linearizer {__version__}",
     )
     return LinearizedForCausalLM.from_teacher(teacher, config, seed)
 
@@ -86,7 +88,7 @@ def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[
     """Make the config of each layer; None for a native layer, which does not change."""
     check_allocation(allocation, layers)
     return [
-        {"heads": [head.held for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
+        {"heads": [head.to_config() for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
         if layer.native_window is None
         else None
         for heads, layer in zip(allocation.heads, layers, strict=True)

@@ -65,7 +65,7 @@ def make_layer_student(
     feature_map: str = UNTRAINED,
 ) -> LayerStudent:
     """Make the student of the layer with this number, in which each KV head holds its option."""
-    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, feature_map, layer.value_dim)
+    student = LayerStudent([head.to_config() for head in heads], sinks, layer.key_dim, feature_map, layer.value_dim)
     begin(student, index)
     return student.to(device).eval()
 

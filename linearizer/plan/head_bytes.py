@@ -61,14 +61,10 @@ class Head:
         near = [f"{self.window}" if far else f"{self.window} tokens"] if self.window else []
         return (" + ".join(near + far) or "nothing") + bits
 
-    @property
-    def held(self) -> list[int | str] | str:
-        """The entry of this head in a student's config."""
-        if self.softmax:
-            return "softmax" if self.bits == 16 else f"softmax {self.bits}"
-        if self.bits != 16 or self.memory:
-            return [self.window, self.features, self.slots, self.block, self.bits, *[self.memory] * bool(self.memory)]
-        return [self.window, self.features, *([self.slots, self.block] if self.slots else [])]
+    def to_config(self) -> dict[str, int | str]:
+        """Return the entry of this head in a student's config."""
+        named = {**vars(self), "block": self.block if self.slots else 0}
+        return {name: x for name, x in named.items() if x and (name, x) != ("bits", 16)}
 
 
 def token_bytes(layer: Layer, bits: int = 16) -> int:

@@ -201,4 +201,4 @@ def has_fixed_states(model: PreTrainedModel) -> bool:
     if not isinstance(model, LinearizedForCausalLM):
         return False
     layers = [None if layer is None else layer["heads"] for layer in model.config.layers]
-    return all(heads is not None and not any(isinstance(head, str) for head in heads) for heads in layers)
+    return all(heads is not None and not any("softmax" in head for head in heads) for heads in layers)

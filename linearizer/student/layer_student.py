@@ -18,7 +18,6 @@ from torch import nn
 from .attention_of_student import GAIN, HeadKind, HeadState, Merging, read, working_dtype
 
 Tensor = torch.Tensor
-SOFTMAX = "softmax"
 DOOR, VERSION = "linearizer.kernels.door", 1  # of kernels that fit this code
 SLOW = (
     "PyTorch reads with this linearized model, which takes several times as long as with the kernels of the package "
@@ -181,35 +180,47 @@ class HeadGroup(nn.Module):
         return read(self.kind, self.merging(scale), self.sinks, state, q.to(working_dtype(q)) * scale, k, v, real)
 
 
-class LayerStudent(nn.Module):
-    """Attention of one layer; `head_kinds` describes the state of every KV head.
+def named_head(head: dict | list | str) -> dict:
+    """Return what a head keeps, by name; format 1 of checkpoints has lists, or "softmax" and its bits."""
+    if isinstance(head, str):
+        head = {"softmax": True, "bits": int(head.removeprefix("softmax") or 16)}
+    if not isinstance(head, dict):
+        head = dict(zip(("window", "features", "slots", "block", "bits", "memory"), head, strict=False))
+    return {name: x for name, x in head.items() if x and (name, x) != ("bits", 16)}
 
-    It is [window, features], [window, 0, slots, block] or "softmax"; with fewer than 16 bits a number, 8 for example,
-    [window, features, slots, block, 8] or "softmax 8"; with rows of a memory in place of features, its name last.
+
+def holds_more(head: dict) -> bool:
+    """Whether a head holds something else than a window and slots."""
+    return bool(head.keys() - {"window", "slots", "block", "bits"})
+
+
+class LayerStudent(nn.Module):
+    """Attention of one layer; `heads` says of each KV head what it keeps, by name:
+
+    window, slots, block and bits as in HeadKind; features, and memory, the name of a rule; softmax: all tokens.
     """
 
     reader: str | None = None  # "pytorch", "c" or "triton"; None: the fastest that passes its trial
 
-    def __init__(self, head_kinds: list, sinks: int, key_dim: int, feature_map: str, value_dim: int = 0) -> None:
+    def __init__(self, heads: list, sinks: int, key_dim: int, feature_map: str, value_dim: int = 0) -> None:
         super().__init__()
-        kinds: dict[tuple[Any, ...] | str, list[int]] = {}
-        for head, kind in enumerate(head_kinds):
-            kinds.setdefault(kind if isinstance(kind, str) else tuple(kind), []).append(head)
-        for kind, heads in kinds.items():
-            if not isinstance(kind, str) and not any(kind[:3]) and not sinks:
-                raise ValueError(f"KV heads {heads} hold nothing: set a window, features, sinks or softmax")
+        kinds: dict[tuple, list[int]] = {}
+        for place, head in enumerate(map(named_head, heads)):
+            kinds.setdefault(tuple(sorted(head.items())), []).append(place)
 
-        def group(kind: tuple[Any, ...] | str, heads: list[int]) -> nn.Module:
-            if isinstance(kind, str) or kind[1]:
-                make = importlib.import_module(".other_heads", __package__).make_group
-                return make(kind, heads, sinks, key_dim, value_dim, feature_map)
-            return HeadGroup(heads, HeadKind(kind[0], *kind[2:5]), sinks, key_dim, value_dim)
+        def group(head: dict, places: list[int]) -> nn.Module:
+            if not head.keys() - {"block", "bits"} and not sinks:
+                raise ValueError(f"KV heads {places} hold nothing: set a window, features, sinks or softmax")
+            if holds_more(head):
+                other_heads = importlib.import_module(".other_heads", __package__)
+                return other_heads.make_group(head, places, sinks, key_dim, value_dim, feature_map)
+            return HeadGroup(places, HeadKind(**{"window": 0, **head}), sinks, key_dim, value_dim)
 
         value_dim = value_dim or key_dim
-        self.kv_heads, self.sinks = len(head_kinds), sinks
-        self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
+        self.kv_heads, self.sinks = len(heads), sinks
+        self.groups = nn.ModuleList(group(dict(kind), places) for kind, places in kinds.items())
         has_basis = any(each.has_basis for each in self.head_groups())
-        self.turns = StoredBasis(len(head_kinds), key_dim, value_dim) if has_basis else None
+        self.turns = StoredBasis(len(heads), key_dim, value_dim) if has_basis else None
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""

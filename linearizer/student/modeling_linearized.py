@@ -48,7 +48,7 @@ from .attention_interface import (
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
-from .layer_student import LayerStudent, find_kernels, generator_at
+from .layer_student import LayerStudent, find_kernels, generator_at, holds_more, named_head
 from .saved_state import read_state
 
 NOT_BATCHED = (
@@ -65,7 +65,17 @@ CODE_OF_OTHER_HEADS = (
     *("matrix_rule", "update_rules"),
 )
 logger = logging.get_logger(__name__)
-OWN = {"base", "layers", "sinks", "feature_map", "teacher", "auto_map"}  # of a config; all else is its teacher's
+FORMAT = 2  # of heads in a config
+OWN = {
+    "base",
+    "layers",
+    "sinks",
+    "feature_map",
+    "teacher",
+    "format",
+    "made_by",
+    "auto_map",
+}  # all else is the teacher's
 SIZES = (  # of its teacher, which tools look for in config.json
     "vocab_size",
     "hidden_size",
@@ -86,7 +96,8 @@ TRAITS = (  # of the base, which transformers reads from a model
 
 
 class LinearizedConfig(PreTrainedConfig):
-    """base: the teacher's config; layers: for each layer the kinds of its KV heads, or null if it is unchanged.
+    """base: the teacher's config; layers: for each layer what its KV heads keep (LayerStudent), or null if it is
+    unchanged; format: of these entries, of which older ones are read, too; made_by: the version that wrote them.
 
     All attributes of the teacher's config are read from it and written to it: vocab_size, logit_scale, use_cache, …
     """
@@ -100,13 +111,18 @@ class LinearizedConfig(PreTrainedConfig):
         sinks: int = 0,
         feature_map: str = "prf",
         teacher: dict | None = None,
+        format: int = 1,
+        made_by: str | None = None,
         **kwargs: object,
     ) -> None:
+        if format > FORMAT:
+            raise ValueError(f"this model has format {format}, and this code reads {FORMAT}: load it with newer code")
         if isinstance(base, dict):
             base = AutoConfig.for_model(**base) if base else None
         of_base = {name: kwargs.pop(name) for name in [*kwargs] if belongs_to(base, name)}
         super().__init__(**{"dtype": getattr(base, "dtype", None), **kwargs})
-        self.layers, self.sinks, self.feature_map = layers or [], sinks, feature_map
+        self.format, self.made_by, self.sinks, self.feature_map = FORMAT, made_by, sinks, feature_map
+        self.layers = [layer and {**layer, "heads": [*map(named_head, layer["heads"])]} for layer in layers or []]
         self.teacher = teacher or {}  # name and revision
         self.base = base
         for name, value in of_base.items():
@@ -132,8 +148,7 @@ class LinearizedConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: object, **kwargs: object) -> None:
         """Write the config, and the code that a model with these heads needs."""
-        heads = [head for layer in self.layers if layer is not None for head in layer["heads"]]
-        others = any(isinstance(head, str) or head[1] for head in heads)
+        others = any(holds_more(head) for layer in self.layers if layer is not None for head in layer["heads"])
         entry = CODE_OF_OTHER_HEADS[0] if others else CODE[0]
         classes = {"AutoConfig": "LinearizedConfig", "AutoModelForCausalLM": "LinearizedForCausalLM"}
         self.auto_map = {auto: f"{entry}.{name}" for auto, name in classes.items()}

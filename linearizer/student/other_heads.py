@@ -17,7 +17,7 @@ from .attention_of_student import SINK_TYPE, as_sink, pack, round_vectors, tenso
 from .columns import ExactState, SoftmaxState, least_count
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap, linear_attention
-from .layer_student import SOFTMAX, find_kernels, has_stored_basis
+from .layer_student import find_kernels, has_stored_basis
 from .matrix_rule import MatrixRule, ScaledRule
 from .update_rules import UPDATE_RULES
 
@@ -26,14 +26,13 @@ PACKED = ("window_k", "window_v", "k", "v")
 SINKS = ("sink_k", "sink_v")
 
 
-def make_group(
-    kind: tuple | str, heads: list[int], sinks: int, key_dim: int, value_dim: int, feature_map: str
-) -> OtherGroup:
-    """Make the group of KV heads of this kind, as a config describes it."""
-    if isinstance(kind, str):
-        return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16), sinks, key_dim, value_dim)
-    bits, memory = kind[4] if len(kind) > 4 else 16, kind[5] if len(kind) > 5 else feature_map
-    return FeatureGroup(heads, kind[0], kind[1], sinks, key_dim, memory, bits, value_dim)
+def make_group(head: dict, heads: list[int], sinks: int, key_dim: int, value_dim: int, feature_map: str) -> OtherGroup:
+    """Make the group of KV heads that keep this, as a config describes it."""
+    bits = head.get("bits", 16)
+    if head.get("softmax"):
+        return SoftmaxGroup(heads, bits, sinks, key_dim, value_dim)
+    memory = head.get("memory", feature_map)
+    return FeatureGroup(heads, head.get("window", 0), head["features"], sinks, key_dim, memory, bits, value_dim)
 
 
 class OtherGroup(nn.Module):
@@ -76,6 +75,8 @@ class FeatureGroup(OtherGroup):
         super().__init__(heads, window, sinks, bits, False)  # features need keys as they are
         self.features = features
         self.feature_map: FeatureMap | MatrixRule
+        if feature_map not in (maps := [*FEATURE_MAPS, *UPDATE_RULES]):
+            raise ValueError(f"feature_map={feature_map!r} is not one of {', '.join(maps)}")
         if rule := UPDATE_RULES.get(feature_map):
             self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, rule)
         else:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from .attention_of_student import tensors
 
-FORMAT = "linearized state 2"  # of a layer in memory, too: each copy of this code accepts another's
-WITH_TURNS = "linearized state 3"
+FORMAT = "linearized state 4"  # of a layer in memory, too: each copy of this code accepts another's
+WITH_TURNS = "linearized state 5"
 WEIGHTS = "weights"  # the tensor of a file that is not part of the state
 SAMPLED = 16  # numbers of each weight that tell a model from others
 ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ between two dtypes such as bf16 and fp16

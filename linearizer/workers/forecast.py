@@ -89,7 +89,7 @@ def measure_speeds(device: str) -> Speeds:
 def students_speed(device: str, heads: int = 4, tokens: int = 256) -> float:
     """Measure how many tokens KV heads of a student read in a second."""
     generator = torch.Generator().manual_seed(0)
-    student = LayerStudent([Head(window=16, slots=48).held] * heads, 0, SIZE, "prf").to(device)
+    student = LayerStudent([Head(window=16, slots=48).to_config()] * heads, 0, SIZE, "prf").to(device)
     student.reset(generator)
     text = torch.randn(1, heads, tokens, SIZE, generator=generator).to(device)
     read = seconds_of(lambda: float(student(text, text, text, SIZE**-0.5, None, None)[0, 0, 0, 0]), 3)

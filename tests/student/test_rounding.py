@@ -144,7 +144,7 @@ def test_a_metric_sees_of_turned_keys_what_it_saw():
 @torch.no_grad()
 def test_sinks_are_not_rounded_wherever_they_are_read(held, bits):
     """Keys and values that only the first tokens have larger than others: what rounds them moves every token."""
-    student, sinks = LayerStudent([replace(held, bits=bits).held], 2, 16, "prf", 16), 2
+    student, sinks = LayerStudent([replace(held, bits=bits).to_config()], 2, 16, "prf", 16), 2
     student.reset(torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 1, 12, 16, generator=generator) for _ in range(3))

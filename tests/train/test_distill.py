@@ -42,7 +42,7 @@ def test_only_the_features_change():
 
 
 def test_every_rate_is_of_a_parameter_and_every_parameter_has_a_rate():
-    held = [Head(window=4, features=8, memory=rule).held for rule in UPDATE_RULES]
+    held = [Head(window=4, features=8, memory=rule).to_config() for rule in UPDATE_RULES]
     layers = [LayerStudent([[4, 8]], 1, 16, feature_map, 16) for feature_map in FEATURE_MAPS]
     layers += [LayerStudent([head], 1, 16, "prf", 16) for head in held]
     names = {name.rpartition(".")[2] for layer in layers for name, _ in layer.named_parameters()}
