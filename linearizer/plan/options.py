@@ -29,6 +29,7 @@ class FieldLimits:
     most: float | None = None
     choices: tuple[Any, ...] = ()
     former: tuple[Any, ...] = ()  # choices of stored products, which are not offered
+    hidden: bool = False  # accepted, but not shown by `--help`: recipes decide it
     group: str = ""  # the title under which `--help` shows the option; none: it is not an option of a command
     error: type[RequestError] = RequestError  # raised for a value out of bounds
 

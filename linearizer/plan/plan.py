@@ -84,6 +84,7 @@ class Plan(JsonProduct):
         BY_RECIPE,
         choices=tuple(STRATEGIES),
         former=tuple(FORMER_STRATEGIES),
+        hidden=True,
         error=BudgetError,
     )
     window: int | None = allocating(
@@ -111,6 +112,7 @@ class Plan(JsonProduct):
         "the map from queries and keys to features, or a memory that is written by a rule",
         BY_RECIPE,
         choices=(*FEATURE_MAPS, *UPDATE_RULES),
+        hidden=True,
     )
     text: str = measuring(
         "builtin", "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]"
@@ -138,6 +140,7 @@ class Plan(JsonProduct):
         f"{BY_RECIPE}; logits where heads hold no features",
         choices=LOSSES,
         former=FORMER_LOSSES,
+        hidden=True,
     )
     lora: int | None = training(
         None,
