@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,7 @@ from linearizer.method.decide import check_dials
 from linearizer.method.measure_run import fit_to_text, min_texts, needed_tokens
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.inspection import Inspection
-from linearizer.plan.plan import FITTED, Plan
+from linearizer.plan.plan import FORMER_LOSSES, Plan
 from linearizer.run.disk import run_bytes
 from linearizer.run.files import check_free_disk
 from linearizer.run.names import absolute_path, absolute_source
@@ -66,42 +66,47 @@ def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Colle
     return plan
 
 
-def check_plan(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
-    """Refuse a plan that cannot be carried out; `is_chain` takes a while."""
+def check_plan(plan: Plan, inspection: Inspection) -> None:
+    """Refuse a plan that cannot be carried out."""
+    check_method(plan)
     check_dials(plan, inspection.layers)
     check_source(plan.text)
     settings = training_settings(plan)
     if plan.trains:
         check_peft(max(phase.lora for phase in settings))
     check_packed(plan, inspection)
-    check_chain(plan, inspection, is_chain)
+
+
+def check_method(plan: Plan) -> None:
+    """Refuse a method of a former version, and training with nothing to train."""
+    former = plan.strategy_spec.decided_by == "former"
+    if former or plan.loss in FORMER_LOSSES:
+        name = f"strategy {plan.strategy}" if former else f"loss {plan.loss}"
+        raise RequestError(
+            f"the {name} measured worse than others and is no longer offered: its runs can be used, and a new run asks "
+            "for another"
+        )
+    if plan.trains and not plan.may_hold_features and not plan.resolved_lora:
+        raise RequestError(
+            f"the strategy {plan.strategy} gives heads no features, so {plan.steps} steps without adapters train "
+            "nothing: leave --lora out, or ask for --steps 0"
+        )
 
 
 def check_packed(plan: Plan, inspection: Inspection) -> None:
     """Refuse to change weights that stay quantised."""
     if plan.changes_weights and inspection.packed:
-        change, remedy = ("adapters", "--lora 0") if plan.resolved_lora else ("fitted maps", "--steps 0")
         raise RequestError(
-            f"{inspection.name!r} is quantised ({inspection.quantised}), and {change} cannot be merged into such "
-            f"weights: ask for {remedy}, or name the model that it was quantised from"
-        )
-
-
-def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
-    """Refuse to fit the outputs of layers if a layer receives more than the output of the layer before it."""
-    if plan.trains and FITTED in plan.resolved_loss.split("+") and not is_chain():
-        raise RequestError(
-            f"the layers of {inspection.name!r} are not a chain, so their outputs cannot be fitted: ask for --loss "
-            "logits, or train nothing (--steps 0)"
+            f"{inspection.name!r} is quantised ({inspection.quantised}), and adapters cannot be merged into such "
+            f"weights: ask for --lora 0, or name the model that it was quantised from"
         )
 
 
 def check_spread(plan: Plan) -> None:
     """Refuse a method that needs all weights, or a second copy of them, on one device, if they take several."""
-    if plan.changes_weights or plan.strategy_spec.decided_by == "gates":
-        step = "lora" if plan.resolved_lora else "fitting them" if plan.changes_weights else "learning gates"
+    if plan.resolved_lora:
         raise RequestError(
-            f"the weights do not fit into the memory of one device and are spread over several, which {step} does not "
+            "the weights do not fit into the memory of one device and are spread over several, which lora does not "
             "serve: choose another recipe, or leave adapters (--lora 0) or training (--steps 0) out"
         )
 
@@ -109,8 +114,8 @@ def check_spread(plan: Plan) -> None:
 def check_streamed(plan: Plan) -> None:
     """Refuse a method that needs the gradients of a whole model, if its weights do not fit into memory."""
     end_to_end = [phase.loss for phase in training_settings(plan) if plan.trains and phase.loss not in LAYERWISE]
-    if end_to_end or plan.resolved_lora or plan.strategy_spec.decided_by == "gates":
-        method = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.resolved_lora else "learning gates"
+    if end_to_end or plan.resolved_lora:
+        method = f"the loss {end_to_end[0]!r}" if end_to_end else "lora"
         raise RequestError(
             f"the weights do not fit into memory and are read block by block, which {method} cannot be computed with: "
             f"train layer by layer ({', '.join(sorted(LAYERWISE))}), choose another recipe, or use a larger machine"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from linearizer.evaluate.subjects import Setup, assembled, environment
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
 from linearizer.method.allocate_run import Helpers, allocate, help_pricing
-from linearizer.method.blockwise_pass import is_chain
 from linearizer.method.choose import choose_student
 from linearizer.method.decide import decide
 from linearizer.method.head_prices import Share
@@ -79,7 +77,7 @@ def begin(
     config = load_config(source, token)
     inspection = inspect_model(source, config)
     inspection.require_support()
-    checks.check_plan(plan, inspection, partial(is_chain, config))
+    checks.check_plan(plan, inspection)
     check_limits(plan, inspection)
     model = source.pinned or plan.model
     dtype = checks.decide_dtype(plan, source, config) if here else plan.dtype
@@ -132,6 +130,7 @@ def linearize(run: Run, token: str | None = None, locked: bool = False, helpers:
 
 def make_student(run: Run, token: str | None, helpers: Helpers | None = None) -> Steps[None]:
     """Take all steps from the teacher to the checkpoint; do not repeat a step with a stored product."""
+    checks.check_method(run.plan)
     weights = run.inspection, run.plan.dtype, run.plan.device
     if streams(*weights) or spreads(*weights):  # more processes do not read a disk faster, or no device is free
         helpers = None

@@ -11,7 +11,7 @@ from typing import Any
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.plan.recipes import RECIPES, STRATEGIES, measured_quality
+from linearizer.plan.recipes import RECIPES, measured_quality
 from linearizer.run.results import Request
 from linearizer.student.update_rules import beginning
 
@@ -32,7 +32,6 @@ def add_plan_options(command: argparse.ArgumentParser, *titles: str) -> None:
         for option in options_of(Plan).values():
             if option.limits.group == title:
                 add_option((dial if option.name in ("budget", "features") else group).add_argument, option)
-    add_lines(command, "strategies", {name: strategy.about for name, strategy in STRATEGIES.items()})
 
 
 def add_run_options(command: argparse.ArgumentParser) -> None:
@@ -132,7 +131,7 @@ def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: in
 
 def add_option(add_argument: Add, option: Option) -> None:
     """Add one option as its field describes it."""
-    text = option.help.replace("%", "%%")
+    text = argparse.SUPPRESS if option.limits.hidden else option.help.replace("%", "%%")
     if option.value_kind is bool:
         add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:

@@ -1,19 +1,10 @@
-"""Allocates for a run, after measuring the prices of KV heads or learning gates.
-
-A gate says how much a KV head needs its whole cache instead of a window, as in DuoAttention: the head attends with
-α softmax + (1 - α) window. The α are trained so that the model's last hidden states stay the same and the mean α is
-small, on texts in which passages are repeated.
-"""
+"""Allocates for a run, after measuring the prices of KV heads."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.method.by_prices import MIN_KL
@@ -21,27 +12,21 @@ from linearizer.method.choose import kl_by_token
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
 from linearizer.method.head_prices import ALL, Part, Share, estimate_prices, options_to_price, with_repeats
 from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin, attending_with
+from linearizer.method.substitute import Begin
 from linearizer.plan.allocation import Allocation
-from linearizer.plan.head_bytes import Head, Layer
+from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import USUAL_LENGTH
-from linearizer.progress import Progress, Steps
+from linearizer.progress import Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
 from linearizer.run.measured import KlOfLayer, Prices
 from linearizer.run.stopping import interruptible, log_progress
-from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.load import Teacher, texts_of_run
 
-GATE_STEPS = 60
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
 MOST_REPEATED = 64  # tokens of a repeated passage: short ones repeat at many distances
 LAYERS = "state/priced"  # a file for each priced layer and group of texts, until all are priced
-GATE_RATE = 0.02
-GATE_SPARSITY = 0.05  # weight of the mean α in the loss
-GATE_BATCH = 2  # texts
-Tensor = torch.Tensor
 Product = TypeVar("Product")
 
 
@@ -60,11 +45,6 @@ def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers | N
     """Decide what every head holds, after taking the measurements that the plan's strategy needs."""
     if run.plan.strategy_spec.decided_by == "prices" and run.prices is None:
         yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
-    if run.plan.strategy_spec.decided_by == "gates" and run.gates is None:
-        texts, plan = texts_to_price_on(run, teacher, token), run.plan
-        window = max(plan.budget or 0, 2 * plan.resolved_sinks) - plan.resolved_sinks
-        steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.resolved_sinks, GATE_STEPS)
-        run.write_product("gates.json", json.dumps({"gates": (yield from log_progress(run, steps))}))
     return decide(run, run.plan, teacher.inspection.layers)
 
 
@@ -151,49 +131,3 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best
-
-
-class Gated(nn.Module):
-    """Replaces a layer's student: mixes softmax and window attention by one gate for each KV head."""
-
-    def __init__(self, layer: Layer, window: int, sinks: int) -> None:
-        super().__init__()
-        self.softmax = LayerStudent(["softmax"] * layer.kv_heads, sinks, layer.key_dim, "prf")
-        self.window = LayerStudent([[window, 0]] * layer.kv_heads, sinks, layer.key_dim, "prf")
-        self.alpha = nn.Parameter(torch.ones(layer.kv_heads))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, memory: None) -> Tensor:
-        softmax, window = (student(q, k, v, scale, real, None) for student in (self.softmax, self.window))
-        alpha = self.alpha.to(softmax.dtype).repeat_interleave(q.shape[1] // len(self.alpha))[:, None, None]
-        return window + alpha * (softmax - window)
-
-
-def learn_gates(
-    teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], window: int, sinks: int, steps: int
-) -> Steps[tuple[tuple[float, ...], ...]]:
-    """Train one gate per KV head on texts (texts, tokens), none in native layers; return them as [layer][KV head]."""
-    device = next(teacher.parameters()).device
-    gates = {
-        index: Gated(layer, window, sinks).to(device)
-        for index, layer in enumerate(layers)
-        if layer.native_window is None
-    }
-    alphas: list[Tensor] = [gate.alpha for gate in gates.values()]
-    optimizer = torch.optim.Adam(alphas, lr=GATE_RATE)
-    for step in range(steps):
-        rows = torch.arange(step * GATE_BATCH, (step + 1) * GATE_BATCH) % len(texts)
-        ids = texts[rows].to(device)
-        with torch.no_grad():
-            expected = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
-        with attending_with(teacher, gates):
-            hidden = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
-        error = (hidden - expected).square().sum() / expected.square().sum()
-        loss = error + GATE_SPARSITY * torch.cat(alphas).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            for alpha in alphas:
-                alpha.clamp_(0, 1)
-        yield Progress(EventName.GATES, step + 1, steps, "steps", {"error": error.item()})
-    return tuple(tuple(gates[index].alpha.tolist()) if index in gates else () for index in range(len(layers)))

@@ -28,10 +28,9 @@ from linearizer.student.attention_interface import attention_modules
 from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.logits import PROBE_TOKENS
 from linearizer.teacher.streaming import is_streamed, offload_hooks
-from linearizer.teacher.support import WATCHED_TOKENS, build_blueprint, run_blueprint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    pass
 
 Tensor = torch.Tensor
 Call = tuple[tuple, dict]  # the arguments of a block
@@ -114,12 +113,6 @@ def chain_of(model: nn.Module, texts: Tensor) -> Chain | None:
     if is_streamed(model):
         CHAINS[model] = chain
     return chain
-
-
-def is_chain(config: PreTrainedConfig) -> bool:
-    """Whether the blocks of a model are a chain, by its config alone."""
-    model, tokens = build_blueprint(config), torch.zeros(1, WATCHED_TOKENS, dtype=torch.long)
-    return run_blueprint(lambda: chain_of(model, tokens)) is not None
 
 
 def run_blocks(model: nn.Module, ids: Tensor) -> None:

@@ -140,17 +140,15 @@ def offers_for_head(
         sizes.append((Head(softmax=True), 0.0))
     for head, kl in sizes:
         for bits, rounding_kl in rounding.items():
-            if bits == prices.options[0].bits or not head.features:
-                option = replace(head, bits=bits)
-                yield Offer(option, head_bytes(option, layer, prices.sinks, length), max(kl, 0.0) + rounding_kl)
+            option = replace(head, bits=bits)
+            yield Offer(option, head_bytes(option, layer, prices.sinks, length), max(kl, 0.0) + rounding_kl)
 
 
 def series_of(head: Head) -> str:
     """Name the series of options that differ only in size, so that sizes between two of them make sense."""
-    if not head.slots and not head.features:
+    if not head.slots:
         return "windows"
-    kind, size = ("slots", head.slots) if head.slots else ("features", head.features)
-    return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
+    return "even" if head.window == head.slots else f"slots beside {head.window}"
 
 
 def with_sizes_between(priced: Sequence[tuple[Head, float]], text_tokens: int) -> Iterator[tuple[Head, float]]:
@@ -173,8 +171,8 @@ def with_sizes_between(priced: Sequence[tuple[Head, float]], text_tokens: int) -
 
 
 def tokens_of(head: Head) -> int:
-    """Count what a head holds beside its sinks: tokens, slots and features."""
-    return head.window + head.slots + head.features
+    """Count what a head holds beside its sinks: tokens and slots."""
+    return head.window + head.slots
 
 
 def interpolate(low: tuple[Head, float], high: tuple[Head, float]) -> Iterator[tuple[Head, float]]:
@@ -183,7 +181,7 @@ def interpolate(low: tuple[Head, float], high: tuple[Head, float]) -> Iterator[t
     for share in (part / PARTS for part in range(1, PARTS)):
         size = {
             name: round(getattr(low[0], name) ** (1 - share) * getattr(high[0], name) ** share)
-            for name in ("window", "slots", "features")
+            for name in ("window", "slots")
         }
         yield replace(low[0], **size), math.exp(logs[0] + share * (logs[1] - logs[0]))
 

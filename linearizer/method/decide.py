@@ -13,18 +13,14 @@ from linearizer.plan.head_bytes import (
     SINKS,
     Head,
     Layer,
-    cache_bytes,
-    feature_bytes,
     head_bytes,
     slot_bytes,
     token_bytes,
 )
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
-from linearizer.run.measured import SMALLEST, Prices
+from linearizer.run.measured import Prices
 from linearizer.student.update_rules import UPDATE_RULES
-
-Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 
 
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
@@ -54,11 +50,8 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
         return allocate_by_prices(offers_of(run, plan, layers), plan.strategy)
     if plan.strategy_spec.decided_by == "budget":
         return allocate_alike(layers, plan, plan.resolved_sinks)
-    if plan.strategy_spec.decided_by == "gates":
-        if (gates := run.gates) is None:
-            raise missing_measurement(run, plan, "gates")
-        length = plan.target_tokens(run.positions)
-        return allocate_by_gates(gates, layers, plan.budget or 0, plan.resolved_sinks, length)
+    if plan.strategy_spec.decided_by == "former":
+        raise RequestError(f"the strategy {plan.strategy} is no longer offered: start a new run with another")
     if (profile := run.profile) is None:
         raise missing_measurement(run, plan, "profile")
     return allocate_by_freedoms(
@@ -78,18 +71,16 @@ def decidable(run: Run) -> bool:
 
 
 def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
-    """Let all heads hold the same within the budget: a window, and as many slots or features if the plan has them."""
-    far_field = plan.strategy_spec.far_field
+    """Let all heads hold the same within the budget: a window, and as many slots if the strategy has them."""
     if plan.memory:
         return Allocation(plan.strategy, sinks, tuple(allocate_memory(layer, plan, sinks) for layer in layers))
 
     def row(layer: Layer) -> tuple[Head, ...]:
         token = token_bytes(layer, plan.resolved_bits)
         room = ((plan.budget or 0) - sinks) * token_bytes(layer)
-        unit = {"": 0, "slots": slot_bytes(layer, plan.resolved_bits), "features": feature_bytes(layer)}[far_field]
-        count = room // (token + unit) if unit else 0
-        slots, features = (count if far_field == kind else 0 for kind in ("slots", "features"))
-        head = Head((room - count * unit) // token, features, slots=slots, bits=plan.resolved_bits)
+        slot = slot_bytes(layer, plan.resolved_bits)
+        slots = room // (token + slot) if plan.strategy_spec.far_field else 0
+        head = Head((room - slots * slot) // token, slots=slots, bits=plan.resolved_bits)
         return (head,) * heads_replaced(layer)
 
     return Allocation("window", sinks, tuple(map(row, layers)))
@@ -140,12 +131,12 @@ def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...], windows_alone: bo
     if (prices := run.prices) is None:
         raise missing_measurement(run, plan, "prices")
     check_prices(prices, plan)
-    far_field = "" if windows_alone else plan.strategy_spec.far_field
+    has_slots = bool(plan.strategy_spec.far_field) and not windows_alone
 
     def is_allowed(option: Head) -> bool:
         if option.softmax:  # what fewer bits cost
             return option.bits in plan.fewer_bits
-        return (not option.slots or far_field == "slots") and (not option.features or far_field == "features")
+        return not option.features and (has_slots or not option.slots)
 
     length = plan.target_tokens(run.positions)
     return OffersOfHeads.of(prices.of_options(is_allowed), layers, plan.budget or 0, length, plan.may_grow)
@@ -158,10 +149,9 @@ def check_prices(prices: Prices, plan: Plan) -> None:
         raise RequestError(f"the prices were measured with {bits} bits a number, not {plan.bits}: start a new run")
     if plan.sinks not in (None, prices.sinks):
         raise RequestError(f"the prices were measured with sinks {prices.sinks}, not {plan.sinks}: start a new run")
-    far_field = plan.strategy_spec.far_field
-    if far_field and not any(getattr(option, far_field) for option in prices.options):
+    if plan.strategy_spec.far_field and not any(option.slots for option in prices.options):
         raise RequestError(
-            f"the prices were measured without {far_field}, which the strategy {plan.strategy} needs: start a new run "
+            f"the prices were measured without slots, which the strategy {plan.strategy} needs: start a new run "
             f"with --strategy {plan.strategy}"
         )
 
@@ -174,21 +164,3 @@ def missing_measurement(run: Run, plan: Plan, product: str) -> RequestError:
         f"{str(run.folder)!r} has no {product}, by which the strategy {plan.strategy} decides, and resuming it "
         f"measures none: start a new run with --strategy {plan.strategy}"
     )
-
-
-def allocate_by_gates(gates: Gates, layers: Sequence[Layer], budget: int, sinks: int, length: int) -> Allocation:
-    """Leave softmax as many heads as the budget has room for at a length, and give the others one window size."""
-    tokens = {(index, head): token_bytes(layers[index]) for index, row in enumerate(gates) for head in range(len(row))}
-    order = sorted(tokens, key=lambda place: -gates[place[0]][place[1]])
-
-    def tokens_of_others(count: int) -> int:
-        """Compute the tokens that each other head can hold beside the first softmax heads."""
-        full, windows = (sum(map(tokens.__getitem__, places)) for places in (order[:count], order[count:]))
-        return (cache_bytes(layers, budget) - length * full) // windows if windows else 0
-
-    least_tokens = sinks + max(SMALLEST, budget // 4)  # a window is worth more than another softmax head
-    count = next((n for n in range(len(order)) if tokens_of_others(n + 1) < least_tokens), len(order))
-    window = Head(window=tokens_of_others(count) - sinks)
-    heads = {place: Head(softmax=True) if rank < count else window for rank, place in enumerate(order)}
-    rows = (tuple(heads[index, head] for head in range(len(row))) for index, row in enumerate(gates))
-    return Allocation("duo", sinks, tuple(rows))

@@ -2,7 +2,7 @@
 
 The kl is a mean over the places of a text, in which each doubling of the text counts equally.
 
-An option is what a head may hold: a window, alone or with slots or features (not trained here), or its whole cache.
+An option is what a head may hold: a window, alone or with slots, or its whole cache.
 All other heads stay as in the teacher, so prices add up as far as heads do not compensate for each other.
 choose.py measures whether they do.
 
@@ -56,11 +56,11 @@ ALL = Share()
 
 
 def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = ()) -> tuple[Head, ...]:
-    """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
+    """List windows that double in size, alone and with slots, as far as texts of `length` tell them apart.
 
     The largest are three quarters of a text: the few heads that recall need that much. With slots a head may also hold
     a whole text, token by token: in few bits that takes no more than slots that merge the last quarter in many bits.
-    `far` names what holds older tokens: "slots", "features", or "" for nothing.
+    `far` names what holds older tokens: "slots", or "" for nothing.
     With many slots the window is two blocks: a smaller one would merge its tokens more often.
     The kl of `fewer` bits is measured once for a head, with its whole cache, and added to the price of each option.
     """
@@ -70,17 +70,14 @@ def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Seq
     block = min(BLOCK, max(SMALLEST, length // 8))
     slim = [(block, count) for count in [*list_doublings(block, largest), largest]]
     even = [(count, count) for count in list_doublings(2 * block, length // 2)]
-    far_heads: list[Head] = []
-    if far == "slots" and block > SMALLEST:
+    if block > SMALLEST:
         wide = 2 * block
         few, many = ([pair for pair in slim if (pair[1] > MANY * block) == is_many] for is_many in (False, True))
         slim = [*few, *((wide, count) for _, count in [few[-1], *many])]
         slim += [(block // 2, count) for count in list_doublings(block // 4, 2 * block)]
         slim.append((wide, length - wide))
-    if far:
-        pairs = dict.fromkeys(slim + even)
-        far_heads = [Head(window=window, bits=bits, **{far: count}) for window, count in pairs]  # type: ignore[arg-type]
-    return tuple(windows + far_heads + whole_caches)
+    pairs = dict.fromkeys(slim + even) if far else {}
+    return tuple(windows + [Head(window, slots=slots, bits=bits) for window, slots in pairs] + whole_caches)
 
 
 def list_doublings(first: int, end: int) -> list[int]:

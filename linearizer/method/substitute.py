@@ -15,7 +15,6 @@ from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules, device_of
 from linearizer.student.layer_student import LayerStudent
 
-UNTRAINED = "codebook"  # the feature map that heads are priced with: as good as any before training
 Begin = Callable[[LayerStudent, int], None]  # initialises the student of a layer, which has this number
 
 
@@ -62,7 +61,7 @@ def make_layer_student(
     begin: Begin,
     index: int,
     device: torch.device,
-    feature_map: str = UNTRAINED,
+    feature_map: str = "prf",
 ) -> LayerStudent:
     """Make the student of the layer with this number, in which each KV head holds its option."""
     student = LayerStudent([head.to_config() for head in heads], sinks, layer.key_dim, feature_map, layer.value_dim)
@@ -71,7 +70,7 @@ def make_layer_student(
 
 
 def make_students(
-    model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, begin: Begin, feature_map: str = UNTRAINED
+    model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, begin: Begin, feature_map: str = "prf"
 ) -> dict[int, LayerStudent]:
     """Make the students of a model's layers by their numbers, as an allocation says what each KV head holds."""
     check_allocation(allocation, layers)

@@ -45,7 +45,6 @@ STEP_SENTENCES = {
     "profile": "measures the teacher",
     "try": "tries numbers of sinks",
     "price": "prices every head",
-    "gates": "learns gates",
     "check": "compares it with plain students",
     "distill": "trains the student",
     "evaluate": "judges the student",

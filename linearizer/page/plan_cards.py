@@ -15,7 +15,7 @@ from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize, size_r
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ALLOCATION, Plan
-from linearizer.plan.recipes import RECIPES
+from linearizer.plan.recipes import find_recipe
 from linearizer.report import plotly_charts
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.verdict import judge_run, predict_kl
@@ -82,7 +82,7 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
     else:
         max_bytes = head_bytes.cache_bytes(layers, plan.budget)
         features = 0.0 if plan.strategy_spec.spends_tokens else max(0, max_bytes - exact_bytes) / unit
-    grows = plan.may_grow and plan.strategy_spec.decided_by in ("prices", "gates")
+    grows = plan.may_grow and plan.strategy_spec.decided_by == "prices"
     target = plan.target_tokens(positions)
     rows = rows_by_length(
         positions,
@@ -126,12 +126,13 @@ def allocation_card(allocation: Allocation, layers: Sequence[Layer], positions: 
 
 def plan_card(plan: Plan) -> str:
     """Show the plan of a run, and the command that does the same elsewhere."""
+    recipe = find_recipe(plan.recipe)
     pairs = [
         ("model", plan.model),
         ("budget", plan.dial),
         ("state", "may grow" if plan.may_grow else "never grows"),
-        ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
-        *((("reference", RECIPES[plan.recipe].reference),) if RECIPES[plan.recipe].reference else ()),
+        ("recipe", f"{plan.recipe}: {recipe.label}"),
+        *((("reference", recipe.reference),) if recipe.reference else ()),
         ("text", f"{plan.resolved_texts} texts of {plan.resolved_length(None)} tokens, {plan.text}"),
         ("training", f"{plan.steps} steps" if plan.steps else "none"),
         ("seed", str(plan.seed)),

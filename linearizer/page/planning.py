@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +46,12 @@ class Examined:
     def positions(self) -> int:
         return self.inspection.max_positions or UNBOUNDED
 
-    @cached_property
-    def is_chain(self) -> bool:
-        from linearizer.method.blockwise_pass import is_chain
-
-        return is_chain(self.config)
-
     def plan(self, model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
         """Make a plan of a visitor's choices, and refuse it if a run would refuse it before it works."""
         from linearizer import checks
 
         plan = make_plan(model, budget, effort, options)
-        checks.check_plan(plan, self.inspection, lambda: self.is_chain)
+        checks.check_plan(plan, self.inspection)
         return plan
 
     def forecast(self, plan: Plan) -> RunForecast:

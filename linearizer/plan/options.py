@@ -28,6 +28,8 @@ class FieldLimits:
     above: float | None = None  # a lower bound that is not allowed itself
     most: float | None = None
     choices: tuple[Any, ...] = ()
+    former: tuple[Any, ...] = ()  # choices of stored products, which are not offered
+    hidden: bool = False  # accepted, but not shown by `--help`: recipes decide it
     group: str = ""  # the title under which `--help` shows the option; none: it is not an option of a command
     error: type[RequestError] = RequestError  # raised for a value out of bounds
 
@@ -84,7 +86,8 @@ class Option:
         bounds: dict[str, Any] = {"ge": self.limits.least, "gt": self.limits.above, "le": self.limits.most}
         if self.value_kind is int:
             bounds = {"ge": -LARGEST, "le": LARGEST} | {name: x for name, x in bounds.items() if x is not None}
-        kind: Any = Literal[self.limits.choices] if self.limits.choices else Annotated[self.value_kind, Field(**bounds)]
+        choices = (*self.limits.choices, *self.limits.former)
+        kind: Any = Literal[choices] if self.limits.choices else Annotated[self.value_kind, Field(**bounds)]
         kind = GenericAlias(tuple, (kind, ...)) if self.is_list else kind
         return adapter_of(kind | None if self.is_optional else kind)
 

@@ -13,7 +13,16 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
 from linearizer.plan.json_products import JsonProduct
 from linearizer.plan.options import check_options, option, options_of, write_options
-from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
+from linearizer.plan.recipes import (
+    CHOSEN,
+    FORMER_RECIPES,
+    FORMER_STRATEGIES,
+    RECIPES,
+    STRATEGIES,
+    Strategy,
+    find_recipe,
+    find_strategy,
+)
 from linearizer.student.update_rules import UPDATE_RULES
 
 DEFAULT_BUDGET = 256  # tokens of cache, if a command or the page names none
@@ -31,9 +40,9 @@ ALLOCATION = "what heads hold"  # options by which a run's measurements can be a
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE = "the recipe's"
 YIELDING = ("texts", "length")  # options that shrink to the length of a source, if they are left out
-FITTED = "squares"  # the loss in closed form
-LOSSES = ("softmax", "output", FITTED, "direct", "logits", "softmax+direct", "output+direct")
-HEALING_RANK = 8  # of the adapters that compensate the loss of heads without features
+LOSSES = ("softmax", "output", "direct", "logits", "softmax+direct", "output+direct")
+ADAPTER_RANK = 8  # where heads hold no features, and only adapters can be trained
+FORMER_LOSSES = ("squares",)  # of stored runs: it fitted what layers write, which spoiled longer texts
 
 allocating, measuring, training, machine = (
     partial(option, group=group) for group in (ALLOCATION, MEASURING, TRAINING, MACHINE)
@@ -62,9 +71,21 @@ class Plan(JsonProduct):
         most=MAX_TOKENS,
         error=BudgetError,
     )
-    recipe: str = option("best", "the method; other options take precedence", choices=tuple(RECIPES), group=METHOD)
+    recipe: str = option(
+        "best",
+        "the method; other options take precedence",
+        choices=tuple(RECIPES),
+        former=tuple(FORMER_RECIPES),
+        group=METHOD,
+    )
     strategy: str = allocating(
-        "gain", "how the budget is shared out", BY_RECIPE, choices=tuple(STRATEGIES), error=BudgetError
+        "gain",
+        "how the budget is shared out",
+        BY_RECIPE,
+        choices=tuple(STRATEGIES),
+        former=tuple(FORMER_STRATEGIES),
+        hidden=True,
+        error=BudgetError,
     )
     window: int | None = allocating(
         None,
@@ -83,7 +104,7 @@ class Plan(JsonProduct):
     bits: int | None = allocating(
         None,
         "bits of a number in the keys and values of the state",
-        "chosen for each head with gain, 8 with gain-features, else 16",
+        "chosen for each head where it has a price, else 16",
         choices=BITS,
     )
     feature_map: str = training(
@@ -91,6 +112,7 @@ class Plan(JsonProduct):
         "the map from queries and keys to features, or a memory that is written by a rule",
         BY_RECIPE,
         choices=(*FEATURE_MAPS, *UPDATE_RULES),
+        hidden=True,
     )
     text: str = measuring(
         "builtin", "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]"
@@ -107,23 +129,23 @@ class Plan(JsonProduct):
     )
     steps: int = training(
         0,
-        "steps of training; 0: none. Where heads hold no features, the layers' outputs are fitted to the teacher's on "
-        "the texts of these steps, which restores a part of what the heads lost",
+        "steps of training; 0: none. Where heads hold no features, adapters are trained",
         BY_RECIPE,
         least=0,
         most=MAX_STEPS,
     )
     loss: str | None = training(
         None,
-        "layer by layer (softmax, output), in closed form for the output maps of layers (squares), or end to end "
-        "(direct, logits)",
-        f"{BY_RECIPE}; squares where heads hold no features",
+        "layer by layer (softmax, output), or end to end (direct, logits)",
+        f"{BY_RECIPE}; logits where heads hold no features",
         choices=LOSSES,
+        former=FORMER_LOSSES,
+        hidden=True,
     )
     lora: int | None = training(
         None,
         "rank of adapters on q, k, v and o that an end-to-end loss also trains; 0: none",
-        f"{BY_RECIPE}; {HEALING_RANK} where heads hold no features and are trained end to end",
+        f"{BY_RECIPE}; {ADAPTER_RANK} where heads hold no features",
         least=0,
     )
     batch: int = training(2, "texts of a step", least=1)
@@ -150,7 +172,7 @@ class Plan(JsonProduct):
             recipe = "features"  # only this recipe has the unit of the paper's dial
         if unknown := sorted(options.keys() - options_of(Plan).keys()):
             raise RequestError(f"{', '.join(unknown)} is unknown: there are {', '.join(sorted(options_of(Plan)))}")
-        return Plan(**{"recipe": recipe, **choices_of(recipe), **options})
+        return Plan(**{"recipe": recipe, **find_recipe(recipe).choices, **options})
 
     def to_json(self) -> str:
         """Write the options that are set: an option that is left out is read as None again."""
@@ -184,11 +206,6 @@ class Plan(JsonProduct):
             allowed = " or ".join(map(str, sorted(self.strategy_spec.bits)))
             raise RequestError(
                 f"the strategy {self.strategy} keeps {allowed} bits a number: ask for these, or leave it out"
-            )
-        if self.strategy_spec.decided_by == "gates" and not self.may_grow:
-            raise RequestError(
-                "duo lets heads keep their whole cache by design, so its state grows with the text: add --may-grow, or "
-                "ask for another recipe"
             )
 
     def check_memory(self) -> None:
@@ -238,7 +255,7 @@ class Plan(JsonProduct):
     def usual_length(self) -> int:
         """The tokens of a text if the plan names no number: several times as many as the state can hold exactly."""
         least = PRICED_LENGTH if self.strategy_spec.decided_by == "prices" else USUAL_LENGTH
-        return max(least, (BUDGETS_IN_GRAPH if self.differentiates_all else BUDGETS_IN_LENGTH) * (self.budget or 0))
+        return max(least, (BUDGETS_IN_GRAPH if self.resolved_lora else BUDGETS_IN_LENGTH) * (self.budget or 0))
 
     def resolved_length(self, positions: int | None) -> int:
         """The plan's number of tokens of a text, or the usual number, within the model's positions."""
@@ -292,7 +309,7 @@ class Plan(JsonProduct):
     @property
     def strategy_spec(self) -> Strategy:
         """What heads may hold under the plan's strategy, and what decides."""
-        return STRATEGIES[self.strategy]
+        return find_strategy(self.strategy)
 
     @property
     def may_hold_features(self) -> bool:
@@ -304,37 +321,26 @@ class Plan(JsonProduct):
         return bool(self.steps)
 
     @property
-    def heals(self) -> bool:
-        """Whether training has no features to learn, and can only compensate the loss of the heads."""
-        return self.trains and not self.may_hold_features
-
-    @property
     def resolved_loss(self) -> str:
         """The plan's loss, or the loss that suits what is trained."""
-        if self.heals:
-            return self.loss or ("logits" if self.lora else FITTED)
-        return self.loss or "softmax"
+        return self.loss or ("softmax" if self.may_hold_features else "logits")
 
     @property
     def resolved_lora(self) -> int:
-        """The plan's rank of adapters, or the rank of adapters that compensate the loss of the heads."""
-        adapts = self.heals and self.resolved_loss != FITTED
-        return (HEALING_RANK if adapts else 0) if self.lora is None else self.lora
-
-    @property
-    def differentiates_all(self) -> bool:
-        """Whether a loss, of adapters or gates, runs through the whole model."""
-        return bool(self.resolved_lora) or self.strategy_spec.decided_by == "gates"
+        """The plan's rank of adapters, or the usual rank where there is nothing else to train; 0: none."""
+        if self.lora is not None or self.loss in FORMER_LOSSES:
+            return self.lora or 0
+        return ADAPTER_RANK if self.trains and not self.may_hold_features else 0
 
     @property
     def changes_weights(self) -> bool:
-        """Whether training changes the teacher's weights: by adapters, or by fitting the outputs of layers."""
-        return bool(self.resolved_lora) or (self.trains and self.resolved_loss == FITTED)
+        """Whether training changes the teacher's weights, as it must where there are no features."""
+        return bool(self.resolved_lora) or (self.trains and not self.may_hold_features)
 
     @property
     def texts_measured(self) -> int:
-        """The number of texts, from the first on, to measure; two or more if heads have prices or gates."""
-        return max(self.resolved_texts, 2) if self.strategy_spec.product in ("prices", "gates") else self.resolved_texts
+        """The number of texts, from the first on, to measure; two or more if heads have prices."""
+        return max(self.resolved_texts, 2) if self.strategy_spec.decided_by == "prices" else self.resolved_texts
 
     @property
     def texts_priced(self) -> int:
@@ -346,5 +352,5 @@ class Plan(JsonProduct):
         words = ["linearizer", "run", self.model]
         if self.recipe != ("best" if self.features is None else "features"):  # the default for a dial
             words += ["--recipe", self.recipe]
-        usual = {**choices_of(self.recipe), "model": self.model, "recipe": self.recipe}
+        usual = {**find_recipe(self.recipe).choices, "model": self.model, "recipe": self.recipe}
         return shlex.join([*words, *write_options(self, usual)])

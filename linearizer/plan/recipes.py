@@ -24,7 +24,7 @@ class Strategy:
     """Describes how a budget becomes an allocation."""
 
     about: str
-    decided_by: Literal["prices", "gates", "freedoms", "budget"]  # "budget": nothing has to be measured
+    decided_by: Literal["prices", "freedoms", "budget", "former"]  # "budget": nothing has to be measured
     far_field: Literal["slots", "features", ""] = ""  # what heads may hold in addition to a window
     bits: tuple[int, ...] = (16,)  # that a number in keys and values may have; the first is the default
     fewer: tuple[int, ...] = ()  # that heads may have where that pays, unless the plan sets bits
@@ -37,7 +37,7 @@ class Strategy:
     @property
     def product(self) -> str:
         """Name the last measured product of a run, by which it decides; every run has a profile."""
-        return self.decided_by if self.decided_by in ("prices", "gates") else "profile"
+        return "prices" if self.decided_by == "prices" else "profile"
 
 
 STRATEGIES: Mapping[str, Strategy] = {
@@ -48,16 +48,17 @@ STRATEGIES: Mapping[str, Strategy] = {
         (8, 16, 6, 5, 4),
         (6, 5, 4),
     ),
-    "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
     "windows": Strategy("as gain, without slots", "prices", "", (8, 16, 6, 5, 4), (6, 5, 4)),
     "window": Strategy("the same window for every head", "budget", "", (16, 8, 6, 5, 4)),
     "memory": Strategy("the same memory for every head, beside a window: --feature-map names it", "budget", "features"),
-    "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
     "fix": Strategy("the same number of features for every head", "freedoms", "features"),
     "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),
     "common-lambda": Strategy("features by degrees of freedom at one λ for all heads", "freedoms", "features"),
 }
-
+FORMER_STRATEGIES: Mapping[str, Strategy] = {  # of stored runs: they measured worse
+    "gain-features": Strategy("as gain, with features in place of slots", "former", "features", (8, 16)),
+    "duo": Strategy("softmax or a window by learned gates", "former"),
+}
 
 WITHOUT_WINDOW = {"window": 0, "sinks": 0}  # features alone, as in these papers
 WITH_ADAPTERS = {"lora": 8, "steps": 60}
@@ -106,13 +107,6 @@ RECIPES: Mapping[str, Recipe] = {
         "StreamingLLM: Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024, "
         "arXiv:2309.17453",
     ),
-    "duo": Recipe(
-        "learned gates (DuoAttention)",
-        "each KV head softmax or a window, by learned gates; needs --may-grow",
-        {"strategy": "duo"},
-        "Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, ICLR "
-        "2025, arXiv:2410.10819",
-    ),
     "paper": Recipe(
         "the published method",
         "positive random features by the degrees of freedom of a layer, trained by layer",
@@ -154,12 +148,19 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     **{name: by_rule(name) for name in UPDATE_RULES},
 }
+FORMER_RECIPES: Mapping[str, Recipe] = {  # of stored runs
+    "duo": Recipe("learned gates (DuoAttention)", "each KV head softmax or a window", {"strategy": "duo"})
+}
 CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide
 
 
-def choices_of(recipe: str) -> Mapping[str, Any]:
-    """Return the choices of a recipe; an unknown recipe has none, and the plan refuses it."""
-    return RECIPES[recipe].choices if recipe in RECIPES else {}
+def find_recipe(name: str) -> Recipe:
+    """Find a recipe; an unknown one chooses nothing, and the plan refuses it."""
+    return {**FORMER_RECIPES, **RECIPES}.get(name, Recipe(name, ""))
+
+
+def find_strategy(name: str) -> Strategy:
+    return {**FORMER_STRATEGIES, **STRATEGIES}[name]
 
 
 @dataclass(frozen=True)

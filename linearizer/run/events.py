@@ -32,7 +32,6 @@ class EventName(str, Enum):
     TRY = "try"
     PRICE = "price"
     CHECK = "check"
-    GATES = "gates"
     DISTILL = "distill"
     EVALUATE = "evaluate"
 
@@ -55,7 +54,7 @@ class EventName(str, Enum):
     __str__ = str.__str__
 
 
-STEPS = tuple(map(EventName, ("profile", "try", "price", "gates", "check", "distill", "evaluate")))  # with progress
+STEPS = tuple(map(EventName, ("profile", "try", "price", "check", "distill", "evaluate")))  # with progress
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 

@@ -202,11 +202,6 @@ class Run:
         return self.product("prices.json", Prices.from_json)
 
     @property
-    def gates(self) -> list[list[float]] | None:
-        """How much each KV head needs its whole cache, if gates were learned."""
-        return self.product("gates.json", lambda text: read_json(dict[str, list[list[float]]], text)["gates"])
-
-    @property
     def allocation(self) -> Allocation | None:
         return self.product("allocation.json", Allocation.from_json)
 

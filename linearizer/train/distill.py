@@ -1,7 +1,4 @@
-"""Trains the student of a run by its plan: its feature maps, or the linear maps that write a layer's outputs.
-
-A training of feature maps can be stopped and resumed at any step.
-"""
+"""Trains the student of a run by its plan; a training can be stopped and resumed at any step."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from linearizer.method.initialise import initialise
 from linearizer.method.recorder import samples_of
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.options import differences
-from linearizer.plan.plan import FITTED, Plan
+from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
@@ -31,7 +28,6 @@ from linearizer.student.attention_interface import attending
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
 from linearizer.teacher.logits import check_logits
-from linearizer.train.fit_outputs import fit_maps
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingResult, TrainingSettings, training_settings
@@ -171,9 +167,7 @@ def phases(plan: Plan, allocation: Allocation) -> list[tuple[int, TrainingSettin
     """List the phases of a training in which there is something to train."""
     features = any(head.features for row in allocation.heads for head in row)
     numbered = enumerate(training_settings(plan))
-    return [
-        (number, each) for number, each in numbered if each.steps and (each.lora or features or each.loss == FITTED)
-    ]
+    return [(number, each) for number, each in numbered if each.steps and (each.lora or features)]
 
 
 def train_phase(
@@ -189,9 +183,6 @@ def train_phase(
     def enough(step: int) -> bool:
         return step >= end or run.has_request("use")
 
-    if settings.loss == FITTED:
-        steps = fit_maps(student, texts, settings, enough)
-    else:
-        steps = distill(student, texts, settings, folder=folder, resume=begun, enough=enough)
+    steps = distill(student, texts, settings, folder=folder, resume=begun, enough=enough)
     result = yield from log_progress(run, steps)
     run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))

@@ -13,7 +13,7 @@ import torch
 
 from linearizer.errors import RequestError
 from linearizer.plan.options import check_options, option
-from linearizer.plan.plan import FITTED, Plan
+from linearizer.plan.plan import Plan
 from linearizer.run.disk import SAVE_EVERY
 
 LAYERWISE, END_TO_END = ("softmax", "output"), ("direct", "logits")
@@ -36,7 +36,7 @@ MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated
 class TrainingSettings:
     """How a student is trained."""
 
-    loss: str = option("softmax", choices=(*LAYERWISE, *END_TO_END, FITTED))
+    loss: str = option("softmax", choices=(*LAYERWISE, *END_TO_END))
     steps: int = option(150, least=0)
     batch: int = option(2, "texts per step", least=1)
     rate: float = 1.0  # factor of all learning rates
@@ -132,7 +132,7 @@ def training_settings(plan: Plan) -> list[TrainingSettings]:
             batch=plan.batch,
             seed=plan.seed,
             lora=plan.resolved_lora if loss in END_TO_END else 0,
-            window_dropout=0.0 if plan.heals else DROPOUT,
+            window_dropout=DROPOUT if plan.may_hold_features else 0.0,
         )
         for number, loss in enumerate(losses)
     ]

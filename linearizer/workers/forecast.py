@@ -14,7 +14,6 @@ import torch
 
 from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS
 from linearizer.evaluate.recall import DEPTHS
-from linearizer.method.allocate_run import GATE_BATCH
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
@@ -48,7 +47,7 @@ SUBJECTS = 4  # that read the texts of an evaluation, as a mean over its parts
 WRITING = 10.0  # seconds to write a token, as a multiple of those to read it
 SPEED_MEASUREMENTS = 8  # of the maximum time, for teacher, student and window
 COMPARED = 6  # students that are measured before one of them is made
-HEALING_PASSES = 3  # of the student, forward and back, for every text in the training of adapters
+ADAPTER_PASSES = 3  # of the student, forward and back, for every text in the training of adapters
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
 
@@ -134,7 +133,7 @@ def forecast_encoder(plan: EncoderPlan, inspection: EncoderInspection, speeds: S
     )
     students = 2 if plan.steps and plan.slots else 1  # the second is the window
     judging = plan.texts * (teacher + (2 + students) * student)
-    training = students * plan.learnt * (teacher + HEALING_PASSES * student) if plan.steps else 0.0
+    training = students * plan.learnt * (teacher + ADAPTER_PASSES * student) if plan.steps else 0.0
     seconds = START_SECONDS + TIMING_SECONDS + weights / speeds.reads + judging + training
     return RunForecast(seconds, encoder_memory(plan, inspection), students * weights + download, download)
 
@@ -206,8 +205,8 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
 
 def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: float, operation: float) -> float:
     """Estimate the seconds of training; `operation`: the seconds of one operation on every token of a text."""
-    step = teacher + (HEALING_PASSES if plan.resolved_lora else 1) * (teacher + student)
-    if not plan.heals:
+    step = teacher + (ADAPTER_PASSES if plan.resolved_lora else 1) * (teacher + student)
+    if plan.may_hold_features:
         products = sum(layer.query_heads * layer.key_dim * rows_of(plan, layer) for layer in layers)
         step = teacher + TRAINING_FACTOR * products * operation
     return plan.steps * plan.batch * step
@@ -227,12 +226,11 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
         pricing = plan.texts_priced * length * token / 2
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
-    if plan.differentiates_all:
+    if plan.resolved_lora:
         width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
         graph = length * NUMBER * GRAPH_WIDTHS * width * len(inspection.layers)
-        graph = plan.batch * (graph + 2 * length * token) if plan.resolved_lora else GATE_BATCH * graph
-    if plan.resolved_lora:  # a student is judged with its teacher's own weights
-        weights *= 2
+        graph = plan.batch * (graph + 2 * length * token)
+        weights *= 2  # a student is judged with its teacher's own weights
     sample = 6 * 8 * plan.samples**2
     work = max(sample, judging, pricing, rows, graph)
     return PROCESS_BYTES + WEIGHTS * weights + work + resume_bytes(plan, inspection)

@@ -26,7 +26,7 @@ RUNS = {
     "best --may-grow": {"may_grow": True},
     **{name: {"steps": 3} for name in ("features", "paper", "gdn", "lolcats")},
 }
-PRODUCTS = ("allocation.json", "prices.json", "gates.json", "candidates.json")
+PRODUCTS = ("allocation.json", "prices.json", "candidates.json")
 CONTEXT = 96  # tokens whose logits are recorded
 
 

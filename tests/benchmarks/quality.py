@@ -43,6 +43,7 @@ from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher import load as teacher_module
 from linearizer.train import distill
 from tests.benchmarks.ablation import without_far, without_window
+from tests.benchmarks.duo import allocate_as_duo
 from tests.benchmarks.kivi_control import caches_in_few_bits
 from tests.benchmarks.quality_rows import ROWS, STEPS, is_control, share_of
 from tests.benchmarks.quality_table import LENGTH, PASSAGE, RESULTS, Table, edges_of, gaps_of
@@ -181,6 +182,8 @@ def made(run, teacher, row):
         allocation = allocate_alike(layers, plan, plan.resolved_sinks)
     elif share_of(row) in PRICES:
         allocation = share_out(run.prices, plan, layers)
+    elif row.startswith("duo"):
+        allocation = allocate_as_duo(run, teacher)
     else:
         allocation = finish(allocate_run.allocate(run, teacher, None))
     if row.startswith("slots"):

@@ -10,7 +10,7 @@ from linearizer.amounts import size
 from linearizer.plan.recipes import RECIPES, SUMMARY
 from linearizer.run.files import write_whole
 from linearizer.student.update_rules import UPDATE_RULES
-from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, describe_row
+from tests.benchmarks.quality_rows import FORMER, MEMORY_STEPS, ROWS, describe_row
 
 RESULTS = Path(__file__).parent / "results"
 LONG = " at 8192"  # how rows end that are priced for longer texts
@@ -49,7 +49,6 @@ class Table:
         """Return what `linearizer run --recipe list` and the page say of each recipe."""
         budgets = sorted({record["budget"] for record in self.records})
         result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
-        result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
         means = {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
         for name in UPDATE_RULES:
             means[name] = [row for budget in budgets for row in self.of_memory(name, budget)]
@@ -67,9 +66,9 @@ class Table:
 
     def markdown(self):
         budgets = sorted({record["budget"] for record in self.records})
-        kinds = [[row for row in ROWS if row.endswith(LONG) == long] for long in (False, True)]
+        kinds = [[row for row in (*ROWS, *FORMER) if row.endswith(LONG) == long] for long in (False, True)]
         blocks = [self.block(budget, rows) for rows in kinds for budget in budgets]
-        rows = [row for row in ROWS if any(self.of(row, budget) for budget in budgets)]
+        rows = [row for row in (*ROWS, *FORMER) if any(self.of(row, budget) for budget in budgets)]
         lines = ["What the rows are", "", *(f"- `{row}`: {describe_row(row)}" for row in rows)]
         return "\n\n".join([*filter(None, blocks), "\n".join(lines)]) + "\n"
 

@@ -38,6 +38,7 @@ from linearizer.run.files import write_whole
 from linearizer.teacher import load as teacher_module
 from linearizer.train import distill
 from linearizer.workers.forecast import forecast_seconds, measure_speeds
+from tests.benchmarks.duo import allocate_as_duo
 from tests.benchmarks.quality import begun, controlled
 from tests.benchmarks.quality_rows import ROWS, is_control
 from tests.benchmarks.quality_table import RESULTS
@@ -63,9 +64,9 @@ BEGIN, END = "<!-- measured: python -m tests.benchmarks.real --table -->", "<!--
 AT_ONCE = 4  # documents
 BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
 SHORT = {  # names of rows
+    "duo": "duo --may-grow",
     "slots": "best, 8 bits, uniform",
     "swa8": "swa, 8 bits",
-    "duo": "duo --may-grow",
     **{rule: f"{rule}, 8 bits" for rule in ("h2o", "tova", "zsmerge", "morphkv")},
     **{f"cache{bits}": f"cache, {bits} bits" for bits in (2, 3, 4)},
     "gdn": "gdn, 300 steps",
@@ -228,7 +229,9 @@ class Bench:
             allocation = allocate_alike(layers, plan, plan.resolved_sinks)
             return pipeline.begin_student(run, teacher, allocation).eval(), allocation
         self.measure_once(run, teacher, costs)
-        if "uniform" in row:
+        if row.startswith("duo"):
+            allocation = allocate_as_duo(run, teacher)
+        elif "uniform" in row:
             allocation = allocate_alike(layers, plan, plan.resolved_sinks)
         else:
             allocation = run.allocation or finish(allocate_run.allocate(run, teacher, None))

@@ -13,7 +13,7 @@ from linearizer.evaluate.language import Resampled
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from tests.benchmarks.line_chart import Panel, draw
-from tests.benchmarks.quality_rows import ROWS, describe_row
+from tests.benchmarks.quality_rows import FORMER, ROWS, describe_row
 from tests.benchmarks.quality_table import Table
 
 TEACHER, BESIDE = "teacher", "swa, 8 bits"  # the row that differences are taken from is of the same budget
@@ -90,7 +90,7 @@ class RealTable(Table):
         """Write a block for every budget, and what the rows are."""
         budgets = sorted({record["budget"] for record in self.records})
         blocks = [self.block(budget) for budget in budgets]
-        rows = [row for row in ROWS if any(record["row"] == row for record in self.records)]
+        rows = [row for row in (*ROWS, *FORMER) if any(record["row"] == row for record in self.records)]
         lines = [f"- `{row}`: {describe_row(row)}" for row in rows]
         documents = sorted({name for record in self.records for name in record["texts"]})
         judged = f"Judged on {len(documents)} documents: {', '.join(map(shorten, documents))}."
@@ -134,7 +134,7 @@ class RealTable(Table):
 
     def ordered(self):
         """List the records by budget, those that have none last, and by row."""
-        order = [TEACHER, *ROWS]
+        order = [TEACHER, *ROWS, *FORMER]
         return sorted(self.records, key=lambda record: (record["budget"] or math.inf, order.index(record["row"])))
 
     def block(self, budget):

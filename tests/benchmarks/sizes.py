@@ -100,7 +100,7 @@ def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: SmolLM2-135M")
     parser.add_argument("--layers", type=int, help="layers to run of a shape that is run whole")
-    parser.add_argument("--strategy", default="gain-features")
+    parser.add_argument("--strategy", default="common-lambda")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
@@ -179,7 +179,7 @@ def run_here(arguments):
 
 
 def plan_of(arguments, model):
-    recipe = {"recipe": "features"} if arguments.strategy == "gain-features" else {}
+    recipe = {"recipe": "features"} if arguments.strategy == "common-lambda" else {}
     options = {option: getattr(arguments, option) for option in OPTIONS}
     return Plan.of(**{**recipe, **PLAN, **options}, model=model)
 

@@ -33,7 +33,7 @@ LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES = (1, 8)
 FIELDS = {  # what a plan asks for; the first is the default
     "slots": {}, "slots, 8 bits": {"bits": 8}, "slots, 16 bits": {"bits": 16},
-    "features": {"strategy": "gain-features"}, "windows": {"strategy": "windows"},
+    "features": {"strategy": "fix", "feature_map": "prf"}, "windows": {"strategy": "windows"},
 }  # fmt: skip
 SUBJECTS = ("teacher", "student")
 HEADINGS = (

@@ -16,7 +16,7 @@ from linearizer.run.measured import Prices
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 WINDOWS = (4, 16, 64)
-OPTIONS = tuple(Head(window=window) for window in WINDOWS) + (Head(window=4, features=32),)
+OPTIONS = tuple(Head(window=window) for window in WINDOWS) + (Head(window=4, slots=32),)
 
 
 def prices_of(rows):
@@ -84,7 +84,7 @@ def test_a_price_that_falls_steeper_than_any_price_does_is_not_believed():
 @given(
     budget=st.integers(8, 300),
     bits=st.sampled_from([8, 16]),
-    strategy=st.sampled_from(["gain", "gain-features", "windows"]),
+    strategy=st.sampled_from(["gain", "windows"]),
 )
 def test_students_whose_heads_hold_the_same_spend_the_budget_whatever_sinks_they_keep(budget, bits, strategy):
     plan = Plan("demo", budget=budget, bits=bits, strategy=strategy)
@@ -128,23 +128,20 @@ def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, extra):
     assert large <= small + 1e-12
 
 
-@pytest.mark.parametrize("far_field", [{}, {"slots": 4}, {"features": 32}])
+@pytest.mark.parametrize("far_field", [{}, {"slots": 4}])
 def test_fewer_bits_are_bought_where_their_rounding_costs_less_than_the_tokens_they_spare(far_field):
     sizes = [Head(window=window, bits=8, **far_field) for window in (4, 16, 64)]
     rough, fine = [1.0, 0.3, 0.1, 0.5, 1e-3], [1.0, 0.3, 0.1, 0.01, 1e-3]  # what 4 and 6 bits cost stands last
     options = (*sizes, Head(softmax=True, bits=4), Head(softmax=True, bits=6))
     prices = Prices(2, options, ((tuple(rough), tuple(fine)), (), (tuple(rough), tuple(fine))))
-    budget = 40 if "features" in far_field else 14
+    budget = 14
     offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
     allocation = allocate_by_prices(offers, "gain")
     assert spent(allocation, 0) <= cache_bytes(LAYERS, budget)
     bits = [head.bits for row in allocation.heads for head in row]
-    if "features" in far_field:  # which see no rotated keys
-        assert bits == [8] * 4
-    else:
-        assert set(bits[::2]) <= {6, 8} and 4 in bits[1::2]
-        coarse = [offer for offer in offers.offers[1] if offer.head.bits == 4]
-        assert coarse and all(offer.kl > 0.01 for offer in coarse)
+    assert set(bits[::2]) <= {6, 8} and 4 in bits[1::2]
+    coarse = [offer for offer in offers.offers[1] if offer.head.bits == 4]
+    assert coarse and all(offer.kl > 0.01 for offer in coarse)
     grown = OffersOfHeads.of(prices, LAYERS, 10**6, 64, may_grow=True).offers[0][-1].head
     assert grown == Head(softmax=True, bits=8), "the whole cache costs nothing in the bits that all was priced with"
 

@@ -28,7 +28,7 @@ def priced(tmp_path, inspection):
         run.write("inspection.json", inspection.to_json())
         if run.plan.strategy_spec.decided_by == "prices":
             offered = options_to_price(64, far, 8, fewer)
-            sizes = [option.window + option.slots + option.features or 1000 for option in offered]
+            sizes = [option.window + option.slots or 1000 for option in offered]
             rows = [[[1 / size for size in sizes]] * 4] * 8
             run.write("prices.json", Prices(1, offered, rows).to_json())
         return run
@@ -71,8 +71,7 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     run = priced()
     assert "measured with sinks 1, not 0: start a new run" in refusal(capsys, run, "--sinks", "0")
     assert "measured with 8 bits a number, not 16: start a new run" in refusal(capsys, run, "--bits", "16")
-    message = "measured without features, which the strategy gain-features needs: start a new run with --strategy gain-"
-    assert message in refusal(capsys, run, "--strategy", "gain-features")
+    assert "the strategy gain-features is no longer offered" in refusal(capsys, run, "--strategy", "gain-features")
     assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
 
 
@@ -80,8 +79,6 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     "options",
     [
         ["--strategy", "window", "--budget", "2", "--sinks", "4"],
-        ["--strategy", "duo", "--budget", "1", "--may-grow"],
-        ["--strategy", "duo", "--budget", "2", "--may-grow"],
         ["--budget", "1"],
         ["--strategy", "windows", "--budget", "1"],
     ],
@@ -96,9 +93,8 @@ def test_a_budget_that_a_run_would_refuse_is_refused(options, priced, tmp_path, 
 
 def test_what_only_a_new_run_measures_is_said(priced, capsys):
     run, alike = priced(), priced(recipe="swa")
-    for folder, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
-        message = refusal(capsys, folder, "--strategy", strategy, "--may-grow")
-        assert f"resuming it measures none: start a new run with --strategy {strategy}" in message
+    message = refusal(capsys, alike, "--strategy", "gain", "--may-grow")
+    assert "resuming it measures none: start a new run with --strategy gain" in message
     (run.folder / "prices.json").unlink()
     assert "has no prices yet: `linearizer run --resume` measures them" in refusal(capsys, run)
     assert "has no profile yet" in refusal(capsys, run, "--strategy", "fix")

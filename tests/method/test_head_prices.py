@@ -36,8 +36,6 @@ def test_each_doubling_of_a_text_counts_alike_whatever_its_length(tokens):
 
 def test_windows_and_slots_double_up_to_the_texts():
     assert [head.window for head in options_to_price(64, far="")] == [4, 8, 16, 32, 48]
-    sizes = [(8, 8), (8, 16), (8, 32), (8, 48), (16, 16)]
-    assert [(head.window, head.features) for head in options_to_price(64, far="features") if head.features] == sizes
     few = [(4, 2), (4, 4), (4, 8), (8, 8), (8, 16), (8, 32), (16, 16)]
     many = [(16, 32), (16, 48)]  # beside a window of two blocks; the last holds a whole text
     assert sorted((head.window, head.slots) for head in options_to_price(64) if head.slots) == sorted(few + many)

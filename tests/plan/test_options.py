@@ -13,7 +13,7 @@ from linearizer.cli.options import plan_changes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.plan import ALLOCATION, BY_RECIPE, MAX_SAMPLES, Plan
-from linearizer.plan.recipes import CHOSEN, RECIPES, STRATEGIES, measured_quality
+from linearizer.plan.recipes import CHOSEN, RECIPES, measured_quality
 from linearizer.run.results import Request
 from linearizer.student.update_rules import UPDATE_RULES
 
@@ -71,8 +71,10 @@ def test_every_option_of_a_plan_is_an_option_of_the_command_line():
         if described.name != "model":
             assert described.limits.group, described.name
     text = next(action for action in parser()._actions if action.choices).choices["run"].format_help()
-    for name in (*RECIPES, *STRATEGIES, ALLOCATION):
+    for name in (*RECIPES, ALLOCATION):
         assert name in text
+    hidden = [each.flag for each in options_of(Plan).values() if each.limits.hidden]
+    assert hidden == ["--strategy", "--feature-map", "--loss"] and not any(f"{flag} " in text for flag in hidden)
     assert all(recipe.origin in text for recipe in RECIPES.values())
 
 

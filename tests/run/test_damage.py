@@ -39,7 +39,7 @@ def read(run, name):
     return getattr(run, name.removesuffix(".json"))
 
 
-@pytest.mark.parametrize("name", ["profile.json", "prices.json", "gates.json", "allocation.json"])
+@pytest.mark.parametrize("name", ["profile.json", "prices.json", "allocation.json"])
 @pytest.mark.parametrize("damage", [b"", b'{"sinks": 1', b"\xff\xfe", b"[3]"], ids=["empty", "cut", "no text", "else"])
 def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
     (run.folder / name).write_bytes(damage)

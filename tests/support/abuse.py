@@ -21,7 +21,7 @@ from linearizer.teacher.load import load_tokenizer
 from linearizer.workers import control
 
 POSITIONS = 512
-PRODUCTS = ("begun", "plan", "inspection", "profile", "prices", "gates", "allocation", "candidates", "results")
+PRODUCTS = ("begun", "plan", "inspection", "profile", "prices", "allocation", "candidates", "results")
 FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "n", "logprobs", "user", "x"})
 HUGE = [2**31, 2**63, 2**64, -(2**63), 10**400, 1e308, -1e308, float("inf"), float("nan")]
 SCALARS = (

@@ -176,7 +176,7 @@ def test_a_run_with_a_packed_teacher_ends_in_a_student_that_is_evaluated(tmp_pat
     packed(4, tmp_path, vocab_size=words)
     for path in find_model("demo").folder.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "teacher")
-    plan = Plan(str(tmp_path / "teacher"), **QUICK, strategy="gain-features", steps=1)
+    plan = Plan(str(tmp_path / "teacher"), **QUICK, strategy="common-lambda", steps=1)
     run = pipeline.begin(tmp_path / "run", plan)
     finish(pipeline.linearize(run))
     assert checkpoint_bytes(plan, run.inspection) < run.inspection.weight_bytes
@@ -188,7 +188,7 @@ def test_a_run_with_a_packed_teacher_ends_in_a_student_that_is_evaluated(tmp_pat
     assert Run.open(run.folder).results["language"].result.subjects[0].loss.mean > 0
     with pytest.raises(RequestError, match="adapters cannot be merged into such weights"):
         pipeline.begin(tmp_path / "other", Plan.of(recipe="lolcats", model=str(tmp_path / "teacher"), budget=64))
-    with pytest.raises(RequestError, match="fitted maps cannot be merged into such weights: ask for --steps 0"):
+    with pytest.raises(RequestError, match="adapters cannot be merged into such weights: ask for --lora 0"):
         pipeline.begin(tmp_path / "other", Plan.of(model=str(tmp_path / "teacher"), budget=64, steps=2))
 
 

@@ -76,7 +76,7 @@ def test_too_little_memory_for_two_blocks_is_said_with_the_amounts(little, tiny_
 
 
 @pytest.mark.parametrize(
-    "options", [{"recipe": "lolcats"}, {"recipe": "duo", "may_grow": True}, {"recipe": "features", "loss": "logits"}]
+    "options", [{"recipe": "lolcats"}, {"recipe": "best", "steps": 2}, {"recipe": "features", "loss": "logits"}]
 )
 def test_what_needs_the_whole_model_is_refused_before_any_work(options, little, tmp_path):
     little(6_000_000)
@@ -203,11 +203,12 @@ def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
 SMALL = dict(texts=2, length=48, sinks=2, dtype="float32", budget=16)
 
 
-@pytest.mark.parametrize("way, strategy", [("streamed", "gain"), ("spread", "gain-features")])
+@pytest.mark.parametrize("way, strategy", [("streamed", "gain"), ("spread", "common-lambda")])
 def test_a_run_that_no_device_can_hold_ends_in_the_bits_of_one_that_fits(
     way, strategy, little, two_devices, monkeypatch, tmp_path
 ):
-    plan = Plan("demo", strategy=strategy, **SMALL, steps=2 * (strategy == "gain-features"))  # or it heals
+    trained = {} if strategy == "gain" else {"window": 0, "steps": 2, "budget": 32}
+    plan = Plan("demo", strategy=strategy, **{**SMALL, **trained})
     resident = pipeline.begin(tmp_path / "whole", plan)
     finish(pipeline.linearize(resident))
     request, runs, outputs = Request(("language",), texts=1), [resident], []
@@ -224,7 +225,7 @@ def test_a_run_that_no_device_can_hold_ends_in_the_bits_of_one_that_fits(
     if strategy == "gain":
         outputs.append(said_by(resident, request))
         assert outputs[0] == outputs[1]
-    for product in ("profile.json", "prices.json", "allocation.json"):
+    for product in ("profile.json", "allocation.json", *["prices.json"] * (strategy == "gain")):
         assert runs[1].read(product) == resident.read(product)
     assert weights_of(runs[1].checkpoint) == weights_of(resident.checkpoint)
     assert strategy == "gain" or runs[1].evaluation_parts == resident.evaluation_parts
@@ -261,11 +262,11 @@ def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(
     assert written[0] == written[1]
 
 
-@pytest.mark.parametrize("recipe, step", [("lolcats", "lora"), ("duo", "learning gates")])
-def test_what_needs_one_device_is_refused_where_several_hold_a_model(recipe, step, two_devices, tmp_path):
+@pytest.mark.parametrize("options", [{"recipe": "lolcats"}, {"recipe": "best", "steps": 2}])
+def test_what_needs_one_device_is_refused_where_several_hold_a_model(options, two_devices, tmp_path):
     two_devices((16_000_000, 20_000_000))
-    plan = Plan.of(recipe=recipe, model="demo", budget=64, dtype="float32", may_grow=recipe == "duo")
-    with pytest.raises(RequestError, match=f"are spread over several, which {step} does not serve"):
+    plan = Plan.of(**options, model="demo", budget=64, dtype="float32")
+    with pytest.raises(RequestError, match="are spread over several, which lora does not serve"):
         pipeline.begin(tmp_path / "run", plan)
 
 

@@ -31,9 +31,6 @@ def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs()
     assert longer.seconds - healed.seconds > 0.9 * (healed.seconds - plain.seconds) > 100
     texts = 50 * 2 * plan.resolved_length(result.max_positions) * 4  # bytes of the tokens of 50 steps
     assert longer.disk_bytes == healed.disk_bytes + texts > plain.disk_bytes + 10 * 8 * 16 * 4 * 2048
-    fitted = forecast_run(replace(plan, steps=50, loss=None), result, speeds, 0)  # in closed form
-    assert plain.seconds < fitted.seconds < healed.seconds
-    assert fitted.disk_bytes == plain.disk_bytes + texts + 2 * 10**9  # weights of its own
 
 
 def test_where_a_loss_runs_through_the_whole_model_texts_are_short_and_the_graph_is_counted():
@@ -41,11 +38,8 @@ def test_where_a_loss_runs_through_the_whole_model_texts_are_short_and_the_graph
         [Layer(9, 3, 64, 64)] * 30, parameters=135 * 10**6, weight_bytes=27 * 10**7, max_positions=8192
     )
     adapters, features = (Plan.of(name, model="demo", budget=256) for name in ("lolcats", "features"))
-    gates = Plan.of("duo", model="demo", budget=256, may_grow=True)
-    assert [plan.usual_length for plan in (gates, adapters, features)] == [1024, 1024, 4096]
-    short_texts = [run_memory(plan, result) for plan in (gates, adapters)]
-    long_texts = [run_memory(replace(plan, length=4096), result) for plan in (gates, adapters)]
-    assert all(b - a > 1e10 for a, b in zip(short_texts, long_texts, strict=True))
+    assert [plan.usual_length for plan in (adapters, features)] == [1024, 4096]
+    assert run_memory(replace(adapters, length=4096), result) - run_memory(adapters, result) > 1e10
 
 
 @pytest.mark.parametrize("name", ["clusters", "mlp"])

@@ -22,8 +22,8 @@ from linearizer.workers.helpers import HelperProcesses, devices_of
 from tests.support.runs import FP32, process_of, wait_for, wait_for_event, wait_until, weights_of
 
 PROC = Path("/proc")
-SMALL = dict(texts=2, length=32, sinks=2, budget=32, steps=3, **FP32)
-PLAN = Plan("demo", strategy="gain-features", **SMALL)
+SMALL = dict(texts=2, length=32, sinks=2, budget=32, **FP32)
+PLAN = Plan("demo", **SMALL)
 
 
 class InTurn:
