@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
     from linearizer.plan.inspection import Inspection
 
+MIN_BUDGET, MAX_BUDGET = 32, 4096  # that sliders reach at one's own machine
 MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256}
 MAX_OF_PLAN |= {"texts": 32, "length": 4096, "steps": 300, "batch": 8, "lora": 64}
 MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4}
@@ -172,7 +173,21 @@ def check_request(request: Request) -> None:
 def check_amounts(amounts: Mapping[str, float], maxima: Mapping[str, int]) -> None:
     for name, amount in amounts.items():
         if amount > maxima[name]:
-            raise RequestError(f"{name} {amount} is more than this Space serves ({maxima[name]}): {ELSEWHERE}")
+            raise RequestError(
+                f"{name} {amount} is more than this Space serves: ask for at most {maxima[name]}, or {ELSEWHERE}"
+            )
+
+
+def budget_reach(positions: int | None = None, planned: int | None = None) -> tuple[int, int]:
+    """Return the least and the largest budget that a slider reaches, for a model with so many positions.
+
+    A budget out of reach that is already `planned` is in reach, so that no slider changes it; checks may refuse it.
+    """
+    most = MAX_OF_PLAN["budget"] if on_space() else MAX_BUDGET
+    least, largest = MIN_BUDGET, max(2 * MIN_BUDGET, min(most, positions or most))
+    if planned is not None and not least <= planned <= most:
+        return min(least, planned), max(largest, planned)
+    return least, largest
 
 
 def naming() -> AbstractContextManager[object]:

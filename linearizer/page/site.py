@@ -133,7 +133,9 @@ def wire_model(ui: SimpleNamespace) -> None:
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_handlers.FORM)]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
     # queued, because otherwise Gradio would not report the change of the inspection's State to the page
-    ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
+    ui.model.change(
+        plan_handlers.show_model, [ui.memory, ui.model, ui.budget], outputs, show_progress_on=ui.model_card, **SLOW
+    )
     for model, button in ui.models.items():
         button.click(lambda model=model: model, None, ui.model, **QUICK)
     # leaving a run may have closed the second step
