@@ -67,7 +67,7 @@ def header(level: str = "h1") -> None:
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
-        "<p>Most language models on the Hub, with a memory that does not grow.</p></header>"
+        "<p>Language models of the Hub, with a memory that does not grow.</p></header>"
     )
     gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
