@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, chat, limits, plan_handlers, planning, run_list
+from linearizer.page import actions, chat, limits, plan_handlers, planning, run_list, sending
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -44,6 +44,26 @@ def test_a_space_removes_what_nobody_has_looked_after(on_space):
     limits.enforce_limits(time.time())
     assert run.folder.exists()
     limits.enforce_limits(time.time() + LIMITS.days * 24 * 3600 + 60)
+    assert not run.folder.exists()
+
+
+def test_a_space_keeps_an_old_run_while_its_student_is_on_its_way(on_space, monkeypatch):
+    run, late = begun(), time.time() + LIMITS.days * 24 * 3600 + 60
+    run.log("stopped")
+    (run.checkpoint).mkdir()
+    (run.checkpoint / "config.json").write_text("{}")
+    monkeypatch.setitem(sending.PUBLICATIONS, run.key, publication := sending.Publication(run, "ann/student"))
+    limits.enforce_limits(late)
+    publication.error = "it was interrupted"
+    address = sending.offer_download(run)
+    limits.enforce_limits(late)
+    sending.OFFERED.pop(address[8:-4])
+    download = sending.fetch(run, "student")
+    next(download)
+    limits.enforce_limits(late)
+    assert run.folder.exists()
+    list(download)
+    limits.enforce_limits(late)
     assert not run.folder.exists()
 
 
@@ -212,6 +232,9 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
     assert "90 minutes each" in result.in_words()
     with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is not allowed: it should be a valid number"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
+    for endless in ("nan", "-1"):  # nothing is more than nan
+        with pytest.raises(RequestError, match=f"LINEARIZER_SPACE_MINUTES '{endless}' is not allowed"):
+            Limits.of({"LINEARIZER_SPACE_MINUTES": endless})
 
 
 def test_runs_that_are_started_at_once_have_folders_of_their_own(root, monkeypatch):
