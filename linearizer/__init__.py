@@ -1,4 +1,4 @@
-"""Turn any causal language model of the Hub into one with a state of fixed size.
+"""Turn causal language models of the Hub into ones with a state of fixed size.
 
 run = begin(Path("RUN"), Plan("demo", budget=64))
 finish(linearize(run))

@@ -27,6 +27,13 @@ UNGUARDED = (
     f"texts others have sent: set --api-key, or {KEY_VARIABLE}"
 )
 
+OWNED = """Open this link; from another machine, with this one's name in place of 0.0.0.0:
+
+    {}
+
+Whoever has it can do all that you can: start and delete runs, pay for jobs, publish with your token, read your files.
+"""
+
 
 def add_commands(add: AddCommand) -> None:
     command = add("compare", serve_compare, "teacher, student and a plain window continue the same prompt", "run")
@@ -36,9 +43,7 @@ def add_commands(add: AddCommand) -> None:
     add_ask(add)
     add_serve(add)
     add_push(add)
-    command = add("app", serve_app, "serve the page: all of this in a browser")
-    command.add_argument("--host", help="the address to listen at (default: this machine alone)")
-    command.add_argument("--port", type=int, help="the port (default: the first free port from 7860 on)")
+    add_app(add)
 
 
 def serve_compare(arguments: argparse.Namespace) -> None:
@@ -122,13 +127,13 @@ def add_serve(add: AddCommand) -> None:
     command.add_argument(
         "--max-seconds", type=float, default=MAX_SECONDS, help="that a request may take (default: %(default)g)"
     )
-    command.add_argument(
-        "--api-key",
-        default=os.environ.get(KEY_VARIABLE),
-        metavar="KEY",
-        help=f"that requests must carry (default: ${KEY_VARIABLE}, which other users of this machine cannot read)",
-    )
+    add_key(command, "no key")
     command.add_argument("--teacher", action="store_true", help="serve the teacher instead, for comparison")
+
+
+def add_key(command: argparse.ArgumentParser, otherwise: str) -> None:
+    about = f"that requests must carry (default: ${KEY_VARIABLE}, which other users of this machine cannot read, or "
+    command.add_argument("--api-key", default=os.environ.get(KEY_VARIABLE), metavar="KEY", help=f"{about}{otherwise})")
 
 
 def serve_serve(arguments: argparse.Namespace) -> None:
@@ -173,6 +178,13 @@ def serve_push(arguments: argparse.Namespace) -> None:
     print_product(arguments, asdict(published), f"{published.url}\n\n{published.snippet}" if run else published.url)
 
 
+def add_app(add: AddCommand) -> None:
+    command = add("app", serve_app, "serve the page: all of this in a browser")
+    command.add_argument("--host", help="the address to listen at (default: this machine alone)")
+    command.add_argument("--port", type=int, help="the port (default: the first free port from 7860 on)")
+    add_key(command, "a new key where --host serves other machines; a link to the page contains it")
+
+
 def serve_app(arguments: argparse.Namespace) -> None:
     from linearizer.page import zerogpu
 
@@ -183,6 +195,10 @@ def serve_app(arguments: argparse.Namespace) -> None:
     from linearizer.page import site
 
     try:
-        site.serve_page(arguments.port or None, arguments.host)
+        site.serve_page(arguments.port or None, arguments.host, arguments.api_key, say_link)
     except OSError as error:
         raise RequestError(f"the page cannot be shown ({error}): name another --port") from error
+
+
+def say_link(link: str) -> None:
+    print(OWNED.format(link), flush=True)  # noqa: T201

@@ -111,6 +111,7 @@ def estimate_run(
             f"{plan.model!r} is an encoder: start its run with start_encoder_run, which has other options"
         )
     examined.inspection.require_support()
+    examined.check(plan)
     return {**asdict(examined.forecast(plan)), "command": plan.command(), "plan": asdict(plan)}
 
 

@@ -10,7 +10,7 @@ import gradio as gr
 
 from linearizer.page import landing, plan_form
 from linearizer.page.chat import MEMORY_PROMPTS, SAMPLE_PROMPTS
-from linearizer.page.limits import LIMITS
+from linearizer.page.limits import LIMITS, budget_reach
 from linearizer.page.plan_form import USUAL_PAPER, effort_choices, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, on_space, signs_in
 from linearizer.plan.plan import DEFAULT_BUDGET
@@ -23,7 +23,6 @@ MODELS = {  # suggestions, by the titles of their buttons
     "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
 }
-MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 ABOUT_BUDGET = (
     "The student’s memory (its state) may take as many bytes as the teacher’s KV cache takes after this many tokens."
 )
@@ -68,7 +67,7 @@ def header(level: str = "h1") -> None:
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
-        "<p>Most language models on the Hub, with a memory that does not grow.</p></header>"
+        "<p>Language models of the Hub, with a memory that does not grow.</p></header>"
     )
     gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
@@ -120,9 +119,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
     ui.plan_lead = lead(*LEADS["causal"])
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
-            reach: dict[str, Any] = {"minimum": MIN_BUDGET, "maximum": MAX_BUDGET, "step": 8}
-            reach["info"] = describe_reach(MAX_BUDGET)
-            ui.budget = gr.Slider(value=DEFAULT_BUDGET, label=SLIDERS["causal"], elem_id="budget", **reach)
+            ui.budget = gr.Slider(label=SLIDERS["causal"], step=8, elem_id="budget", **reach_of(value=DEFAULT_BUDGET))
             ui.forecast = gr.HTML(elem_id="forecast")
             ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
             ui.start_note = gr.HTML(elem_id="start-note")
@@ -147,8 +144,11 @@ def choose_plan(ui: SimpleNamespace) -> None:
         place_job(ui)
 
 
-def describe_reach(max_budget: int) -> str:
-    return f"a whole number from {MIN_BUDGET} to {max_budget:,}"
+def reach_of(positions: int | None = None, planned: int | None = None, **how: Any) -> dict[str, Any]:
+    """Describe the reach of the budget's slider, as arguments of a slider; `how` are others."""
+    least, most = budget_reach(positions, planned)
+    about = f"a whole number from {least} to {most:,}; beyond it, the nearest is taken"
+    return {"minimum": least, "maximum": most, "info": about, **how}
 
 
 def place_ways(ui: SimpleNamespace) -> None:
@@ -207,9 +207,8 @@ def profile_step(ui: SimpleNamespace) -> None:
     with gr.Column(visible=False) as ui.freedoms_place:
         about = "How many features the attention of each head needs for a given error."
         ui.map = chart("Degrees of freedom", about, pending=pending)
-    ui.other = gr.Slider(
-        MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
-    )
+    other = "Another budget, in tokens of cache"
+    ui.other = gr.Slider(*budget_reach(), DEFAULT_BUDGET, step=8, label=other, elem_id="other")
     ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", pending)
     ui.other_card = gr.HTML(elem_id="other-card")
     ui.branch = gr.Button("Start a run with this budget, without measuring again", elem_id="branch", interactive=False)

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from linearizer.errors import LinearizerError, RequestError
+from linearizer.page.sending import is_leaving
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.plan.json_products import adapter_of, explained_faults
 from linearizer.plan.plan import Plan
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
     from linearizer.plan.inspection import Inspection
 
+MIN_BUDGET, MAX_BUDGET = 32, 4096  # that sliders reach at one's own machine
 MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256}
 MAX_OF_PLAN |= {"texts": 32, "length": 4096, "steps": 300, "batch": 8, "lora": 64}
 MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4}
@@ -62,17 +64,20 @@ class Limits:
     @staticmethod
     def of(environment: Mapping[str, str]) -> Limits:
         """Read what the owner of a Space set."""
+        from pydantic import Field
+
         values = {}
         for name in (field.name for field in fields(Limits)):
             if text := environment.get(variable := VARIABLE_PREFIX + name.upper()):
                 with explained_faults(variable):
-                    values[name] = adapter_of(float).validate_python(text)
+                    values[name] = adapter_of(Annotated[float, Field(ge=0)]).validate_python(text)
         return Limits(**values)
 
     def in_words(self) -> str:
         return (
             f"This is a public Space: models up to {self.gigabytes:g} GB, up to {self.runs:g} of your runs at a time, "
-            f"{self.minutes:g} minutes each. Runs are kept for {self.days:g} days; publish what you want to keep."
+            f"{self.minutes:g} minutes each. Runs are kept for {self.days:g} days; publish what you want to keep. "
+            "The files of jobs stay in your bucket until you delete their run."
         )
 
 
@@ -172,7 +177,21 @@ def check_request(request: Request) -> None:
 def check_amounts(amounts: Mapping[str, float], maxima: Mapping[str, int]) -> None:
     for name, amount in amounts.items():
         if amount > maxima[name]:
-            raise RequestError(f"{name} {amount} is more than this Space serves ({maxima[name]}): {ELSEWHERE}")
+            raise RequestError(
+                f"{name} {amount} is more than this Space serves: ask for at most {maxima[name]}, or {ELSEWHERE}"
+            )
+
+
+def budget_reach(positions: int | None = None, planned: int | None = None) -> tuple[int, int]:
+    """Return the least and the largest budget that a slider reaches, for a model with so many positions.
+
+    A budget out of reach that is already `planned` is in reach, so that no slider changes it; checks may refuse it.
+    """
+    most = MAX_OF_PLAN["budget"] if on_space() else MAX_BUDGET
+    least, largest = MIN_BUDGET, max(2 * MIN_BUDGET, min(most, positions or most))
+    if planned is not None and not least <= planned <= most:
+        return min(least, planned), max(largest, planned)
+    return least, largest
 
 
 def naming() -> AbstractContextManager[object]:
@@ -244,7 +263,10 @@ def keep_guarding() -> Iterator[None]:
 
 
 def enforce_limit(status: control.Status, now: float) -> None:
-    """Stop a run that has taken too long; delete it if it has not changed for days."""
+    """Stop a run that has taken too long; delete it if it has not changed for days and its student is not being sent.
+
+    A bucket of its jobs stays: only the token of its owner may delete it, and the Space keeps no tokens.
+    """
     works = [job for job in (status, status.evaluation) if job and job.state == "running"]
     works = [job for job in works if read_hub_job(job.run) is None]  # a job takes no time of this Space
     if any(now - worked_since(job) > LIMITS.minutes * 60 for job in works):
@@ -253,7 +275,7 @@ def enforce_limit(status: control.Status, now: float) -> None:
             f"it has run for {LIMITS.minutes:g} minutes, the limit of this Space for a run at a time: resume it, and "
             f"it goes on from here when its turn comes again, or {ELSEWHERE}",
         )
-    elif not status.live and now - status.changed > LIMITS.days * 24 * 3600:
+    elif not status.live and now - status.changed > LIMITS.days * 24 * 3600 and not is_leaving(status.run):
         control.delete(status.run)
 
 

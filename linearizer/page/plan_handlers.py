@@ -15,7 +15,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, plan_cards, plan_form, planning
 from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import WATCHED_PARTS, watch_run
-from linearizer.page.layout import LEADS, MAX_BUDGET, MIN_BUDGET, SLIDERS, describe_reach, lead_html
+from linearizer.page.layout import LEADS, SLIDERS, lead_html, reach_of
 from linearizer.page.plan_form import WAYS, effort_choices, name_fields, recipe_of, way_choices
 from linearizer.page.planning import Examined, ExaminedEncoder, make_plan
 from linearizer.plan.plan import YIELDING, Plan
@@ -31,7 +31,7 @@ FORM = ("budget", "plan_lead", "causal_form", "encoder_form", "encoder_sight", "
 
 
 @handler
-def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
+def show_model(browser: Browser, model: str | None, budget: float | None) -> tuple[Any, ...]:
     """Describe a model, and open the next step if it is supported."""
 
     def show(card: str, chosen: Examined | ExaminedEncoder | None = None, form: Sequence[Any] = ()) -> tuple[Any, ...]:
@@ -48,20 +48,19 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
         from linearizer.page.encoder_cards import model_card
 
         encoder = examined.inspection
-        return show(model_card(encoder), examined, show_form(encoder.tokens, encoder))
+        return show(model_card(encoder), examined, show_form(encoder.tokens, budget, encoder))
     card, inspection = plan_cards.model_card(examined.inspection), examined.inspection
     if not inspection.supported:
         return show(card)
     priced = planning.find_priced(browser.visitor, inspection)
-    return show(card, replace(examined, priced=priced), show_form(inspection.max_positions))
+    return show(card, replace(examined, priced=priced), show_form(inspection.max_positions, budget))
 
 
-def show_form(positions: int | None, encoder: EncoderInspection | None = None) -> list[Any]:
+def show_form(positions: int | None, budget: float | None, encoder: EncoderInspection | None = None) -> list[Any]:
     """Show the form of a causal model or of an encoder: the range and the title of the slider, and the fields."""
-    max_budget, kind = max(2 * MIN_BUDGET, min(MAX_BUDGET, positions or MAX_BUDGET)), "encoder" if encoder else "causal"
-    input_kind = encoder and encoder.reads
+    kind, input_kind = "encoder" if encoder else "causal", encoder and encoder.reads
     parts = {
-        "budget": gr.Slider(maximum=max_budget, info=describe_reach(max_budget), label=SLIDERS[kind]),
+        "budget": gr.Slider(**reach_of(positions, None if budget is None else int(budget), label=SLIDERS[kind])),
         "plan_lead": gr.HTML(lead_html(*LEADS[kind])),
         "causal_form": gr.Column(visible=encoder is None),
         "encoder_form": gr.Column(visible=encoder is not None),
@@ -160,7 +159,7 @@ def change_run(browser: Browser) -> tuple[Any, ...]:
     """Fill in the choices of the watched run, for another run."""
     run = browser.find_run()
     if run.is_encoder_run:
-        return plan_form.write_encoder_plan(run.encoder_plan)
+        return in_reach(*plan_form.write_encoder_plan(run.encoder_plan))
     return write_causal(run.plan, [name for name in YIELDING if run.given[name] is not None])
 
 
@@ -173,7 +172,12 @@ def take_plan(content: bytes | None) -> tuple[Any, ...]:
 
 def write_causal(plan: Plan, requested: Collection[str]) -> tuple[Any, ...]:
     """Return the values of the whole form; its fields of encoders are empty."""
-    return *plan_form.write_plan(plan, requested), *[""] * len(plan_form.ENCODER_OPTIONS)
+    return *in_reach(*plan_form.write_plan(plan, requested)), *[""] * len(plan_form.ENCODER_OPTIONS)
+
+
+def in_reach(model: str, budget: int, *others: Any) -> tuple[Any, ...]:
+    """Put the slider at a plan's budget, in a range that includes it."""
+    return model, gr.Slider(**reach_of(planned=budget, value=budget)), *others
 
 
 @handler

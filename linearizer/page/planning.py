@@ -48,11 +48,16 @@ class Examined:
 
     def plan(self, model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
         """Make a plan of a visitor's choices, and refuse it if a run would refuse it before it works."""
+        plan = make_plan(model, budget, effort, options)
+        self.check(plan)
+        return plan
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that a run here would refuse before it works."""
         from linearizer import checks
 
-        plan = make_plan(model, budget, effort, options)
         checks.check_plan(plan, self.inspection)
-        return plan
+        limits.check_plan(plan, self.inspection)
 
     def forecast(self, plan: Plan) -> RunForecast:
         """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""

@@ -19,7 +19,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import cards, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import IDLE_POLL_SECONDS, RUN_ACTIONS, show_note
-from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.limits import budget_reach
 from linearizer.page.run_state import PART_PREFIX
 from linearizer.page.visitors import is_example
 from linearizer.plan.plan import DEFAULT_BUDGET
@@ -171,8 +171,8 @@ def show_nothing() -> dict[str, Any]:
 def slider_of(run: Run) -> gr.Slider:
     """Put the slider at the run's own budget, with a range that includes it."""
     budget = run.plan.budget or DEFAULT_BUDGET
-    max_budget = max(2 * MIN_BUDGET, min(MAX_BUDGET, run.positions), budget)
-    return gr.Slider(value=budget, minimum=min(MIN_BUDGET, budget), maximum=max_budget)
+    least, most = budget_reach(run.positions, budget)
+    return gr.Slider(value=budget, minimum=least, maximum=max(most, budget))
 
 
 def draw_own_shares(run: Run) -> dict[str, Any]:

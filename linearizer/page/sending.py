@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ OPEN_SECONDS = 60.0  # that an address is valid; a download that has begun goes 
 PIECE_BYTES = 2**20
 TOO_OLD = f"A link to a student works for {OPEN_SECONDS:.0f} seconds. Press Download on the page again.\n"
 LOCK = threading.Lock()
+FETCHED: Counter[tuple[Path, str]] = Counter()  # downloads in progress, by the keys of runs
 
 
 @dataclass
@@ -88,6 +90,14 @@ def refuse_while_sending(run: Run) -> None:
         raise RequestError(f"this run is being published to {publication.repo_id!r}: wait until that is done")
 
 
+def is_leaving(run: Run) -> bool:
+    """Whether the student of a run is being published or downloaded, or may be downloaded soon."""
+    publication, now = PUBLICATIONS.get(run.key), time.monotonic()
+    with LOCK:
+        offered = any(end > now and offer.key == run.key for end, offer in OFFERED.values())
+        return offered or bool(FETCHED[run.key]) or (publication is not None and not publication.is_over)
+
+
 def offer_download(run: Run) -> str:
     """Make an address, relative to the page, for the download of a student; nobody can guess it."""
     if not run.checkpoint.is_dir():
@@ -113,7 +123,18 @@ def send_student(request: Request) -> Response:
         return PlainTextResponse(TOO_OLD, 404)
     headers = {"Content-Disposition": f'attachment; filename="{(name := student_name(run))}.zip"'}
     headers["Content-Encoding"] = "identity"  # else the server would compress it again
-    return StreamingResponse(zip_folder(run.checkpoint, name), media_type="application/zip", headers=headers)
+    return StreamingResponse(fetch(run, name), media_type="application/zip", headers=headers)
+
+
+def fetch(run: Run, name: str) -> Iterator[bytes]:
+    """Yield the zip of a student, which is kept meanwhile."""
+    with LOCK:
+        FETCHED[run.key] += 1
+    try:
+        yield from zip_folder(run.checkpoint, name)
+    finally:
+        with LOCK:
+            FETCHED[run.key] -= 1
 
 
 ROUTE = Route("/student/{ticket}.zip", send_student)

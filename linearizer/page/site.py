@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import secrets
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +19,8 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling, sending
 from linearizer.page.visitors import on_space
-from linearizer.serve.guards import Guard, is_local
-from linearizer.serve.server import LOCAL_HOSTS
+from linearizer.serve import guards
+from linearizer.serve.server import HOST, LOCAL_HOSTS, address, check_key
 
 # Gradio sends the progress of every event to every part that ever showed progress, and copies its figures each time.
 # So an event without progress names no part for it, and an event with progress names one.
@@ -38,6 +39,7 @@ HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server at its queue; Gradio looks a thousand times a second
 COMPRESSED_BYTES = 10_000  # larger answers are sent compressed; Gradio itself compresses only files
+STARTED = "/gradio_api/startup-events"  # which Gradio asks for when it starts, without a key; it tells nothing
 MAX_SESSIONS = 200  # whose state is kept, about 0.4 MB each; an open page polls, and so stays among them
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 ACCENT = Color(
@@ -131,7 +133,9 @@ def wire_model(ui: SimpleNamespace) -> None:
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_handlers.FORM)]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
     # queued, because otherwise Gradio would not report the change of the inspection's State to the page
-    ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
+    ui.model.change(
+        plan_handlers.show_model, [ui.memory, ui.model, ui.budget], outputs, show_progress_on=ui.model_card, **SLOW
+    )
     for model, button in ui.models.items():
         button.click(lambda model=model: model, None, ui.model, **QUICK)
     # leaving a run may have closed the second step
@@ -271,8 +275,34 @@ def theme() -> gr.themes.Base:
     )
 
 
-def serve_page(port: int | None = None, host: str | None = None) -> None:
-    """Serve the page; on a Space, enforce limits, and use no token but the visitor's own."""
+def keep_out(key: str | None) -> list[Middleware]:
+    """Ask every request for the key if there is one; else serve this machine alone. A Space serves everybody."""
+    if on_space():
+        return []
+    if key is None:
+        return [Middleware(guards.Guard, allows=guards.is_local, refuse=guards.REFUSED)]
+    allows = guards.has_key_or_cookie(key, STARTED)
+    return [
+        Middleware(guards.Guard, allows=guards.is_same_site, refuse=guards.CROSS_SITE),
+        Middleware(guards.KeyLink, key=key),
+        Middleware(guards.Guard, allows=allows, refuse=guards.KEYLESS),
+    ]
+
+
+def serve_page(
+    port: int | None = None,
+    host: str | None = None,
+    key: str | None = None,
+    ready: Callable[[str], None] = lambda link: None,
+) -> None:
+    """Serve the page; on a Space, enforce limits, and use no token but the visitor's own.
+
+    Elsewhere whoever reaches the page may do all that its owner may. So requests must carry the `key`. Where other
+    machines reach the page and no key is given, one is made, and `ready` is called with a link that contains it.
+    """
+    check_key(key)
+    host = host or ("0.0.0.0" if on_space() else HOST)
+    made_key = secrets.token_urlsafe(24) if key is None and host not in LOCAL_HOSTS and not on_space() else None
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else every event computes statistics of all events
     os.environ["GRADIO_RUN_HISTORY"] = "False"  # else browsers keep the inputs of events
@@ -281,12 +311,11 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         threading.Thread(target=limits.guard_runs, daemon=True).start()
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
-    is_open = on_space() or host not in LOCAL_HOSTS
-    middleware = [Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)]
-    middleware += [] if is_open else [Middleware(Guard, allows=is_local)]
+    compressing = Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)
     site.launch(
-        server_name=host or ("0.0.0.0" if on_space() else None),
+        server_name=f"[{host}]" if ":" in host else host,
         server_port=port,
+        share=False,  # whatever GRADIO_SHARE says
         theme=theme(),
         css_paths=HERE / "page.css",
         head_paths=HERE / "head.html",
@@ -296,6 +325,10 @@ def serve_page(port: int | None = None, host: str | None = None) -> None:
         enable_monitoring=False,
         max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
-        app_kwargs={"routes": [sending.ROUTE], "middleware": middleware},
+        app_kwargs={"routes": [sending.ROUTE], "middleware": [compressing, *keep_out(key or made_key)]},
         ssr_mode=False,
+        prevent_thread_lock=True,
     )
+    if made_key is not None:
+        ready(f"{address(host, site.server_port)}/?key={made_key}")
+    site.block_thread()

@@ -102,6 +102,11 @@ class Card(ABC):
     def list_measures(self) -> Iterator[tuple[str, str, str, float]]:
         """List the results of the student: the text, a remark about it, the name of the measure, and its value."""
 
+    @property
+    @abstractmethod
+    def weight_change(self) -> str:
+        """How the student's weights were made from the teacher's, in words; empty: they are unchanged."""
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Collect the facts that the template shows."""
@@ -123,6 +128,7 @@ class Card(ABC):
             verdict=judge_any_run(self.run),
             teacher=self.teacher,
             library=self.library,
+            change=self.weight_change,
             snippet=self.write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
             version=linearizer.__version__,
             plan_json=json.dumps(self.public_plan(), indent=1).replace("`", "\\u0060"),
@@ -158,7 +164,8 @@ class Card(ABC):
         ]
         return ModelCardData(
             base_model=self.teacher.repo_id,
-            base_model_relation="finetune" if self.teacher.repo_id else None,
+            # the Hub knows four relations, and none of them is true of a teacher with unchanged weights
+            base_model_relation="finetune" if self.teacher.repo_id and self.weight_change else None,
             pipeline_tag=self.task,
             library_name=self.library,
             tags=TAGS,
@@ -244,6 +251,15 @@ class CausalCard(Card):
             for name, part in self.run.results.items()
         }
 
+    @property
+    def weight_change(self) -> str:
+        plan = self.run.plan
+        if not plan.changes_weights or not read_training(self.run).done:
+            return ""
+        if plan.resolved_lora:
+            return f"adapters of rank {plan.resolved_lora} on q, k, v and o were trained and merged into them"
+        return "two matrices of each layer were fitted to the teacher's outputs by least squares"
+
     def facts(self) -> dict[str, Any]:
         run, allocation = self.run, self.run.require_allocation()
         state = StateSize.of(allocation, run.layers)
@@ -303,6 +319,15 @@ class EncoderCard(Card):
             ways["Load it for sentences"] = f"from sentence_transformers import SentenceTransformer\n\nmodel = {load}"
         return ways
 
+    @property
+    def weight_change(self) -> str:
+        encoder = self.encoder
+        changes = ["the table of positions was interpolated"] if encoder.stretched else []
+        if steps := encoder.plan.steps:
+            undone = "which is undone if it did not lower the error on other inputs"
+            changes.append(f"the layers were distilled for {steps:,} steps, {undone}")
+        return "; ".join(changes)
+
     def facts(self) -> dict[str, Any]:
         encoder = self.encoder
         judged = (replace(judgement, text=public_text(judgement.text)) for judgement in encoder.judgements.values())
@@ -313,7 +338,6 @@ class EncoderCard(Card):
             "globals": encoder.both_ways.first + encoder.both_ways.last,
             "choice": describe_choice(encoder),
             "tables": [quality_table(encoder, judgement) for judgement in judged],
-            "steps": encoder.plan.steps,
         }
 
     def list_measures(self) -> Iterator[tuple[str, str, str, float]]:

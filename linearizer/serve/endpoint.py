@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError
@@ -250,13 +250,23 @@ class Stream(StreamingResponse):
     def __init__(self, served: Served, work: Work) -> None:
         super().__init__(events_of(served, work), media_type="text/event-stream")
         self.leave, self.latest = partial(end, served, work), work.deadline + LATE_SECONDS
+        self.late = (
+            f"the request was read only after the {served.max_seconds:g} seconds that it may take: send it faster, or "
+            "start the server with a larger --max-seconds"
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        seconds = self.latest - asyncio.get_running_loop().time()
+        seconds, begun = self.latest - asyncio.get_running_loop().time(), list[Message]()
+
+        async def begin(message: Message) -> None:
+            begun[:] = [message]
+            await send(message)
+
         try:
-            await asyncio.wait_for(super().__call__(scope, receive, send), seconds)
-        except asyncio.TimeoutError:  # the client does not read
-            pass
+            await asyncio.wait_for(super().__call__(scope, receive, begin), seconds)
+        except asyncio.TimeoutError:  # the client does not read, or its request took all of the time
+            if not begun:
+                await response_of(Refusal(504, self.late))(scope, receive, send)
         except asyncio.CancelledError:  # the server is stopping
             final = event(Refusal(503, STOPPED).content).encode()
             with suppress(Exception):  # a client may have gone by now

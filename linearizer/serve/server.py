@@ -39,6 +39,16 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def check_key(key: str | None) -> None:
+    """Refuse a key that no request could carry."""
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise RequestError("the API key is empty, or has letters that no header carries: use ASCII without spaces")
+
+
+def address(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def serve(
     run: Run,
     port: int = PORT,
@@ -57,8 +67,7 @@ def serve(
         raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: 0 keeps no states")
     if not 0 < max_seconds < LONGEST_SECONDS:
         raise RequestError(f"max-seconds = {max_seconds:g} is not a time for a request: choose seconds above 0")
-    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise RequestError("the API key is empty, or has letters that no header carries: use ASCII without spaces")
+    check_key(api_key)
     with listen(host, port) as listening, quiet():
         import uvicorn
 
@@ -84,5 +93,5 @@ def serve(
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=CLOSING_SECONDS,
             )
-            ready(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1", name)
+            ready(f"{address(host, listening.getsockname()[1])}/v1", name)
             uvicorn.Server(config).run([listening])

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 Product = TypeVar("Product")
 WATCHED_TOKENS = 4
 
-# Kinds that are tested from end to end; other kinds that pass the same checks are served, too.
+# Kinds that are tested from end to end, with three layers and random weights. Other kinds that pass the same checks
+# are supported, too.
 TESTED = frozenset(
     "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2 "
     "gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama minimax_m2 mistral mixtral olmo "

@@ -293,7 +293,7 @@ def split_dataset_name(spec: str) -> list[str]:
 def read_column(spec: str, kind: type[Value], kind_name: str, token: str | None) -> Iterator[Value]:
     """Stream a column of a data set with values of a kind; its default name is the name of the kind.
 
-    Config, split and column of the specification may be left empty.
+    Config, split and column of the specification may be left empty. Rows without a value are left out.
     """
     identifier, config, split, column = split_dataset_name(spec)
     split, column = split or "train", column or kind_name
@@ -303,6 +303,8 @@ def read_column(spec: str, kind: type[Value], kind_name: str, token: str | None)
             raise TextError(f"{identifier!r} has no split {split!r}: it has {', '.join(splits)}")
         for row in splits[split]:
             value = row.get(column)
+            if value is None and column in row:
+                continue
             if not isinstance(value, kind):
                 columns = ", ".join(name for name, value in row.items() if isinstance(value, kind)) or "no column"
                 raise TextError(f"{identifier!r} has no {kind_name} in a column {column!r}: it has some in {columns}")

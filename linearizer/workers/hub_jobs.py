@@ -196,7 +196,8 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
     assert job is not None
     job = replace(job, usd_per_hour=choose_hardware(job.flavor, token).usd_per_hour)
     if yes:
-        run.write_product(FILE, job.to_json())
+        with run.take_lock():  # whoever follows a job keeps to the terms that it began with
+            run.write_product(FILE, job.to_json())
     elif open_job(run) is None:
         account = Account(token, job.owner)
         with explain_job_errors("the jobs of this run"):

@@ -62,12 +62,13 @@ def work_on(run: Run, token: str | None = None) -> Steps[Any]:
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
-    """Work on a run in this process; a request that cannot be served leaves no run. The log holds the details."""
+    """Work on a run in this process; a new run that cannot be served is removed. The log holds the details."""
+    is_new = run.job is None and not run.log_file.exists()
     with lock_and_queue(run, **details), stop_on_sigterm(run), keep_faults(run):
         try:
             return (yield from work_in_turn(run, lambda: steps))
         except RequestError:
-            if run.job is None and not any(map(run.has_file, FIRST_PRODUCTS)):
+            if is_new and not any(map(run.has_file, FIRST_PRODUCTS)):
                 run.remove(started=False)
             raise
 

@@ -144,6 +144,7 @@ def test_a_student_is_published_with_its_card_and_loads_from_its_snippet(hub, ma
     done = publish(Run(made), "me/sentences")
     sent = files_of(hub, "me/sentences")
     card = sent["README.md"].decode()
+    assert "changed the weights: the layers were distilled for 2 steps" in card
     assert "pipeline_tag: feature-extraction" in card and "on texts of 160 tokens" in card and "| window |" in card
     assert {"config.json", "modeling_encoder.py", "attention_both_ways.py", "1_Pooling/config.json"} <= set(sent)
     assert "AutoTokenizer.from_pretrained(name, revision=revision)" in done.snippet

@@ -3,11 +3,12 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, chat, limits, planning, run_list
+from linearizer.page import actions, chat, limits, plan_handlers, planning, run_list, sending
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -46,6 +47,26 @@ def test_a_space_removes_what_nobody_has_looked_after(on_space):
     assert not run.folder.exists()
 
 
+def test_a_space_keeps_an_old_run_while_its_student_is_on_its_way(on_space, monkeypatch):
+    run, late = begun(), time.time() + LIMITS.days * 24 * 3600 + 60
+    run.log("stopped")
+    (run.checkpoint).mkdir()
+    (run.checkpoint / "config.json").write_text("{}")
+    monkeypatch.setitem(sending.PUBLICATIONS, run.key, publication := sending.Publication(run, "ann/student"))
+    limits.enforce_limits(late)
+    publication.error = "it was interrupted"
+    address = sending.offer_download(run)
+    limits.enforce_limits(late)
+    sending.OFFERED.pop(address[8:-4])
+    download = sending.fetch(run, "student")
+    next(download)
+    limits.enforce_limits(late)
+    assert run.folder.exists()
+    list(download)
+    limits.enforce_limits(late)
+    assert not run.folder.exists()
+
+
 def examined(**given):
     """A plan for the demo model, and what is known of the model, as if it could read texts of any length."""
     plan = Plan.of(given.pop("recipe", "best"), model="demo", **{"budget": 64, **given})
@@ -68,6 +89,25 @@ OTHERS = {"features": {"budget": None}} | dict.fromkeys(("window", "sinks"), {"b
 def test_a_space_says_what_is_too_much(on_space, given, sentence):
     with pytest.raises(RequestError, match=sentence):
         limits.check_plan(*examined(**given))
+
+
+def test_every_way_to_a_run_refuses_a_budget_beyond_the_spaces_in_one_sentence(on_space):
+    ann, options = find_visitor(secret=ANN), {"recipe": "swa", "length": 512}
+    chosen, most = planning.examine_model(ann, "demo"), limits.budget_reach()[1]
+    assert chosen.plan("demo", most, "Quick", options).budget == most == MAX_OF_PLAN["budget"]
+    refused = f"^budget {most + 8} is more than this Space serves: ask for at most {most}, or do this"
+    for ask in (chosen.plan, partial(actions.estimate_run, ann), partial(actions.start_run, ann)):
+        with pytest.raises(RequestError, match=refused):
+            ask("demo", most + 8, "Quick", options)
+
+
+def test_a_slider_reaches_what_a_plan_already_asks_for(on_space, monkeypatch):
+    assert limits.budget_reach(512, 256) == (32, 512) and limits.budget_reach(512, 1024) == (32, 512)
+    assert limits.budget_reach(512, 8192) == (32, 8192) and limits.budget_reach(None, 16) == (16, 2048)
+    monkeypatch.delenv("SPACE_ID")
+    assert limits.budget_reach() == (32, 4096) and limits.budget_reach(4096, 8192) == (32, 8192)
+    slider = plan_handlers.take_plan(Plan("demo", budget=8192).to_json().encode())[1]
+    assert (slider.value, slider.maximum) == (8192, 8192)
 
 
 def test_a_plan_that_would_take_the_memory_of_all_is_refused(on_space):
@@ -192,6 +232,9 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
     assert "90 minutes each" in result.in_words()
     with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is not allowed: it should be a valid number"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
+    for endless in ("nan", "-1"):  # nothing is more than nan
+        with pytest.raises(RequestError, match=f"LINEARIZER_SPACE_MINUTES '{endless}' is not allowed"):
+            Limits.of({"LINEARIZER_SPACE_MINUTES": endless})
 
 
 def test_runs_that_are_started_at_once_have_folders_of_their_own(root, monkeypatch):

@@ -147,7 +147,7 @@ def test_a_space_reads_no_file_of_its_machine(space, text):
 
 def test_a_space_says_its_limits_in_words(space, busy):
     client = client_of(space.url)
-    with pytest.raises(AppError, match=r"steps 5000 is more than this Space serves \(300\)"):
+    with pytest.raises(AppError, match=r"steps 5000 is more than this Space serves: ask for at most 300, or"):
         client.predict("demo", 64, "Try it", {"steps": 5000}, "a visitor who asks much", api_name="/start_run")
     client = client_of(space.url, headers=signed_in("eve"))
     two = [client.predict("demo", 64, "Thorough", {}, api_name="/start_run") for _ in range(2)]

@@ -20,6 +20,7 @@ from linearizer.run.folder import parse_plan, read_plan
 def plan_of(values):
     """Read the form as the page does when Start is pressed."""
     model, budget, effort, may_grow, way, listed, *fields = values
+    budget = getattr(budget, "value", budget)  # of the slider
     listed = listed if isinstance(listed, str) else ""
     options = {
         "may_grow": may_grow,

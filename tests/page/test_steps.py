@@ -80,6 +80,8 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
         shown(page, "#step-2", plan.command())
         assert page.locator("#recipe input[value=hedgehog]").is_checked()
         assert field(page, "seed").input_value() == "7" and field(page, "window").input_value() == ""
+        upload(page, "#take-plan", Plan("demo", budget=8192).to_json().encode())  # more than the slider reaches
+        shown(page, "#step-2", "linearizer run demo --budget 8192")
 
 
 def name_model(field, text):

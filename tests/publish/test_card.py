@@ -19,7 +19,7 @@ from tests.support.evaluation_results import MADE, STORED, at_length
 def test_the_card_names_base_results_and_how_to_load(tmp_path):
     text = (card := card_of(made(tmp_path / "run"))).write("me/student")
     data = ModelCard(text).data
-    assert (data.base_model, data["base_model_relation"], data.license) == ("org/base", "finetune", "mit")
+    assert (data.base_model, data.license) == ("org/base", "mit")
     assert data.model_name == "student" and "linear-attention" in data.tags
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
@@ -67,6 +67,28 @@ def test_the_card_says_what_was_trained_and_not_what_was_asked_for(tmp_path):
     run.log("distilled", phase=0, asked=400, steps=400)
     text = card_of(run).write()
     assert "for 400 steps" in text and "ended" not in text and "The same plan makes the same student again" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"steps": 0}, ""),
+        ({"steps": 8, "recipe": "features", "strategy": "common-lambda"}, ""),  # features have weights of their own
+        ({"steps": 8}, "two matrices of each layer were fitted to the teacher's outputs by least squares"),
+        ({"steps": 8, "loss": "logits"}, "adapters of rank 8 on q, k, v and o were trained and merged into them"),
+    ],
+)
+def test_the_card_calls_a_student_finetuned_only_if_training_changed_the_teachers_weights(tmp_path, options, change):
+    run = made(tmp_path / "run", plan=Plan("org/base@main", budget=64, **options))
+    if options["steps"]:
+        assert "base_model_relation" not in ModelCard(card_of(run).write()).data.to_dict()  # until it has trained
+        run.log("distilled", phase=0, asked=8, steps=8)
+    text = card_of(run).write()
+    assert ModelCard(text).data.get("base_model_relation") == ("finetune" if change else None)
+    assert ("The weights are the teacher's, unchanged, and so is the licence" in text) == (not change)
+    assert ("The teacher's weights are unchanged" in text) == (not change)
+    assert ("same weights and softmax attention" in text.replace("\n", " ")) == (not change)
+    assert text.count(f"made from the teacher's: {change}.") == (2 if change else 0)
 
 
 def test_what_others_wrote_stays_text(tmp_path):

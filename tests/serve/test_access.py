@@ -63,6 +63,22 @@ def test_a_stream_that_nobody_reads_ends_with_its_time(served, monkeypatch):
     assert sent and (row.abandoned or row.done)
 
 
+def test_a_stream_whose_request_came_too_late_is_refused_in_a_sentence(served):
+    known, sent = limited(served, max_seconds=0.5), []
+
+    async def send(message):
+        sent.append(message)
+
+    async def stream():
+        body = CompletionBody(model="tiny", prompt="Once", max_tokens=500, stream=True)
+        late = asyncio.get_running_loop().time() - endpoint.LATE_SECONDS - 1  # as if its body took all of the time
+        work = await endpoint.begin(known, body, late)
+        await endpoint.Stream(known, work)({"type": "http", "asgi": {"spec_version": "2.4"}}, None, send)
+
+    asyncio.run(asyncio.wait_for(stream(), 60))
+    assert sent[0]["status"] == 504 and "only after the 0.5 seconds" in json.loads(sent[1]["body"])["error"]["message"]
+
+
 def test_what_has_no_room_may_come_again(served, monkeypatch):
     monkeypatch.setattr(engines, "MAX_WAITING", 0)
     answer = complete(served)

@@ -135,6 +135,12 @@ def test_data_set_is_streamed_from_a_folder(tmp_path, tokenizer):
     assert list(read_documents(f"dataset:{tmp_path}:default:test:note")) == ["n"] * 3
 
 
+def test_rows_of_a_data_set_without_a_text_are_left_out(tmp_path):
+    texts = [None, "first", None, "second"]
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"text": text, "label": 1}) for text in texts))
+    assert list(read_documents(f"dataset:{tmp_path}")) == ["first", "second"]
+
+
 def test_data_set_is_streamed_from_the_hub(hub):
     for name, private in (("texts", False), ("secret", True)):
         hub.add(f"org/{name}", {"train.jsonl": rows(5)}, kind="datasets", private=private)

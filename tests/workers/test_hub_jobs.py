@@ -111,6 +111,13 @@ def test_a_job_makes_and_publishes_the_student_that_this_machine_makes(begin, hu
     assert not [path for path in bucket["files"] if run.id in path]
 
 
+def test_whoever_follows_a_job_keeps_the_terms_that_it_began_with(queued):
+    terms = queued.read(FILE)
+    with queued.take_lock(), pytest.raises(LinearizerError):
+        hub_jobs.resume_in_job(queued, ME, yes=True)  # at the price of today
+    assert queued.read(FILE) == terms
+
+
 def test_a_run_is_attached_to_again_stopped_and_goes_on_in_another_job(begin, hub):
     run = begin(LONG)
     wait_for_event(run, "distill", 2)

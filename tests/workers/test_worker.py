@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from linearizer.errors import FolderError, RequestError
+from linearizer.errors import FolderError, ModelNotAvailable, RequestError
 from linearizer.hub.models import find_model
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.plan import Plan
@@ -88,6 +88,20 @@ def test_a_run_deleted_under_its_process_is_gone(begin):
         control.status(run)
     wait_until(lambda: not process.exists())
     assert not run.folder.exists() and list(control.follow(run)) == []
+
+
+def test_a_run_that_is_resumed_outlasts_a_refusal_though_it_has_no_product_yet(tmp_path):
+    run = Run.create(tmp_path / "run", EncoderPlan("encoder", 64))
+
+    def steps(error):
+        yield Progress("distill", 1, 2, "steps")
+        raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        finish(work_in_foreground(run, steps(KeyboardInterrupt())))
+    with pytest.raises(ModelNotAvailable):
+        finish(work_in_foreground(run, steps(ModelNotAvailable("the Hub answers 503: try again later"))))
+    assert run.is_encoder_run
 
 
 @pytest.mark.parametrize(("product", "stays"), [("ways.json", True), ("worker.log", False)])
