@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,6 +74,30 @@ def test_python_asks_too(quick_run, tmp_path):
     assert reading.tokens > 4
     written = "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
     assert written == "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
+
+
+def test_of_two_processes_that_add_to_a_state_none_loses_a_turn(quick_run, tmp_path, said):
+    state = tmp_path / "state"
+    run = Run.open(quick_run)
+    read_first = finish(read(run, "The import statement", state)).tokens
+    asking = ask(run, " It", state, keep=True, new_tokens=200)
+    next(asking)
+    words = [sys.executable, "-m", "linearizer"]
+    others = [
+        ["ask", str(quick_run), "--state", str(state), "--prompt", "a", "--keep"],
+        ["ask", str(quick_run), "--state", str(state), "--take-back"],
+    ]
+    for other in others:
+        done = subprocess.run([*words, *other], capture_output=True, text=True)
+        assert done.returncode == 2 and "another process is writing the state" in done.stderr
+        assert done.stderr.count("\n") == 1 and not done.stdout.strip()
+    assert said("ask", quick_run, "--state", state, "--prompt", "a", "--tokens", 1)[0] == 0  # it only reads
+    kept = finish(asking).reading.tokens
+    assert kept > read_first + 100
+    code, out, _ = said("ask", quick_run, "--state", state, "--prompt", " It", "--tokens", 2, "--keep", "--json")
+    assert code == 0 and json.loads(out)["reading"]["tokens"] > kept
+    ask(run, " It", state, keep=True).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_what_cannot_be_is_said(quick_run, text, tmp_path, said):
