@@ -42,6 +42,7 @@ from linearizer.run.results import Comparison, Request
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.teacher.chat_template import turn_tokens
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.load import Teacher, load_config, load_teacher_of, texts_of_run
 from linearizer.teacher.streaming import spreads, streams
@@ -234,13 +235,15 @@ def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
     return (yield from evaluate(run, request, measure_again, token, locked=True))
 
 
-def compare_run(run: Run, prompt: str, new_tokens: int, seed: int, sample: bool) -> Steps[Comparison]:
-    """Continue a prompt with the teacher, the student and a plain window of a run."""
+def compare_run(
+    run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, raw: bool = False
+) -> Steps[Comparison]:
+    """Answer a prompt with the teacher, the student and a plain window of a run; `raw`: continue it instead."""
     with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
         readers = [Reader.of(subject) for subject in setup.subjects(run.positions)]
-        tokens = setup.tokenizer(prompt)["input_ids"]
+        tokens = turn_tokens(setup.tokenizer, prompt, raw=raw)
         for update in write_in_turns(readers, setup.tokenizer, prompt, tokens, new_tokens, seed, sample):
             if isinstance(update, Comparison):
                 yield Progress("compare", update.student.tokens, new_tokens, "tokens")

@@ -127,6 +127,11 @@ def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: in
     command.add_argument("--tokens", type=int, default=tokens, help=f"{about} (default: %(default)s)")
     command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
     command.add_argument("--seed", type=int, default=0, help="the seed of --sample (default: %(default)s)")
+    add_raw_option(command)
+
+
+def add_raw_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--raw", action="store_true", help="continue the text, without the model's chat template")
 
 
 def add_option(add_argument: Add, option: Option) -> None:

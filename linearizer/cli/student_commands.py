@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from linearizer.cli.options import OPERANDS, AddCommand, add_writing_options
+from linearizer.cli.options import OPERANDS, AddCommand, add_raw_option, add_writing_options
 from linearizer.cli.text import (
     describe_comparison,
     describe_preview,
@@ -36,8 +36,8 @@ Whoever has it can do all that you can: start and delete runs, pay for jobs, pub
 
 
 def add_commands(add: AddCommand) -> None:
-    command = add("compare", serve_compare, "teacher, student and a plain window continue the same prompt", "run")
-    command.add_argument("--prompt", default="The", help="the text to continue (default: %(default)s)")
+    command = add("compare", serve_compare, "teacher, student and a plain window answer the same prompt", "run")
+    command.add_argument("--prompt", default="The", help="what to ask (default: %(default)s)")
     add_writing_options(command, "how many tokens each writes", 64)
     add_read(add)
     add_ask(add)
@@ -50,9 +50,8 @@ def serve_compare(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
     run = find_run(arguments.run)
-    comparison = show_progress(
-        pipeline.compare_run(run, arguments.prompt, arguments.tokens, arguments.seed, arguments.sample)
-    )
+    options = arguments.tokens, arguments.seed, arguments.sample, arguments.raw
+    comparison = show_progress(pipeline.compare_run(run, arguments.prompt, *options))
     print_product(arguments, asdict(comparison), describe_comparison(comparison))
 
 
@@ -62,6 +61,7 @@ def add_read(add: AddCommand) -> None:
     command.add_argument("file", metavar="FILE", help="a text file, a PDF, or - for standard input")
     command.add_argument("--state", type=Path, required=True, help="the file of the state")
     command.add_argument("--more", action="store_true", help="continue after what the state has read")
+    add_raw_option(command)
 
 
 def serve_read(arguments: argparse.Namespace) -> None:
@@ -73,15 +73,15 @@ def serve_read(arguments: argparse.Namespace) -> None:
         text = decode_text("standard input", sys.stdin.buffer.read())
     else:
         text = read_whole(Path(arguments.file))
-    reading = show_progress(kept_state.read(run, text, arguments.state, arguments.more))
+    reading = show_progress(kept_state.read(run, text, arguments.state, arguments.more, arguments.raw))
     print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
 
 
 def add_ask(add: AddCommand) -> None:
-    about = "let a run's student continue a prompt, with --state after the text that it has read"
+    about = "let a run's student answer a prompt, with --state after the text that it has read"
     command = add("ask", serve_ask, about, "run")
     wanted = command.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--prompt", help="the text to continue")
+    wanted.add_argument("--prompt", help="what to ask")
     wanted.add_argument("--take-back", action="store_true", help="undo the last --keep or `read --more` of the state")
     command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
     command.add_argument("--keep", action="store_true", help="add prompt and answer to the state")
@@ -98,7 +98,7 @@ def serve_ask(arguments: argparse.Namespace) -> None:
         reading = kept_state.take_back(run, arguments.state)
         print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
         return
-    options = arguments.keep, arguments.tokens, arguments.seed, arguments.sample
+    options = arguments.keep, arguments.tokens, arguments.seed, arguments.sample, arguments.raw
     answer = print_stream(kept_state.ask(run, arguments.prompt, arguments.state, *options), arguments.json)
     if arguments.json:
         print_product(arguments, asdict(answer), "")

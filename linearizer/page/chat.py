@@ -133,10 +133,11 @@ def catch_up(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Itera
 
 def collect_heard(readers: Sequence[Reader]) -> dict[str, list[int]]:
     """Return the tokens that models have heard, without an end of text: the template writes it before the next turn."""
+    from linearizer.teacher.token_loop import ends_of
+
     heard = {}
     for reader in readers:
-        ends = reader.subject.model.generation_config.eos_token_id
-        ended = reader.unread and reader.unread[-1] in (ends if isinstance(ends, list) else [ends])
+        ended = reader.unread and reader.unread[-1] in ends_of(reader.subject.model)
         heard[reader.subject.name] = [*reader.tokens] if ended else reader.heard
     return heard
 

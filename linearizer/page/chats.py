@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from linearizer.run.results import Comparison
 
 WAIT_SECONDS = 120  # for other visitors who use the models
-BETWEEN = "\n\n"  # a document and the question about it
-MARKS = ("first turn", "second turn", "third turn")  # turns with which a template shows what it writes around them
 MAX_NAME = 100  # characters of a chat's name
 Key = tuple[Path, tuple[Path, str], str]  # the folder of the visitor, the run, and the name of the chat
 
@@ -73,47 +71,23 @@ def is_templated(settings: Settings, tokenizer: Any) -> bool:
 
 def document_tokens(settings: Settings, tokenizer: Any, text: str) -> list[int]:
     """Turn the document that a chat begins with into tokens."""
+    from linearizer.teacher.chat_template import tokens_of, turn_texts
+
     if not is_templated(settings, tokenizer):
         return tokens_of(tokenizer, text, True)
-    opening, _, _ = template_texts(tokenizer, settings.system)
-    return tokens_of(tokenizer, opening + text, False)
+    return tokens_of(tokenizer, turn_texts(tokenizer, settings.system).opening + text, False)
 
 
 def turn_tokens(chat: Chat, tokenizer: Any, prompt: str) -> list[int]:
     """Turn a visitor's prompt into tokens that follow what was heard."""
+    from linearizer.teacher.chat_template import BETWEEN, tokens_of, turn_texts
+
     settings, joined = chat.settings, BETWEEN + prompt if chat.document else prompt
     if not is_templated(settings, tokenizer):
         return tokens_of(tokenizer, joined, not chat.document)
-    opening, separator, closing = template_texts(tokenizer, settings.system)
+    opening, separator, closing = turn_texts(tokenizer, settings.system)
     turn_text = separator + prompt if chat.turns else joined if chat.document else opening + prompt
     return tokens_of(tokenizer, turn_text + closing, False)
-
-
-def tokens_of(tokenizer: Any, text: str, special: bool) -> list[int]:
-    tokens: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return tokens
-
-
-def template_texts(tokenizer: Any, system: str) -> tuple[str, str, str]:
-    """Return what a template writes before the first turn, between an answer and the next turn, and after a turn."""
-
-    def write(*turns: str) -> str:
-        roles = [{"role": "system", "content": system}] * bool(system)
-        roles += [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
-        written: str = tokenizer.apply_chat_template(roles, tokenize=False, add_generation_prompt=True)
-        return written
-
-    first, second, third = MARKS
-    try:
-        opening, closing = write(first).split(first)
-        separator = write(*MARKS).split(second)[1].split(third)[0]
-    except Exception as error:  # a template is a program, which may refuse with errors of many types
-        refused = "a system prompt" if system else "turns"
-        raise RequestError(
-            f"the chat template of this model does not take {refused} ({error}): "
-            f"{'leave the system prompt empty, or' if system else ''} switch the template off"
-        ) from error
-    return opening, separator, closing
 
 
 CHATS: OrderedDict[Key, tuple[float, Chat]] = OrderedDict()

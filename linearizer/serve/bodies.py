@@ -7,7 +7,6 @@ does not concern the text (IGNORED), or refused: an answer without what was requ
 from __future__ import annotations
 
 import asyncio
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from random import Random
@@ -29,8 +28,9 @@ from pydantic import (
 from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
-from linearizer.errors import RequestError, first_line
+from linearizer.errors import RequestError
 from linearizer.serve.row import Drawing
+from linearizer.teacher.chat_template import tokens_of, write_chat
 
 # A body is bounded: one text of the greatest length fits in any script, and several in most.
 BYTES_OF_TOKEN = 32  # of a body for each position: a token as a number, or as text in escapes
@@ -158,7 +158,7 @@ class CompletionBody(Body):
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         prompts: list[Any] = [self.prompt] if is_one else list(self.prompt)
-        return [tokenizer(x, verbose=False)["input_ids"] if isinstance(x, str) else x for x in prompts]
+        return [tokens_of(tokenizer, x, True) if isinstance(x, str) else x for x in prompts]
 
 
 class TextPart(BaseModel):
@@ -200,15 +200,8 @@ class ChatBody(Body):
             raise RequestError("this model has no chat template: send the whole text as a prompt to /v1/completions")
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
         variables |= self.chat_template_kwargs
-        if reserved := variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
-            raise RequestError(f"chat_template_kwargs may not set {min(reserved)}: name variables of the template only")
-        try:
-            text = tokenizer.apply_chat_template(
-                [message.plain() for message in self.messages], tokenize=False, add_generation_prompt=True, **variables
-            )
-        except Exception as error:  # a template is a program, and may raise any error
-            raise RequestError(f"the model's chat template refuses these messages ({first_line(error)})") from error
-        return [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        text = write_chat(tokenizer, [message.plain() for message in self.messages], variables)
+        return [tokens_of(tokenizer, text, False)]
 
 
 Read = TypeVar("Read", bound=Body)

@@ -25,6 +25,7 @@ from linearizer.serve.engine import Engine
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
 from linearizer.teacher.logits import vocabulary
+from linearizer.teacher.token_loop import ends_of
 
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
 LATE_SECONDS = 10  # after a request's deadline, for the client to read the error
@@ -43,12 +44,6 @@ class Served:
     engine: Engine
     max_seconds: float  # of a request
     since: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a text."""
-        ends = self.model.generation_config.eos_token_id
-        return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
 
     @property
     def card(self) -> dict[str, Any]:
@@ -231,7 +226,7 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
         )
     if min(tokens) < 0 or max(tokens) >= (size := vocabulary(served.model)):
         raise Refusal(400, f"a token is not one of the model's {size}", "prompt")
-    ends = frozenset[int]() if body.ignore_eos else served.ends
+    ends = frozenset[int]() if body.ignore_eos else ends_of(served.model)
     return Row(tokens, send, served.tokenizer, body.new_tokens or room, body.drawing(index), tuple(body.stop), ends)
 
 

@@ -112,6 +112,12 @@ def generate_tokens(
     )
 
 
+def ends_of(model: PreTrainedModel) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    ends = model.generation_config.eos_token_id
+    return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
+
+
 class TextStream:
     """Decodes token by token: a token may hold part of a letter, and its text may depend on the tokens `before`."""
 

@@ -2,12 +2,17 @@
 
 import io
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load
 
 from linearizer import ask, finish, read
+from linearizer.hub.models import find_model
+from linearizer.run.files import unseal
 from linearizer.run.folder import Run
 from linearizer.serve.kept_state import load_state
 from linearizer.teacher.text import read_whole
@@ -71,6 +76,30 @@ def test_python_asks_too(quick_run, tmp_path):
     assert written == "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
 
 
+def test_of_two_processes_that_add_to_a_state_none_loses_a_turn(quick_run, tmp_path, said):
+    state = tmp_path / "state"
+    run = Run.open(quick_run)
+    read_first = finish(read(run, "The import statement", state)).tokens
+    asking = ask(run, " It", state, keep=True, new_tokens=200)
+    next(asking)
+    words = [sys.executable, "-m", "linearizer"]
+    others = [
+        ["ask", str(quick_run), "--state", str(state), "--prompt", "a", "--keep"],
+        ["ask", str(quick_run), "--state", str(state), "--take-back"],
+    ]
+    for other in others:
+        done = subprocess.run([*words, *other], capture_output=True, text=True)
+        assert done.returncode == 2 and "another process is writing the state" in done.stderr
+        assert done.stderr.count("\n") == 1 and not done.stdout.strip()
+    assert said("ask", quick_run, "--state", state, "--prompt", "a", "--tokens", 1)[0] == 0  # it only reads
+    kept = finish(asking).reading.tokens
+    assert kept > read_first + 100
+    code, out, _ = said("ask", quick_run, "--state", state, "--prompt", " It", "--tokens", 2, "--keep", "--json")
+    assert code == 0 and json.loads(out)["reading"]["tokens"] > kept
+    ask(run, " It", state, keep=True).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
 def test_what_cannot_be_is_said(quick_run, text, tmp_path, said):
     state = tmp_path / "state"
     for words, match in [
@@ -89,3 +118,48 @@ def test_what_cannot_be_is_said(quick_run, text, tmp_path, said):
         code, out, err = said(*words)
         assert code == 2 and match in err and not out.strip() and err.count("\n") == 1, (words, err)
     assert not state.exists()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}</a>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_run(quick_run, tmp_path):
+    """A run whose teacher and student have a chat template."""
+    run, model = (tmp_path / name for name in ("chat", "model"))
+    shutil.copytree(quick_run, run)
+    shutil.copytree(find_model("demo").folder, model)
+    for folder in (model, run / "checkpoint"):
+        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    plan = json.loads(unseal((run / "plan.json").read_text(encoding="utf-8")))
+    (run / "plan.json").write_text(json.dumps({**plan, "model": str(model)}), encoding="utf-8")
+    return run
+
+
+def test_a_model_with_a_chat_template_is_asked_through_it(chat_run, tmp_path, said, text):
+    def answer(*words):
+        code, out, err = said("ask", chat_run, "--tokens", 6, "--json", *words)
+        assert code == 0, err
+        return json.loads(out)["text"]
+
+    whole = "<user>Where?<assistant>"
+    first = answer("--prompt", "Where?")
+    assert first == answer("--prompt", whole, "--raw") != answer("--prompt", "Where?", "--raw")
+    document, state = text.read_text(encoding="utf-8"), tmp_path / "state"
+    assert said("read", chat_run, text, "--state", state)[0] == 0
+    whole = f"<user>{document}\n\nWhere?<assistant>"
+    first = answer("--prompt", "Where?", "--state", state, "--keep")
+    assert first == answer("--prompt", whole, "--raw")
+    whole += f"{first}</a><user>When?<assistant>"
+    assert answer("--prompt", "When?", "--state", state) == answer("--prompt", whole, "--raw")
+
+
+def test_all_models_are_compared_through_the_chat_template(chat_run, said):
+    texts = []
+    for words in (["Where?"], ["<user>Where?<assistant>", "--raw"], ["Where?", "--raw"]):
+        compared = json.loads(said("compare", chat_run, "--tokens", 6, "--json", "--prompt", *words)[1])
+        texts.append([compared[name]["text"] for name in ("teacher", "student", "window")])
+    assert texts[0] == texts[1] != texts[2]

@@ -129,7 +129,7 @@ def test_a_chat_has_as_many_tokens_as_the_model_reads_and_one_manner(visitor, mo
     assert len(said(visitor, "Where?")[-1][0].turns) == 1
     assert said(visitor, "Where?", WITHOUT)[-1][1].window is None  # without a document another manner begins anew
     models.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(RequestError, match="does not take a system prompt .no system role.: leave the system prompt"):
+    with pytest.raises(RequestError, match="refuses these messages .*no system role.: leave the system prompt out"):
         said(visitor, "Where?", Settings(system="Be brief."))
 
 
