@@ -88,8 +88,11 @@ def check_packed(plan: Plan, inspection: Inspection) -> None:
 
 
 def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
-    """Refuse to fit the outputs of layers if a layer receives more than the output of the layer before it."""
-    if plan.trains and FITTED in plan.resolved_loss.split("+") and not is_chain():
+    """Refuse to fit the outputs of layers if a layer receives more than the output of the layer before it.
+
+    A recurrent layer also receives its own state.
+    """
+    if plan.trains and FITTED in plan.resolved_loss.split("+") and (inspection.recurrent_layers or not is_chain()):
         raise RequestError(
             f"the layers of {inspection.name!r} are not a chain, so their outputs cannot be fitted: ask for --loss "
             "logits, or train nothing (--steps 0)"

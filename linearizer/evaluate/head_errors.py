@@ -35,7 +35,7 @@ def measure_approximation(
 ) -> Steps[Approximation]:
     """Compare the attention of students with their teacher's while the teacher reads, a text at a time."""
     layers = [layer_students(subject) for subject in subjects]
-    total = len(attention_modules(teacher))
+    total = 1 + max(map(layer_number, attention_modules(teacher)))
     sums: list[dict[int, Tensor]] = [{} for _ in subjects]
 
     def observe(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, _: dict) -> None:

@@ -32,7 +32,7 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.weight_digests import TOKENIZER
-from linearizer.teacher.devices import choose_device
+from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.quantised import (
     READ_HERE,
@@ -174,6 +174,7 @@ def load_intact(name: str, read: Callable[[], tuple[PreTrainedModel, dict[str, A
             raise damaged_weights(name, first_line(error)) from error
     check_complete(name, report)
     check_finite_weights(name, model)
+    compute_anywhere(model)
     return model.requires_grad_(False).eval()
 
 
