@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from linearizer.errors import RequestError
 from linearizer.method.logits_by_rows import gradients_at_hidden, run_decoder
 from linearizer.method.substitute import attending_with, fixed_answer, replace_part
-from linearizer.student.attention_interface import attention_modules
+from linearizer.student.attention_interface import attention_by_layer
 from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.logits import PROBE_TOKENS
 from linearizer.teacher.streaming import is_streamed, offload_hooks
@@ -230,14 +230,14 @@ def by_blocks(
     final: list[Tensor] = []
     for hidden in sweep_forward(chain, calls, lambda batch, place, hidden: inputs[batch].append(hidden)):
         final = hidden
-    modules = attention_modules(teacher)
+    modules = attention_by_layer(teacher)
     slopes: list[list[Tensor]] = []  # [batch][draw]
     with torch.enable_grad():
         for batch, ids in enumerate(batches):
             slopes.append(slopes_of(teacher, chain, ids, final[batch], partial(likelihoods, batch)))
         for place, block in reversed(list(enumerate(chain.blocks))):
             inside = set(block.modules())
-            index = next(index for index, module in enumerate(modules) if module in inside)
+            index = next((index for index, module in modules.items() if module in inside), -1)  # of no attention
             recording = recordings.get(index)
             with hold_weights(block):
                 for batch, block_inputs in enumerate(inputs):

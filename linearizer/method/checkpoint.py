@@ -37,7 +37,7 @@ from linearizer.run.stopping import is_out_of_memory
 from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, weight_files
 from linearizer.student.layer_student import LayerStudent, generator_at
 from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
-from linearizer.teacher.devices import choose_device
+from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.load import load_teacher_of
 from linearizer.teacher.quantised import is_packed, keep_as_stored
 from linearizer.teacher.ram import free_bytes
@@ -261,6 +261,7 @@ def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:
     if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
         raise RequestError(f"{folder} lacks {len(missing)} weights, such as {missing[0]}: write the checkpoint again")
     keep_as_stored(student)
+    compute_anywhere(student)
     return student.eval()
 
 

@@ -28,7 +28,7 @@ from linearizer.plan.head_bytes import BLOCK, Head, Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.measured import SMALLEST, KlOfLayer, Prices
-from linearizer.student.attention_interface import attention_modules, device_of
+from linearizer.student.attention_interface import attention_by_layer, device_of
 from linearizer.student.layer_student import generator_at
 from linearizer.teacher.streaming import is_streamed
 
@@ -117,7 +117,7 @@ def estimate_prices(
     groups = range(0, len(texts), size)
     parts = parts_of(share, groups, priced)
     pending = [first for first in groups if any(part[1] == first and part not in kl for part in parts)]
-    devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
+    devices = {index: device_of(module, teacher.device) for index, module in attention_by_layer(teacher).items()}
     recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
     chain = chain_of(teacher, texts) if pending else None
     sweeps = [[first] for first in pending]

@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.student.attention_interface import IMPLEMENTATION, attending, attention_modules, device_of
+from linearizer.student.attention_interface import (
+    IMPLEMENTATION,
+    attending,
+    attention_by_layer,
+    attention_modules,
+    device_of,
+)
 from linearizer.student.layer_student import LayerStudent
 
 Begin = Callable[[LayerStudent, int], None]  # initialises the student of a layer, which has this number
@@ -42,7 +48,7 @@ def exchange_students(model: PreTrainedModel, students: Sequence[nn.Module]) -> 
 @contextmanager
 def attending_with(teacher: PreTrainedModel, students: Mapping[int, nn.Module]) -> Iterator[None]:
     """Let students attend in the layers of a teacher that have these numbers."""
-    modules = attention_modules(teacher)
+    modules = attention_by_layer(teacher)
     with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
         for index, student in students.items():
             stack.enter_context(replace_part(modules[index], "student", student))
@@ -74,10 +80,12 @@ def make_students(
 ) -> dict[int, LayerStudent]:
     """Make the students of a model's layers by their numbers, as an allocation says what each KV head holds."""
     check_allocation(allocation, layers)
-    devices = [device_of(module, model.device) for module in attention_modules(model)]
-    rows = enumerate(zip(layers, allocation.heads, devices, strict=True))
+    modules = attention_by_layer(model)
+    rows = enumerate(zip(layers, allocation.heads, strict=True))
     return {
-        index: make_layer_student(layer, heads, allocation.sinks, begin, index, device, feature_map)
-        for index, (layer, heads, device) in rows
+        index: make_layer_student(
+            layer, heads, allocation.sinks, begin, index, device_of(modules[index], model.device), feature_map
+        )
+        for index, (layer, heads) in rows
         if heads
     }

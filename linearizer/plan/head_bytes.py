@@ -31,6 +31,9 @@ class Layer:
     native_window: int | None = None  # the teacher already bounds this layer: it is not changed
 
 
+WITHOUT_ATTENTION = Layer(0, 0, 0, 0, native_window=0)  # a recurrent layer, a convolution, or only an MLP
+
+
 @dataclass(frozen=True)
 class Head:
     """The contents of one KV head of a student: an exact window, far-field features or slots, or its whole cache."""

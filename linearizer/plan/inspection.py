@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from linearizer.amounts import size
 from linearizer.errors import UnsupportedModel
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.json_products import JsonProduct
@@ -54,6 +55,8 @@ class Inspection(ModelFacts):
     links: bool = True  # whether a student loads from its unchanged files
     vocabulary: int = 0  # entries; 0 where its config does not say
     gguf: str | None = None  # the file of its weights, if that is a GGUF file
+    recurrent_layers: int = 0  # that keep a state of fixed size of their own
+    recurrent_bytes: int = 0  # of these states, for one text
     resting: int = 0  # parameters that a token does not use: those of other experts
 
     @property
@@ -83,11 +86,18 @@ class Inspection(ModelFacts):
 
     def describe_shape(self) -> list[tuple[str, str]]:
         """Describe layers, attention and positions, as pairs of a name and words."""
-        shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in self.layers})
+        attending = [layer for layer in self.layers if layer.kv_heads]
+        shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in attending})
         heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
-        windowed = sum(layer.native_window is not None for layer in self.layers)
+        windowed = sum(layer.native_window is not None for layer in attending)
+        parts = [
+            str(len(self.layers)),
+            *[f"{windowed} with windows of their own"] * bool(windowed),
+            *[f"{len(attending) - windowed} grow with the text"] * (len(attending) < len(self.layers)),
+            *[f"{self.recurrent_layers} keep {size(self.recurrent_bytes)} that does not"] * bool(self.recurrent_layers),
+        ]
         return [
-            ("layers", str(len(self.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
+            ("layers", ", ".join(parts)),
             ("attention", heads or "unknown"),
             ("positions", f"{self.positions or 'unknown'}, at most {self.max_positions or 'any number'}"),
             ("licence", (self.licence or "not stated") + (", gated" if self.gated else "")),

@@ -17,7 +17,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.student.attention_of_student import tensors
-from linearizer.student.cache import CACHE, Change, LinearizedCache, copy_layer, keeps_state
+from linearizer.student.cache import (
+    CACHE,
+    Change,
+    LinearizedCache,
+    change_texts,
+    copy_layer,
+    copy_recurrent,
+    has_student,
+    keeps_state,
+    recurrent_tensors,
+)
 
 Tensor = torch.Tensor
 
@@ -31,8 +41,10 @@ def join_caches(caches: Sequence[Cache]) -> Cache:
 
 def join_layers(layers: Sequence[Any]) -> Any:
     """Concatenate the rows of a layer of several caches."""
-    joined = copy.copy(layers[0])
-    if keeps_state(joined):
+    joined = copy_recurrent(layers[0], lambda name, x: x)
+    for (_, states, key), *parts in zip(*map(recurrent_tensors, (joined, *layers)), strict=True):
+        states[key] = torch.cat([held[at] for _, held, at in parts])
+    if has_student(joined):
         joined.memory = [
             replace(
                 states[0],
@@ -42,7 +54,7 @@ def join_layers(layers: Sequence[Any]) -> Any:
         ]
         joined.tokens_read = max(layer.tokens_read for layer in layers)
     else:
-        for name in ("keys", "values"):
+        for name in keys_and_values(joined):
             setattr(joined, name, join_rows([getattr(layer, name) for layer in layers], joined, name))
         if hasattr(joined, "cumulative_length"):
             joined.cumulative_length = max(layer.cumulative_length for layer in layers)
@@ -83,7 +95,8 @@ def read_on(
 def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
     """Keep the given rows of a batch, with no more padding than the longest of them needs."""
     cut_padding(cache, longest)
-    cache.batch_select_indices(torch.tensor(rows))  # copies, so nothing of the padding stays in memory
+    index = torch.tensor(rows)
+    change_texts(cache.layers, lambda x: x[index])  # copies, so nothing of the padding stays in memory
 
 
 def view_row(cache: Cache, row: int, tokens: int) -> Cache:
@@ -114,10 +127,10 @@ def tensors_of(cache: Cache) -> list[Tensor]:
     """List the tensors of a cache, in the order in which `copy_cache` changes them."""
     result: list[Tensor] = []
     for layer in cache.layers:
-        if keeps_state(layer):
+        result += [states[key] for _, states, key in recurrent_tensors(layer)]
+        if has_student(layer):
             result += [x for state in layer.memory for x in tensors(state).values()]
-        elif layer.is_initialized:
-            result += [layer.keys, layer.values]
+        result += [getattr(layer, name) for name in keys_and_values(layer)]
     return result
 
 
@@ -143,15 +156,20 @@ def unpack(form: Cache, packed: Tensor, shapes: Sequence[torch.Size], tokens: in
 def cut_padding(cache: Cache, longest: int) -> None:
     """Remove the padding that no row needs if the longest has read `longest` tokens."""
     for layer in cache.layers:
-        if keeps_state(layer):
+        if has_student(layer):
             layer.tokens_read = longest
             for state in layer.memory:
                 cut_rows(state, tensors(state), longest)
         else:
             window = getattr(layer, "sliding_window", None)
-            cut_rows(layer, ("keys", "values"), longest if window is None else min(longest, window - 1))
+            cut_rows(layer, keys_and_values(layer), longest if window is None else min(longest, window - 1))
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = longest
+
+
+def keys_and_values(layer: Any) -> list[str]:
+    """Name the tensors that a teacher's own kind of layer has for its attention; other layers have none."""
+    return [name for name in ("keys", "values") if isinstance(getattr(layer, name, None), Tensor)]
 
 
 def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:

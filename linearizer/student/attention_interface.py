@@ -7,7 +7,6 @@ a student (a native sliding window) always attends as usual.
 
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
-from .cache import CACHE, empty_cache, keeps_state, take_cache
+from .cache import CACHE, empty_cache, has_student, take_cache
 from .layer_student import find_kernels
 
 # Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
@@ -39,9 +38,14 @@ logger = logging.get_logger(__name__)
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the self-attention modules of a model in layer order."""
-    modules = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
-    return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
+    """Return the softmax attention modules of a model in layer order; other layers of a hybrid have none."""
+    named = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
+    return sorted(filter(hands_over, named), key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
+
+
+def attention_by_layer(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the softmax attention modules of a model by the numbers of their layers."""
+    return {int(module.layer_idx): module for module in attention_modules(model)}  # type: ignore[arg-type]
 
 
 def device_of(module: nn.Module, usual: torch.device) -> torch.device:
@@ -52,7 +56,7 @@ def device_of(module: nn.Module, usual: torch.device) -> torch.device:
 
 def hands_over(module: nn.Module) -> bool:
     """Whether a module's code uses the attention interface, whatever its class claims."""
-    return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def score_scale(query: torch.Tensor, scaling: float | None) -> float:
@@ -109,7 +113,8 @@ def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
     if not isinstance(decoder, PreTrainedModel):  # modernbert-decoder returns its head
         decoder = base.base_model
     decoder.linearized = tuple(linearized)
-    decoder.attentions = tuple(attention_modules(base))
+    modules = attention_by_layer(base)
+    decoder.attentions = tuple(modules.get(index) for index in range(len(linearized)))
     names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
     decoder.register_forward_pre_hook(partial(give_cache, names), with_kwargs=True)
 
@@ -130,7 +135,7 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         recomputes = learns and getattr(decoder, "gradient_checkpointing", False)
         if (decoder.config.use_cache if use_cache is None else use_cache) and not recomputes:
             cache = empty_cache(decoder.config, decoder.linearized)
-    elif [keeps_state(layer) for layer in getattr(cache, "layers", [])] != [*decoder.linearized]:
+    elif [has_student(layer) for layer in getattr(cache, "layers", [])] != [*decoder.linearized]:
         raise ValueError(
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
             f"leave {CACHE} out, or pass model.empty_cache()"
@@ -145,6 +150,10 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         kernels.begin_texts(students, [getattr(layer, "memory", None) for layer in cache.layers], inputs)
     if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == past + inputs.shape[1]:
         kwargs["position_ids"] = positions_of(mask)[:, past:]
+    elif mask is positions is None and past and "position_ids" in names and not all(decoder.linearized):
+        kwargs["position_ids"] = torch.arange(past, past + inputs.shape[1], device=inputs.device)[
+            None
+        ]  # bamba starts at 0
     return (), {**kwargs, CACHE: cache}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
 from .attention_of_student import change_tensors, tensors, working_dtype
 from .layer_student import find_kernels
@@ -24,6 +24,8 @@ CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_gener
 MAX_TURNS = 8  # that can be taken back
 COUNTERS = ("count", "real")  # in states, as KEYS_AND_VALUES are; all else are sums, in fp32 at least
 KEYS_AND_VALUES = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v")
+
+RECURRENT = {"conv_states": "v", "recurrent_states": "recurrent"}  # attribute -> name for a `Change`
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> tensor
 
@@ -115,6 +117,34 @@ class LinearizedLayer(CacheLayerMixin):
         )
 
 
+class LinearizedAndRecurrentLayer(LinearizedLayer, LinearAttentionLayer):
+    """The states of a layer whose softmax attention has a student, beside the recurrent part that it has, too."""
+
+    def __init__(self, number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        LinearizedLayer.__init__(self)
+
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        if kwargs:  # of the recurrent part
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().change(change)
+        change_recurrent(self, lambda name, x: change(x))
+
+    def copied(self, change: Change) -> "LinearizedAndRecurrentLayer":
+        result = copy_recurrent(self, change)
+        result.memory = super().copied(change).memory
+        return result
+
+    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedAndRecurrentLayer":
+        return self.copied(lambda name, x: change(x))
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        LinearizedLayer.reset(self)
+
+
 class LinearizedCache(Cache):
     """The states of a linearized model, and the teacher's own kind of layer where the model has no student."""
 
@@ -130,6 +160,12 @@ class LinearizedCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.token_graph, self.tokens_alone, self.turns = None, 0, []
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        change_texts(self.layers, lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        change_texts(self.layers, lambda x: x[indices])
 
     def save(self, path: str) -> None:
         """Write the state, and those before the turns, to a file for `model.load_cache(path)`."""
@@ -176,7 +212,7 @@ class LinearizedCache(Cache):
     def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedCache":
         """Return a copy without turns; `change` copies the texts (first axis) of each tensor."""
         layers = [
-            layer.copied_texts(change) if keeps_state(layer) else copy_layer(layer, lambda name, x: change(x))
+            layer.copied_texts(change) if has_student(layer) else copy_layer(layer, lambda name, x: change(x))
             for layer in self.layers
         ]
         return LinearizedCache(layers, self.model)
@@ -188,17 +224,54 @@ def take_cache(kwargs: dict) -> Cache | None:
     return older if cache is None else cache
 
 
-def keeps_state(layer: object) -> bool:
+def has_student(layer: object) -> bool:
     """Whether a cache layer is a LinearizedLayer, of this copy of the code or of another checkpoint's."""
     return getattr(layer, "state_format", None) == FORMAT
 
 
+def keeps_state(layer: object) -> bool:
+    """Whether a cache layer has the states of a student and nothing beside them."""
+    return has_student(layer) and not hasattr(layer, "recurrent_states")
+
+
+def recurrent_tensors(layer: object) -> list[tuple[str, dict, int]]:
+    """List the tensors of a layer's recurrent part: the attribute, the dictionary that holds it, and its key there."""
+    held = [(name, getattr(layer, name, None) or {}) for name in RECURRENT]
+    return [(name, states, key) for name, states in held for key, x in states.items() if x is not None]
+
+
+def change_recurrent(layer: object, change: Change) -> None:
+    """Replace the tensors of a layer's recurrent part."""
+    for name, states, key in recurrent_tensors(layer):
+        states[key] = change(RECURRENT[name], states[key])
+
+
+def copy_recurrent(layer: Any, change: Change) -> Any:
+    """Return a copy of a layer with `change` applied to each tensor of its recurrent part."""
+    result = copy.copy(layer)
+    vars(result).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    change_recurrent(result, change)
+    if tensors := recurrent_tensors(result):
+        _, states, key = tensors[0]
+        result.device = states[key].device
+    return result
+
+
+def change_texts(layers: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the texts (first axis) of each tensor of a cache's layers: not all kinds of transformers do it."""
+    for layer in layers:
+        if has_student(layer):
+            layer.change(change)
+        else:
+            vars(layer).update(vars(copy_layer(layer, lambda name, x: change(x))))
+
+
 def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
     """Return a copy of a layer with `change` applied to each tensor."""
-    if keeps_state(layer):
+    if has_student(layer):
         return layer.copied(change)
-    result = copy.copy(layer)
-    if layer.is_initialized:
+    result = copy_recurrent(layer, change)
+    if isinstance(getattr(layer, "keys", None), torch.Tensor):
         result.keys, result.values = change("k", layer.keys), change("v", layer.values)
         result.device, result.dtype = result.keys.device, result.keys.dtype
     return result
@@ -208,9 +281,17 @@ def empty_cache(
     base_config: object, linearized: Sequence[bool], model: PreTrainedModel | None = None
 ) -> LinearizedCache:
     """Make a cache: a state of fixed size for each layer with a student, the teacher's kind for the others."""
-    native = native_layers(base_config) if not all(linearized) else []
-    layers = [LinearizedLayer() if mine else native[index] for index, mine in enumerate(linearized)]
+    is_plain = all(linearized) and "hybrid" not in (getattr(base_config, "layer_types", None) or ())
+    native = [None] * len(linearized) if is_plain else native_layers(base_config)
+    layers = [layer_beside(native[index]) if mine else native[index] for index, mine in enumerate(linearized)]
     return LinearizedCache(layers, weakref.ref(model) if model is not None else no_model)
+
+
+def layer_beside(native: Any) -> LinearizedLayer:
+    """Make the layer that takes the place of a teacher's, with the recurrent part that this has."""
+    if hasattr(native, "recurrent_states"):
+        return LinearizedAndRecurrentLayer(native.number_of_states)
+    return LinearizedLayer()
 
 
 def native_layers(base_config: Any) -> list[CacheLayerMixin]:

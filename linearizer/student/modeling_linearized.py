@@ -41,7 +41,7 @@ from transformers.utils import logging
 
 from .attention_interface import (
     IMPLEMENTATION,
-    attention_modules,
+    attention_by_layer,
     device_of,
     hand_over_state,
     leave_out_weights,
@@ -158,6 +158,9 @@ class LinearizedConfig(PreTrainedConfig):
             shutil.copyfile(Path(__file__).with_name(f"{name}.py"), Path(save_directory, f"{name}.py"))
         super().save_pretrained(save_directory, *args, **kwargs)
 
+    def validate(self) -> None:
+        """Check nothing: the teacher's config checks itself, by rules of its own."""
+
     def get_text_config(self, *args: object, **kwargs: object) -> PreTrainedConfig:
         return self.__dict__.get("base") or self
 
@@ -201,11 +204,13 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         config.base = base.config
         self.call_reader: Any = None  # by which kernels read a call of all layers
         self.hold(base)
-        modules = attention_modules(base)
-        if len(modules) != len(config.layers):
-            raise ValueError(f"the config describes {len(config.layers)} layers, the model has {len(modules)}")
-        for module, layer in zip(modules, config.layers, strict=True):
+        modules = attention_by_layer(base)
+        if len(config.layers) != (count := base.config.get_text_config(decoder=True).num_hidden_layers):
+            raise ValueError(f"the config describes {len(config.layers)} layers, the model has {count}")
+        for index, layer in enumerate(config.layers):
             if layer is not None:
+                if (module := modules.get(index)) is None:
+                    raise ValueError(f"the config describes heads of layer {index}, which has no softmax attention")
                 sizes = layer["key_dim"], config.feature_map, layer.get("value_dim", layer["key_dim"])
                 module.student = LayerStudent(layer["heads"], config.sinks, *sizes).float()  # in a model of any dtype
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
@@ -226,7 +231,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             module._is_hf_initialized = True  # else its weights might be drawn again
         student = cls(config, base=teacher)
         teacher.set_attn_implementation(IMPLEMENTATION)
-        for index, module in enumerate(attention_modules(teacher)):
+        for index, module in attention_by_layer(teacher).items():
             if isinstance(layer := getattr(module, "student", None), LayerStudent):
                 layer.to(device_of(module, next(teacher.parameters()).device)).reset(generator_at(seed, index))
         student.generation_config = teacher.generation_config
@@ -242,6 +247,11 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             self.base._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
             cast(Any, module).reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Answer no: a base's buffers that no file has (falcon_h1) would keep random numbers."""
+        return False
 
     def train(self, mode: bool = True) -> "LinearizedForCausalLM":
         self.base.training = mode

@@ -38,7 +38,7 @@ def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> 
     sizes: list[tuple[int, int]] = []
     for turn, state in enumerate([*cache.turns, cache]):
         by_name = {
-            name: getattr(*place).detach().cpu().clone(memory_format=torch.contiguous_format)
+            name: tensor_at(*place).detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, place in places(state).items()
         }
         sizes.append((state.get_seq_length(), len(next(iter(by_name.values()))) if by_name else 0))
@@ -102,34 +102,49 @@ def name_in_file(name: str, turn: int, turns: int) -> str:
 def fill(cache: Any, stored: dict[str, Tensor], tokens: int, texts: int, path: str | os.PathLike) -> None:
     """Put the tensors of a file into a cache that has read one token, or none."""
     for name, (holder, attribute) in places(cache).items():
-        current, tensor = getattr(holder, attribute), stored[name]
+        current, tensor = tensor_at(holder, attribute), stored[name]
         same_kind = current.dtype == tensor.dtype or (current.is_floating_point() and tensor.is_floating_point())
         if not same_kind or list(tensor.shape) != shape_of(current, holder, attribute, texts, tokens):
             raise damaged(path, f"{name} is {tuple(tensor.shape)} of {tensor.dtype}")
         if attribute == "count" and not ((tensor >= 0) & (tensor <= tokens)).all():
             raise damaged(path, f"{name} counts other tokens than were read")
-        setattr(holder, attribute, tensor.to(current.device, current.dtype))
+        put_tensor(holder, attribute, tensor.to(current.device, current.dtype))
     for layer in cache.layers:
         for counter in ("tokens_read", "cumulative_length"):
             if hasattr(layer, counter):
                 setattr(layer, counter, tokens)
 
 
-def places(cache: Any) -> dict[str, tuple[Any, str]]:
-    """Return the object and the attribute of every tensor of a cache, by name; none before the first token."""
-    places_by_name: dict[str, tuple[Any, str]] = {}
+def places(cache: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the object and the attribute, or key, of every tensor of a cache, by name; none before the first token."""
+    places_by_name: dict[str, tuple[Any, Any]] = {}
     for index, layer in enumerate(cache.layers):
-        if not layer.is_initialized:
-            continue
-        if not hasattr(layer, "memory"):  # the teacher's own kind
-            places_by_name |= {f"{index}.{name}": (layer, name) for name in ("keys", "values")}
-        else:
-            for group, state in enumerate(layer.memory):
-                places_by_name |= {f"{index}.{group}.{name}": (state, name) for name in tensors(state)}
+        for group, state in enumerate(getattr(layer, "memory", ())):
+            places_by_name |= {f"{index}.{group}.{name}": (state, name) for name in tensors(state)}
+        for name in ("keys", "values"):  # of the teacher's own kind
+            if isinstance(getattr(layer, name, None), Tensor):
+                places_by_name[f"{index}.{name}"] = (layer, name)
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name, None) or {}
+            places_by_name |= {f"{index}.{name}.{key}": (states, key) for key, x in states.items() if x is not None}
     return places_by_name
 
 
-def shape_of(current: Tensor, holder: Any, attribute: str, texts: int, tokens: int) -> list[int]:
+def tensor_at(holder: Any, name: Any) -> Tensor:
+    """Return a tensor of an object, or of a dictionary: the recurrent part of a layer has these."""
+    tensor: Tensor = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+    return tensor
+
+
+def put_tensor(holder: Any, name: Any, tensor: Tensor) -> None:
+    """Replace a tensor of an object or of a dictionary."""
+    if isinstance(holder, dict):
+        holder[name] = tensor
+    else:
+        setattr(holder, name, tensor)
+
+
+def shape_of(current: Tensor, holder: Any, attribute: Any, texts: int, tokens: int) -> list[int]:
     """Return the shape of a tensor that is `current` after one token of one text."""
     shape = [texts, *current.shape[1:]]
     if attribute in ("k", "v", "real", "keys", "values"):  # all tokens, or those in a native window

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
+import sys
 import time
-from functools import cache
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 TRIED_SIZE, TRIES = 256, 9  # of a product of matrices that is timed, alternately in each type: 30 milliseconds
 SLOWER = 1.25  # times as long as in float32: with instructions for a type it is at most 0.9, without at least 2
@@ -90,3 +94,27 @@ def visible_name(number: int) -> str:
     """
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names[number] if number < len(names) else str(number)
+
+
+def compute_anywhere(model: nn.Module) -> None:
+    """Let recurrent layers compute in PyTorch where their tensors lie on no GPU.
+
+    transformers chooses a kernel for a GPU wherever its package is installed, even for a model on a CPU.
+    """
+    for name in {type(module).__module__ for module in model.modules()}:
+        functions = vars(sys.modules[name])
+        for key, function in list(functions.items()):
+            if "is_new_implementation" in getattr(getattr(function, "__code__", None), "co_freevars", ()):
+                functions[key] = choose_by_place(function, inspect.unwrap(function))
+
+
+def choose_by_place(kernel: Callable[..., Any], formula: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that calls a kernel with tensors of a GPU, and the same formula in PyTorch with any others."""
+    import torch
+
+    @wraps(formula)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        return (kernel if next(tensors).is_cuda else formula)(*args, **kwargs)
+
+    return chosen

@@ -15,6 +15,7 @@ from linearizer.teacher.support import (
     TESTED,
     AttentionLayer,
     Refused,
+    Watched,
     build_blueprint,
     check_config,
     check_windows,
@@ -46,26 +47,26 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
 
 def watch_if_supported(
     source: Source, config: PreTrainedConfig
-) -> tuple[PreTrainedModel | None, list[AttentionLayer], Refused | None]:
+) -> tuple[PreTrainedModel | None, Watched, Refused | None]:
     """Build a model without weights, and watch its layers; return both as far as they exist, and the refusal."""
-    model, layers = None, []
+    model, watched = None, Watched()
     try:
         check_quantisation(config)
         check_config(config)
         model = build_blueprint(config)
         if whole_of(config) and source.weights.names:
             names_in_files(model, source.weights.names)
-        layers = run_blueprint(lambda: watch_layers(model))
-        check_windows([layer.shape.native_window for layer in layers])
+        watched = run_blueprint(lambda: watch_layers(model))
+        check_windows([layer.shape.native_window for layer in watched.layers])
     except Refused as refused:
-        return model, layers, refused
-    return model, layers, None
+        return model, watched, refused
+    return model, watched, None
 
 
 def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
     """Describe a model, and whether it is supported."""
     model, watched, refusal = watch_if_supported(source, config)
-    layers = tuple(layer.shape for layer in watched)
+    layers = tuple(layer.shape for layer in watched.layers)
     names = config.architectures
     named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     plain = whole_of(config) is None and method_of(config) is None  # else files hold more weights, or packed numbers
@@ -78,12 +79,14 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         remedy=refusal.remedy if refusal else None,
         tested=refusal is None and config.model_type in TESTED,
         layers=layers,
-        scalings=tuple(layer.scaling for layer in watched),
+        scalings=tuple(layer.scaling for layer in watched.layers),
         positions=name_positions(config, model),
         max_positions=getattr(config, "max_position_embeddings", None),
         parameters=source.weights.parameters if model is None or plain else sum(x.numel() for x in model.parameters()),
         weight_bytes=source.weights.bytes,
         cache_bytes_per_token=cache_bytes(layers, 1),
+        recurrent_layers=watched.recurrent_layers,
+        recurrent_bytes=watched.recurrent_bytes,
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
         vocabulary=getattr(config.get_text_config(decoder=True), "vocab_size", 0),
         resting=0 if model is None else count_resting(model),
@@ -118,12 +121,12 @@ def count_resting(model: PreTrainedModel) -> int:
 def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:
     """Check that a loaded model attends in every layer as its config says."""
     try:
-        watched = watch_layers(model)
+        watched = watch_layers(model).layers
     except Refused as refused:
         raise UnsupportedModel(f"{inspection.name!r} cannot be linearized, because {refused}") from refused
-    expected = [
+    expected = tuple(
         AttentionLayer(i, *pair) for i, pair in enumerate(zip(inspection.layers, inspection.scalings, strict=True))
-    ]
+    )
     if watched != expected:
         pairs = zip(watched, expected, strict=False)
         actual, stated = next((pair for pair in pairs if pair[0] != pair[1]), (watched, expected))

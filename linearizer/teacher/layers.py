@@ -62,11 +62,12 @@ def output_projections(model: nn.Module, ids: torch.Tensor) -> dict[int, nn.Modu
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Find the layers of a model: the modules of one list that contain one attention module each."""
+    """Find the layers of a model: the modules of one list with all attention modules, at most one in each."""
     attention = set(attention_modules(model))
     for parts in model.modules():
-        if isinstance(parts, nn.ModuleList) and len(parts) == len(attention):
-            if all(len(attention & set(part.modules())) == 1 for part in parts):
+        if isinstance(parts, nn.ModuleList) and attention:
+            counts = [len(attention & set(part.modules())) for part in parts]
+            if sum(counts) == len(attention) and max(counts) == 1:
                 return list(parts)
     return []
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from linearizer.amounts import size
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.hub.gguf_files import load_gguf_config, read_gguf
 from linearizer.hub.models import CONFIG, Source, fetch, find_model
@@ -32,7 +33,8 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.weight_digests import TOKENIZER
-from linearizer.teacher.devices import choose_device
+from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
+from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.quantised import (
     READ_HERE,
@@ -73,9 +75,14 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if source.head is not None:
-        return load_gguf_config(source.name, source.head)
+        config = load_gguf_config(source.name, source.head)
+        check_counts(source.name, {"num_hidden_layers": config.num_hidden_layers}, len(source.weights.names))
+        return config
     folder = fetch(source, (CONFIG,), token)
+    if (folder / CONFIG).stat().st_size > MAX_BYTES:
+        raise UnsupportedModel(f"{source.name!r} has a {CONFIG} of more than {size(MAX_BYTES)}: repair that file")
     content = read_json(source.name, folder / CONFIG)
+    check_counts(source.name, content, len(source.weights.names))
     kind = content.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise UnsupportedModel(
@@ -174,6 +181,7 @@ def load_intact(name: str, read: Callable[[], tuple[PreTrainedModel, dict[str, A
             raise damaged_weights(name, first_line(error)) from error
     check_complete(name, report)
     check_finite_weights(name, model)
+    compute_anywhere(model)
     return model.requires_grad_(False).eval()
 
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from linearizer.errors import FaultError
 from linearizer.plan.head_bytes import CACHED
 from linearizer.student.attention_of_student import tensors
-from linearizer.student.cache import KEYS_AND_VALUES, LinearizedLayer
+from linearizer.student.cache import KEYS_AND_VALUES, LinearizedLayer, recurrent_tensors
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 Tensor = torch.Tensor
@@ -73,8 +73,9 @@ def bytes_held(cache: Cache, in_16_bits: bool = False) -> int:
             in_dtype = [x for name, x in named if name in KEYS_AND_VALUES and x.is_floating_point()]
             total += layer.bytes()
         else:
-            in_dtype = [layer.keys, layer.values] if layer.is_initialized else []
+            in_dtype = [x for x in (getattr(layer, name, None) for name in ("keys", "values")) if isinstance(x, Tensor)]
             total += sum(x.numel() * x.element_size() for x in in_dtype)
+        total += sum(states[key].numel() * states[key].element_size() for _, states, key in recurrent_tensors(layer))
         total -= sum(x.numel() * (x.element_size() - CACHED) for x in in_dtype) * in_16_bits
     return total
 

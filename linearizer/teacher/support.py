@@ -17,13 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from linearizer.errors import UnsupportedModel, first_line
-from linearizer.plan.head_bytes import Layer
+from linearizer.plan.head_bytes import WITHOUT_ATTENTION, Layer
 from linearizer.progress import quiet
-from linearizer.student.attention_interface import attention_modules, hands_over, observing
-from linearizer.student.cache import CACHE
+from linearizer.student.attention_interface import attention_modules, observing
+from linearizer.student.cache import CACHE, recurrent_tensors
+from linearizer.teacher.devices import compute_anywhere
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
 
 Product = TypeVar("Product")
 WATCHED_TOKENS = 4
@@ -36,16 +38,24 @@ TESTED = frozenset(
     "olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2".split()
 )
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
+UNCHANGED_LAYERS = frozenset(["linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"])
 OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the names of the parts of a multimodal config
 CAPPED = "it caps the scores of its attention (soft-capping), which features cannot follow"
 LEARNED_SINKS = "its heads have learned sinks, which receive weight without being tokens"
+POSITION_BIAS = "its layers add a learned bias for distances to their scores, which merged tokens cannot have"
 # by the argument that a layer passes to its attention
-ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS}
+ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS, "position_bias": POSITION_BIAS}
+OWN_WAYS = {  # of hybrids, by their kind
+    "jamba": "its recurrent layers cannot continue a text by several tokens at once in transformers' code",
+    "minimax": "its linear layers keep their states in a cache of their own, which transformers cannot copy",
+    "recurrent_gemma": "its recurrent layers keep their states in the model instead of a cache, so no text can be kept",
+    "zamba": "its layers share one attention module",
+}
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 MASKED = "its layers mask tokens with custom numbers, which a state of fixed size cannot follow"
 ENCODER = "it is an encoder, which reads in both directions"
 ENCODERS = "the page and `linearizer run` without --job also linearize encoders, in runs of their own"
-ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
+ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or qwen3_5"
 # Kinds that pass text unchanged to the tower, and let every token read only those before it.
 TOWERS = frozenset(
     "aya_vision gemma3 internvl llava llava_next llava_onevision mistral3 qwen2_5_vl qwen2_vl qwen3_vl".split()
@@ -78,11 +88,11 @@ def check_config(config: PreTrainedConfig) -> None:
         raise Refused(f"{config.model_type} models do not continue text", remedy)
     if getattr(config, "num_hidden_layers", 1) < 1:
         raise Refused(f"its config says that it has {config.num_hidden_layers} layers", "repair its config.json")
-    if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
-        raise Refused("it is already recurrent, in part or entirely, with a state of fixed size", "use it unchanged")
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX_LAYERS)
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX_LAYERS - UNCHANGED_LAYERS)
     if odd:
-        raise Refused(f"it has layers that are not softmax attention ({', '.join(odd)})")
+        raise Refused(f"it has layers that choose or compress the tokens they attend to ({', '.join(odd)})")
+    if config.model_type in OWN_WAYS:
+        raise Refused(OWN_WAYS[config.model_type])
     by_name = getattr(config, "position_embedding_type", None) == "alibi" or config.model_type == "bloom"
     if by_name or any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
         raise Refused(ALIBI)
@@ -101,22 +111,36 @@ def check_attention(query: torch.Tensor, key: torch.Tensor, arguments: Mapping[s
         raise Refused(heads, "repair its config.json")
 
 
-def check_layers(indices: list[int], cached: set[int], expected: int) -> None:
-    """Refuse a model in which a layer does not attend exactly once, or has no cache of its own."""
-    if sorted(indices) != list(range(expected)) or not expected:
+def check_layers(indices: list[int], cache: Cache | None, expected: int) -> None:
+    """Refuse a model in which a layer with keys does not attend exactly once, or one attends with those of another."""
+    layers = dict(enumerate(getattr(cache, "layers", ())))
+    cached = {index for index, layer in layers.items() if getattr(layer, "keys", None) is not None}
+    others = {index for index in set(range(expected)) - set(indices) if not keeps_no_keys(layers.get(index))}
+    if -1 in indices:
+        raise Refused(f"{len(indices)} of its {expected} layers share one attention module")
+    if len(set(indices)) < len(indices) or others or not expected:
         counts = f"{len(set(indices))} of its {expected} layers were seen attending, {len(indices)} times in all"
         raise Refused(f"{counts}, and each of them should attend once")
     if not cached:
         raise Refused("it keeps no cache of keys and values that transformers knows")
     if cached != set(indices):
-        raise Refused(f"{expected - len(cached)} of its {expected} layers reuse the keys and values of another layer")
+        count = len(set(indices) - cached)
+        raise Refused(f"{count} of its {expected} layers reuse the keys and values of another layer")
+    if any(isinstance(getattr(layer, "recurrent_states", {}), torch.Tensor | None) for layer in layers.values()):
+        raise Refused("this version of transformers cannot continue its recurrent layers", "update transformers")
+
+
+def keeps_no_keys(layer: object) -> bool:
+    """Whether a layer of a cache is recurrent, a convolution, or keeps nothing."""
+    return hasattr(layer, "recurrent_states") or type(layer).__name__ == "DummyLayer"
 
 
 def check_windows(windows: list[int | None]) -> None:
     """Refuse a model whose layers all have native windows: its cache does not grow."""
     if all(window is not None for window in windows):
+        attending = "every layer that attends" if 0 in windows else "every layer"
         raise Refused(
-            f"every layer already attends to a window, of {max(w for w in windows if w is not None)} tokens at most, "
+            f"{attending} already attends to a window, of {max(w for w in windows if w is not None)} tokens at most, "
             f"so its cache does not grow",
             "there is nothing to do, use it unchanged",
         )
@@ -124,11 +148,20 @@ def check_windows(windows: list[int | None]) -> None:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The shape of one attention layer, as it ran."""
+    """The shape of one attention layer, as it ran; a layer without attention has none."""
 
     index: int
     shape: Layer
     scaling: float
+
+
+@dataclass(frozen=True)
+class Watched:
+    """All layers of a model as they ran, and what recurrent ones keep of one text."""
+
+    layers: tuple[AttentionLayer, ...] = ()
+    recurrent_layers: int = 0
+    recurrent_bytes: int = 0
 
 
 class MetaValues(TorchDispatchMode):
@@ -149,7 +182,9 @@ def build_blueprint(config: PreTrainedConfig, auto_class: Any = None) -> PreTrai
 
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with torch.device("meta"), refusing_config(), quiet():
-        return (auto_class or AutoModelForCausalLM).from_config(deepcopy(config), **eager).eval()
+        model = (auto_class or AutoModelForCausalLM).from_config(deepcopy(config), **eager).eval()
+    compute_anywhere(model)
+    return model
 
 
 def run_blueprint(run: Callable[[], Product]) -> Product:
@@ -170,8 +205,8 @@ def refusing_config() -> Iterator[None]:
         raise Refused(refusal, "check its config.json") from error
 
 
-def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """Run a model on a few tokens, and record how each of its layers attends; each must attend once."""
+def watch_layers(model: PreTrainedModel) -> Watched:
+    """Run a model on a few tokens, and record how each of its layers attends."""
     watched: list[AttentionLayer] = []
 
     def observe(
@@ -184,16 +219,27 @@ def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         watched.append(AttentionLayer(index, shape, float(scale)))
 
     modules = attention_modules(model)
-    if not modules or not all(hands_over(module) for module in modules):
-        raise Refused("its code does not hand its attention to transformers' attention interface, so no layer is seen")
+    if not modules:
+        raise refuse_unseen(model)
     if any(getattr(module, "is_causal", None) is False for module in modules):
         raise Refused(ENCODER)
     tokens = torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)
     with torch.no_grad(), quiet(), observing(model, observe):
         cache = getattr(model(tokens, use_cache=True), CACHE, None)
-    cached = {i for i, layer in enumerate(getattr(cache, "layers", ())) if getattr(layer, "keys", None) is not None}
-    check_layers([layer.index for layer in watched], cached, getattr(model.config, "num_hidden_layers", 0))
-    return sorted(watched, key=lambda layer: layer.index)
+    count = getattr(model.config, "num_hidden_layers", 0)
+    check_layers([layer.index for layer in watched], cache, count)
+    by_index = {layer.index: layer for layer in watched}
+    layers = tuple(by_index.get(index, AttentionLayer(index, WITHOUT_ATTENTION, 0.0)) for index in range(count))
+    held = [[states[key] for _, states, key in recurrent_tensors(layer)] for layer in getattr(cache, "layers", ())]
+    recurrent_bytes = sum(x.numel() * x.element_size() for tensors in held for x in tensors)
+    return Watched(layers, sum(map(bool, held)), recurrent_bytes)
+
+
+def refuse_unseen(model: PreTrainedModel) -> Refused:
+    """Explain that no layer of a model can be replaced."""
+    if model._is_stateful:
+        return Refused("all of its layers are recurrent, with a state of fixed size", "use it unchanged")
+    return Refused("its code does not hand its attention to transformers' attention interface, so no layer is seen")
 
 
 def native_window(config: PreTrainedConfig, index: int, arguments: dict) -> int | None:

@@ -30,7 +30,7 @@ def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[i
         end = start + (max(PIECE_TOKENS, LONG_PIECE // len(ids)) if expects_parts(model) else PIECE_TOKENS)
         with torch.inference_mode():
             piece = ids[:, start:end].to(model.device)
-            model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            model(input_ids=piece, use_cache=True, logits_to_keep=1, **placed(piece, cache))
         start = min(end, ids.shape[1])
         yield start
 
@@ -39,9 +39,17 @@ def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choo
     """Yield the next token of every text (texts, 1), endlessly; `ids` (texts, tokens) follow those in the cache."""
     while True:
         with torch.inference_mode():
-            out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **placed(ids, cache))
             ids = choose(out.logits[:, -1].float())
         yield ids
+
+
+def placed(ids: Tensor, cache: Cache) -> dict[str, Any]:
+    """Return the cache as an argument, and the positions of tokens after it: a hybrid's code may begin at 0 again."""
+    if not any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        return {CACHE: cache}
+    past = cache.get_seq_length()
+    return {CACHE: cache, "position_ids": torch.arange(past, past + ids.shape[1], device=ids.device)[None]}
 
 
 def choose_likeliest(logits: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def test_very_large_model_is_inspected_in_seconds(config):
 INTERFACE = "does not hand its attention to transformers' attention interface"
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 ENCODES = "it is an encoder, which reads in both directions"
-RECURRENT = "already recurrent"
+RECURRENT = "all of its layers are recurrent, with a state of fixed size"
 REFUSED = {
     "falcon": (dict(model_type="falcon", new_decoder_architecture=True), INTERFACE),
     "falcon with ALiBi": (dict(model_type="falcon", alibi=True), ALIBI),
@@ -101,8 +101,14 @@ REFUSED = {
     "mamba": (dict(model_type="mamba"), RECURRENT),
     "mamba2": (dict(model_type="mamba2"), RECURRENT),
     "rwkv": (dict(model_type="rwkv"), RECURRENT),
-    "qwen3_next": (dict(model_type="qwen3_next"), RECURRENT),
-    "minimax": (dict(model_type="minimax"), "layers that are not softmax attention \\(linear_attention\\)"),
+    "bamba without attention": (dict(model_type="bamba"), RECURRENT),
+    "minimax": (dict(model_type="minimax"), "its linear layers keep their states in a cache of their own"),
+    "jamba": (dict(model_type="jamba"), "cannot continue a text by several tokens at once"),
+    "recurrent_gemma": (dict(model_type="recurrent_gemma"), "keep their states in the model instead of a cache"),
+    "zamba": (dict(model_type="zamba", num_hidden_layers=6), "share one attention module"),
+    "zamba2": (dict(model_type="zamba2"), "share one attention module"),
+    "inkling": (dict(model_type="inkling_text"), "a learned bias for distances"),
+    "deepseek_v32": (dict(model_type="deepseek_v32"), "choose or compress the tokens they attend to"),
     "quantised": (dict(model_type="llama", quantization_config={"quant_method": "hqq"}), "its weights are quantised"),
     "windows everywhere": (dict(model_type="mistral", sliding_window=64), "every layer already attends to a window"),
     "paligemma": (dict(model_type="paligemma"), "it is multimodal"),

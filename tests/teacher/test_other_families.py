@@ -62,7 +62,7 @@ def differences(config, inspection):
     expected = teacher(ids).logits
     layers = [
         None
-        if layer.native_window
+        if layer.native_window is not None
         else dict(heads=[[LENGTH, 0]] * layer.kv_heads, key_dim=layer.key_dim, value_dim=layer.value_dim)
         for layer in inspection.layers
     ]

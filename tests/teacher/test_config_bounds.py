@@ -1,0 +1,55 @@
+"""A config says how often code loops that reads it: one that says too much is refused before anything is built."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from linearizer import pipeline
+from linearizer.errors import UnsupportedModel
+from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
+from tests.support.families import tiny_config
+from tests.support.hybrids import HYBRIDS, tiny_hybrid
+
+REFUSED = {
+    "layers": (dict(num_hidden_layers=10**7), "10,000,000 layers"),
+    "a layer too many": (dict(num_hidden_layers=4), "4 layers, and its files hold 3 tensors"),
+    "layers of a section": (dict(vision_config=dict(depth=10**9)), "1,000,000,000 layers"),
+    "layers in a list": (dict(parts=[dict(n_layer=10**7)]), "10,000,000 layers"),
+    "experts": (dict(num_local_experts=10**8), "100,000,000 experts"),
+    "labels": (dict(num_labels=10**9), "1,000,000,000 labels"),
+    "endless layers": (dict(num_hidden_layers=float("inf")), "layers"),
+}
+
+
+def write_model(folder, **config):
+    content = {**tiny_config("llama").to_dict(), **config}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    save_file({f"model.{name}": torch.zeros(2) for name in "abc"}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_with_more_parts_than_its_files_is_refused_in_one_sentence(case, tmp_path):
+    config, reason = REFUSED[case]
+    with pytest.raises(UnsupportedModel, match=reason) as refusal:
+        pipeline.inspect(write_model(tmp_path, **config))
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+def test_a_config_of_many_megabytes_is_refused_unread(tmp_path):
+    with pytest.raises(UnsupportedModel, match="config.json of more than"):
+        pipeline.inspect(write_model(tmp_path, note="x" * MAX_BYTES))
+
+
+def test_many_layers_of_many_experts_are_refused_together():
+    with pytest.raises(UnsupportedModel, match="layers times experts"):
+        check_counts("a", {"num_hidden_layers": 1000, "num_experts": 4000}, 0)
+
+
+def test_published_shapes_are_within_the_bounds():
+    for family in HYBRIDS:
+        check_counts(family, tiny_hybrid(family).to_dict(), 10)
+    check_counts("kimi", {"text_config": {"num_hidden_layers": 61, "n_routed_experts": 384}}, 90_000)
+    check_counts("gemma", {"num_hidden_layers": 35, "vocab_size_per_layer_input": 262_144}, 700)

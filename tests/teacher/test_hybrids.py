@@ -1,0 +1,147 @@
+"""In a hybrid the softmax layers have a student; all other layers stay the teacher's, in one cache and in one state."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from linearizer.hub.models import Source
+from linearizer.hub.weight_files import Weights
+from linearizer.method.checkpoint import load, put_student_into
+from linearizer.plan.head_bytes import Head
+from linearizer.student.cache import CACHE, recurrent_tensors
+from linearizer.teacher.devices import compute_anywhere
+from linearizer.teacher.inspect_model import inspect_model
+from linearizer.teacher.logits import bytes_held
+from tests.support.bare_environment import make_bare_environment, run_bare
+from tests.support.hybrids import HYBRIDS, tiny_hybrid
+from tests.support.models import MIXED, allocation_of, tokens
+
+LENGTH = 40
+PARTS = (9, 1, 17, 13)
+CLOSE, ROUNDED = 1e-4, 2e-3  # of the logits' spread: what is computed alike; recurrences in another order
+WHOLE = [Head(window=LENGTH)]
+WITHOUT_SOFTMAX = [head for head in MIXED if not head.softmax]
+SOURCE = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
+every_family = pytest.mark.parametrize("family", HYBRIDS)
+
+
+def teacher_of(family, **overrides):
+    torch.manual_seed(0)
+    teacher = AutoModelForCausalLM.from_config(tiny_hybrid(family, **overrides), dtype=torch.float32)
+    compute_anywhere(teacher)
+    return teacher.eval().requires_grad_(False)
+
+
+def student_of(family, heads=WHOLE, **overrides):
+    layers = inspect_model(SOURCE, tiny_hybrid(family, **overrides)).layers
+    return put_student_into(teacher_of(family, **overrides), layers, allocation_of(layers, heads, 2))
+
+
+def distance(logits, expected):
+    return float((logits - expected).abs().max() / expected.std())
+
+
+def read(model, ids, cache, parts):
+    return torch.cat([model(part, use_cache=True, **{CACHE: cache}).logits for part in ids.split(parts, 1)], 1)
+
+
+@torch.no_grad()
+@every_family
+def test_a_budget_that_holds_the_text_gives_the_teachers_logits(family):
+    teacher, student, ids = teacher_of(family), student_of(family), tokens(2, LENGTH)
+    expected = teacher(ids).logits
+    assert distance(student(ids).logits, expected) < CLOSE
+    whole = student.generate(ids[:, :9], max_new_tokens=8, do_sample=False)
+    assert torch.equal(whole, teacher.generate(ids[:, :9], max_new_tokens=8, do_sample=False))
+
+
+@torch.no_grad()
+@every_family
+def test_a_text_read_at_once_in_parts_or_by_tokens_gives_the_same_logits(family):
+    student, ids = student_of(family, MIXED), tokens(2, LENGTH)
+    at_once = student(ids).logits
+    step = 3e-2 if family == "nemotron_h" else ROUNDED  # its own code computes single tokens otherwise
+    assert distance(read(student, ids, student.empty_cache(), 20), at_once) < ROUNDED
+    assert distance(read(student, ids, student.empty_cache(), PARTS), at_once) < step
+    assert distance(read(student, ids, student.empty_cache(), 1), at_once) < step
+
+
+@torch.no_grad()
+@every_family
+def test_a_row_with_padding_at_the_left_is_the_row_alone(family):
+    """Also where a text goes on after its padding, so that padding reaches no recurrent state."""
+    student, ids, space = student_of(family, MIXED), tokens(2, LENGTH), 7
+    alone = student(ids[:1, space:]).logits
+    real = torch.ones(2, LENGTH, dtype=torch.long)
+    real[0, :space] = 0
+    padded = torch.where(real.bool(), ids, 0)
+    assert distance(student(padded, attention_mask=real).logits[:1, space:], alone) < ROUNDED
+    cache = student.empty_cache()
+    first = student(padded[:, :20], attention_mask=real[:, :20], **{CACHE: cache}).logits
+    second = student(padded[:, 20:], attention_mask=real, **{CACHE: cache}).logits
+    assert distance(torch.cat([first, second], 1)[:1, space:], alone) < ROUNDED
+
+
+@torch.no_grad()
+@every_family
+def test_a_state_is_kept_forked_selected_and_reset_with_its_recurrent_part(family, tmp_path):
+    student, ids = student_of(family, MIXED), tokens(2, LENGTH)
+    cache = student.empty_cache()
+    read(student, ids[:, :23], cache, 23)
+    cache.save(tmp_path / "state")
+    fork, kept, turned = cache.fork(), student.load_cache(tmp_path / "state"), cache.fork()
+    twice = cache.fork(2)
+    twice.reorder_cache(torch.tensor([3, 0]))
+    turned.begin_turn()
+    read(student, ids[:, 23:30], turned, 7)
+    turned.take_back_turn()
+    expected = read(student, ids[:, 23:], cache, 5)
+    assert kept.get_seq_length() == 23
+    for state in (fork, kept, turned):
+        assert torch.equal(read(student, ids[:, 23:], state, 5), expected)
+    assert distance(read(student, ids[[1, 0], 23:], twice, 5), expected[[1, 0]]) < CLOSE
+    fork.batch_select_indices(torch.tensor([1]))
+    assert {len(states[key]) for layer in fork.layers for _, states, key in recurrent_tensors(layer)} == {1}
+    cache.reset()
+    assert torch.equal(read(student, ids[:, :23], cache, 23), read(student, ids[:, :23], student.empty_cache(), 23))
+
+
+@torch.no_grad()
+@every_family
+def test_the_bytes_of_softmax_layers_do_not_grow(family):
+    student, ids = student_of(family, WITHOUT_SOFTMAX), tokens(1, 256)
+    cache = student.empty_cache()
+    sizes = []
+    for part in ids.split(64, 1):
+        student(part, **{CACHE: cache})
+        sizes.append(bytes_held(cache))
+    assert sizes[0] > 0 and len({*sizes}) == 1
+    assert inspect_model(SOURCE, student.base.config).recurrent_bytes <= sizes[0]
+
+
+@torch.no_grad()
+def test_students_of_hybrids_load_and_write_without_this_package(tmp_path):
+    expected = {}
+    for family in HYBRIDS:
+        student, ids = student_of(family, MIXED), tokens(1, LENGTH)
+        student.save_pretrained(tmp_path / family)
+        assert distance(load(tmp_path / family)(ids).logits, student(ids).logits) < CLOSE
+        expected[family] = student.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, LENGTH:].tolist()
+    program = """
+        import json, sys, torch
+        from transformers import AutoModelForCausalLM
+        torch.set_num_threads(1)
+        ids = torch.tensor([json.loads(sys.argv[1])])
+        written = {}
+        for family in sys.argv[2:]:
+            student = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
+            out = student.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            written[family] = out[0, ids.shape[1]:].tolist()
+        print(json.dumps(written))
+    """
+    (tmp_path / "packages").mkdir()
+    environment = make_bare_environment(tmp_path / "packages")
+    answer = run_bare(environment, program, json.dumps(tokens(1, LENGTH)[0].tolist()), *HYBRIDS, cwd=tmp_path)
+    assert json.loads(answer.splitlines()[-1]) == expected
