@@ -30,6 +30,10 @@ NOT_SERVED = (
     "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
     "give each text a row of its own, and an attention_mask (texts, tokens) for its padding"
 )
+HALF_READ = (
+    "the last call with this cache failed in the middle, so some layers have read its tokens and others have not: go "
+    "on with a copy from before (cache.fork(), cache.take_back_turn()), or read the text again"
+)
 NO_WEIGHTS = (
     "a linearized model computes no weights between tokens, so its attentions are None: ask its teacher for them"
 )
@@ -117,6 +121,7 @@ def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
     decoder.attentions = tuple(modules.get(index) for index in range(len(linearized)))
     names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
     decoder.register_forward_pre_hook(partial(give_cache, names), with_kwargs=True)
+    decoder.register_forward_hook(mark_as_read, with_kwargs=True)
 
 
 def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -151,10 +156,19 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
     if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == past + inputs.shape[1]:
         kwargs["position_ids"] = positions_of(mask)[:, past:]
     elif mask is positions is None and past and "position_ids" in names and not all(decoder.linearized):
-        kwargs["position_ids"] = torch.arange(past, past + inputs.shape[1], device=inputs.device)[
-            None
-        ]  # bamba starts at 0
+        new = torch.arange(past, past + inputs.shape[1], device=inputs.device)  # bamba starts at 0
+        kwargs["position_ids"] = new[None]
+    if cache is not None and not torch.compiler.is_compiling():
+        if getattr(cache, "is_half_read", False):
+            raise ValueError(HALF_READ)
+        cache.is_half_read = True
     return (), {**kwargs, CACHE: cache}
+
+
+def mark_as_read(decoder: Any, args: tuple, kwargs: dict, output: object) -> None:
+    """Note that all layers have read a call's tokens (a forward hook, which an error leaves out)."""
+    if (cache := kwargs.get(CACHE)) is not None and not torch.compiler.is_compiling():
+        cache.is_half_read = False
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:

@@ -150,6 +150,7 @@ class LinearizedCache(Cache):
 
     token_graph: Any = None  # which reads its next tokens (token_graph.py); False: none does
     tokens_alone = 0  # read one after another before there was a graph
+    is_half_read = False  # whether a call failed after some layers had read its tokens
 
     def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
         super().__init__(layers=layers)
@@ -159,7 +160,7 @@ class LinearizedCache(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.token_graph, self.tokens_alone, self.turns = None, 0, []
+        self.token_graph, self.tokens_alone, self.turns, self.is_half_read = None, 0, [], False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         change_texts(self.layers, lambda x: x.repeat_interleave(repeats, 0))
@@ -203,7 +204,7 @@ class LinearizedCache(Cache):
             raise ValueError(
                 f"there is no turn to take back: call begin_turn before each, at most {MAX_TURNS} are kept"
             )
-        self.layers = self.turns.pop().layers
+        self.layers, self.is_half_read = self.turns.pop().layers, False
 
     def copied(self, change: Change) -> "LinearizedCache":
         """Return a copy without turns, with `change` applied to each tensor."""

@@ -134,3 +134,23 @@ def test_a_model_that_no_graph_can_repeat_is_read_without(student, monkeypatch, 
     expected, other = without_graphs(student, lambda: write(student, tokens(1, 9).to(DEVICE), 8))
     assert torch.equal(written, expected) and [fault in words for words in said] == [True]
     assert_same_states(cache, other)
+
+
+@pytest.mark.parametrize("change", ["moved", "written over", "watched"])
+@torch.inference_mode()
+def test_a_graph_is_left_once_the_model_is_not_what_it_was(student, change):
+    cache, weight = student.empty_cache(), student.base.get_output_embeddings().weight
+    student(tokens(1, 9).to(DEVICE), **{CACHE: cache})
+    for token in tokens(1, 6, 1).to(DEVICE).split(1, 1):
+        student(token, **{CACHE: cache})
+    graph, repeated = cache.token_graph, [*captured]
+    assert graph
+    if change == "moved":
+        weight.data = 2 * weight.data
+    elif change == "written over":
+        with torch.inference_mode(False), torch.no_grad():
+            weight.mul_(2)
+    else:
+        student.base.model.layers[0].register_forward_hook(lambda *_: None)
+    student(tokens(1, 1, 2).to(DEVICE), **{CACHE: cache})
+    assert captured[: len(repeated)] == repeated and cache.token_graph is not graph

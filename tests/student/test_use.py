@@ -113,3 +113,22 @@ def test_padding_before_a_text_does_not_matter_without_positions_either(family, 
     padded = torch.cat([first.logits, last.logits], 1)
     for row, start in ((0, 9), (1, 0)):
         torch.testing.assert_close(padded[row, start:], student(ids[row : row + 1, start:]).logits[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_cache_that_an_error_left_half_read_is_refused_and_a_copy_from_before_goes_on(monkeypatch):
+    student, ids = student_of("llama"), tokens(1, 20)
+    cache = student.empty_cache()
+    student(ids[:, :10], **{CACHE: cache})
+    before, last = cache.fork(), student.students()[-1]
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(last, "attend", fail)
+        student(ids[:, 10:], **{CACHE: cache})
+    with pytest.raises(ValueError, match="failed in the middle"):
+        student(ids[:, 10:], **{CACHE: cache})
+    expected = student(ids).logits[:, 10:]
+    torch.testing.assert_close(student(ids[:, 10:], **{CACHE: before}).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def fail(*_):
+    raise torch.OutOfMemoryError("memory is full")

@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 /* A vector fills a register; twice ROWS vectors fill all registers except those of the factors. */
 #if defined(__AVX512F__) && WIDE
@@ -661,6 +662,8 @@ enum { SCALE, ROOT };
 /* Of threads that read together: counts, the function that starts them (GOMP_parallel), and the steps each shares. */
 enum { THREADS, PARALLEL, BEGUN, FINISHED, CALL_HEADER = 8 };
 enum { SEEN_BY_THREAD = 512 };  /* tokens and slots at least: fewer are not worth a thread */
+/* A thread without work looks for some so often at once, then again after so many nanoseconds: others need the core. */
+enum { MOST_SPINS = 256, PAUSE = 20000 };
 
 typedef struct {
     const REAL *k, *v;
@@ -973,9 +976,11 @@ static void read_remaining(void *argument) {
         if (!read_head(sizes, layer->tensors, group, group_tensors, text, head, own_shared)) layer->done = 0;
         if (call) __atomic_fetch_add(call + FINISHED, 1, __ATOMIC_SEQ_CST);
     }
-    while (call && __atomic_load_n(call + FINISHED, __ATOMIC_SEQ_CST) < heads) {
+    const struct timespec pause = {0, PAUSE};
+    for (long waited = 0; call && __atomic_load_n(call + FINISHED, __ATOMIC_SEQ_CST) < heads; waited++) {
         for (Shared *shared = all_shared; shared < all_shared + call[THREADS]; shared++) help(shared);
-        sched_yield();
+        if (waited < MOST_SPINS) sched_yield();
+        else nanosleep(&pause, 0);
     }
     keep_little();
 }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from linearizer.student.attention_interface import give_cache, hand_over_state
+from linearizer.student.attention_interface import give_cache, hand_over_state, mark_as_read
 
 CODE = ("torch", "transformers", "linearizer", "transformers_modules")  # whose modules have no switches, as peft's do
 
@@ -59,5 +59,5 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether accelerate or a user follows the calls of a module, which a graph would not make; hooks of transformers
     do nothing unless hidden states are requested."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    others = {getattr(hook, "func", hook) for hook in hooks} - {give_cache, hand_over_state}
+    others = {getattr(hook, "func", hook) for hook in hooks} - {give_cache, hand_over_state, mark_as_read}
     return hasattr(module, "_hf_hook") or any(not str(x.__module__).startswith("transformers.") for x in others)

@@ -80,6 +80,7 @@ class TokenGraph:
                 pool.count.copy_(count)
             for layer, tokens in zip(cache.layers, read, strict=True):
                 layer.tokens_read = tokens
+            cache.is_half_read = False  # where a capture failed
 
         try:
             with launching, torch.cuda.device_of(ids):
