@@ -102,7 +102,7 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     controls = {tokens: setup.window(tokens) for tokens in lengths if grows and tokens < longest}
     reader = RepeatReader([*subjects, *controls.values()], length, passage_tokens(length))
     read = reader.read if "recall" in request.chosen else read_together
-    texts = (windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
+    texts = (windows, document_numbers(windows, setup.tokenizer), setup.layers)
     language = yield from measure_language(subjects, *texts, read, lengths, controls)
     if read is not read_together:
         recall = reader.result()

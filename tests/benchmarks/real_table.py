@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from linearizer.amounts import size
-from linearizer.evaluate.language import Resampled
+from linearizer.evaluate.language import Units
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from tests.benchmarks.line_chart import Panel, draw
@@ -27,8 +27,8 @@ DRAWN = {  # rows of the chart, by their names there
 KINDS = {"student": "lz-student", "plain window": "lz-window"}  # how lines look
 DRAWN_BUDGET = 256  # at which all of them are drawn
 ABOUT = (
-    "KL is to the teacher, in nats a token; brackets hold 95% of the means over documents that are drawn again with "
-    "replacement, and differences are paired: the same documents were drawn for both rows. A document is read once, "
+    "KL is to the teacher, in nats a token; brackets hold intervals of 95% by Student's t over the documents, and "
+    "differences are paired, document by document. A document is read once, "
     "and its first tokens are the shorter texts. A needle is a number of six digits: the share of numbers that are "
     "told whole, by depth. RULER: the share of right answers over its tasks and depths, and the loss of the answers. "
     "Answers: the teacher answers questions about a text, in its chat template: the share of the answers' tokens "
@@ -76,7 +76,7 @@ class RealTable(Table):
         if not values:
             return None
         owners = torch.arange(len(values))[:, None]
-        found = Resampled(owners, 0).estimate(torch.tensor(values, dtype=torch.float64)[:, None])
+        found = Units(owners).estimate(torch.tensor(values, dtype=torch.float64)[:, None])
         return {"mean": found.mean, "interval": found.interval, "documents": len(values)}
 
     def difference(self, record, length):
