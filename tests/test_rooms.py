@@ -154,6 +154,12 @@ def test_the_page_opens_without_what_only_its_steps_need():
     assert done.stdout.split() == []
 
 
+def test_a_job_is_followed_without_what_only_its_work_needs():
+    seen = "import sys, linearizer.workers.hub_jobs; print(*{'torch', 'transformers', 'scipy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_no_function_takes_more_than_twelve_arguments():
     for path in [*FILES, *Path("tests").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

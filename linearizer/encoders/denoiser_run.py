@@ -23,7 +23,7 @@ from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement
 from linearizer.encoders.encoder_run import compare, keep_judgement, missing_students
 from linearizer.errors import RequestError, TextError, UnsupportedModel, first_line
-from linearizer.evaluate.language import Resampled
+from linearizer.evaluate.language import Units
 from linearizer.plan.encoder_plan import LATENTS, EncoderInspection, EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import replacing
@@ -120,7 +120,7 @@ def make_and_judge(encoder: EncoderRun, token: str | None = None) -> Steps[None]
             if folder == encoder.run.checkpoint:
                 pipeline.write_others(unfinished)
     if not encoder.judgements:
-        over = Resampled(torch.arange(plan.texts)[:, None], plan.seed)
+        over = Units(torch.arange(plan.texts)[:, None])
         scored = partial(score, judged=judged, scheduler=diffuser.scheduler)
         rows = yield from log_progress(encoder.run, compare(encoder, over, load, make_student, scored))
         keep_judgement(encoder, Judgement(plan.text, encoder.tokens, plan.texts, "pictures", over.count, rows))

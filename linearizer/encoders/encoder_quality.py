@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity, normalize
 
 from linearizer.encoders import attention_both_ways
 from linearizer.encoders.encoder_inputs import Inputs, batches
-from linearizer.evaluate.language import Resampled
+from linearizer.evaluate.language import Units
 from linearizer.run.results import Estimate
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def score(teacher: Outputs, student: Outputs) -> dict[str, torch.Tensor]:
 
 
 def describe_scores(
-    keys: float, scores: Mapping[str, torch.Tensor], student: Mapping[str, torch.Tensor], over: Resampled
+    keys: float, scores: Mapping[str, torch.Tensor], student: Mapping[str, torch.Tensor], over: Units
 ) -> Quality:
     """Reduce the scores of the student, or of a control of it."""
     apart = None if scores is student else over.estimate_difference(student["kl"] - scores["kl"])

@@ -6,7 +6,7 @@ from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.encoder_quality import Judgement, Quality
 from linearizer.encoders.encoder_run import STUDENT, WINDOW
 from linearizer.encoders.kinds import kind_of
-from linearizer.report.tables import Table, in_interval, with_half_width
+from linearizer.report.tables import Table, describe_intervals, in_interval, with_half_width
 from linearizer.report.verdict import FAR, NEAR, Kind, Verdict, judge_run
 from linearizer.run.folder import Run
 
@@ -87,7 +87,7 @@ def quality_table(encoder: EncoderRun, judgement: Judgement) -> Table:
         cells = with_half_width(row.kl, ".4f"), in_interval(row.apart), *shares, with_half_width(row.hidden, ".4f")
         rows.append((name, f"{row.keys:.4g}", *cells))
     kl_of = kind_of(encoder.inspection).kl_of
-    over = f"95% intervals from {judgement.count} {judgement.drawn}, drawn again; {judgement.text}"
+    over = f"{describe_intervals(judgement.count, judgement.drawn)}; {judgement.text}"
     about = (
         f"KL: {kl_of}; student less: its KL less that of the row, input by input; same first: {what_agrees(encoder)}"
     )

@@ -36,7 +36,7 @@ from linearizer.encoders.inspect_encoder import inspect_encoder
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
 from linearizer.encoders.stretch_positions import MOST_STRETCHED, stretch_positions
 from linearizer.errors import FolderError, RequestError, TextError
-from linearizer.evaluate.language import Resampled, owners_of
+from linearizer.evaluate.language import Units, owners_of
 from linearizer.hub.models import Source, fetch, find_model
 from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.progress import Progress, Steps
@@ -318,7 +318,7 @@ def judge(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | N
     """Compare the students of an encoder with their teacher."""
     teacher, inputs = load_teacher(encoder, token), shares.judged
     drawn, owners = owners_of(shares.documents)
-    expected, over = read_outputs(teacher, inputs), Resampled(owners, plan.seed)
+    expected, over = read_outputs(teacher, inputs), Units(owners)
     untrained = make_student(encoder, teacher, encoder.ways.layers)
 
     def attend_with(way: Any) -> LinearizedEncoder:
@@ -337,7 +337,7 @@ def judge(encoder: EncoderRun, shares: Shares, plan: EncoderPlan, token: str | N
 
 def compare(
     encoder: EncoderRun,
-    over: Resampled,
+    over: Units,
     load: Callable[[Path], Any],
     attend_with: Callable[[Any], Any],
     scored: Callable[[Any], dict[str, torch.Tensor]],

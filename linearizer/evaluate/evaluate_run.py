@@ -20,7 +20,7 @@ from linearizer.evaluate.recall import (
 )
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Setup, read_together
-from linearizer.evaluate.tasks import RULER, find_tasks, measure_ruler, measure_tasks
+from linearizer.evaluate.tasks import LONG_TEXT, find_tasks, measure_long_text_tasks, measure_tasks
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.names import absolute_source
@@ -99,7 +99,7 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     controls = {tokens: setup.window(tokens) for tokens in lengths if grows and tokens < longest}
     reader = RepeatReader([*subjects, *controls.values()], length, passage_tokens(length))
     read = reader.read if "recall" in request.chosen else read_together
-    texts = (windows, document_numbers(windows, setup.tokenizer), setup.layers, request.seed)
+    texts = (windows, document_numbers(windows, setup.tokenizer), setup.layers)
     language = yield from measure_language(subjects, *texts, read, lengths, controls)
     if read is not read_together:
         recall = reader.result()
@@ -176,18 +176,19 @@ def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
     if harness := tasks_of_harness(request):
         options = (harness, request.limit, request.few_shot, request.task_folder, request.seed)
         scored = list((yield from measure_tasks(subjects, setup.tokenizer, *options)).subjects)
-    if RULER in request.tasks:
+    if LONG_TEXT in request.tasks:
         lengths = request.lengths or (setup.usual_length,)
         windows = setup.windows(request.text, max(lengths), request.texts, request.seed)
-        ruler = yield from measure_ruler(subjects, setup.tokenizer, windows, lengths, request.limit, request.seed)
-        pairs = zip(scored or [Scored(subject.name, (), None) for subject in subjects], ruler, strict=True)
+        asked = (windows, lengths, request.limit, request.seed)
+        generated = yield from measure_long_text_tasks(subjects, setup.tokenizer, *asked)
+        pairs = zip(scored or [Scored(subject.name, (), None) for subject in subjects], generated, strict=True)
         scored = [replace(first, scores=(*first.scores, *second.scores)) for first, second in pairs]
     return Tasks(request.tasks, request.limit, request.few_shot, tuple(scored)), None
 
 
 def tasks_of_harness(request: Request) -> tuple[str, ...]:
     """List the tasks that are not generated here."""
-    return tuple(task for task in request.tasks if task != RULER)
+    return tuple(task for task in request.tasks if task != LONG_TEXT)
 
 
 def request_texts(setup: Setup, request: Request) -> torch.Tensor:  # (texts, tokens)

@@ -1,8 +1,8 @@
 """How well the next token is predicted: loss, divergence, agreement and calibration, with their spread over the text.
 
 All subjects go through the same code on the same tokens. The first may be the teacher, with which the others are
-compared. Intervals hold 95% of the means over documents that are drawn with replacement: tokens of one document are
-similar.
+compared. Intervals are by Student's t over documents, of paired differences where two subjects are compared: tokens of
+one document are similar.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from linearizer.run.results import Estimate, Language, LengthResult, Predictions
 from linearizer.teacher.logits import kl_of, logits_at_once
 
 Tensor = torch.Tensor
-DRAWN = 1000  # times that the documents are resampled
-FEWEST = 8  # documents; where there are fewer, texts are drawn instead
+FEWEST = 8  # documents; where there are fewer, texts are the units
 BINS = 10  # of the probability of the likeliest token
 FIRST_EDGE = 64  # of the ranges of positions, which double, after the first at 0
 STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it learned to read
@@ -46,7 +45,6 @@ def measure_language(
     windows: Tensor,
     documents: Tensor,
     layers: Sequence[Layer],
-    seed: int = 0,
     read: Read = read_together,
     lengths: Sequence[int] = (),
     controls: Mapping[int, Subject] = NO_CONTROLS,
@@ -65,17 +63,17 @@ def measure_language(
         yield Progress("language", done, len(split), "batches")
     scores = [join_scores(column, 0) for column in zip(*batches, strict=True)]
     unit, owners = owners_of(documents[:, 1:])
-    resampled = Resampled(owners, seed)
+    units = Units(owners)
     teacher = scores[0].loss if subjects[0].allocation is None else None
     edges = 0, *list_doublings(FIRST_EDGE, windows.shape[1] - 1)
     pairs = list(zip(subjects, scores, strict=True))
     rows = tuple(
-        describe_predictions(subject, score, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
+        describe_predictions(subject, score, teacher, edges, units, subject.state_bytes(layers, windows.shape[1]))
         for subject, score in pairs[:shown]
     )
     controls_by_length = dict(zip(controls, pairs[shown:], strict=True))
     by_length = tuple(
-        compare_at(length, shorter, pairs[:shown], documents, seed, controls_by_length.get(length))
+        compare_at(length, shorter, pairs[:shown], documents, controls_by_length.get(length))
         for shorter, length in pairwise((1, *sorted(lengths)))
     )
     return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows, by_length)
@@ -86,7 +84,6 @@ def compare_at(
     shorter: int,
     scored: Sequence[tuple[Subject, Scores]],
     documents: Tensor,
-    seed: int,
     control: tuple[Subject, Scores] | None = None,
 ) -> LengthResult:
     """Compare all subjects over texts of one length: the scores of a longer text's first tokens are those of a text.
@@ -97,22 +94,22 @@ def compare_at(
     if control is not None:
         named["window"] = control[0], begin_of_scores(control[1], length)
     unit, owners = owners_of(documents[:, 1:length])
-    resampled = Resampled(owners, seed)
+    units = Units(owners)
     has_teacher = scored[0][0].allocation is None
     rows = []
     for name, (_, scores) in named.items():
-        kl, agreement = (resampled.estimate(x) if has_teacher else None for x in (scores.kl, scores.agreement))
-        rows.append(ShortPredictions(name, resampled.estimate(scores.loss), kl, agreement))
+        kl, agreement = (units.estimate(x) if has_teacher else None for x in (scores.kl, scores.agreement))
+        rows.append(ShortPredictions(name, units.estimate(scores.loss), kl, agreement))
     (_, student), (window, window_scores) = named["student"], named["window"]
     excess = student.kl - window_scores.kl if has_teacher else student.loss - window_scores.loss
     strained = False
     if has_teacher:
         last_tokens = slice(shorter - 1, None)
-        gain = resampled.estimate_difference(window_scores.loss - named["teacher"][1].loss, last_tokens)
+        gain = units.estimate_difference(window_scores.loss - named["teacher"][1].loss, last_tokens)
         strained = gain is not None and gain.interval[1] < -STRAIN
-    difference, allocation = resampled.estimate_difference(excess), window.allocation
+    difference, allocation = units.estimate_difference(excess), window.allocation
     assert allocation is not None, "a window has no teacher's cache"
-    return LengthResult(length, unit, resampled.count, allocation.exact_tokens, tuple(rows), difference, strained)
+    return LengthResult(length, unit, units.count, allocation.exact_tokens, tuple(rows), difference, strained)
 
 
 def begin_of_scores(scores: Scores, length: int) -> Scores:
@@ -151,18 +148,18 @@ def join_scores(parts: Sequence[Scores], dim: int) -> Scores:
 
 
 def describe_predictions(
-    subject: Subject, scores: Scores, teacher: Tensor | None, edges: Sequence[int], resampled: Resampled, state: int
+    subject: Subject, scores: Scores, teacher: Tensor | None, edges: Sequence[int], units: Units, state: int
 ) -> Predictions:
     """Reduce the scores of one subject."""
     ends = [*edges[1:], scores.loss.shape[1]]
     return Predictions(
         name=subject.name,
         state_bytes=state,
-        loss=resampled.estimate(scores.loss),
+        loss=units.estimate(scores.loss),
         by_position=tuple(scores.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
-        excess=None if teacher is None else resampled.estimate(scores.loss - teacher),
-        kl=None if teacher is None else resampled.estimate(scores.kl),
-        agreement=None if teacher is None else resampled.estimate(scores.agreement),
+        excess=None if teacher is None else units.estimate(scores.loss - teacher),
+        kl=None if teacher is None else units.estimate(scores.kl),
+        agreement=None if teacher is None else units.estimate(scores.agreement),
         tail=None if teacher is None else tail_of(scores, teacher),
         calibration_error=calibration_error(scores.probability, scores.correct),
     )
@@ -184,7 +181,7 @@ def calibration_error(probability: Tensor, correct: Tensor) -> float:
 
 
 def owners_of(documents: Tensor) -> tuple[str, Tensor]:
-    """Name the unit that is resampled, and number it for every score: documents, or texts if there are few documents.
+    """Name the unit of intervals, and number it for every score: documents, or texts if there are few documents.
 
     `documents` numbers the document of every score.
     """
@@ -194,33 +191,35 @@ def owners_of(documents: Tensor) -> tuple[str, Tensor]:
     return "texts", torch.arange(len(documents))[:, None].expand_as(documents)
 
 
-class Resampled:
-    """Means over tokens of documents that are resampled, the same draws for all estimates."""
+class Units:
+    """The documents or texts over which means spread: tokens of one are alike, and so count together."""
 
-    def __init__(self, owners: Tensor, seed: int) -> None:
+    def __init__(self, owners: Tensor) -> None:
         self.owners, self.count = owners, int(owners.max()) + 1
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(self.count, (DRAWN, self.count), generator=generator)
-        self.weights = torch.zeros(DRAWN, self.count, dtype=torch.float64)
-        self.weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
     def estimate(self, scores: Tensor, tokens: slice = slice(None)) -> Estimate:  # noqa: B008
-        """Return the mean of scores (texts, tokens), perhaps of a slice, and the interval of 95% of the drawn means."""
-        scores, owners = scores[:, tokens], self.owners[:, tokens].flatten()
-        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, owners, scores.flatten())
-        sizes = torch.bincount(owners, minlength=self.count).double()
-        drawn = self.weights @ sizes  # none where no document that was drawn reaches that far
-        means = ((self.weights @ sums) / drawn)[drawn > 0]
-        low, high = means.quantile(means.new_tensor([0.025, 0.975])).tolist()
-        return Estimate(scores.mean().item(), (low, high))
+        """Return the mean of scores (texts, tokens), perhaps of a slice, and its interval of 95% by Student's t.
+
+        The mean is a ratio of sums over units, whose error is that of its linear part. A single unit has no spread.
+        """
+        sums, sizes = self.totals(scores, tokens)
+        mean, count = (sums.sum() / sizes.sum()).item(), len(sizes)
+        if count < 2:
+            return Estimate(mean, (mean, mean))
+        error = math.sqrt(count / (count - 1)) * (sums - mean * sizes).norm().item() / sizes.sum().item()
+        half_width = student_t(count - 1) * error
+        return Estimate(mean, (mean - half_width, mean + half_width))
 
     def estimate_difference(self, differences: Tensor, tokens: slice = slice(None)) -> Estimate | None:  # noqa: B008
-        """Estimate a mean difference, with a wider interval for few documents; None for a single one."""
-        if self.count < 2:
-            return None
-        mean, (low, high) = (drawn := self.estimate(differences, tokens)).mean, drawn.interval
-        wider = student_t(self.count - 1) / NORMAL * math.sqrt(self.count / (self.count - 1))
-        return Estimate(mean, (mean - wider * (mean - low), mean + wider * (high - mean)))
+        """Estimate the mean of paired differences; None for a single unit."""
+        return self.estimate(differences, tokens) if len(self.totals(differences, tokens)[1]) > 1 else None
+
+    def totals(self, scores: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Sum the scores of each unit that reaches the tokens, and count them."""
+        owners = self.owners[:, tokens].flatten()
+        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, owners, scores[:, tokens].flatten())
+        sizes = torch.bincount(owners, minlength=self.count).double()
+        return sums[sizes > 0], sizes[sizes > 0]
 
 
 def student_t(freedoms: int) -> float:

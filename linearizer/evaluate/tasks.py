@@ -1,7 +1,8 @@
 """Scores on tasks: those of lm_eval, from which published figures come, through its own code; and generated tasks.
 
-Generated tasks follow RULER (Hsieh et al. 2024): facts hidden in text, and a question at its end. Words are drawn from
-the text itself: the model knows them, whatever its language. A task is scored by the share of the answer's words in
+Generated tasks are long texts with hidden facts, and a question at their end. Their kinds are those of RULER (Hsieh et
+al. 2024), but the sentences and the scoring are our own, so scores are not RULER's. Words are drawn from the text
+itself: the model knows them, whatever its language. A task is scored by the share of the answer's words in
 which every token is the likeliest, at each depth of each length, and by the loss of the answer at all depths, which
 also tells models apart that are too small to be right.
 """
@@ -37,7 +38,7 @@ from linearizer.teacher.text import start_tokens
 
 DRAWN = 1000  # times that results are resampled, for the errors of metrics that are not means
 INSTALL = "pip install 'linearizer[tasks]'"
-RULER = "ruler"  # name of the generated tasks
+LONG_TEXT = "long-text"  # name of the generated tasks
 LOSS = "loss of the answer"  # in nats a token
 SAMPLES = 8  # of a task at a depth and a length
 DEPTHS = (0.1, 0.5, 0.9)  # of the text before the fact in question
@@ -153,7 +154,7 @@ class Puzzle:
     answer: Sequence[str]
 
 
-def measure_ruler(
+def measure_long_text_tasks(
     subjects: Sequence[Subject],
     tokenizer: PreTrainedTokenizerBase,
     windows: Tensor,  # (texts, at least the largest length)
@@ -175,7 +176,7 @@ def measure_ruler(
             if depth == DEPTHS[-1]:
                 rows.append(score_of(f"{kind}, {length} tokens", LOSS, lost))
                 lost.clear()
-        yield Progress("ruler", done + 1, len(cells), "cells")
+        yield Progress("tasks", done + 1, len(cells), "cells")
     return [Scored(subject.name, tuple(rows), None) for subject, rows in zip(subjects, scores, strict=True)]
 
 

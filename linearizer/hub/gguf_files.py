@@ -13,7 +13,8 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -21,11 +22,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.hub.weight_files import GGUF, Weights, damaged_weights
-from linearizer.progress import quiet
+from linearizer.progress import quiet, shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -278,12 +278,24 @@ def config_of_file(path: Path, size: int, changed: int) -> PreTrainedConfig:
 
 def read_gguf(path: Path, config: PreTrainedConfig, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Let transformers make a model from a file, with every weight expanded; report missing and wrong weights."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
     from transformers import AutoModelForCausalLM
 
     plain = deepcopy(config)
     del plain.quantization_config  # our own entry
     options = {name: value for name, value in options.items() if name != "use_safetensors"}
-    # its progress bar ignores all settings
-    with patch("transformers.modeling_gguf_pytorch_utils.tqdm", partial(tqdm, disable=True), create=True):
+    with shared(hide_bar):
         return AutoModelForCausalLM.from_pretrained(path.parent, config=plain, gguf_file=path.name, **options)
+
+
+@contextmanager
+def hide_bar() -> Iterator[None]:
+    """Hide the progress bar of transformers' reader of GGUF files, which ignores all settings."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    bar = getattr(reader, "tqdm", None)
+    if bar is None:  # in a version without a bar
+        yield
+        return
+    reader.tqdm = partial(bar, disable=True)
+    yield
+    reader.tqdm = bar

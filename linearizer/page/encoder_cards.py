@@ -18,7 +18,7 @@ from linearizer.page.plan_cards import show_choices, show_model
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import announcement, folded, message_box, table, table_html, values_list
-from linearizer.report.tables import Table, with_half_width
+from linearizer.report.tables import Table, describe_intervals, with_half_width
 
 if TYPE_CHECKING:
     from linearizer.plan.encoder_plan import EncoderInspection
@@ -125,7 +125,8 @@ def draw_quality(encoder: EncoderRun, judgement: Judgement) -> tuple[str, str]:
     ]
     about = "; ".join(f"{name} {mean:.4f} ({low:.4f} to {high:.4f})" for name, (low, high, mean) in ends.items())
     inputs = describe_inputs(encoder, judgement.tokens)
-    return f"KL to the teacher on {inputs}, with 95% intervals", draw_lines(f"KL to the teacher: {about}", x, y, lines)
+    bars = describe_intervals(judgement.count, judgement.drawn)
+    return f"KL to the teacher on {inputs}; the bars: {bars}", draw_lines(f"KL to the teacher: {about}", x, y, lines)
 
 
 def draw_keys(encoder: EncoderRun) -> tuple[str, str]:

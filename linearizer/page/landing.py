@@ -150,7 +150,7 @@ def numbers_html(model: RealModel) -> str:
         for budget in model.budgets
         for row in budget.rows
     ]
-    note = '<p class="lz-faint">Brackets hold 95% of the means over documents.</p>'
+    note = '<p class="lz-faint">Brackets hold 95% intervals by Student’s t over the documents.</p>'
     return folded("In numbers", table("", head, rows, label="KL of a real model") + note)
 
 

@@ -28,6 +28,7 @@ from linearizer.hub.repository import (
 )
 from linearizer.progress import Progress, Steps
 from linearizer.publish.card import card_of
+from linearizer.publish.packages import CARRIED_FOLDERS, package_name
 from linearizer.run.events import EventName
 from linearizer.run.files import PACKAGE, find_carried, project_folder
 from linearizer.run.folder import Run
@@ -40,8 +41,6 @@ APP_FILES = {"app.py", "linearizer/__main__.py"}
 REPLACED = (".safetensors", ".safetensors.index.json", ".py")
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
 TOP_FILES = ("app.py", "LICENSE", "pyproject.toml", *FITTED_FILES)
-CARRIED_FOLDERS = ("project", "assets")  # in an installed package; in a checkout they are next to it
-OF_THE_PAGE = ("gradio", "fastapi", "httptools", "uvicorn", "uvloop")  # no run needs them
 PREINSTALLED = ("gradio", "triton")  # gradio by the Space's sdk_version, triton by torch
 TORCH = "torch>=2.8,<2.12"  # ZeroGPU supports no newer one
 FRONT_MATTER: dict[str, Any] = {
@@ -210,15 +209,3 @@ def package_files() -> dict[str, Content]:
             if path.is_file() and not path.is_symlink() and not inside and not hidden:
                 files[f"{folder}/{name.as_posix()}"] = path
     return files
-
-
-def job_requirements(*extra: str) -> list[str]:
-    """List what a job of the Hub installs: the versions installed here, so that all jobs of a run compute the same."""
-    lines = (project_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    names = [name for name in map(package_name, lines) if name and name not in (*OF_THE_PAGE, "triton")]
-    return [f"{name}=={version(name).partition('+')[0]}" for name in (*names, *extra)]
-
-
-def package_name(line: str) -> str:
-    """Return the name of a package at the beginning of a requirement; empty if there is none."""
-    return re.match(r"[\w-]*", line)[0]  # type: ignore[index]

@@ -15,6 +15,7 @@ from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.plotly_charts import MIN_DRAWN_KL, thin_points
+from linearizer.report.tables import describe_intervals
 from linearizer.report.verdict import find_correction
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Part
@@ -23,7 +24,7 @@ KL = "KL, nats per token"
 KINDS = {"student": "lz-student", "window": "lz-window", "teacher": "lz-teacher"}
 SAME_BYTES = ("student", "window")  # subjects of an evaluation
 MAX_PREDICTED = 60  # points of the line of budgets
-BY_LENGTH = "KL to the teacher over texts of each length, lower is better; the bars are 95% intervals."
+BY_LENGTH = "KL to the teacher over texts of each length, lower is better; the bars: {}."
 BY_BYTES = (
     "KL to the teacher, lower is better, by bytes of memory. Marks were measured at this run's length; the line is "
     "predicted from the prices, and corrected by the KL of whole students."
@@ -62,7 +63,8 @@ def length_chart(language: Language) -> str:
         y = Axis.round(values, title)
     named = [(length, f"{length:,}") for length in lengths][:: 1 + len(lengths) // 6]
     x = Axis(lengths[0], lengths[-1], named, title="length of the texts, tokens")
-    return figure("Quality by length", BY_LENGTH, x, y, lines)
+    last = language.lengths[-1]
+    return figure("Quality by length", BY_LENGTH.format(describe_intervals(last.count, last.drawn)), x, y, lines)
 
 
 def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:

@@ -71,7 +71,7 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
         rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *cells(subject.by_position)) for subject in language.subjects]
-    intervals = f"95% intervals from {language.count} {language.drawn}, drawn again"
+    intervals = describe_intervals(language.count, language.drawn)
     state = f"state: what is remembered after {read.length:,} tokens; the teacher's grows with every token"
     ends = Table(ranges, (f"{describe_texts(part)}; {intervals}",))
     return [Table(rows, (state,)), length_table(language.lengths), tail_table(language), ends]
@@ -98,7 +98,7 @@ def length_table(lengths: Sequence[results.LengthResult]) -> Table:
     rows.append(("student less window, 95%", *(in_interval(result.difference) for result in lengths)))
     rows.append(("tokens of the window", *(f"{result.window:,}" for result in lengths)))
     counted = "; ".join(f"{result.count} {result.drawn} at {result.length:,}" for result in lengths)
-    notes = [f"the difference is paired: the same {counted} are drawn again for both"]
+    notes = [f"the difference is paired; its interval is by Student's t over {counted}"]
     if strained := [f"{result.length:,}" for result in lengths if result.strained]:
         notes.append(f"the teacher itself predicts worse than the window at the end of texts of {', '.join(strained)}")
     return Table(rows, tuple(notes))
@@ -219,6 +219,13 @@ def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str
         return "–"
     low, high = estimate.interval
     return f"{write_number(estimate.mean, form)} ± {(high - low) / 2:{form}}"
+
+
+def describe_intervals(count: int, units: str) -> str:
+    """Say what intervals are over."""
+    if count == 1:
+        return f"a single {units.removesuffix('s')} has no interval"
+    return f"95% intervals by Student's t over {count} {units}"
 
 
 def in_interval(estimate: results.Estimate | None) -> str:

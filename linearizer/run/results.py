@@ -248,7 +248,8 @@ class Request:
     seed: int = option(0, "the seed of everything that is drawn at random")
     tasks: tuple[str, ...] = option(
         (),
-        "ruler (generated, at --lengths) or tasks of lm_eval: piqa,… (needs pip install 'linearizer[tasks]')",
+        "long-text (facts hidden in texts of --lengths, made here) or tasks of lm_eval: piqa,… (needs pip install "
+        "'linearizer[tasks]')",
         "none",
     )
     limit: int | None = option(None, "samples of a task", "all", least=1)

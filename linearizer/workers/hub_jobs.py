@@ -8,7 +8,6 @@ in the local log are skipped.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Collection
@@ -17,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from linearizer import pipeline
 from linearizer.errors import FaultError, NotAgreed, RequestError, Stopped
 from linearizer.hub.errors import redact
 from linearizer.hub.jobs_api import (
@@ -32,25 +30,15 @@ from linearizer.hub.jobs_api import (
 )
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import Plan
-from linearizer.publish.push import CARRIED_FOLDERS, find_target, job_requirements
+from linearizer.publish.packages import CARRIED_FOLDERS, job_requirements
 from linearizer.run.events import EventName, append_line, parse_line, parse_lines, read_lines
 from linearizer.run.files import PACKAGE, UNFINISHED, find_carried, remove
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE, HubJob, agreed_cap, open_job, read_hub_job
 from linearizer.run.stopping import log_end
-from linearizer.teacher.streaming import FILLED
 from linearizer.workers import control
 from linearizer.workers.control import quote_last
-from linearizer.workers.forecast import READ_RATE, Speeds, forecast_seconds
 
-MIN_MINUTES, MAX_MINUTES = 15, 7 * 60  # limits of a job: the token of a sign-in lasts for eight hours
-MACHINE_SECONDS = 300.0  # until a machine is ready and has installed the packages
-MARGIN = 2.0  # factor for errors of a forecast
-# The speeds of the slowest hardware on offer: a CPU with two cores, and a GPU, on which students and spectra are
-# assumed not to be faster.
-CPU_SPEEDS = Speeds(products=3e10, small_products=1e10, students=2e5, spectra=8e8, reads=READ_RATE)
-GPU_SPEEDS = replace(CPU_SPEEDS, products=8e12, small_products=3e13)
-DOWNLOAD_RATE = 1e8  # bytes in a second, inside the Hub
 INSTALLED_BYTES = 1.2e10  # of PyTorch and its dependencies
 Product = TypeVar("Product")
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
@@ -104,6 +92,8 @@ def run_in_job(
     Nothing begins unless `yes` agrees to the maximum cost, which the error states, or `most_usd` covers it. `push`: the
     repository in which the job publishes the student. `owner`: the organisation that pays instead of the account.
     """
+    from linearizer import pipeline
+
     check_elsewhere(plan)
     fresh = not Run.is_begun(folder, resume)
     run = pipeline.begin(folder, plan, token, resume, yielding=yielding, here=False)
@@ -158,6 +148,9 @@ def offer_job(
     token: str | None = None,
 ) -> HubJob:
     """Return the terms of a job for a plan; refuse hardware that cannot do it."""
+    from linearizer.publish.push import find_target
+    from linearizer.workers.job_minutes import MAX_MINUTES, guess_minutes
+
     check_elsewhere(plan)
     account = Account(token, owner)
     hardware = choose_hardware(flavor, account.token)
@@ -178,16 +171,6 @@ def offer_job(
     if not 1 <= minutes <= MAX_MINUTES:
         raise RequestError(f"a job of {minutes} minutes is not allowed: ask for 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
     return HubJob(account.name, hardware.name, minutes, hardware.usd_per_hour, push)
-
-
-def guess_minutes(plan: Plan, inspection: Inspection, hardware: Hardware) -> int:
-    """Return twice the forecast time of a run on the slowest GPU, or the slowest CPU, on offer."""
-    room = FILLED * hardware.memory_bytes or math.inf
-    speeds = replace(GPU_SPEEDS if hardware.gpu else CPU_SPEEDS, room=room)
-    dtype = "float32" if plan.dtype == "auto" and not hardware.gpu else plan.dtype
-    placed = replace(plan, device="cuda" if hardware.gpu else "cpu", dtype=dtype)
-    seconds = MACHINE_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE + forecast_seconds(placed, inspection, speeds)
-    return min(MAX_MINUTES, max(MIN_MINUTES, round(MARGIN * seconds / 60)))
 
 
 def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: str = "add --yes") -> None:

@@ -28,7 +28,7 @@ from linearizer.encoders.encoder_report import judge_encoder, quality_table
 from linearizer.encoders.key_budget import spend_keys
 from linearizer.encoders.kinds import ENCODER
 from linearizer.encoders.layer_times import crossing, time_layer
-from linearizer.evaluate.language import Resampled, owners_of
+from linearizer.evaluate.language import Units, owners_of
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.publish.card import public_text, table_markdown
@@ -118,7 +118,7 @@ def judge_others(work):
             finish(distil(student, shares.learnt, encoder.plan.batch))
             scores[f"{name}, trained"] = keys, score(expected, read_outputs(student, shares.judged))
     drawn, owners = owners_of(shares.documents)
-    over, first = Resampled(owners, encoder.plan.seed), scores["window and slots"][1]
+    over, first = Units(owners), scores["window and slots"][1]
     described = {name: describe_scores(keys, each, first, over) for name, (keys, each) in scores.items()}
     judgement = Judgement(encoder.plan.text, encoder.tokens, len(shares.judged), drawn, over.count, described)
     attention = encoder.inspection.share(encoder.tokens)

@@ -89,7 +89,9 @@ def main(arguments=None):
     parser.add_argument("--needles", type=int, default=2, help="numbers at every depth of every length; 0: none")
     parser.add_argument("--ruler", type=int, default=1, help="texts of every task, depth and length; 0: none")
     parser.add_argument("--answers", type=int, default=2, help="questions about every text, in the chat template")
-    parser.add_argument("--task-lengths", nargs="*", type=int, help="of needles, RULER and answers, where not all")
+    parser.add_argument(
+        "--task-lengths", nargs="*", type=int, help="of needles, long-text tasks and answers, where not all"
+    )
     parser.add_argument("--run", nargs="*", default=[], metavar="NAME=VALUE", help="options of the runs: texts=2 …")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it stops, to be called again")
     parser.add_argument("--out", type=Path, help="where results go (default: results/real-MODEL)")

@@ -1,4 +1,4 @@
-"""How the benchmark on a real model judges: token by token beside its teacher, by needles, RULER's tasks and answers.
+"""How the benchmark on a real model judges: token by token beside its teacher, by needles, long-text tasks and answers.
 
 What a teacher says of a text is computed once, and kept as what its output embedding is given: a few megabytes where
 the logits of 8,192 tokens take 1.6 GB. Logits are made of it again piece by piece.
@@ -140,7 +140,7 @@ def ask_for_numbers(subject, windows, tokenizer, count):
 
 
 def do_tasks(subject, windows, tokenizer, count):
-    """Do RULER's tasks on texts of one length: the share that is right over all depths, and the loss of answers."""
+    """Do long-text tasks on texts of one length: the share that is right over all depths, and the loss of answers."""
     words, each = frequent_words(tokenizer, windows), len(TASK_DEPTHS) * count
     cells = [lay_out_all(kind, depth, words, windows, tokenizer, count) for kind in KINDS for depth in TASK_DEPTHS]
     scores = torch.tensor(score_answers(subject, sum(cells, [])), dtype=torch.float64).unflatten(0, (len(KINDS), each))

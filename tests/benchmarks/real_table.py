@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from linearizer.amounts import size
-from linearizer.evaluate.language import Resampled
+from linearizer.evaluate.language import Units
 from linearizer.report.line_chart import Line
 from linearizer.run.files import write_whole
 from tests.benchmarks.line_chart import Panel, draw
@@ -27,10 +27,11 @@ DRAWN = {  # rows of the chart, by their names there
 KINDS = {"student": "lz-student", "plain window": "lz-window"}  # how lines look
 DRAWN_BUDGET = 256  # at which all of them are drawn
 ABOUT = (
-    "KL is to the teacher, in nats a token; brackets hold 95% of the means over documents that are drawn again with "
-    "replacement, and differences are paired: the same documents were drawn for both rows. A document is read once, "
+    "KL is to the teacher, in nats a token; brackets hold intervals of 95% by Student's t over the documents, and "
+    "differences are paired, document by document. A document is read once, "
     "and its first tokens are the shorter texts. A needle is a number of six digits: the share of numbers that are "
-    "told whole, by depth. RULER: the share of right answers over its tasks and depths, and the loss of the answers. "
+    "told whole, by depth. Long-text tasks, of RULER's kinds but with other sentences and scoring: the share of right "
+    "answers over tasks and depths, and the loss of the answers. "
     "Answers: the teacher answers questions about a text, in its chat template: the share of the answers' tokens "
     "that a row would write next, and how many it writes as the teacher does before the first other token. "
     "Seconds are those of making the student, without judging it; passes are the tokens that went through the model "
@@ -76,7 +77,7 @@ class RealTable(Table):
         if not values:
             return None
         owners = torch.arange(len(values))[:, None]
-        found = Resampled(owners, 0).estimate(torch.tensor(values, dtype=torch.float64)[:, None])
+        found = Units(owners).estimate(torch.tensor(values, dtype=torch.float64)[:, None])
         return {"mean": found.mean, "interval": found.interval, "documents": len(values)}
 
     def difference(self, record, length):
@@ -179,7 +180,7 @@ class RealTable(Table):
         return tables
 
     def task_table(self, records):
-        """Write needles by depth and RULER's tasks, at every length."""
+        """Write needles by depth and long-text tasks, at every length."""
         tables = []
         for length, done in by_length(records, "needle"):
             head = ["", *(f"{depth:.0%}" for depth in done[0][1]["depths"]), "numbers a depth"]
@@ -189,7 +190,7 @@ class RealTable(Table):
             kinds = list(done[0][1]["tasks"])
             scores = [(row, [own["tasks"][kind] for kind in kinds]) for row, own in done]
             lines = [[row, *(f"{one['right']:.0%}, {one['loss']:.2f}" for one in tasks)] for row, tasks in scores]
-            tables.append(f"RULER in {length} tokens\n\n" + grid(["", *kinds], lines))
+            tables.append(f"Long-text tasks in {length} tokens\n\n" + grid(["", *kinds], lines))
         for length, done in by_length(records, "answers"):
             lines = [
                 [row, f"{own['agreement']:.1%}", f"{own['alike']:.1f} of {own['tokens']:.1f}"] for row, own in done

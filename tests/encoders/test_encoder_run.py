@@ -23,7 +23,7 @@ from linearizer.encoders.encoder_inputs import share_out
 from linearizer.encoders.encoder_quality import LayerTime, Outputs, describe_scores, log_similarities, score
 from linearizer.encoders.kinds import ENCODER
 from linearizer.encoders.layer_times import crossing
-from linearizer.evaluate.language import Resampled
+from linearizer.evaluate.language import Units
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -269,7 +269,7 @@ def test_outputs_that_agree_have_no_kl_and_others_some():
     means = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     other = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
     same, far = (Outputs([*x[:, None]], []) for x in (means, other))
-    over = Resampled(torch.arange(8)[:, None], 0)
+    over = Units(torch.arange(8)[:, None])
     exact, apart = score(same, same), score(same, far)
     row = describe_scores(1, exact, exact, over)
     assert row.kl.mean == 0 and row.agreement.mean == row.nearest.mean == 1 and row.hidden.mean == pytest.approx(1)

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy import stats
 
 from linearizer.evaluate.evaluate_run import passage_tokens
 from linearizer.evaluate.language import (
-    Resampled,
+    Units,
     calibration_error,
     compare_at,
     measure_language,
@@ -75,7 +76,7 @@ def test_the_beginning_of_a_text_is_scored_as_a_text_that_ends_there(subjects):
     chosen = [all_subjects[0], all_subjects[1], Subject("window", *fixed_window(all_subjects[1].model, layers))]
     reader = RepeatReader(chosen, 20, 5)
     documents = torch.zeros_like(ids)
-    language = finish(measure_language(chosen, ids, documents, layers, 0, reader.read, (10, 20, 40)))
+    language = finish(measure_language(chosen, ids, documents, layers, reader.read, (10, 20, 40)))
     assert [result.length for result in language.lengths] == [10, 20, 40]
     for result in language.lengths:
         short = measured((chosen, layers), ids[:, : result.length])
@@ -137,7 +138,7 @@ def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
     control = window_control(trio[1].allocation, layers, 10)
     window = Subject("window", trio[1].model, control, make_layer_students(trio[1].model, layers, control))
     ids = tokens(3, 40)
-    arguments = (trio, ids, torch.zeros_like(ids), layers, 0, read_together, (10, 40), {10: window})
+    arguments = (trio, ids, torch.zeros_like(ids), layers, read_together, (10, 40), {10: window})
     result = finish(measure_language(*arguments))
     assert len(result.subjects) == 3 and [each.window for each in result.lengths] == [
         window.allocation.exact_tokens,
@@ -157,7 +158,7 @@ def test_a_teacher_that_predicts_worse_than_a_window_is_strained_from_there_on(s
         teacher = scores["teacher"]._replace(loss=scores["window"].loss + loss * is_late)
         scored = [(subject, scores[subject.name]) for subject in all_subjects[1:]]
         scored = [(all_subjects[0], teacher), *scored]
-        return [compare_at(at, before, scored, torch.zeros_like(ids), 0).strained for before, at in ((1, 20), (20, 40))]
+        return [compare_at(at, before, scored, torch.zeros_like(ids)).strained for before, at in ((1, 20), (20, 40))]
 
     assert strain(0.2) == [False, True] and strain(-0.2) == strain(0.01) == [False, False]
 
@@ -194,14 +195,30 @@ def test_intervals_hold_the_mean_and_vanish_where_all_texts_are_alike(subjects):
 
 def test_intervals_of_ranges_are_over_the_documents_that_reach_there():
     owners = torch.tensor([[0] * 10 + [1] * 10, [2] * 20])
-    scores = owners.double()
-    result = Resampled(owners, 0)
-    assert result.estimate(scores, slice(0, 10)).interval == (0, 2)  # drawn from the first and the third alone
-    assert result.estimate(scores, slice(10, 20)).interval == (1, 2)
-    assert result.estimate(scores).mean == scores.mean().item()
+    scores, units = owners.double(), Units(owners)
+    assert units.estimate(scores, slice(0, 10)).interval == pytest.approx((1 - student_t(1), 1 + student_t(1)))
+    assert units.estimate(scores).mean == scores.mean().item()
+    alone = Units(owners[1:] * 0)
+    assert alone.estimate(scores[1:]).interval == (2, 2) and alone.estimate_difference(scores[1:]) is None
 
 
-def test_documents_are_drawn_again_where_there_are_enough():
+def test_intervals_over_four_documents_hold_the_mean_95_times_of_100():
+    generator = torch.Generator().manual_seed(0)
+    units, held = Units(torch.arange(4)[:, None].expand(4, 5)), 0
+    for scores in torch.randn(2000, 4, 1, generator=generator, dtype=torch.float64).expand(-1, -1, 5):
+        low, high = units.estimate(scores).interval
+        held += low < 0 < high
+    assert held / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_an_interval_over_equal_documents_is_that_of_a_mean_of_their_means():
+    means = torch.tensor([0.2, 0.5, 0.1, 0.9, 0.3], dtype=torch.float64)
+    expected = stats.t.interval(0.95, 4, loc=means.mean().item(), scale=stats.sem(means.numpy()))
+    estimate = Units(torch.arange(5)[:, None].expand(5, 7)).estimate(means[:, None].expand(5, 7))
+    assert estimate.interval == pytest.approx(expected, abs=0.001)
+
+
+def test_documents_are_the_units_where_there_are_enough():
     documents = torch.arange(40).view(2, 20) // 4  # ten documents in two texts
     predicted = documents[:, 1:]
     assert owners_of(predicted)[0] == "documents" and int(owners_of(predicted)[1].max()) == 9
@@ -238,5 +255,5 @@ def test_a_forecast_of_judging_counts_the_tokens_that_it_reads(subjects):
     result, layers = subjects
     ids, reader = tokens(2, 128), RepeatReader(result, 64, passage_tokens(64))  # four texts of 64 tokens, in pairs
     with tokens_read(result[0].model) as counted:
-        finish(measure_language(result, ids, torch.zeros_like(ids), layers, 0, reader.read, (16, 64, 128)))
+        finish(measure_language(result, ids, torch.zeros_like(ids), layers, reader.read, (16, 64, 128)))
     assert sum(counted) / (4 * 64) == pytest.approx(JUDGED_SHARE, abs=0.05)

@@ -74,7 +74,7 @@ def test_a_run_is_overtaken_by_so_many_and_no_more(queue):
 def test_short_is_what_reads_little_and_tasks_are_never():
     inspection = inspection_of([Layer(4, 2, 32, 32)] * 4, parameters=10**7, weight_bytes=2 * 10**7)
     plan, speeds = Plan("demo", budget=64, texts=2, length=256, device="cpu"), Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
-    few, many, tasks = Request(texts=2, seconds=1.0), Request(texts=200), Request(tasks=("ruler",))
+    few, many, tasks = Request(texts=2, seconds=1.0), Request(texts=200), Request(tasks=("long-text",))
     seconds = [evaluation_seconds(each, plan, inspection, speeds) for each in (few, many, tasks)]
     assert seconds[0] < SHORT_SECONDS < seconds[1] < seconds[2]
     large = replace(inspection, parameters=10**10, weight_bytes=2 * 10**10)

@@ -20,7 +20,8 @@ from linearizer.run.events import EventName
 from linearizer.run.hub_job import FILE, HubJob
 from linearizer.teacher import streaming
 from linearizer.workers import control, hub_jobs
-from linearizer.workers.hub_jobs import follow_job, guess_minutes
+from linearizer.workers.hub_jobs import follow_job
+from linearizer.workers.job_minutes import guess_minutes
 from tests.support.runs import (
     QUICK,
     inspection_of,

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from linearizer.errors import TextError
-from linearizer.evaluate.tasks import DEPTHS, KINDS, LOSS, frequent_words, lay_out, measure_ruler
+from linearizer.evaluate.evaluate_run import tasks_of_harness
+from linearizer.evaluate.tasks import DEPTHS, KINDS, LOSS, frequent_words, lay_out, measure_long_text_tasks
 from linearizer.progress import finish
+from linearizer.run.results import Request
 from linearizer.teacher.text import read_texts
 from tests.support.looking_up import looking_up
 
@@ -21,7 +23,7 @@ def windows(tokenizer):
 def scored(tokenizer, windows):
     """One who looks everything up, and one who only sees the last hundred tokens."""
     subjects = [looking_up(), looking_up(reach=100)]
-    return finish(measure_ruler(subjects, tokenizer, windows, LENGTHS, samples=2, seed=1))
+    return finish(measure_long_text_tasks(subjects, tokenizer, windows, LENGTHS, samples=2, seed=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +43,7 @@ def test_every_task_is_scored_by_depth_and_length_alike_for_all(scored, tokenize
     rows = [(score.task, score.metric) for score in scored[0].scores]
     assert len(set(rows)) == len(rows) == len(KINDS) * len(LENGTHS) * (len(DEPTHS) + 1)
     assert rows == [(score.task, score.metric) for score in scored[1].scores]
-    again = finish(measure_ruler([looking_up()], tokenizer, windows, LENGTHS, samples=2, seed=1))
+    again = finish(measure_long_text_tasks([looking_up()], tokenizer, windows, LENGTHS, samples=2, seed=1))
     assert again[0].scores == scored[0].scores
 
 
@@ -58,8 +60,13 @@ def test_what_stands_in_the_text_is_found_and_what_is_out_of_sight_is_not(scored
             assert limited[f"{kind}, 320 tokens", "depth 10%"] == 0 and limited[f"{kind}, 320 tokens", "depth 90%"] == 1
 
 
+def test_the_name_ruler_means_the_tasks_of_lm_eval_alone():
+    asked = Request(tasks=("long-text", "ruler"))
+    assert tasks_of_harness(asked) == ("ruler",)
+
+
 def test_a_text_of_few_words_or_too_short_for_a_task_is_refused(tokenizer, windows):
     with pytest.raises(TextError, match="words for tasks"):
         frequent_words(tokenizer, torch.full((1, 64), 300))
     with pytest.raises(TextError, match="does not fit"):
-        finish(measure_ruler([], tokenizer, windows, [12]))
+        finish(measure_long_text_tasks([], tokenizer, windows, [12]))
