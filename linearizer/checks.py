@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from linearizer.errors import RequestError
 from linearizer.hub.models import Source, cache_folder, download_bytes
 from linearizer.method.decide import check_dials
-from linearizer.method.measure_run import fit_to_text, min_texts, needed_tokens
+from linearizer.method.texts import fit_to_text, min_texts, needed_tokens
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import FORMER_LOSSES, Plan

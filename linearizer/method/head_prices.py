@@ -191,17 +191,3 @@ def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> l
     pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
     drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
     return [logs.flatten(0, 1).gather(-1, draw[:, None]).sum() for draw in drawn.T.to(logs.device)]
-
-
-def with_repeats(texts: torch.Tensor, passage: int, seed: int) -> torch.Tensor:
-    """Repeat earlier passages at random places in the second half of the texts, so that recall has a price.
-
-    One passage in four is a repetition.
-    """
-    generator, places = torch.Generator().manual_seed(seed), texts.shape[1] // passage
-    texts = texts.clone()
-    for text in texts[len(texts) // 2 :]:
-        for _ in range(texts.shape[1] // (4 * passage)):
-            first, second = (torch.randperm(places, generator=generator)[:2].sort().values * passage).tolist()
-            text[second : second + passage] = text[first : first + passage].clone()
-    return texts

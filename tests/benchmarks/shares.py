@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.method import allocate_run
 from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.method.decide import allocate_alike
 from linearizer.method.initialise import begin_of
 from linearizer.method.substitute import Begin, attending_with, make_students
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
 from linearizer.plan.plan import Plan
@@ -38,7 +38,7 @@ Tensor = torch.Tensor
 
 def price_heads(kind: str, run: Run, teacher: Teacher) -> Prices:
     """Price every head with so many tokens, in the way of this kind."""
-    plan, texts, layers = run.plan, allocate_run.texts_to_price_on(run, teacher, None), teacher.inspection.layers
+    plan, texts, layers = run.plan, TextsOfRun.of(run, teacher).priced, teacher.inspection.layers
     options = tuple(Head(window=size, bits=plan.resolved_bits) for size in SIZES)
     return Prices(plan.resolved_sinks, options, PRICES[kind](teacher.model, layers, texts, plan, begin_of(run)))
 

@@ -9,8 +9,9 @@ from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import head_prices, logits_by_rows
 from linearizer.method.choose import kl_by_token
-from linearizer.method.head_prices import DRAWS, estimate_prices, options_to_price, place_weights, with_repeats
+from linearizer.method.head_prices import DRAWS, estimate_prices, options_to_price, place_weights
 from linearizer.method.substitute import attending_with, make_students
+from linearizer.method.texts import with_repeats
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan

@@ -6,7 +6,8 @@ import torch
 from linearizer import pipeline
 from linearizer.errors import FaultError, RequestError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.measure_run import head_points, join_texts, measure_profile, min_texts
+from linearizer.method.measure_run import head_points, measure_profile
+from linearizer.method.texts import join_texts, min_texts
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.measured import Profile, ProfileSettings
