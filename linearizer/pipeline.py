@@ -29,7 +29,7 @@ from linearizer.method.measure_run import measure_teacher
 from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
-from linearizer.plan.plan import YIELDING, Plan
+from linearizer.plan.plan import ADJUSTABLE, Plan
 from linearizer.progress import Progress, Steps, finish, quiet
 from linearizer.publish.card import card_of
 from linearizer.run.events import EventName
@@ -58,14 +58,14 @@ def begin(
     token: str | None = None,
     resume: bool = False,
     check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
-    yielding: Collection[str] = (),
+    adjustable: Collection[str] = (),
     here: bool = True,
 ) -> Run:
     """Begin a run, or open the run to resume. All refusals before the work happen here, and only here.
 
     This decides the revision of the model, the type to compute in, and the numbers of texts and of their tokens, and
     writes them into plan.json. The numbers shrink to the length of the source if the plan leaves them out, or if
-    `yielding` names them. If the run works elsewhere (not `here`), `settle` decides what depends on the machine.
+    `adjustable` names them. If the run works elsewhere (not `here`), `settle` decides what depends on the machine.
     """
     plan = checks.with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -79,10 +79,10 @@ def begin(
     check_limits(plan, inspection)
     model = source.pinned or plan.model
     dtype = checks.decide_dtype(plan, source, config) if here else plan.dtype
-    left_out: dict[str, Any] = dict.fromkeys(yielding)
+    left_out: dict[str, Any] = dict.fromkeys(adjustable)
     requested = replace(plan, **left_out)
-    yielding = [name for name in YIELDING if getattr(requested, name) is None]
-    decided = replace(checks.fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
+    adjustable = [name for name in ADJUSTABLE if getattr(requested, name) is None]
+    decided = replace(checks.fit_plan(plan, source, inspection, adjustable, token), model=model, dtype=dtype)
     run = Run.create(folder, decided, inspection, requested, settled=here)
     try:
         if here:

@@ -186,7 +186,7 @@ class Setup:
         sampled = self.samples is not None or self.run.has_file(SAMPLES)
         if control.bits < 16 and sampled:  # without turns from samples, few bits would harm the control more
             with exchange_students(self.control, heads):
-                initialise(self.control, self.samples or samples_of(self.run), seed)
+                initialise(self.control, self.samples or samples_of(self.run))
         return Subject(control.strategy, self.control, control, heads)
 
     @property
@@ -280,7 +280,7 @@ def make_again(run: Run, token: str | None = None) -> Setup:
         finish(measure_teacher(copy, teacher, TextsOfRun.of(copy, teacher, token)))
         samples = samples_of(copy)
         student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
-        initialise(student, samples, plan.seed)
+        initialise(student, samples)
     return Setup(run, student.eval(), student, teacher.tokenizer, teacher.model, None, samples=samples, token=token)
 
 

@@ -16,9 +16,9 @@ from transformers.utils import ModelOutput
 
 from linearizer.method.by_prices import allocate_by_prices
 from linearizer.method.decide import allocate_alike, offers_of
-from linearizer.method.initialise import begin_of
 from linearizer.method.logits_by_rows import kl_of_answers, run_decoder
-from linearizer.method.substitute import Begin, attending_with, make_students
+from linearizer.method.recorder import Samples, samples_of
+from linearizer.method.substitute import attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
@@ -41,7 +41,7 @@ def compare_students(
     """Measure the students of allocations on texts (texts, tokens) that no head was priced on."""
     layers, allocations = teacher.inspection.layers, list(offered.values())
     with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
-        steps = kl_by_token(teacher.model, texts, layers, allocations, begin_of(run))
+        steps = kl_by_token(teacher.model, texts, layers, allocations, samples_of(run))
         kl = yield from log_progress(run, steps)
     length, tokens = run.plan.resolved_length(run.positions), texts.shape[1]
     lengths = tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
@@ -95,7 +95,7 @@ def kl_by_token(
     texts: torch.Tensor,
     layers: Sequence[Layer],
     allocations: Sequence[Allocation],
-    begin: Begin,
+    samples: Samples,
     step: EventName = EventName.CHECK,
 ) -> Steps[list[torch.Tensor]]:  # (texts, tokens) for each allocation
     """Measure the kl of each allocation's student at every token, in nats."""
@@ -103,7 +103,7 @@ def kl_by_token(
     yield Progress(step, 0, len(allocations), "students")
     expected = run_decoder(teacher, texts)
     for allocation in allocations:
-        with attending_with(teacher, make_students(teacher, layers, allocation, begin)):
+        with attending_with(teacher, make_students(teacher, layers, allocation, samples)):
             answers.append(run_decoder(teacher, texts))
         yield Progress(step, len(answers), len(allocations), "students")
     return kl_of_answers(teacher, texts, expected, answers)
