@@ -14,7 +14,6 @@ from linearizer.method.choose import kl_by_token
 from linearizer.method.head_prices import DRAWS, estimate_prices, options_to_price, place_weights
 from linearizer.method.recorder import Samples
 from linearizer.method.substitute import attending_with, make_students
-from linearizer.method.texts import with_repeats
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
@@ -53,14 +52,6 @@ def test_recall_reads_the_losses_of_the_two_passages():
     logs = logits_of(student, ids).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     assert result.first[0] == pytest.approx(-logs[:, 14:21].mean().item(), rel=1e-5)
     assert result.second[0] == pytest.approx(-logs[:, 32:].mean().item(), rel=1e-5)
-
-
-def test_repeats_are_in_the_second_half_of_the_texts_and_the_same_for_a_seed():
-    windows = torch.arange(4 * 64).view(4, 64)
-    changed = with_repeats(windows, 8, seed=1)
-    assert torch.equal(changed[:2], windows[:2])
-    assert all(len(set(text.tolist())) < 64 for text in changed[2:])
-    assert torch.equal(changed, with_repeats(windows, 8, seed=1))
 
 
 @torch.no_grad()
