@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearizer.errors import RequestError
 from linearizer.hub.models import Source, cache_folder, download_bytes
-from linearizer.method.decide import check_dials
-from linearizer.method.measure_run import fit_to_text, min_texts, needed_tokens
+from linearizer.method.decide import check_budget
+from linearizer.method.texts import fit_to_text, min_texts, needed_tokens
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import FORMER_LOSSES, Plan
@@ -50,12 +50,14 @@ def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
     return dtype
 
 
-def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
-    """Shrink the yielding options of a plan to the length of its source."""
+def fit_plan(
+    plan: Plan, source: Source, inspection: Inspection, adjustable: Collection[str], token: str | None
+) -> Plan:
+    """Shrink the adjustable options of a plan to the length of its source."""
     plan = plan.sized(inspection.max_positions)
     if plan.text != "self":
         tokens = count_tokens(plan.text, load_tokenizer(source, token), needed_tokens(plan), token)
-        plan = fit_to_text(plan, tokens, yielding)
+        plan = fit_to_text(plan, tokens, adjustable)
         if tokens < needed_tokens(plan):
             raise too_little_text(plan.text, tokens, min_texts(plan), plan.resolved_length(None))
     if plan.samples // 2 > plan.drawn_tokens:
@@ -69,7 +71,7 @@ def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Colle
 def check_plan(plan: Plan, inspection: Inspection) -> None:
     """Refuse a plan that cannot be carried out."""
     check_method(plan)
-    check_dials(plan, inspection.layers)
+    check_budget(plan, inspection.layers)
     check_source(plan.text)
     settings = training_settings(plan)
     if plan.trains:

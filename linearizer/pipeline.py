@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from linearizer import checks
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.kinds import kind_of
@@ -25,13 +23,13 @@ from linearizer.evaluate.subjects import Setup, assembled, environment
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
 from linearizer.method.allocate_run import Helpers, allocate, help_pricing
-from linearizer.method.choose import choose_student
 from linearizer.method.decide import decide
 from linearizer.method.head_prices import Share
-from linearizer.method.measure_run import measure_teacher, min_texts
+from linearizer.method.measure_run import measure_teacher
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
-from linearizer.plan.plan import YIELDING, Plan
+from linearizer.plan.plan import ADJUSTABLE, Plan
 from linearizer.progress import Progress, Steps, finish, quiet
 from linearizer.publish.card import card_of
 from linearizer.run.events import EventName
@@ -44,7 +42,7 @@ from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.chat_template import turn_tokens
 from linearizer.teacher.inspect_model import inspect_model
-from linearizer.teacher.load import Teacher, load_config, load_teacher_of, texts_of_run
+from linearizer.teacher.load import Teacher, load_config, load_teacher_of
 from linearizer.teacher.streaming import spreads, streams
 from linearizer.train.distill import train
 
@@ -61,14 +59,14 @@ def begin(
     token: str | None = None,
     resume: bool = False,
     check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
-    yielding: Collection[str] = (),
+    adjustable: Collection[str] = (),
     here: bool = True,
 ) -> Run:
     """Begin a run, or open the run to resume. All refusals before the work happen here, and only here.
 
     This decides the revision of the model, the type to compute in, and the numbers of texts and of their tokens, and
     writes them into plan.json. The numbers shrink to the length of the source if the plan leaves them out, or if
-    `yielding` names them. If the run works elsewhere (not `here`), `settle` decides what depends on the machine.
+    `adjustable` names them. If the run works elsewhere (not `here`), `settle` decides what depends on the machine.
     """
     plan = checks.with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -82,10 +80,10 @@ def begin(
     check_limits(plan, inspection)
     model = source.pinned or plan.model
     dtype = checks.decide_dtype(plan, source, config) if here else plan.dtype
-    left_out: dict[str, Any] = dict.fromkeys(yielding)
+    left_out: dict[str, Any] = dict.fromkeys(adjustable)
     requested = replace(plan, **left_out)
-    yielding = [name for name in YIELDING if getattr(requested, name) is None]
-    decided = replace(checks.fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
+    adjustable = [name for name in ADJUSTABLE if getattr(requested, name) is None]
+    decided = replace(checks.fit_plan(plan, source, inspection, adjustable, token), model=model, dtype=dtype)
     run = Run.create(folder, decided, inspection, requested, settled=here)
     try:
         if here:
@@ -137,25 +135,20 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
         helpers = None
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
-        learnt, judged = training_and_judging_texts(run, teacher, token)  # reads the texts of all steps
-    layers = teacher.inspection.layers
-    yield from measure_teacher(run, teacher, token)
-    allocation = run.allocation or (yield from allocate(run, teacher, token, helpers))
-    run.write_product("allocation.json", allocation.to_json())
-    allocation = yield from choose_student(run, teacher, allocation, token)
-    run.write_product("allocation.json", allocation.to_json())
-    run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
+    texts = TextsOfRun.of(run, teacher, token, JUDGING.texts)
+    yield from measure_teacher(run, teacher, texts)
+    allocation = yield from allocate(run, teacher, texts, helpers)
     student = begin_student(run, teacher, allocation)
-    yield from train(run, student, allocation, learnt)
+    yield from train(run, student, allocation, texts.learnt)
     if run.plan.changes_weights:  # the judged student is the saved one
         checkpoint.round_to_type(student, teacher.stored)
-    made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
+    made_with = {"text": run.plan.text, "learnt": len(texts.learnt), "judged": len(texts.judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student
     if run.plan.changes_weights:  # the teacher and its window have their own
         unchanged = load_teacher_of(run.plan, token, run.inspection).model
-        control = checkpoint.put_student_into(unchanged, layers, allocation)
-    yield from judge(Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
+        control = checkpoint.put_student_into(unchanged, teacher.inspection.layers, allocation)
+    yield from judge(Setup(run, student, control, teacher.tokenizer, control.base, None, texts.judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
     links = teacher.inspection.links and not run.plan.changes_weights
@@ -177,15 +170,6 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
 def help_with(run: Run, sinks: int, share: Share, token: str | None = None) -> None:
     """Do a helper's share of a run's pricing."""
     finish(help_pricing(run, load_teacher_of(run.plan, token, run.inspection), token, sinks, share))
-
-
-def training_and_judging_texts(run: Run, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take texts to train on, and later texts to judge by, which are not used for training, measuring or pricing."""
-    plan = run.plan
-    trained, least = plan.steps * plan.batch, min_texts(plan)
-    texts = texts_of_run(run, teacher, max(trained, plan.texts_measured) + JUDGING.texts, token, least=least)
-    judged = min(JUDGING.texts, len(texts) - least + 1)
-    return texts[:-judged][:trained], texts[-judged:]
 
 
 def reallocate(run: Run, plan: Plan) -> Allocation:

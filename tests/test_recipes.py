@@ -12,7 +12,7 @@ from linearizer import pipeline
 from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
 from linearizer.errors import RequestError, TextError
-from linearizer.method import allocate_run
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.head_bytes import Head, cache_bytes
 from linearizer.plan.plan import Plan
 from linearizer.plan.recipes import RECIPES
@@ -44,23 +44,20 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
     text.write_text("Once upon a time there was a child who liked to read. " * 30)
     plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
     run, teacher = Run.create(tmp_path / "run", plan), teacher_module.load_teacher_of(plan)
-    judged, measured = (
-        pipeline.training_and_judging_texts(run, teacher, None)[1],
-        teacher_module.texts_of(plan, teacher, 5, None),
-    )
+    judged, measured = TextsOfRun.of(run, teacher, None, 8).judged, teacher_module.texts_of(plan, teacher, 5, None)
     assert len(judged) and not (judged[:, None] == measured).all(-1).any()
     with pytest.raises(TextError, match="are needed"):
         longer = Run.create(tmp_path / "longer", replace(plan, texts=5 + len(judged)))
-        pipeline.training_and_judging_texts(longer, teacher, None)
+        TextsOfRun.of(longer, teacher)
 
 
 @pytest.mark.parametrize("recipe", ["best", "windows"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}, may_grow=True))
     teacher = teacher_module.load_teacher_of(run.plan)
-    judged = pipeline.training_and_judging_texts(run, teacher, None)[1]
-    texts = teacher_module.texts_of(run.plan, teacher, len(allocate_run.texts_to_price_on(run, teacher, None)), None)
-    assert len(texts) == 1 and not (judged[:, None] == texts).all(-1).any()
+    texts = TextsOfRun.of(run, teacher, None, 8)
+    read = teacher_module.texts_of(run.plan, teacher, len(texts.priced), None)
+    assert len(read) == 1 and not (texts.judged[:, None] == read).all(-1).any()
 
 
 def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tmp_path):

@@ -14,7 +14,7 @@ import torch
 
 from linearizer.evaluate.subjects import Subject, read_logits
 from linearizer.progress import Progress, Steps
-from linearizer.run.results import Generation, Written
+from linearizer.run.results import Generation, GenerationScores
 from linearizer.teacher.logits import fresh_cache, logits_at_once, losses_of
 from linearizer.teacher.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 
@@ -50,10 +50,10 @@ def write(subject: Subject, prompts: Tensor, count: int, seed: int | None) -> Te
 
 def judge_texts(
     name: str, sampled: bool, prompts: Tensor, texts: Tensor, teacher: Subject | None, expected: Tensor | None
-) -> Written:
+) -> GenerationScores:
     """Measure the texts that one subject wrote."""
     loss, likeliest = (None, None) if teacher is None else judge_by_teacher(teacher, prompts, texts)
-    return Written(
+    return GenerationScores(
         name=name,
         sampled=sampled,
         diverged=None if expected is None else tuple(map(count_alike_tokens, texts, expected)),

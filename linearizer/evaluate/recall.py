@@ -16,7 +16,7 @@ from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_end, read_into
 from linearizer.method.head_prices import list_doublings
 from linearizer.progress import Progress, Steps
-from linearizer.run.results import Grid, Needle, Recall, Repeated
+from linearizer.run.results import Grid, Needle, Recall, RecallLosses
 from linearizer.teacher.logits import fresh_cache, logits_at_once, losses_of
 from linearizer.teacher.ram import run_if_it_fits
 from linearizer.teacher.text import repeated_passages
@@ -97,7 +97,7 @@ class RepeatReader:
         rows = []
         for name, batches in zip(self.names, self.losses, strict=True):
             first, second = (torch.cat(parts).mean(0).tolist() for parts in zip(*batches, strict=True))
-            rows.append(Repeated(name, tuple(first), tuple(second)))
+            rows.append(RecallLosses(name, tuple(first), tuple(second)))
         return Recall(self.passage, self.gaps, tuple(rows))
 
 

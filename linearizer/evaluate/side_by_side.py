@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import frequent_words, lay_out_all
-from linearizer.run.results import Comparison, Difference, Held, Side
+from linearizer.run.results import Comparison, Difference, Side, StateSizes
 from linearizer.teacher.logits import bytes_held, fresh_cache
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
 from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens, read_tokens
@@ -109,7 +109,9 @@ class Reader:
         return bytes_held(self.cache, in_16_bits=True)
 
 
-def read_in_turns(readers: Sequence[Reader], texts: Sequence[Sequence[int]], again: bool = False) -> Iterator[Held]:
+def read_in_turns(
+    readers: Sequence[Reader], texts: Sequence[Sequence[int]], again: bool = False
+) -> Iterator[StateSizes]:
     """Let each model read its tokens, one piece at a time in turn; yield after each piece the bytes of all states.
 
     `again`: the tokens were read before, but their states were dropped.
@@ -121,7 +123,7 @@ def read_in_turns(readers: Sequence[Reader], texts: Sequence[Sequence[int]], aga
             if piece := tokens[start : start + size]:
                 reader.read(piece)
         sizes = {reader.subject.name: reader.bytes() for reader in readers}
-        yield Held(min(start + size, longest), longest, sizes, again)
+        yield StateSizes(min(start + size, longest), longest, sizes, again)
 
 
 def find_difference(
@@ -144,7 +146,7 @@ def write_in_turns(
     new_tokens: int = 64,
     seed: int = 0,
     sample: bool = False,
-) -> Iterator[Held | Comparison]:
+) -> Iterator[StateSizes | Comparison]:
     """Let all models read a prompt and continue it, one token at a time in turn.
 
     Yield the sizes of their states while they read, and then their texts a few times a second; the last comparison

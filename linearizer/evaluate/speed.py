@@ -21,7 +21,7 @@ from linearizer.kernels.graphs.token_graph import BEFORE
 from linearizer.plan import head_bytes
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
-from linearizer.run.results import Breakeven, Course, Pace, Speed
+from linearizer.run.results import Breakeven, Pace, Speed, SpeedOfModel
 from linearizer.teacher.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.teacher.ram import PeakMemory, free_bytes, run_if_it_fits
 
@@ -53,7 +53,7 @@ def measure_speed(
             if paces[-1].extrapolated is None:
                 batched.append(meter.measure_largest_batch(paces[-1]))
             yield Progress("speed", done * len(lengths) + place + 1, len(subjects) * len(lengths), "lengths")
-        courses.append(Course(subject.name, tuple(paces), tuple(batched)))
+        courses.append(SpeedOfModel(subject.name, tuple(paces), tuple(batched)))
     beyond = tuple(length > positions for length in lengths)
     return Speed(tuple(lengths), beyond, seconds, tuple(courses), breakeven_of(subjects, layers, courses))
 
@@ -155,7 +155,9 @@ class Meter:
         return batch * self.subject.state_bytes(self.layers, length), operations
 
 
-def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: Sequence[Course]) -> Breakeven | None:
+def breakeven_of(
+    subjects: Sequence[Subject], layers: Sequence[Layer], courses: Sequence[SpeedOfModel]
+) -> Breakeven | None:
     """Compare the first student with the teacher, if there is a teacher."""
     if subjects[0].allocation is not None or len(subjects) < 2:
         return None

@@ -28,6 +28,7 @@ from linearizer.method.initialise import initialise
 from linearizer.method.measure_run import measure_teacher
 from linearizer.method.recorder import SAMPLES, Samples, samples_of
 from linearizer.method.substitute import exchange_students
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation, window_control
 from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.progress import finish, quiet
@@ -185,7 +186,7 @@ class Setup:
         sampled = self.samples is not None or self.run.has_file(SAMPLES)
         if control.bits < 16 and sampled:  # without turns from samples, few bits would harm the control more
             with exchange_students(self.control, heads):
-                initialise(self.control, self.samples or samples_of(self.run), seed)
+                initialise(self.control, self.samples or samples_of(self.run))
         return Subject(control.strategy, self.control, control, heads)
 
     @property
@@ -276,10 +277,10 @@ def make_again(run: Run, token: str | None = None) -> Setup:
         copy = Run(Path(shutil.copytree(run.folder, Path(folder) / "run")))
         (copy.folder / "profile.json").unlink()  # it is measured again, for the samples
         (copy.folder / "state").mkdir()
-        finish(measure_teacher(copy, teacher, token))
+        finish(measure_teacher(copy, teacher, TextsOfRun.of(copy, teacher, token)))
         samples = samples_of(copy)
         student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
-        initialise(student, samples, plan.seed)
+        initialise(student, samples)
     return Setup(run, student.eval(), student, teacher.tokenizer, teacher.model, None, samples=samples, token=token)
 
 

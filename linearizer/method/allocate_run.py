@@ -8,11 +8,11 @@ import torch
 
 from linearizer.errors import RequestError
 from linearizer.method.by_prices import MIN_KL
-from linearizer.method.choose import kl_by_token
+from linearizer.method.choose import candidates_of, compare_students, kl_by_token
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
-from linearizer.method.head_prices import ALL, Part, Share, estimate_prices, options_to_price, with_repeats
-from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin
+from linearizer.method.head_prices import ALL, Part, Share, estimate_prices, options_to_price
+from linearizer.method.recorder import Samples, samples_of
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import USUAL_LENGTH
@@ -21,11 +21,10 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
 from linearizer.run.measured import KlOfLayer, Prices
-from linearizer.run.stopping import interruptible, log_progress
-from linearizer.teacher.load import Teacher, texts_of_run
+from linearizer.run.stopping import log_progress
+from linearizer.teacher.load import Teacher
 
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
-MOST_REPEATED = 64  # tokens of a repeated passage: short ones repeat at many distances
 LAYERS = "state/priced"  # a file for each priced layer and group of texts, until all are priced
 Product = TypeVar("Product")
 
@@ -41,19 +40,22 @@ class Helpers(Protocol):
         """Let the helpers price their shares while this process takes the steps of its own share."""
 
 
-def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers | None = None) -> Steps[Allocation]:
-    """Decide what every head holds, after taking the measurements that the plan's strategy needs."""
-    if run.plan.strategy_spec.decided_by == "prices" and run.prices is None:
-        yield from price_heads(run, teacher, texts_to_price_on(run, teacher, token), helpers)
-    return decide(run, run.plan, teacher.inspection.layers)
+def allocate(run: Run, teacher: Teacher, texts: TextsOfRun, helpers: Helpers | None = None) -> Steps[Allocation]:
+    """Decide what every head holds: price the heads, spend the budget, and keep the best of a few whole students.
 
-
-def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:
-    """Take half of the profiled texts, and repeat passages in half of these."""
-    with interruptible(run):
-        texts = texts_of_run(run, teacher, run.plan.texts_priced, token)
-    passage = max(2, min(texts.shape[1] // 16, MOST_REPEATED))
-    return with_repeats(texts, passage, run.plan.seed)
+    An allocation is computed of stored measurements, so a run that was stopped decides the same again.
+    """
+    plan = run.plan
+    if plan.strategy_spec.decided_by == "prices" and run.prices is None:
+        yield from price_heads(run, teacher, texts.priced, helpers)
+    allocation = decide(run, plan, teacher.inspection.layers)
+    if plan.strategy_spec.decided_by == "prices":
+        offered = candidates_of(run, allocation)
+        measured = run.candidates or (yield from compare_students(run, teacher, texts.compared, offered))
+        allocation = offered.get(measured.kept.name, allocation)
+    run.write_product("allocation.json", allocation.to_json())
+    run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
+    return allocation
 
 
 def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers | None = None) -> Steps[Prices]:
@@ -61,12 +63,12 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helper
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
-    begin = begin_of(run)
+    samples = samples_of(run)
     count = 1 if helpers is None else helpers.count
-    steps = price_share(run, teacher, texts, sinks, begin, Share(0, count))
+    steps = price_share(run, teacher, texts, sinks, samples, Share(0, count))
     prices = yield from log_progress(run, steps if helpers is None else helpers.beside(sinks, steps))
     if count > 1:  # the helpers have stored their prices
-        prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
+        prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, samples))
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)
     run.log(EventName.PRICED, tokens=texts.numel())
@@ -75,11 +77,11 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helper
 
 def help_pricing(run: Run, teacher: Teacher, token: str | None, sinks: int, share: Share) -> Steps[None]:
     """Price a share of the layers for the process of a run."""
-    yield from price_share(run, teacher, texts_to_price_on(run, teacher, token), sinks, begin_of(run), share)
+    yield from price_share(run, teacher, TextsOfRun.of(run, teacher, token).priced, sinks, samples_of(run), share)
 
 
 def price_share(
-    run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, begin: Begin, share: Share = ALL
+    run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, samples: Samples, share: Share = ALL
 ) -> Steps[Prices]:
     """Estimate the prices of a share of the layers, and store those of each layer in a file of its own."""
     options = options_of(run, teacher, texts)
@@ -90,9 +92,9 @@ def price_share(
     def keep(part: Part, kl: KlOfLayer) -> None:
         run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", Prices(sinks, options, (kl,)).to_json())
 
-    arguments = (teacher.model, texts, teacher.inspection.layers, options, sinks, begin)
+    arguments = (teacher.model, texts, teacher.inspection.layers, options, sinks, samples)
     stored_kl = {part: prices.kl[0] for part, prices in stored.items()}
-    return (yield from estimate_prices(*arguments, run.plan.seed, stored_kl, keep, share))
+    return (yield from estimate_prices(*arguments, stored_kl, keep, share))
 
 
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
@@ -126,7 +128,7 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
         return counts[0]
     layers, length = teacher.inspection.layers, max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))
     students, texts = [allocate_alike(layers, run.plan, count) for count in counts], texts[:, :length]
-    steps = kl_by_token(teacher.model, texts, layers, students, begin_of(run), EventName.TRY)
+    steps = kl_by_token(teacher.model, texts, layers, students, samples_of(run), EventName.TRY)
     kl = [kl_of_tokens.mean().item() for kl_of_tokens in (yield from log_progress(run, steps))]
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)

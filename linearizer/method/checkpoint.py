@@ -25,6 +25,7 @@ from linearizer.amounts import size
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.hub.models import fetch, find_model
 from linearizer.hub.weight_files import INDEX, SINGLE, TEACHER_FILES, read_header, teacher_files
+from linearizer.method.recorder import Samples
 from linearizer.method.substitute import make_students
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Layer
@@ -35,7 +36,7 @@ from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, weight_files
-from linearizer.student.layer_student import LayerStudent, generator_at
+from linearizer.student.layer_student import LayerStudent
 from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.load import load_teacher_of
@@ -77,11 +78,8 @@ def make_layer_students(
     student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation, seed: int = 0
 ) -> tuple[LayerStudent, ...]:
     """Make untrained layer students of another allocation, to exchange for a student's own."""
-
-    def begin(layer_student: LayerStudent, index: int) -> None:
-        layer_student.reset(generator_at(seed, index))
-
-    return tuple(make_students(student, layers, allocation, begin, student.config.feature_map).values())
+    drawn = Samples((None,) * len(layers), seed)
+    return tuple(make_students(student, layers, allocation, drawn, student.config.feature_map).values())
 
 
 def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:

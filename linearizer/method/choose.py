@@ -16,19 +16,18 @@ from transformers.utils import ModelOutput
 
 from linearizer.method.by_prices import allocate_by_prices
 from linearizer.method.decide import allocate_alike, offers_of
-from linearizer.method.initialise import begin_of
 from linearizer.method.logits_by_rows import kl_of_answers, run_decoder
-from linearizer.method.substitute import Begin, attending_with, make_students
+from linearizer.method.recorder import Samples, samples_of
+from linearizer.method.substitute import attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.measured import CANDIDATES, Candidate, Candidates
-from linearizer.run.stopping import interruptible, log_progress
-from linearizer.teacher.load import Teacher, texts_of_run
+from linearizer.run.stopping import log_progress
+from linearizer.teacher.load import Teacher
 from linearizer.teacher.streaming import bytes_for_weights, is_streamed
-from linearizer.teacher.text import start_tokens
 
 PRICED, WINDOWS, SLOTS, WINDOW = "by prices", "windows by prices", "equal slots", "plain window"
 PLAIN_BITS = 8  # of a number in the state of a plain window, unless the plan sets bits
@@ -36,18 +35,13 @@ SINGLE = 4  # bytes of a number in float32
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: str | None) -> Steps[Allocation]:
-    """Return the allocation, or a plain one whose student has a smaller kl; a run keeps its first choice."""
-    if run.plan.strategy_spec.decided_by != "prices" or run.plan.may_hold_features:  # features are to be trained first
-        return allocation
-    offered = candidates_of(run, allocation)
-    if (stored := run.candidates) is not None:  # the run may have been killed before it wrote allocation.json
-        return offered.get(stored.kept.name, allocation)
-    with interruptible(run):
-        texts = unpriced_texts(run, teacher, token)
-    layers, begin = teacher.inspection.layers, begin_of(run)
+def compare_students(
+    run: Run, teacher: Teacher, texts: torch.Tensor, offered: Mapping[str, Allocation]
+) -> Steps[Candidates]:
+    """Measure the students of allocations on texts (texts, tokens) that no head was priced on."""
+    layers, allocations = teacher.inspection.layers, list(offered.values())
     with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
-        steps = kl_by_token(teacher.model, texts, layers, list(offered.values()), begin)
+        steps = kl_by_token(teacher.model, texts, layers, allocations, samples_of(run))
         kl = yield from log_progress(run, steps)
     length, tokens = run.plan.resolved_length(run.positions), texts.shape[1]
     lengths = tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
@@ -58,7 +52,7 @@ def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: st
     result = Candidates(lengths, measured)
     run.write_product(CANDIDATES, result.to_json())
     run.log(EventName.CHECKED, kept=result.kept.name, lengths=lengths, kl={each.name: each.kl for each in measured})
-    return offered[result.kept.name]
+    return result
 
 
 def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
@@ -74,16 +68,6 @@ def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
     for name, candidate in candidates.items():
         names.setdefault((candidate.sinks, candidate.heads), name)
     return {name: candidates[name] for name in names.values()}
-
-
-def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:  # (texts, tokens)
-    """Take texts that no head was priced on, joined in pairs where the model's positions have room for two."""
-    priced = run.plan.texts_priced
-    texts = texts_of_run(run, teacher, run.plan.texts_measured, token)[priced : priced + 2]
-    start = len(start_tokens(teacher.tokenizer))
-    joined = torch.cat([texts[0], *(text[start:] for text in texts[1:])])
-    max_tokens = teacher.inspection.max_positions
-    return joined[None] if max_tokens is None or len(joined) <= max_tokens else texts
 
 
 @contextmanager
@@ -111,7 +95,7 @@ def kl_by_token(
     texts: torch.Tensor,
     layers: Sequence[Layer],
     allocations: Sequence[Allocation],
-    begin: Begin,
+    samples: Samples,
     step: EventName = EventName.CHECK,
 ) -> Steps[list[torch.Tensor]]:  # (texts, tokens) for each allocation
     """Measure the kl of each allocation's student at every token, in nats."""
@@ -119,7 +103,7 @@ def kl_by_token(
     yield Progress(step, 0, len(allocations), "students")
     expected = run_decoder(teacher, texts)
     for allocation in allocations:
-        with attending_with(teacher, make_students(teacher, layers, allocation, begin)):
+        with attending_with(teacher, make_students(teacher, layers, allocation, samples)):
             answers.append(run_decoder(teacher, texts))
         yield Progress(step, len(answers), len(allocations), "students")
     return kl_of_answers(teacher, texts, expected, answers)

@@ -23,7 +23,7 @@ from linearizer.run.measured import Prices
 from linearizer.student.update_rules import UPDATE_RULES
 
 
-def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
+def check_budget(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that the plan's strategy cannot spend, whatever is measured later."""
     check_bits(plan, layers)
     if plan.strategy_spec.spends_tokens:
@@ -45,7 +45,7 @@ def check_bits(plan: Plan, layers: Sequence[Layer]) -> None:
 
 def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     """Allocate by a plan, from the measurements of a run."""
-    check_dials(plan, layers)
+    check_budget(plan, layers)
     if plan.strategy_spec.decided_by == "prices":
         return allocate_by_prices(offers_of(run, plan, layers), plan.strategy)
     if plan.strategy_spec.decided_by == "budget":

@@ -23,7 +23,8 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.method.blockwise_pass import Recording, chain_of, gradients_by_layer
-from linearizer.method.substitute import Begin, make_layer_student
+from linearizer.method.recorder import Samples
+from linearizer.method.substitute import make_layer_student
 from linearizer.plan.head_bytes import BLOCK, Head, Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
@@ -100,8 +101,7 @@ def estimate_prices(
     layers: Sequence[Layer],
     options: Sequence[Head],
     sinks: int,
-    begin: Begin,
-    seed: int = 0,
+    samples: Samples,
     before: Mapping[Part, KlOfLayer] | None = None,
     keep: Callable[[Part, KlOfLayer], None] = lambda part, kl: None,
     share: Share = ALL,
@@ -118,7 +118,7 @@ def estimate_prices(
     parts = parts_of(share, groups, priced)
     pending = [first for first in groups if any(part[1] == first and part not in kl for part in parts)]
     devices = {index: device_of(module, teacher.device) for index, module in attention_by_layer(teacher).items()}
-    recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
+    recordings = {index: recording_of(layers[index], sinks, samples, index, devices[index]) for index in priced}
     chain = chain_of(teacher, texts) if pending else None
     sweeps = [[first] for first in pending]
     if pending and is_streamed(teacher):
@@ -127,7 +127,7 @@ def estimate_prices(
     yield Progress(EventName.PRICE, done, total, "layers")
     for sweep in sweeps:
         batches, counts = [texts[first : first + size] for first in sweep], Counter[int]()
-        generators = [[generator_at(seed, first + text) for text in range(size)] for first in sweep]
+        generators = [[generator_at(samples.seed, first + text) for text in range(size)] for first in sweep]
 
         def likelihoods(batch: int, logits: Tensor, generators: Sequence = generators) -> list[Tensor]:
             return draw_likelihoods(logits, generators[batch][: len(logits)])
@@ -135,7 +135,7 @@ def estimate_prices(
         for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
             part, counts[index] = (index, sweep[counts[index]]), counts[index] + 1
             if part in parts and part not in kl:
-                kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
+                kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, samples, index)
                 keep(part, kl[part])
                 done += 1
                 yield Progress(EventName.PRICE, done, total, "layers")
@@ -166,13 +166,19 @@ def texts_together(layers: Sequence[Layer], texts: Tensor) -> int:
 
 @torch.no_grad()
 def kl_of_options(
-    layer: Layer, recording: Recording, gradient: Tensor, options: Sequence[Head], sinks: int, begin: Begin, index: int
+    layer: Layer,
+    recording: Recording,
+    gradient: Tensor,
+    options: Sequence[Head],
+    sinks: int,
+    samples: Samples,
+    index: int,
 ) -> KlOfLayer:
     """Estimate the kl of a layer's heads by the change of their outputs, summed over the recorded texts."""
     device, heads = recording.inputs[0].device, layer.kv_heads
     kl, weights = torch.zeros(heads, len(options)).double(), place_weights(recording.output.shape[2], device)
     for place, option in enumerate(options):
-        output = make_layer_student(layer, [option] * heads, sinks, begin, index, device)(*recording.inputs)
+        output = make_layer_student(layer, [option] * heads, sinks, samples, index, device)(*recording.inputs)
         change = (output - recording.output).float().unflatten(1, (heads, -1))
         # (draws, texts, KV heads, group, tokens): the queries of a group change together
         slope = (gradient.unflatten(2, (heads, -1)) * change).sum((-1, 3))
@@ -180,9 +186,9 @@ def kl_of_options(
     return tuple(map(tuple, kl.tolist()))
 
 
-def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: torch.device) -> Recording:
+def recording_of(layer: Layer, sinks: int, samples: Samples, index: int, device: torch.device) -> Recording:
     """Make the recording of a layer."""
-    return Recording(make_layer_student(layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, index, device))
+    return Recording(make_layer_student(layer, [Head(softmax=True)] * layer.kv_heads, sinks, samples, index, device))
 
 
 def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> list[Tensor]:
@@ -191,17 +197,3 @@ def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> l
     pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
     drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
     return [logs.flatten(0, 1).gather(-1, draw[:, None]).sum() for draw in drawn.T.to(logs.device)]
-
-
-def with_repeats(texts: torch.Tensor, passage: int, seed: int) -> torch.Tensor:
-    """Repeat earlier passages at random places in the second half of the texts, so that recall has a price.
-
-    One passage in four is a repetition.
-    """
-    generator, places = torch.Generator().manual_seed(seed), texts.shape[1] // passage
-    texts = texts.clone()
-    for text in texts[len(texts) // 2 :]:
-        for _ in range(texts.shape[1] // (4 * passage)):
-            first, second = (torch.randperm(places, generator=generator)[:2].sort().values * passage).tolist()
-            text[second : second + passage] = text[first : first + passage].clone()
-    return texts

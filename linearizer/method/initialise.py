@@ -14,9 +14,7 @@ import math
 
 import torch
 
-from linearizer.method.recorder import LayerSamples, Samples, samples_of
-from linearizer.method.substitute import Begin
-from linearizer.run.folder import Run
+from linearizer.method.recorder import LayerSamples, Samples
 from linearizer.student.attention_interface import attention_modules
 from linearizer.student.columns import EMPTY
 from linearizer.student.feature_maps import Clusters, Codebook
@@ -39,20 +37,24 @@ LEAST_GAIN = 0.002  # of a head's error: a smaller gain is noise
 
 
 @torch.no_grad()
-def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0) -> None:
+def initialise(student: LinearizedForCausalLM, samples: Samples) -> None:
     """Initialise the layers of a student from samples of the teacher's queries and keys."""
     for module in attention_modules(student.base):
-        layer_student, layer_samples = getattr(module, "student", None), samples.layers[layer_number(module)]
-        if layer_student is not None and layer_samples is not None:
-            initialise_layer(layer_student, layer_samples, seed, layer_number(module))
+        index = layer_number(module)
+        if (layer_student := getattr(module, "student", None)) is not None and samples.layers[index] is not None:
+            initialise_layer(layer_student, samples, index)
 
 
 @torch.no_grad()
-def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, index: int) -> None:
-    """Initialise the turns, slots and feature maps of the layer with this number.
+def initialise_layer(student: LayerStudent, samples_of_layers: Samples, index: int) -> None:
+    """Initialise the turns, slots and feature maps of the layer with this number; without samples they are drawn.
 
     Each head draws its own numbers, so that a head with an option gets the same values whatever other heads hold.
     """
+    samples, seed = samples_of_layers.layers[index], samples_of_layers.seed
+    if samples is None:
+        student.reset(generator_at(seed, index))
+        return
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
     if student.turns is not None:
         initialise_turns(student.turns, queries, samples.keys, samples.values)
@@ -146,17 +148,6 @@ def cluster(points: Tensor, count: int, generator: torch.Generator) -> Tensor:  
         sums = torch.zeros_like(centres).index_add_(0, nearest, points)
         centres = torch.where(members > 0, sums / members.clamp_min(1), centres)
     return centres
-
-
-def begin_of(run: Run) -> Begin:
-    """Return a function that initialises the student of one layer."""
-    samples, seed = samples_of(run), run.plan.seed
-
-    def begin(student: LayerStudent, index: int) -> None:
-        if (layer_samples := samples.layers[index]) is not None:
-            initialise_layer(student, layer_samples, seed, index)
-
-    return begin
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,19 +16,18 @@ from linearizer.hub.weight_files import write_tensors
 from linearizer.method.blockwise_pass import Chain, calls_of, chain_of, run_blocks, sweep_forward
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.recorder import SAMPLES, LayerSamples, Recorder, Samples, draw_sample
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.measured import HeadProfile, LayerProfile, Profile, ProfileSettings
-from linearizer.run.stopping import interruptible, log_progress
-from linearizer.teacher.load import Teacher, texts_of_run
+from linearizer.run.stopping import log_progress
+from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import check_logits
 from linearizer.teacher.streaming import is_streamed
-from linearizer.teacher.text import start_tokens
 
-FEW_TEXTS, MIN_LENGTH = 2, 32  # to which defaults shrink where a text is short
 MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
 Freedoms = tuple[float, ...]  # N(λ) of one sample, for every ridge
 
@@ -163,53 +162,15 @@ def profile_settings(plan: Plan) -> ProfileSettings:
     return replace(settings, per="query", gauge="raw") if plan.recipe == "paper" else settings
 
 
-def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
+def measure_teacher(run: Run, teacher: Teacher, texts: TextsOfRun) -> Steps[Profile]:
     """Measure the teacher, unless the run has its profile already."""
     if profile := run.profile:
         return profile
-    with interruptible(run):
-        texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.resolved_texts]
-        check_logits(teacher.model, texts)
-    settings, keep_text, inspection = profile_settings(run.plan), bool(run.plan.memory), teacher.inspection
-    start, positions = len(start_tokens(teacher.tokenizer)), inspection.max_positions
-    joined = [texts] if keep_text else join_texts(texts, run.plan, start, positions)
-    steps = measure_profile(teacher.model, joined, inspection.layers, settings, keep_text=keep_text)
+    check_logits(teacher.model, texts.profiled[0])
+    settings, keep_text = profile_settings(run.plan), bool(run.plan.memory)
+    steps = measure_profile(teacher.model, texts.profiled, teacher.inspection.layers, settings, keep_text=keep_text)
     measured = yield from log_progress(run, steps)
     write_tensors(run.folder / SAMPLES, measured.samples.tensors())
     run.write_product("profile.json", measured.profile.to_json())
     run.log(EventName.PROFILED, tokens=measured.profile.tokens)
     return measured.profile
-
-
-def join_texts(texts: torch.Tensor, plan: Plan, start: int, positions: int | None) -> list[torch.Tensor]:
-    """Join texts in pairs, so that queries are drawn from places up to twice the length that heads are priced on.
-
-    Slots are merged by the mean query, which positions turn: beyond the places that it was measured at, it misleads.
-    The second text of a pair loses its start tokens, which the model knows only at the start; an odd text stays alone.
-    """
-    first, second = texts[: len(texts) // 2 * 2].unflatten(0, (-1, 2)).unbind(1)
-    pairs, odd = torch.cat([first, second[:, start:]], 1), texts[2 * len(first) :]
-    length = pairs.shape[1]
-    joined = [x for x in (pairs, odd) if len(x)]
-    eligible = sum(x.numel() - len(x) * plan.resolved_sinks for x in joined)
-    is_enough = eligible >= plan.samples // 2
-    return joined if len(pairs) and is_enough and length <= (positions or length) else [texts]
-
-
-def fit_to_text(plan: Plan, tokens: int, yielding: Collection[str]) -> Plan:
-    """Shrink the options that yield, first the number of texts and then their length, to the tokens of a text."""
-    while "texts" in yielding and needed_tokens(plan) > tokens and plan.resolved_texts > FEW_TEXTS:
-        plan = replace(plan, texts=plan.resolved_texts - 1)
-    if "length" in yielding and needed_tokens(plan) > tokens:
-        plan = replace(plan, length=max(MIN_LENGTH, tokens // min_texts(plan) // 8 * 8))
-    return plan
-
-
-def needed_tokens(plan: Plan) -> int:
-    """Count the tokens that the texts of a run need at least."""
-    return min_texts(plan) * plan.resolved_length(None)
-
-
-def min_texts(plan: Plan) -> int:
-    """Count the texts that a run needs at least: those to measure or of one batch, and one more to judge by."""
-    return max(plan.texts_measured, plan.batch if plan.trains else 0) + 1

@@ -37,6 +37,7 @@ class Samples:
     """Samples of every layer."""
 
     layers: tuple[LayerSamples | None, ...]  # None where the teacher bounds the layer itself
+    seed: int = 0  # of what students draw in addition
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name every tensor for safetensors."""
@@ -48,7 +49,7 @@ class Samples:
         return named
 
     @staticmethod
-    def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int) -> Samples:
+    def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int, seed: int = 0) -> Samples:
         """Rebuild the samples from their `tensors`."""
 
         def read(index: int, prefix: str = "", text: LayerSamples | None = None) -> LayerSamples | None:
@@ -57,13 +58,13 @@ class Samples:
             queries, keys, values = (tensors[f"{index}.{prefix}{name}"] for name in TENSORS)
             return LayerSamples(queries, keys, values, text)
 
-        return Samples(tuple(read(index, "", read(index, TEXT)) for index in range(layers)))
+        return Samples(tuple(read(index, "", read(index, TEXT)) for index in range(layers)), seed)
 
 
 def samples_of(run: Run) -> Samples:
     """Read the samples that were kept when the run was profiled."""
     try:
-        return Samples.of_tensors(read_tensors(run.folder / SAMPLES)[0], len(run.layers))
+        return Samples.of_tensors(read_tensors(run.folder / SAMPLES)[0], len(run.layers), run.plan.seed)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise run.damaged_file_error(SAMPLES, error, "profile.json") from error  # they are measured together
 

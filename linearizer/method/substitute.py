@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.method.initialise import initialise_layer
+from linearizer.method.recorder import Samples
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_interface import (
@@ -20,8 +22,6 @@ from linearizer.student.attention_interface import (
     device_of,
 )
 from linearizer.student.layer_student import LayerStudent
-
-Begin = Callable[[LayerStudent, int], None]  # initialises the student of a layer, which has this number
 
 
 @contextmanager
@@ -64,19 +64,19 @@ def make_layer_student(
     layer: Layer,
     heads: Sequence[Head],
     sinks: int,
-    begin: Begin,
+    samples: Samples,
     index: int,
     device: torch.device,
     feature_map: str = "prf",
 ) -> LayerStudent:
     """Make the student of the layer with this number, in which each KV head holds its option."""
     student = LayerStudent([head.to_config() for head in heads], sinks, layer.key_dim, feature_map, layer.value_dim)
-    begin(student, index)
+    initialise_layer(student, samples, index)
     return student.to(device).eval()
 
 
 def make_students(
-    model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, begin: Begin, feature_map: str = "prf"
+    model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, samples: Samples, feature_map: str = "prf"
 ) -> dict[int, LayerStudent]:
     """Make the students of a model's layers by their numbers, as an allocation says what each KV head holds."""
     check_allocation(allocation, layers)
@@ -84,7 +84,7 @@ def make_students(
     rows = enumerate(zip(layers, allocation.heads, strict=True))
     return {
         index: make_layer_student(
-            layer, heads, allocation.sinks, begin, index, device_of(modules[index], model.device), feature_map
+            layer, heads, allocation.sinks, samples, index, device_of(modules[index], model.device), feature_map
         )
         for index, (layer, heads) in rows
         if heads

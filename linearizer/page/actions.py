@@ -33,12 +33,12 @@ from linearizer.page.visitors import Visitor, check_name, on_space
 from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
-from linearizer.plan.plan import YIELDING, Plan
+from linearizer.plan.plan import ADJUSTABLE, Plan
 from linearizer.report import markup
 from linearizer.report.verdict import Verdict
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
-from linearizer.run.results import PARTS, Held, Request
+from linearizer.run.results import PARTS, Request, StateSizes
 from linearizer.workers import control, runs
 from linearizer.workers.control import Status
 
@@ -120,7 +120,7 @@ def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Qu
 
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    with new_run(visitor, make_plan(model, budget, effort, options or {}), yielding(options)) as run:
+    with new_run(visitor, make_plan(model, budget, effort, options or {}), adjustable(options)) as run:
         return run.folder.name
 
 
@@ -152,19 +152,19 @@ def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     return branch.folder.name
 
 
-def yielding(options: Options) -> list[str]:
-    """Name the options that were not set, and so yield where texts are few or short."""
-    return [name for name in YIELDING if name not in (options or {})]
+def adjustable(options: Options) -> list[str]:
+    """Name the options that were not set, and so are adjusted where texts are few or short."""
+    return [name for name in ADJUSTABLE if name not in (options or {})]
 
 
 @contextmanager
-def new_run(visitor: Visitor, plan: Plan, yielding: Collection[str]) -> Iterator[Run]:
+def new_run(visitor: Visitor, plan: Plan, adjustable: Collection[str]) -> Iterator[Run]:
     """Begin a run within a visitor's limits, and start it after the `with` block; if that fails, delete its folder."""
     from linearizer import pipeline
 
     with limits.turn(visitor), limits.naming():
         folder = visitor.fresh_folder(plan)
-        run = pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
+        run = pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, adjustable=adjustable)
         with deleted_on_refusal(run):
             yield run
             choose_start(run)(run, visitor.token)
@@ -221,7 +221,7 @@ def start_job(
             push=push.strip() or None,
             most_usd=most_usd,
             token=visitor.token,
-            yielding=yielding(options),
+            adjustable=adjustable(options),
         )
     return run.folder.name
 
@@ -347,13 +347,13 @@ def read_document(
     system: str = "",
     window: bool = True,
     chat: str = "",
-) -> Held:
+) -> StateSizes:
     """Let teacher, student and a plain window read a document, which begins a new chat; return the bytes of each.
 
     as_chat, system, window and chat: as for compare_models.
     """
     *_, (_, progress) = answers.read_document(visitor, run, text, Settings(as_chat, system, window), chat)
-    assert isinstance(progress, Held), "nothing is written"
+    assert isinstance(progress, StateSizes), "nothing is written"
     return progress
 
 

@@ -73,7 +73,7 @@ def run_card(status: Status, name: str, now: float) -> str:
     lines.append(turn)
     if status.error and status.state in ("failed", "stopped", "done"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
-    facts = [plan.model, plan.dial, name, f"begun {ago(status.begun, now)}"]
+    facts = [plan.model, plan.budget_in_words, name, f"begun {ago(status.begun, now)}"]
     if status.saved is not None and status.state != "done":
         facts.append(f"saved {ago(status.saved, now)}")
     facts.append(f"{size(status.disk_bytes)} of disk")

@@ -19,7 +19,7 @@ from linearizer.run.names import refuse_encoder
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import MemoryPrompt, Reader
-    from linearizer.run.results import Comparison, Held
+    from linearizer.run.results import Comparison, StateSizes
 
 COMPARISON_SECONDS = 120  # for which ZeroGPU lends its device to compare, or to read a document
 SAMPLE_PROMPTS = {  # of the kinds that the demo model knows, by their titles
@@ -32,7 +32,7 @@ MEMORY_PROMPTS = {WORD: 4, PASSAGE: 8}  # how far back a prompt reaches, in size
 MIN_DISTANCE = 64  # tokens that it reaches back at least
 ANSWER_ROOM, ANSWER_SHARE = 512, 4  # a document leaves 512 tokens to a turn, or a quarter of the room if that is less
 TOKEN_CHARACTERS = 32  # more than any token has: what cannot fit into the room is not even tokenised
-Answers = Generator[tuple[Chat, "Held | Comparison"], None, None]
+Answers = Generator[tuple[Chat, "StateSizes | Comparison"], None, None]
 
 
 def compare_models(
@@ -120,7 +120,7 @@ def answer_in_turns(
                 yield chat, update
 
 
-def catch_up(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Iterator[Held]:
+def catch_up(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Iterator[StateSizes]:
     """Let readers catch up with what their models have heard; a reader without its state reads all of it again."""
     from linearizer.evaluate.side_by_side import read_in_turns
 

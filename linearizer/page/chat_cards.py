@@ -13,7 +13,7 @@ from linearizer.report.markup import announcement, message_box, values_list
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import MemoryPrompt
     from linearizer.page.chats import Chat
-    from linearizer.run.results import Comparison, Difference, Held, Side
+    from linearizer.run.results import Comparison, Difference, Side, StateSizes
 
 HOLDS = {"teacher": "the teacher's cache", "student": "the student's state", "window": "the window"}
 MIN_TIMED_TOKENS = 16  # written: with fewer, the pace is chance and is not shown
@@ -94,7 +94,7 @@ def side_card(side: Side | None) -> str:
     return values_list(pairs, "lz-thirds")
 
 
-def meter_card(course: Sequence[Held], chat: Chat, before: int = 0) -> str:
+def meter_card(course: Sequence[StateSizes], chat: Chat, before: int = 0) -> str:
     """Show how the memory of each model grows, or does not, while a text is read after `before` other tokens."""
     newest = course[-1]
     done, document = newest.tokens == newest.total, chat.document
@@ -118,7 +118,7 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{HOLDS[name]} {size(count)}" for name, count in sizes.items())
 
 
-def draw_course(course: Sequence[Held], before: int) -> str:
+def draw_course(course: Sequence[StateSizes], before: int) -> str:
     """Draw a line for each model: bytes over the tokens that were read; the axis has room for the teacher's end."""
     first, newest = course[0], course[-1]
     teacher_end = newest.bytes["teacher"] * (before + newest.total) // max(before + newest.tokens, 1)

@@ -23,7 +23,7 @@ from linearizer.report import markup
 from linearizer.workers import control
 
 if TYPE_CHECKING:
-    from linearizer.run.results import Comparison, Held
+    from linearizer.run.results import Comparison, StateSizes
 
 SOON_SECONDS = 0.2  # until the page polls after an action
 IDLE_POLL_SECONDS = 5.0  # between two polls while nothing is running
@@ -154,7 +154,7 @@ def compare_models(
     choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)  # a field of the page may be empty
     yield show_chat(compare_note=markup.message_box(LOADING))
     talk: chats.Chat | None = None
-    course: list[Held] = []
+    course: list[StateSizes] = []
     for talk, news in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*manner), name):
         yield show_progress(talk, news, course, talk.tokens)
     if talk is not None and talk.turns:
@@ -165,7 +165,7 @@ def compare_models(
 @handler
 def read_document(browser: Browser, name: str, path: str | None, *manner: Any) -> Iterator[list[Any]]:
     """Let all models read a file; nothing else of it is kept."""
-    text, course = take_text(path), list["Held"]()
+    text, course = take_text(path), list["StateSizes"]()
     empty = dict.fromkeys(("prompt", *WRITTEN), "")  # now, as a question may be typed while they read
     yield show_chat(**{**empty, "compare_note": markup.message_box(LOADING)})
     for talk, news in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), name):
@@ -191,11 +191,13 @@ def read_settings(as_chat: bool, system: str, window: bool) -> chats.Settings:
     return chats.Settings(bool(as_chat), (system or "").strip(), bool(window))
 
 
-def show_progress(talk: chats.Chat, progress: Comparison | Held, course: list[Held], before: int = 0) -> list[Any]:
+def show_progress(
+    talk: chats.Chat, progress: Comparison | StateSizes, course: list[StateSizes], before: int = 0
+) -> list[Any]:
     """Show what the models have written, or how their memory grows while they read after `before` other tokens."""
-    from linearizer.run.results import Held
+    from linearizer.run.results import StateSizes
 
-    if not isinstance(progress, Held):
+    if not isinstance(progress, StateSizes):
         return show_chat(**show_turns(talk), compare_note="")
     if course and course[-1].tokens == course[-1].total:
         course.clear()  # the models have read all that they had heard before, and now read a prompt

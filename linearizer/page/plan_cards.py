@@ -129,7 +129,7 @@ def plan_card(plan: Plan) -> str:
     recipe = find_recipe(plan.recipe)
     pairs = [
         ("model", plan.model),
-        ("budget", plan.dial),
+        ("budget", plan.budget_in_words),
         ("state", "may grow" if plan.may_grow else "never grows"),
         ("recipe", f"{plan.recipe}: {recipe.label}"),
         *((("reference", recipe.reference),) if recipe.reference else ()),

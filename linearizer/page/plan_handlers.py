@@ -18,7 +18,7 @@ from linearizer.page.handlers import WATCHED_PARTS, watch_run
 from linearizer.page.layout import LEADS, SLIDERS, lead_html, reach_of
 from linearizer.page.plan_form import WAYS, effort_choices, name_fields, recipe_of, way_choices
 from linearizer.page.planning import Examined, ExaminedEncoder, make_plan
-from linearizer.plan.plan import YIELDING, Plan
+from linearizer.plan.plan import ADJUSTABLE, Plan
 from linearizer.report import markup
 from linearizer.run.folder import parse_plan
 
@@ -160,14 +160,14 @@ def change_run(browser: Browser) -> tuple[Any, ...]:
     run = browser.find_run()
     if run.is_encoder_run:
         return in_reach(*plan_form.write_encoder_plan(run.encoder_plan))
-    return write_causal(run.plan, [name for name in YIELDING if run.given[name] is not None])
+    return write_causal(run.plan, [name for name in ADJUSTABLE if run.requested[name] is not None])
 
 
 @refusals()
 def take_plan(content: bytes | None) -> tuple[Any, ...]:
     """Fill in the choices of a plan.json."""
     plan = parse_plan("the file", content if isinstance(content, bytes) else b"")
-    return write_causal(plan, [name for name in YIELDING if getattr(plan, name) is not None])
+    return write_causal(plan, [name for name in ADJUSTABLE if getattr(plan, name) is not None])
 
 
 def write_causal(plan: Plan, requested: Collection[str]) -> tuple[Any, ...]:

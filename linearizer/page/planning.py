@@ -13,7 +13,7 @@ from linearizer.page import limits, zerogpu
 from linearizer.page.visitors import Visitor, example_folder
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import options_of
-from linearizer.plan.plan import YIELDING, Plan
+from linearizer.plan.plan import ADJUSTABLE, Plan
 from linearizer.run.folder import UNBOUNDED, Run
 from linearizer.run.measured import CANDIDATES
 from linearizer.run.names import runs_root
@@ -148,7 +148,7 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     chosen.setdefault("budget", None if "features" in chosen else budget)
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **chosen})
-    for name in (name for name in YIELDING if name not in chosen):  # the usual number is left out
+    for name in (name for name in ADJUSTABLE if name not in chosen):  # the usual number is left out
         without: dict[str, Any] = {name: None}
         plan = shorter if (shorter := replace(plan, **without)).sizes == plan.sizes else plan
     if plan.steps and "steps" not in chosen:

@@ -93,7 +93,7 @@ def last_runs(statuses: Sequence[Status]) -> str:
     """Link to runs, each with its budget and its state; empty without runs."""
     links = [
         f'<a href="?run={escape(status.run.folder.name, quote=True)}">{escape(status.plan.model)}, '
-        f"{escape(status.plan.dial)}</a> ({escape(state_words(status))})"
+        f"{escape(status.plan.budget_in_words)}</a> ({escape(state_words(status))})"
         for status in statuses
         if status.plan is not None
     ]

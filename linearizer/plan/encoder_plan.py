@@ -49,14 +49,14 @@ class EncoderPlan(JsonProduct):
         return min(self.steps, 1) * self.batch
 
     @property
-    def dial(self) -> str:
+    def budget_in_words(self) -> str:
         """The plan's budget, in words."""
         return f"{self.budget} keys a token"
 
     @property
     def in_brief(self) -> str:
         """The plan's budget and method, in words."""
-        return f"{self.dial}, {'slots' if self.slots else 'a window alone'}"
+        return f"{self.budget_in_words}, {'slots' if self.slots else 'a window alone'}"
 
     def command(self) -> str:
         """Write `linearizer run …` with every option that is not the usual one."""

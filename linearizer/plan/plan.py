@@ -39,7 +39,7 @@ MAX_STEPS = 10**9
 ALLOCATION = "what heads hold"  # options by which a run's measurements can be allocated again
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE = "the recipe's"
-YIELDING = ("texts", "length")  # options that shrink to the length of a source, if they are left out
+ADJUSTABLE = ("texts", "length")  # options that shrink to the length of a source, if they are left out
 LOSSES = ("softmax", "output", "direct", "logits", "softmax+direct", "output+direct")
 ADAPTER_RANK = 8  # where heads hold no features, and only adapters can be trained
 FORMER_LOSSES = ("squares",)  # of stored runs: it fitted what layers write, which spoiled longer texts
@@ -169,7 +169,7 @@ class Plan(JsonProduct):
     def of(recipe: str = "best", **options: Any) -> Plan:
         """Make a plan of options, and of a recipe's choices for all others."""
         if recipe == "best" and options.get("features") is not None:
-            recipe = "features"  # only this recipe has the unit of the paper's dial
+            recipe = "features"  # only this recipe has the unit of the paper
         if unknown := sorted(options.keys() - options_of(Plan).keys()):
             raise RequestError(f"{', '.join(unknown)} is unknown: there are {', '.join(sorted(options_of(Plan)))}")
         return Plan(**{"recipe": recipe, **find_recipe(recipe).choices, **options})
@@ -279,7 +279,7 @@ class Plan(JsonProduct):
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The values of the options that yield to a source, usual values if they are left out."""
+        """The values of the options that are adjusted to a source, usual values if they are left out."""
         return {"texts": self.resolved_texts, "length": self.resolved_length(None)}
 
     @property
@@ -293,14 +293,14 @@ class Plan(JsonProduct):
         return () if self.bits else self.strategy_spec.fewer
 
     @property
-    def dial(self) -> str:
+    def budget_in_words(self) -> str:
         """The plan's budget, in words."""
         return f"{self.budget} tokens of cache" if self.features is None else f"{self.features} features per KV head"
 
     @property
     def in_brief(self) -> str:
         """The plan's budget and method, in words."""
-        return f"{self.dial}{', may grow' * self.may_grow}, {self.recipe}"
+        return f"{self.budget_in_words}{', may grow' * self.may_grow}, {self.recipe}"
 
     def target_tokens(self, positions: int) -> int:
         """Return the length for which bytes of softmax heads are counted; `positions` are the model's."""
@@ -350,7 +350,7 @@ class Plan(JsonProduct):
     def command(self) -> str:
         """Write `linearizer run …` with the recipe and every option that is not the recipe's."""
         words = ["linearizer", "run", self.model]
-        if self.recipe != ("best" if self.features is None else "features"):  # the default for a dial
+        if self.recipe != ("best" if self.features is None else "features"):  # the default for its unit
             words += ["--recipe", self.recipe]
         usual = {**find_recipe(self.recipe).choices, "model": self.model, "recipe": self.recipe}
         return shlex.join([*words, *write_options(self, usual)])

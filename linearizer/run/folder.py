@@ -135,14 +135,14 @@ class Run:
         return self.folder, self.id
 
     @property
-    def given(self) -> dict[str, Any]:
+    def requested(self) -> dict[str, Any]:
         """The caller's values of the options that were decided for the run."""
         begun = self.begun
         return {name: getattr(begun, name) for name in DECIDED}
 
     def check_same(self, plan: Plan | EncoderPlan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
-        undecided = {name: value for name, value in self.given.items() if getattr(plan, name, None) == value}
+        undecided = {name: value for name, value in self.requested.items() if getattr(plan, name, None) == value}
         if changes := differences(asdict(plan), asdict(self.any_plan) | undecided):
             raise RequestError(
                 f"{str(self.folder)!r} was begun with another plan ({'; '.join(changes)}): ask for the same, or "

@@ -54,7 +54,7 @@ def refuse_encoder(run: Run) -> None:
 
 
 def fresh_folder(plan: Plan | EncoderPlan, root: Path | None = None) -> Path:
-    """Choose a folder for a new run, by its model and its dial."""
+    """Choose a folder for a new run, by its model and its budget."""
     model = re.sub(r"[^A-Za-z0-9._+/-]", "-", plan.model).rstrip("/").split("/")[-1][:MAX_MODEL]
     features = plan.features if isinstance(plan, Plan) else None
     name = f"{model}-{plan.budget}" if features is None else f"{model}-c{features}"

@@ -89,7 +89,7 @@ class Language:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RecallLosses:
     """One subject's loss on repeated passages, gap by gap."""
 
     name: str
@@ -103,7 +103,7 @@ class Recall:
 
     passage: int  # tokens
     gaps: tuple[int, ...]
-    subjects: tuple[Repeated, ...]
+    subjects: tuple[RecallLosses, ...]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Needle:
 
 
 @dataclass(frozen=True)
-class Written:
+class GenerationScores:
     """Measures of one subject's texts; comparisons with the teacher are None if there is no teacher."""
 
     name: str
@@ -146,7 +146,7 @@ class Generation:
     prompts: int
     prompt_tokens: int
     new_tokens: int
-    subjects: tuple[Written, ...]
+    subjects: tuple[GenerationScores, ...]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Course:
+class SpeedOfModel:
     """One subject at all lengths: one text at a time, and as many as fit."""
 
     name: str
@@ -189,7 +189,7 @@ class Speed:
     lengths: tuple[int, ...]
     beyond: tuple[bool, ...]  # whether a length lies beyond the teacher's positions
     seconds: float  # limit of one measurement
-    subjects: tuple[Course, ...]
+    subjects: tuple[SpeedOfModel, ...]
     breakeven: Breakeven | None  # None without a teacher
 
 
@@ -359,7 +359,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Held:
+class StateSizes:
     """The sizes of the models' states while they read a text, by their names."""
 
     tokens: int  # of the text that are read

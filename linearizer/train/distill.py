@@ -157,7 +157,7 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
 
 def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:
     """Initialise the student from the profile's samples, and train it in the phases of the plan."""
-    initialise(student, samples_of(run), run.plan.seed)
+    initialise(student, samples_of(run))
     for number, settings in phases(run.plan, allocation):
         yield from train_phase(run, student, settings, texts, number)
     run.clear_request("use")  # only now: the request also ends the phases of later losses

@@ -16,6 +16,7 @@ from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS
 from linearizer.evaluate.recall import DEPTHS
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
+from linearizer.method.logits_by_rows import MAX_LOGITS as PRICED_LOGITS
 from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
@@ -221,14 +222,17 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
         weights = min(weights, bytes_for_weights(plan.device))
     token = LOGITS * NUMBER * inspection.vocabulary  # the bytes of its logits
     judging = min(LOGITS * NUMBER * MAX_LOGITS, JUDGING.texts * length * token)
+    width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
+    hidden = NUMBER * length * width
     pricing = rows = graph = 0.0
     if plan.strategy_spec.decided_by == "prices":
-        pricing = plan.texts_priced * length * token / 2
+        logits = min(PRICED_LOGITS, length * inspection.vocabulary)
+        kept = len(inspection.layers) + GRAPH_WIDTHS + 2 * DRAWS  # of all blocks, of the graph of one, and gradients
+        pricing = LOGITS * NUMBER * logits + kept * hidden
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
     if plan.resolved_lora:
-        width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
-        graph = length * NUMBER * GRAPH_WIDTHS * width * len(inspection.layers)
+        graph = hidden * GRAPH_WIDTHS * len(inspection.layers)
         graph = plan.batch * (graph + 2 * length * token)
         weights *= 2  # a student is judged with its teacher's own weights
     sample = 6 * 8 * plan.samples**2

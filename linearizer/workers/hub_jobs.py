@@ -85,7 +85,7 @@ def run_in_job(
     most_usd: float = 0.0,
     token: str | None = None,
     resume: bool = False,
-    yielding: Collection[str] = (),
+    adjustable: Collection[str] = (),
 ) -> Run:
     """Begin a run in a job of the Hub, which a process in the background follows.
 
@@ -96,7 +96,7 @@ def run_in_job(
 
     check_elsewhere(plan)
     fresh = not Run.is_begun(folder, resume)
-    run = pipeline.begin(folder, plan, token, resume, yielding=yielding, here=False)
+    run = pipeline.begin(folder, plan, token, resume, adjustable=adjustable, here=False)
     try:
         job = offer_job(plan, run.inspection, flavor, minutes=minutes, push=push, owner=owner, token=token)
         if not yes and most_usd < job.cap:

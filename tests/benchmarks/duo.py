@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.method.allocate_run import texts_to_price_on
 from linearizer.method.substitute import attending_with
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, token_bytes
 from linearizer.progress import Progress, Steps, finish
@@ -36,7 +36,7 @@ def allocate_as_duo(run: Run, teacher: Teacher) -> Allocation:
     """Learn the gates of a run's teacher, and allocate by them."""
     plan, layers, sinks = run.plan, teacher.inspection.layers, run.plan.resolved_sinks
     window = max(plan.budget or 0, 2 * sinks) - sinks
-    gates = finish(learn_gates(teacher.model, texts_to_price_on(run, teacher, None), layers, window, sinks, GATE_STEPS))
+    gates = finish(learn_gates(teacher.model, TextsOfRun.of(run, teacher).priced, layers, window, sinks, GATE_STEPS))
     return allocate_by_gates(gates, layers, plan.budget or 0, sinks, plan.target_tokens(run.positions))
 
 

@@ -71,7 +71,7 @@ def ask_all(run):
     with quiet():
         teacher = load_teacher_of(run.plan)
         student = begin_student(run, teacher, run.require_allocation())
-    initialise(student, samples_of(run), run.plan.seed)
+    initialise(student, samples_of(run))
     setup = Setup(run, student.eval(), student, teacher.tokenizer, student.base, None)
     documents = documents_to_judge(setup.tokenizer, BEFORE + FAR, len(FACTS))
     subjects = setup.subjects(BEFORE + FAR)

@@ -30,9 +30,10 @@ from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject, environment
 from linearizer.hub.weight_files import digest
 from linearizer.method import allocate_run, checkpoint
-from linearizer.method.decide import allocate_alike
+from linearizer.method.decide import allocate_alike, decide
 from linearizer.method.measure_run import measure_teacher, profile_settings
 from linearizer.method.substitute import exchange_students
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import cache_bytes, head_bytes, token_bytes
 from linearizer.plan.plan import USUAL_TEXTS, Plan
@@ -142,7 +143,7 @@ def prepared(work, plan, row):
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     run, teacher = begun(folder, plan), teacher_module.load_teacher_of(plan)
     if not base.exists():
-        finish(measure_teacher(run, teacher))
+        finish(measure_teacher(run, teacher, TextsOfRun.of(run, teacher)))
         shutil.copytree(folder, base)
     for name in ("profile.json", "inspection.json"):
         shutil.copy(base / name, folder / name)
@@ -154,7 +155,7 @@ def prepared(work, plan, row):
             shutil.copy(folder / "prices.json", kept)
         shutil.copy(kept, folder / "prices.json")
     elif plan.strategy_spec.decided_by == "prices" and "uniform" not in row:
-        texts = allocate_run.texts_to_price_on(run, teacher, None)
+        texts = TextsOfRun.of(run, teacher).priced
         sinks = finish(allocate_run.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         bits = "-".join(map(str, (plan.resolved_bits, *plan.fewer_bits)))
         prices = base / f"prices-{plan.strategy_spec.far_field}-{bits}-{sinks}-{plan.budget}.json"
@@ -185,7 +186,7 @@ def made(run, teacher, row):
     elif row.startswith("duo"):
         allocation = allocate_as_duo(run, teacher)
     else:
-        allocation = finish(allocate_run.allocate(run, teacher, None))
+        allocation = decide(run, plan, layers)
     if row.startswith("slots"):
         allocation = with_slots(allocation, layers)
     student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)

@@ -28,9 +28,9 @@ from linearizer.evaluate.tasks import KINDS
 from linearizer.hub.models import find_model
 from linearizer.hub.weight_files import digest
 from linearizer.method import allocate_run
-from linearizer.method.choose import choose_student
 from linearizer.method.decide import allocate_alike
 from linearizer.method.measure_run import measure_teacher, profile_settings
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.head_bytes import cache_bytes
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish, quiet
@@ -231,17 +231,15 @@ class Bench:
             allocation = allocate_alike(layers, plan, plan.resolved_sinks)
             return pipeline.begin_student(run, teacher, allocation).eval(), allocation
         self.measure_once(run, teacher, costs)
+        texts = TextsOfRun.of(run, teacher)
         if row.startswith("duo"):
             allocation = allocate_as_duo(run, teacher)
         elif "uniform" in row:
             allocation = allocate_alike(layers, plan, plan.resolved_sinks)
         else:
-            allocation = run.allocation or finish(allocate_run.allocate(run, teacher, None))
-            run.write_product("allocation.json", allocation.to_json())
-            allocation = finish(choose_student(run, teacher, allocation, None))
+            allocation = finish(allocate_run.allocate(run, teacher, texts))
         student = pipeline.begin_student(run, teacher, allocation)
-        learnt, _ = pipeline.training_and_judging_texts(run, teacher, None)
-        finish(distill.train(run, student, allocation, learnt))
+        finish(distill.train(run, student, allocation, texts.learnt))
         return student.eval(), allocation
 
     def measure_once(self, run, teacher, costs):
@@ -254,7 +252,7 @@ class Bench:
         kept = self.work / "measured" / key
         if not (kept / "cost.json").exists():
             begun_at, tokens = time.perf_counter(), costs.spent["tokens"]
-            finish(measure_teacher(run, teacher))
+            finish(measure_teacher(run, teacher, TextsOfRun.of(run, teacher)))
             shutil.copytree(run.folder / "state", kept / "state", dirs_exist_ok=True)
             shutil.copy(run.folder / "profile.json", kept)
             spent = {"seconds": time.perf_counter() - begun_at, "tokens": costs.spent["tokens"] - tokens}

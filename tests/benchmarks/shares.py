@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.method import allocate_run
 from linearizer.method.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.method.decide import allocate_alike
-from linearizer.method.initialise import begin_of
-from linearizer.method.substitute import Begin, attending_with, make_students
+from linearizer.method.recorder import Samples, samples_of
+from linearizer.method.substitute import attending_with, make_students
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slot_bytes, token_bytes
 from linearizer.plan.plan import Plan
@@ -38,9 +38,9 @@ Tensor = torch.Tensor
 
 def price_heads(kind: str, run: Run, teacher: Teacher) -> Prices:
     """Price every head with so many tokens, in the way of this kind."""
-    plan, texts, layers = run.plan, allocate_run.texts_to_price_on(run, teacher, None), teacher.inspection.layers
+    plan, texts, layers = run.plan, TextsOfRun.of(run, teacher).priced, teacher.inspection.layers
     options = tuple(Head(window=size, bits=plan.resolved_bits) for size in SIZES)
-    return Prices(plan.resolved_sinks, options, PRICES[kind](teacher.model, layers, texts, plan, begin_of(run)))
+    return Prices(plan.resolved_sinks, options, PRICES[kind](teacher.model, layers, texts, plan, samples_of(run)))
 
 
 def share_out(prices: Prices, plan: Plan, layers: Sequence[Layer]) -> Allocation:
@@ -71,7 +71,7 @@ def half_slots(head: Head, layer: Layer, sinks: int) -> Head:
 
 @torch.inference_mode()
 def prices_by_utility(
-    model: PreTrainedModel, layers: Sequence[Layer], texts: Tensor, plan: Plan, begin: Begin
+    model: PreTrainedModel, layers: Sequence[Layer], texts: Tensor, plan: Plan, samples: Samples
 ) -> tuple[KlOfLayer, ...]:
     """Price tokens by what the future would have read of those that an eviction drops (LU-KV, 2602.08585).
 
@@ -102,13 +102,13 @@ def utility_lost(so_far: Tensor, utility: Tensor) -> Tensor:  # (…, sizes)
 
 @torch.inference_mode()
 def prices_by_loss(
-    model: PreTrainedModel, layers: Sequence[Layer], texts: Tensor, plan: Plan, begin: Begin
+    model: PreTrainedModel, layers: Sequence[Layer], texts: Tensor, plan: Plan, samples: Samples
 ) -> tuple[KlOfLayer, ...]:
     """Price tokens by the loss (log-perplexity) when one head holds them beside others' equal shares (2602.16284)."""
     texts, alike = texts[:: max(1, len(texts) // PRICED)], allocate_alike(layers, plan, plan.resolved_sinks)
 
     def loss_of(allocation: Allocation) -> float:
-        with attending_with(model, make_students(model, layers, allocation, begin)):
+        with attending_with(model, make_students(model, layers, allocation, samples)):
             logits = logits_of(model, texts)
         return losses_of(logits[:, :-1], texts[:, 1:]).mean().item()
 

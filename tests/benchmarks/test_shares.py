@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from linearizer.evaluate.subjects import Subject, read_logits
+from linearizer.method.recorder import Samples
 from linearizer.method.substitute import exchange_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, cache_bytes, head_bytes
@@ -21,15 +22,11 @@ def small(monkeypatch):
     monkeypatch.setattr(shares, "SIZES", (4, 8, 16))
 
 
-def begin(student, index):
-    student.reset(torch.Generator().manual_seed(index))
-
-
 @pytest.mark.parametrize("kind", shares.PRICES)
 def test_every_head_has_a_price_for_every_size_and_the_shares_fill_the_budget(kind, small):
     model = teacher_of("llama")
     layers = layers_of(model)
-    kl = shares.PRICES[kind](model, layers, tokens(4, 32), PLAN, begin)
+    kl = shares.PRICES[kind](model, layers, tokens(4, 32), PLAN, Samples((None,) * len(layers)))
     assert [len(row) for row in kl] == [layer.kv_heads for layer in layers]
     assert all(len(prices) == 3 and min(prices) >= 0 and max(prices) > 0 for row in kl for prices in row)
     prices = Prices(1, tuple(Head(window=size, bits=8) for size in shares.SIZES), kl)

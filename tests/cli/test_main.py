@@ -15,6 +15,7 @@ from linearizer.cli.run_commands import begin_run
 from linearizer.cli.text import ProgressBar, show_progress
 from linearizer.method.checkpoint import load
 from linearizer.method.measure_run import measure_teacher
+from linearizer.method.texts import TextsOfRun
 from linearizer.progress import Progress, finish
 from linearizer.run.folder import Run
 from linearizer.teacher.load import load_teacher_of
@@ -61,7 +62,8 @@ def test_json_is_all_there_is_on_standard_output(done, said):
 def test_a_profile_is_taken_up_by_the_run_that_follows(tmp_path, said):
     folder = tmp_path / "run"
     run = begin_run(parser().parse_args(["run", "demo", "--out", str(folder), *QUICK]))
-    finish(measure_teacher(run, load_teacher_of(run.plan)))
+    teacher = load_teacher_of(run.plan)
+    finish(measure_teacher(run, teacher, TextsOfRun.of(run, teacher)))
     profile = (folder / "profile.json").stat().st_mtime_ns
     assert said("allocate", folder, "--features", "32")[0] == 0
     assert Run.open(folder).plan.features == 32

@@ -5,6 +5,7 @@ import torch
 
 from linearizer.method.blockwise_pass import at_once, by_blocks, chain_of
 from linearizer.method.head_prices import recording_of
+from linearizer.method.recorder import Samples
 from linearizer.method.substitute import attending_with
 from linearizer.teacher.layers import blocks_of
 from tests.support.models import layers_of, teacher_of, tokens
@@ -12,7 +13,7 @@ from tests.support.models import layers_of, teacher_of, tokens
 
 def recordings_of(teacher):
     return {
-        index: recording_of(layer, 2, lambda student, index: None, index, teacher.device)
+        index: recording_of(layer, 2, Samples((None,) * (index + 1)), index, teacher.device)
         for index, layer in enumerate(layers_of(teacher))
         if layer.native_window is None
     }

@@ -4,7 +4,7 @@ import pytest
 
 from linearizer.cli.main import main
 from linearizer.errors import BudgetError, RequestError
-from linearizer.method.decide import check_dials, decide
+from linearizer.method.decide import check_budget, decide
 from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import inspect
 from linearizer.plan.head_bytes import Layer, cache_bytes
@@ -62,9 +62,9 @@ def test_bits_that_are_asked_for_leave_out_fewer(priced):
 
 def test_bits_in_which_a_key_does_not_fill_bytes_are_refused():
     layers = (Layer(4, 4, 20, 16),)
-    check_dials(Plan("demo", budget=64, bits=6), layers)
+    check_budget(Plan("demo", budget=64, bits=6), layers)
     with pytest.raises(RequestError, match="of 20 numbers does not fill bytes at 5 bits a number: ask for 8 or 16"):
-        check_dials(Plan("demo", budget=64, bits=5), layers)
+        check_budget(Plan("demo", budget=64, bits=5), layers)
 
 
 def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):

@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer.method.initialise import initialise_layer
-from linearizer.method.recorder import LayerSamples
+from linearizer.method.recorder import LayerSamples, Samples
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.update_rules import UPDATE_RULES
 
@@ -29,7 +29,7 @@ def begun(samples):
     """The student of a layer whose heads hold one memory each."""
     student = LayerStudent([[WINDOW, 6, 0, 0, 16, name] for name in UPDATE_RULES], SINKS, DIM, "prf")
     student.reset(torch.Generator().manual_seed(0))
-    initialise_layer(student, samples, 0, 0)
+    initialise_layer(student, Samples((samples,)), 0)
     return student.eval()
 
 

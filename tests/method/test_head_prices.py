@@ -1,5 +1,7 @@
 """The price of an option estimates what the model's output loses when that head alone holds it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,7 +11,8 @@ from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import head_prices, logits_by_rows
 from linearizer.method.choose import kl_by_token
-from linearizer.method.head_prices import DRAWS, estimate_prices, options_to_price, place_weights, with_repeats
+from linearizer.method.head_prices import DRAWS, estimate_prices, options_to_price, place_weights
+from linearizer.method.recorder import Samples
 from linearizer.method.substitute import attending_with, make_students
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
@@ -23,8 +26,7 @@ from tests.support.models import WHOLE, allocation_of, layers_of, student_of, te
 OPTIONS = (Head(window=8), Head(window=32), Head(window=16, slots=16))
 
 
-def begin(student, index):
-    student.reset(torch.Generator().manual_seed(0))
+DRAWN = Samples((None,) * 16)
 
 
 @pytest.mark.parametrize("tokens", [64, 512, 4096])
@@ -52,16 +54,8 @@ def test_recall_reads_the_losses_of_the_two_passages():
     assert result.second[0] == pytest.approx(-logs[:, 32:].mean().item(), rel=1e-5)
 
 
-def test_repeats_are_in_the_second_half_of_the_texts_and_the_same_for_a_seed():
-    windows = torch.arange(4 * 64).view(4, 64)
-    changed = with_repeats(windows, 8, seed=1)
-    assert torch.equal(changed[:2], windows[:2])
-    assert all(len(set(text.tolist())) < 64 for text in changed[2:])
-    assert torch.equal(changed, with_repeats(windows, 8, seed=1))
-
-
 @torch.no_grad()
-def measured_prices(teacher, windows, layers, options, sinks, begin):
+def measured_prices(teacher, windows, layers, options, sinks, samples):
     """Let one head after the other hold each option, and measure the kl of the model: the reference."""
     expected, weights, kl = logits_of(teacher, windows), place_weights(windows.shape[1]), []
     for index, layer in enumerate(layers):
@@ -70,7 +64,7 @@ def measured_prices(teacher, windows, layers, options, sinks, begin):
                 rows = [[WHOLE] * each.kv_heads for each in layers]
                 rows[index][head] = option
                 allocation = Allocation("by hand", sinks, tuple(map(tuple, rows)))
-                with attending_with(teacher, make_students(teacher, layers, allocation, begin)):
+                with attending_with(teacher, make_students(teacher, layers, allocation, samples)):
                     logits = logits_of(teacher, windows)
                 kl.append((weights * kl_of(expected, logits)).mean())
     return torch.stack(kl)
@@ -81,7 +75,7 @@ def measured_and_estimated():
     """Prices of the demo model's heads, measured and estimated on the same text."""
     teacher = teacher_module.load_teacher_of(Plan("demo", budget=64, dtype="float32"))
     windows = teacher_module.texts_of(Plan("demo", budget=64, length=128), teacher, 3, None)
-    arguments = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
+    arguments = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, DRAWN)
     return measured_prices(*arguments), flat(finish(estimate_prices(*arguments)))
 
 
@@ -104,7 +98,7 @@ def test_estimated_prices_are_of_the_size_of_the_measured_ones(measured_and_esti
 def test_every_architecture_is_estimated_and_left_as_it_was(family):
     teacher, windows = teacher_of(family), tokens(2, 24)
     layers, before = layers_of(teacher), teacher(windows).logits
-    prices = finish(estimate_prices(teacher, windows, layers, OPTIONS, 2, begin))
+    prices = finish(estimate_prices(teacher, windows, layers, OPTIONS, 2, DRAWN))
     assert all(
         len(row) == (0 if layer.native_window else layer.kv_heads) for row, layer in zip(prices.kl, layers, strict=True)
     )
@@ -115,17 +109,17 @@ def test_every_architecture_is_estimated_and_left_as_it_was(family):
 def test_an_estimate_that_goes_on_from_what_was_kept_is_one_that_was_never_stopped(monkeypatch):
     monkeypatch.setattr(head_prices, "MAX_GRADIENTS", 1)  # a text at a time
     teacher, windows = teacher_of("llama"), tokens(3, 24)
-    arguments, stored = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin, 1), []
+    arguments, stored = (teacher, windows, layers_of(teacher), OPTIONS, 2, replace(DRAWN, seed=1)), []
     complete = finish(estimate_prices(*arguments, keep=lambda *part: stored.append(part)))
     assert sorted(first for (_, first), _ in stored) == sorted([0, 1, 2] * len(complete.kl))
     for behind in range(1, len(stored) + 1):  # one layer may be a text further than another
         assert finish(estimate_prices(*arguments, dict(stored[:behind]))) == complete
-    assert finish(estimate_prices(*arguments[:-1], 2)) != complete
+    assert finish(estimate_prices(*arguments[:-1], DRAWN)) != complete
 
 
 def test_texts_that_are_run_together_are_estimated_as_each_by_itself(monkeypatch):
     teacher, windows = teacher_of("llama"), tokens(3, 24)
-    arguments = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin)
+    arguments = (teacher, windows, layers_of(teacher), OPTIONS, 2, DRAWN)
     together = finish(estimate_prices(*arguments))
     monkeypatch.setattr(head_prices, "MAX_GRADIENTS", 1)
     assert flat(finish(estimate_prices(*arguments))) == pytest.approx(flat(together), rel=1e-3)
@@ -151,8 +145,8 @@ def test_a_large_vocabulary_makes_no_larger_tensors_and_changes_no_price(family,
 
     def measure():
         with Largest() as largest:
-            prices = finish(estimate_prices(teacher, windows, layers, OPTIONS, 2, begin))
-            kl = finish(kl_by_token(teacher, windows, layers, students, begin))
+            prices = finish(estimate_prices(teacher, windows, layers, OPTIONS, 2, DRAWN))
+            kl = finish(kl_by_token(teacher, windows, layers, students, DRAWN))
         return flat(prices), torch.stack(kl), largest.numbers
 
     prices, kl, largest = measure()

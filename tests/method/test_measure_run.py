@@ -6,7 +6,7 @@ import torch
 from linearizer import pipeline
 from linearizer.errors import FaultError, RequestError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.measure_run import head_points, join_texts, measure_profile, min_texts
+from linearizer.method.measure_run import head_points, measure_profile
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.measured import Profile, ProfileSettings
@@ -90,15 +90,6 @@ def test_texts_of_two_lengths_are_one_sample():
             torch.testing.assert_close(sample, torch.cat(parts, 1))
 
 
-def test_texts_are_joined_in_pairs_with_one_start_token_and_none_is_lost():
-    windows = texts(3, 40)
-    windows[:, 0] = 1  # the start token
-    pair, odd = join_texts(windows, Plan("demo", budget=64, texts=3, length=40, sinks=2), 1, None)
-    assert torch.equal(pair[0], torch.cat([windows[0], windows[1, 1:]])) and torch.equal(odd, windows[2:])
-    (alone,) = join_texts(windows, Plan("demo", budget=64, texts=3, length=40, sinks=2), 1, positions=64)
-    assert torch.equal(alone, windows)
-
-
 def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
     torch.manual_seed(0)
     queries, keys = torch.randn(2, 32, 8).double(), torch.randn(1, 32, 8).double()
@@ -152,10 +143,6 @@ def test_damaged_weights_name_the_layer(part):
 def test_texts_that_leave_too_little_besides_their_sinks_are_refused(texts, tokens, drawn, tmp_path):
     with pytest.raises(RequestError, match=f"texts of {tokens} tokens leave {drawn} tokens to draw from, and .* on 16"):
         pipeline.begin(tmp_path / "run", Plan("demo", budget=64, texts=texts, length=tokens, sinks=4))
-
-
-def test_a_run_has_texts_for_a_batch_and_one_to_judge_by():
-    assert min_texts(Plan.of("features", model="demo", budget=64, texts=2, batch=20)) == 21
 
 
 def test_layers_that_were_not_seen_are_an_error():

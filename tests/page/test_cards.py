@@ -13,7 +13,7 @@ from linearizer.report import line_chart
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import take_lock
-from linearizer.run.results import Comparison, Difference, Held, Side
+from linearizer.run.results import Comparison, Difference, Side, StateSizes
 from linearizer.workers import control, device_queue
 
 POINT = re.compile(r"([\d.]+) ([\d.]+)")
@@ -81,7 +81,7 @@ def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line_and_marke
 
 
 def test_a_meter_says_what_each_model_holds_and_draws_it():
-    course = [Held(tokens, 100, {"teacher": 10_000 * tokens, "student": 50_000}) for tokens in (50, 100)]
+    course = [StateSizes(tokens, 100, {"teacher": 10_000 * tokens, "student": 50_000}) for tokens in (50, 100)]
     card = chat_cards.meter_card(course, Chat(Settings(), document=Document(100, False)))
     assert "Read the document: 100 of 100 tokens" in card and "1 MB" in card and "50 kB" in card and "beginning" in card
     rising, flat = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))
@@ -91,7 +91,7 @@ def test_a_meter_says_what_each_model_holds_and_draws_it():
 
 def test_a_meter_of_a_prompt_begins_where_the_document_ended():
     chat = Chat(Settings(), document=Document(300, True))
-    course = [Held(tokens, 100, {"teacher": 10_000 * (300 + tokens), "student": 50_000}) for tokens in (50, 100)]
+    course = [StateSizes(tokens, 100, {"teacher": 10_000 * (300 + tokens), "student": 50_000}) for tokens in (50, 100)]
     card = chat_cards.meter_card(course, chat, 300)
     assert "Read the prompt: 100 of 100 tokens" in card
     (start, *_, end), _ = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))

@@ -12,7 +12,7 @@ from linearizer.errors import RequestError
 from linearizer.page import chat, chats, handlers, limits
 from linearizer.page.chats import Settings
 from linearizer.page.visitors import find_visitor
-from linearizer.run.results import Comparison, Held
+from linearizer.run.results import Comparison, StateSizes
 
 ANN, BOB = "a" * 16, "b" * 16
 TEXT = "The sea was calm, and the ship lay still. " * 12
@@ -76,7 +76,7 @@ def test_a_chat_goes_on_from_what_is_remembered_and_reads_again_where_that_is_go
         if forget:
             chats.forget_states(key)
         after.append(said(visitor, "Where?"))
-    read = [{now.total for _, now in values if isinstance(now, Held) and now.again} for values in after]
+    read = [{now.total for _, now in values if isinstance(now, StateSizes) and now.again} for values in after]
     assert read == [set(), {held[-1].total}] and texts(after[0]) == texts(after[1])
 
 
@@ -84,7 +84,7 @@ def test_without_a_template_every_prompt_follows_the_document_alone(visitor, mod
     list(chat.read_document(visitor, "run", TEXT, RAW, "talk"))
     first, second = (said(visitor, "The ship", RAW) for _ in range(2))
     assert texts(first) == texts(second) and len(second[-1][0].turns) == 1
-    assert not any(isinstance(now, Held) and now.again for _, now in second)
+    assert not any(isinstance(now, StateSizes) and now.again for _, now in second)
     alone = said(visitor, "The ship", RAW, name="")
     assert alone[-1][1].teacher.tokens_read < first[-1][1].teacher.tokens_read
 
@@ -106,14 +106,14 @@ def test_a_stop_leaves_what_was_read_by_then(visitor, models):
     reading.close()
     assert held.tokens < held.total and talk.document.tokens == held.tokens and not talk.document.whole
     values = said(visitor, "Where?")
-    assert not any(isinstance(now, Held) and now.again for _, now in values)
+    assert not any(isinstance(now, StateSizes) and now.again for _, now in values)
     assert held.tokens < values[-1][1].teacher.tokens_read < held.total
     writing = chat.compare_models(visitor, "run", "And?", 200, 0, False, Settings(), "talk")
     for _, now in writing:
         if isinstance(now, Comparison):
             break
     writing.close()
-    assert not any(isinstance(now, Held) and now.again for _, now in said(visitor, "And?"))
+    assert not any(isinstance(now, StateSizes) and now.again for _, now in said(visitor, "And?"))
 
 
 def test_a_chat_has_as_many_tokens_as_the_model_reads_and_one_manner(visitor, models):

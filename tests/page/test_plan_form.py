@@ -12,7 +12,7 @@ from linearizer.page.plan_form import LISTED, WAYS, recipe_choices, recipe_of, w
 from linearizer.page.plan_handlers import take_plan
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.options import options_of
-from linearizer.plan.plan import USUAL_TEXTS, YIELDING, Plan
+from linearizer.plan.plan import ADJUSTABLE, USUAL_TEXTS, Plan
 from linearizer.plan.recipes import RECIPES
 from linearizer.run.folder import parse_plan, read_plan
 
@@ -62,7 +62,7 @@ def test_a_number_that_was_asked_for_is_written_also_where_the_effort_has_it(tmp
     taken = written(take_plan(plan.to_json().encode()))
     assert taken["texts"] == str(USUAL_TEXTS) and taken["length"] == ""
     run = pipeline.begin(tmp_path / "run", plan)
-    assert [run.given[name] for name in YIELDING] == [USUAL_TEXTS, None]
+    assert [run.requested[name] for name in ADJUSTABLE] == [USUAL_TEXTS, None]
     assert plan_of(plan_form.write_plan(run.plan, ["texts"])).sizes == run.plan.sizes
 
 
@@ -74,7 +74,7 @@ def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_ef
         with pytest.raises(RequestError, match="name a longer text, or ask for fewer or shorter texts"):
             actions.start_run(find_visitor(), "demo", 64, effort, asked)
         plan = planning.make_plan("demo", 64, effort, {"text": f"file:{text}"})
-        run = pipeline.begin(find_visitor().fresh_folder(plan), plan, yielding=YIELDING)
+        run = pipeline.begin(find_visitor().fresh_folder(plan), plan, adjustable=ADJUSTABLE)
         assert run.plan.texts == 2 and run.plan.length <= plan.resolved_length(None)
     assert len(list(root.iterdir())) == len(planning.EFFORTS)
 

@@ -11,6 +11,7 @@ from linearizer.errors import FolderError
 from linearizer.method import allocate_run
 from linearizer.method.measure_run import measure_teacher
 from linearizer.method.recorder import SAMPLES, samples_of
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -25,7 +26,7 @@ def stopped(tmp_path_factory):
     """A run that was stopped once it was profiled, and its teacher."""
     run = pipeline.begin(tmp_path_factory.mktemp("stopped") / "run", Plan.of(**ASKED))
     teacher = teacher_module.load_teacher_of(run.plan)
-    finish(measure_teacher(run, teacher))
+    finish(measure_teacher(run, teacher, TextsOfRun.of(run, teacher)))
     return run, teacher
 
 
@@ -108,13 +109,14 @@ def test_what_is_made_anew_is_what_was_lost(run):
         ):
             samples_of(run)
         (run.folder / "profile.json").unlink()
-        finish(measure_teacher(run, teacher_module.load_teacher_of(run.plan)))
+        teacher = teacher_module.load_teacher_of(run.plan)
+        finish(measure_teacher(run, teacher, TextsOfRun.of(run, teacher)))
         assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before
 
 
 def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
     teacher = stopped[1]
-    texts = allocate_run.texts_to_price_on(run, teacher, None)
+    texts = TextsOfRun.of(run, teacher).priced
     finish(allocate_run.price_heads(run, teacher, texts))
     result = run.read("prices.json")
     (run.folder / "prices.json").unlink()

@@ -42,6 +42,14 @@ def test_where_a_loss_runs_through_the_whole_model_texts_are_short_and_the_graph
     assert run_memory(replace(adapters, length=4096), result) - run_memory(adapters, result) > 1e10
 
 
+def test_a_large_vocabulary_takes_little_memory_while_heads_are_priced():
+    plan = Plan("demo", budget=256)
+    few, many = (
+        run_memory(plan, inspection_of([Layer(4, 1, 256, 256)] * 18, vocabulary=words)) for words in (32_000, 262_144)
+    )
+    assert many - few < 2**30  # all logits of a text of 4,096 tokens take four
+
+
 @pytest.mark.parametrize("name", ["clusters", "mlp"])
 def test_the_disk_that_feature_maps_take_is_about_that_of_their_numbers(name):
     plan = Plan.of("features", model="demo", budget=256, feature_map=name)

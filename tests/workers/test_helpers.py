@@ -13,6 +13,7 @@ from linearizer import pipeline
 from linearizer.method import allocate_run
 from linearizer.method.head_prices import Share
 from linearizer.method.measure_run import measure_teacher
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.teacher.devices import device_name
@@ -104,12 +105,12 @@ def test_a_helper_sees_the_device_that_is_its_own_by_the_name_that_it_has_here(v
 def test_several_processes_estimate_the_prices_of_one(tmp_path):
     run = pipeline.begin(tmp_path / "run", PLAN)
     teacher = load_teacher_of(run.plan)
-    finish(measure_teacher(run, teacher))
-    texts = allocate_run.texts_to_price_on(run, teacher, None)
-    finish(allocate_run.price_heads(run, teacher, texts))
+    texts = TextsOfRun.of(run, teacher)
+    finish(measure_teacher(run, teacher, texts))
+    finish(allocate_run.price_heads(run, teacher, texts.priced))
     expected = run.read("prices.json")
     (run.folder / "prices.json").unlink()
-    finish(allocate_run.price_heads(run, teacher, texts, InTurn(run)))
+    finish(allocate_run.price_heads(run, teacher, texts.priced, InTurn(run)))
     assert run.read("prices.json") == expected
 
 
