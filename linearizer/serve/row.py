@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -19,6 +19,8 @@ from transformers.cache_utils import Cache
 from linearizer.errors import first_line
 from linearizer.teacher.token_loop import TextStream
 
+BLOCK = 256  # tokens whose shares are added up at once
+BELOW_1 = 1 - 2**-50
 Tensor = torch.Tensor
 
 
@@ -127,27 +129,74 @@ def begun_stop(text: str, stop: Sequence[str]) -> int:
 
 
 def choose_tokens(logits: Tensor, drawings: Sequence[Drawing], texts: Sequence[Sequence[int]]) -> list[int]:
-    """Choose the next token of every row of logits (rows, vocabulary), after the tokens of its text."""
-    tokens: list[int] = logits.argmax(-1).tolist()
+    """Choose the next token of every row of logits (rows, vocabulary), after the tokens of its text.
+
+    Rows are drawn together, each with one random number of its own, so a row draws the same in any batch. This changes
+    the logits in place: new memory for all rows would take a CPU longer than the rest.
+    """
     for row, drawing in enumerate(drawings):
-        if drawing.temperature or drawing.repetition_penalty != 1.0:
-            tokens[row] = draw_token(logits[row : row + 1], drawing, texts[row])
+        if drawing.repetition_penalty != 1.0:
+            logits[row] = penalise(logits[row : row + 1], drawing.repetition_penalty, texts[row])[0]
+    likeliest = logits.argmax(-1)
+    tokens: list[int] = likeliest.tolist()
+    if drawn := [row for row, drawing in enumerate(drawings) if drawing.temperature]:
+        chosen = [drawings[row] for row in drawn]
+        logits.sub_(logits.gather(-1, likeliest[:, None]))
+        limited = limit(logits if len(drawn) == len(drawings) else logits[drawn], chosen)
+        for row, token in zip(drawn, draw_tokens(limited.exp_(), chosen), strict=True):
+            tokens[row] = token
     return tokens
 
 
-def draw_token(logits: Tensor, drawing: Drawing, text: Sequence[int]) -> int:  # (1, vocabulary)
-    """Draw a token with one random number, after the processors of transformers in their order."""
-    ids = torch.tensor([text] if drawing.repetition_penalty != 1.0 else [[]], dtype=torch.long, device=logits.device)
-    logits = RepetitionPenaltyLogitsProcessor(drawing.repetition_penalty)(ids, logits)
-    logits = logits.nan_to_num()  # of a tiny penalty: shares of what is infinite would be none
-    if not drawing.temperature:
-        return int(logits.argmax())
-    logits = (logits - logits.max()) / max(drawing.temperature, 1e-30)  # smaller ones are 0 in float32
+def penalise(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:  # (1, vocabulary)
+    """Make the tokens of a text less likely."""
+    ids = torch.tensor([text], dtype=torch.long, device=logits.device)
+    penalised = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
+    return penalised.nan_to_num()  # of a tiny penalty: shares of what is infinite would be none
+
+
+def limit(logits: Tensor, drawings: Sequence[Drawing]) -> Tensor:
+    """Apply temperatures, then the limits of each row in the order of transformers, in place."""
+    if any(drawing.temperature != 1 for drawing in drawings):
+        temperatures = torch.tensor([[max(drawing.temperature, 1e-30)] for drawing in drawings])  # smaller ones are 0
+        logits.div_(temperatures.to(logits))
+    for row, drawing in enumerate(drawings):
+        for warper in warpers_of(drawing):
+            logits[row : row + 1] = warper(None, logits[row : row + 1])
+    return logits
+
+
+def warpers_of(drawing: Drawing) -> Iterator[Callable[[None, Tensor], Tensor]]:
     if drawing.top_k is not None:
-        logits = TopKLogitsWarper(drawing.top_k)(ids, logits)
+        yield TopKLogitsWarper(drawing.top_k)
     if drawing.top_p < 1:
-        logits = TopPLogitsWarper(drawing.top_p)(ids, logits)
+        yield TopPLogitsWarper(drawing.top_p)
     if drawing.min_p > 0:
-        logits = MinPLogitsWarper(drawing.min_p)(ids, logits)
-    total = logits[0].double().softmax(-1).cumsum(-1)
-    return int(torch.searchsorted(total, drawing.random.random() * total[-1], right=True))
+        yield MinPLogitsWarper(drawing.min_p)
+
+
+def draw_tokens(shares: Tensor, drawings: Sequence[Drawing]) -> list[int]:  # (rows, vocabulary)
+    """Draw a token of each row by their shares.
+
+    A number in [0, 1) first finds a block of tokens, and then a token in it: only these are added up one by one.
+    """
+    numbers = torch.tensor([[drawing.random.random()] for drawing in drawings], dtype=torch.float64)
+    size = shares.shape[-1]
+    whole, rest = shares.split([size - size % BLOCK, size % BLOCK], -1)
+    sums = torch.cat([whole.unflatten(-1, (-1, BLOCK)).sum(-1), rest.sum(-1, keepdim=True)], -1)
+    block, within = find_place(sums, numbers.to(shares.device))
+    places = block * BLOCK + torch.arange(BLOCK, device=shares.device)
+    found, _ = find_place(shares.gather(-1, places.clamp_max(size - 1)) * (places < size), within)
+    drawn: list[int] = (block * BLOCK + found)[:, 0].clamp_max(size - 1).tolist()
+    return drawn
+
+
+def find_place(shares: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:  # (rows, places), (rows, 1)
+    """Find the place of each number in [0, 1) along the sums of shares; return also where it lies in its share."""
+    shares = shares.double()
+    ends = shares.cumsum(-1)
+    wanted = numbers.clamp_max(BELOW_1) * ends[:, -1:]  # below the last end, also when rounded
+    # never a share of 0, which ends where it begins; what is not a number, whose row fails, ends nowhere
+    place = torch.searchsorted(ends, wanted, right=True).clamp_max(shares.shape[-1] - 1)
+    share = shares.gather(-1, place)
+    return place, ((wanted - ends.gather(-1, place) + share) / share).clamp(0, 1)

@@ -153,3 +153,34 @@ def test_each_row_is_drawn_by_its_own_options():
     drawings = [Drawing(repetition_penalty=2.0), Drawing(), *(Drawing(1.0, random=random.Random("7 0")) for _ in "ab")]
     first, second, third, fourth = choose_tokens(row.repeat(4, 1), drawings, [[1]] * 4)
     assert (first, second) == (2, 1) and third == fourth
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch():
+    """By its own seed; rows of many kinds are drawn at once."""
+    kinds = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"repetition_penalty": 1.3}, {"temperature": 0.0}]
+    rows = torch.randn(24, 1000, generator=torch.Generator().manual_seed(1)) * 3
+
+    def drawing(row):
+        return Drawing(**{"temperature": 1.0, "random": random.Random(row), **kinds[row % len(kinds)]})
+
+    together = [drawing(row) for row in range(24)]
+    alone = [drawing(row) for row in range(24)]
+    for _ in range(20):
+        drawn = choose_tokens(rows.clone(), together, [[1, 2]] * 24)
+        assert drawn == [choose_tokens(rows[row : row + 1].clone(), [alone[row]], [[1, 2]])[0] for row in range(24)]
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_no_token_is_drawn_that_cannot_be(size):
+    """Not even by the numbers at the ends of what is drawn from."""
+    row = torch.full((1, size), -torch.inf)
+    row[0, ::3] = 0.0
+
+    class Ends(random.Random):
+        def random(self):
+            return ends.pop()
+
+    ends = [0.0, 1 - 2**-53, 0.5, 2**-53] * 2
+    while ends:
+        (token,) = choose_tokens(row.clone(), [Drawing(1.0, random=Ends())], [[]])
+        assert token < size and token % 3 == 0
