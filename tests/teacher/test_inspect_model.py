@@ -111,7 +111,8 @@ REFUSED = {
     "deepseek_v32": (dict(model_type="deepseek_v32"), "choose or compress the tokens they attend to"),
     "quantised": (dict(model_type="llama", quantization_config={"quant_method": "hqq"}), "its weights are quantised"),
     "windows everywhere": (dict(model_type="mistral", sliding_window=64), "every layer already attends to a window"),
-    "paligemma": (dict(model_type="paligemma"), "it is multimodal"),
+    "a tower without a class": (dict(model_type="mllama"), "its text tower \\(mllama_text_model\\) is of a kind"),
+    "no tower": (dict(model_type="chameleon"), "has no text tower of its own"),
     "shared caches": (dict(model_type="gemma3n_text"), "15 of its 35 layers reuse the keys and values of another"),
     "two attentions in each layer": (
         dict(model_type="diffllama", num_hidden_layers=2),
