@@ -32,9 +32,11 @@ WATCHED_TOKENS = 4
 
 # Kinds that are tested from end to end; other kinds that pass the same checks are served, too.
 TESTED = frozenset(
-    "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2 "
-    "gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama minimax_m2 mistral mixtral olmo "
-    "olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2".split()
+    "apertus arcee bailing_hybrid bamba cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma "
+    "gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoehybrid helium hunyuan_v1_dense "
+    "kimi_linear lfm2 lfm2_moe lfm3 llama minimax_m2 mistral mixtral nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt "
+    "phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 "
+    "stablelm starcoder2 zaya".split()
 )
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 UNCHANGED_LAYERS = frozenset(["linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"])
