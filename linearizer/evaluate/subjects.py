@@ -35,13 +35,13 @@ from linearizer.progress import finish, quiet
 from linearizer.run.folder import Run
 from linearizer.run.results import MadeWith, Recall
 from linearizer.student.attention_interface import attending
-from linearizer.student.cache import CACHE
+from linearizer.student.cache import change_texts
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, describe_device
 from linearizer.teacher.load import load_teacher_of, read_kept_texts
 from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at_once
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
-from linearizer.teacher.token_loop import read_tokens
+from linearizer.teacher.token_loop import placed, read_tokens
 
 ENDS_AT_ONCE = 5  # texts whose ends are predicted together
 MAX_BRANCH_BYTES = 2**30  # of the copies of a cache from which continuations of a text are read together
@@ -110,7 +110,7 @@ def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (t
     logits = []
     for chunk in ends.split(max(1, MAX_BRANCH_BYTES // max(bytes_held(cache), 1)), 1):
         branches = copy.deepcopy(cache)
-        branches.batch_repeat_interleave(chunk.shape[1])
+        change_texts(branches.layers, partial(torch.repeat_interleave, repeats=chunk.shape[1], dim=0))
         logits.append(read_logits(subject, chunk.flatten(0, 1), branches).unflatten(0, chunk.shape[:2]))
     return torch.cat(logits, 1)
 
@@ -118,7 +118,7 @@ def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (t
 def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
     """Let a subject read on from its cache; return the logits of the last `keep` tokens, or of all."""
     with subject.prepared() as model, torch.inference_mode():
-        caching = {CACHE: cache, "use_cache": cache is not None}
+        caching = {"use_cache": cache is not None, **({} if cache is None else placed(ids.to(model.device), cache))}
         return model(ids.to(model.device), logits_to_keep=keep, **caching).logits.float()
 
 

@@ -105,7 +105,8 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
         )
     with quiet():
         try:
-            return text_tower(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return text_tower(config, source.weights.names)
         except Exception as error:  # each kind checks its config in its own way, with errors of many types
             raise UnsupportedModel(
                 f"{source.name!r} has a {CONFIG} that transformers refuses ({first_line(error)}): repair that file"

@@ -33,9 +33,11 @@ WATCHED_TOKENS = 4
 # Kinds that are tested from end to end, with three layers and random weights. Other kinds that pass the same checks
 # are supported, too.
 TESTED = frozenset(
-    "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2 "
-    "gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama minimax_m2 mistral mixtral olmo "
-    "olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2".split()
+    "apertus arcee bailing_hybrid bamba cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma "
+    "gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoehybrid helium hunyuan_v1_dense "
+    "kimi_linear lfm2 lfm2_moe lfm3 llama minimax_m2 mistral mixtral nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt "
+    "phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 "
+    "stablelm starcoder2 zaya".split()
 )
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 UNCHANGED_LAYERS = frozenset(["linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"])
@@ -56,12 +58,21 @@ MASKED = "its layers mask tokens with custom numbers, which a state of fixed siz
 ENCODER = "it is an encoder, which reads in both directions"
 ENCODERS = "the page and `linearizer run` without --job also linearize encoders, in runs of their own"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or qwen3_5"
-# Kinds that pass text unchanged to the tower, and let every token read only those before it.
-TOWERS = frozenset(
-    "aya_vision gemma3 internvl llava llava_next llava_onevision mistral3 qwen2_5_vl qwen2_vl qwen3_vl".split()
-)
+NO_TEXT = "its text tower ({}) is of a kind that transformers cannot load alone"
 # Towers without a class of their own. Text has equal positions in all directions, so another kind computes the same.
-ALIKE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4v_moe_text": ("glm4_moe", {}),
+    "glm4v_text": ("glm4", {}),
+    "glm_ocr_text": ("glm4", {"attention_bias": False}),
+    "granite4_vision_text": ("granite", {}),
+    "granite_docling_text": ("granite", {}),
+    "qwen2_5_omni_text": ("qwen2", {}),
+    "qwen2_5_vl_text": ("qwen2", {}),
+    "qwen2_vl_text": ("qwen2", {}),
+    "qwen3_omni_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl_text": ("qwen3", {}),
+}
 
 
 class Refused(UnsupportedModel):
@@ -82,7 +93,7 @@ def check_config(config: PreTrainedConfig) -> None:
         raise Refused(ENCODER, ENCODERS)
     parts = [name for name in config.sub_configs if any(word in name for word in OTHER_INPUTS)]
     if parts:
-        raise Refused(f"it is multimodal ({', '.join(parts)})", "name its text-only sibling")
+        raise refuse_multimodal(config, parts)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         remedy = ENCODERS if getattr(config, "patch_size", None) else ANOTHER
         raise Refused(f"{config.model_type} models do not continue text", remedy)
@@ -96,6 +107,16 @@ def check_config(config: PreTrainedConfig) -> None:
     by_name = getattr(config, "position_embedding_type", None) == "alibi" or config.model_type == "bloom"
     if by_name or any(getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))):
         raise Refused(ALIBI)
+
+
+def refuse_multimodal(config: PreTrainedConfig, parts: list[str]) -> Refused:
+    """Explain why the text tower of a multimodal model is not served."""
+    sibling, tower = "name its text-only sibling", config.get_text_config(decoder=True)
+    if getattr(config, "quantization_config", None) is not None:
+        return Refused(f"it is multimodal ({', '.join(parts)}) and quantised", "name the model that it was made from")
+    if tower is config:
+        return Refused(f"it is multimodal ({', '.join(parts)}), and has no text tower of its own", sibling)
+    return Refused(f"it is multimodal, and {NO_TEXT.format(tower.model_type)}", sibling)
 
 
 def check_attention(query: torch.Tensor, key: torch.Tensor, arguments: Mapping[str, object]) -> None:
@@ -253,17 +274,26 @@ def native_window(config: PreTrainedConfig, index: int, arguments: dict) -> int 
     return arguments.get("sliding_window")
 
 
-def text_tower(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a model's text tower, which names the whole model; else return the config unchanged."""
-    from transformers import AutoConfig
+def text_tower(config: PreTrainedConfig, stored: Collection[str] = ()) -> PreTrainedConfig:
+    """Return the config of a model's text tower, which names the whole model; else return the config unchanged.
 
-    if config.model_type not in TOWERS or getattr(config, "quantization_config", None) is not None:
+    `stored` are the names of the tensors in its files, as far as they are known.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    tower = config.get_text_config(decoder=True)
+    has_class = type(tower) in MODEL_FOR_CAUSAL_LM_MAPPING or tower.model_type in ALIKE
+    if tower is config or not has_class or config.is_encoder_decoder or getattr(config, "quantization_config", None):
         return config
-    tower = deepcopy(config.get_text_config(decoder=True))
-    if kind := ALIKE.get(tower.model_type):
+    tower = deepcopy(tower)
+    if tower.model_type in ALIKE:
+        kind, more = ALIKE[tower.model_type]
         content = {name: value for name, value in tower.to_dict().items() if name != "model_type"}
-        tower = AutoConfig.for_model(kind, **content)
-    tower.tie_word_embeddings = config.tie_word_embeddings  # some models state it only outside of the tower
+        tower = AutoConfig.for_model(kind, **{**content, **more})
+    has_head = any(name.endswith("lm_head.weight") for name in stored)
+    # Some models state it only outside of the tower, others only inside.
+    tied = getattr(config, "tie_word_embeddings", tower.tie_word_embeddings)
+    tower.tie_word_embeddings = tied or bool(stored and not has_head)
     tower.dtype = tower.dtype or config.dtype
     tower.tower_of = (config.architectures or [config.model_type])[0]
     tower.architectures = None
@@ -277,11 +307,12 @@ def whole_of(config: PreTrainedConfig) -> str | None:
 
 def names_in_files(tower: PreTrainedModel, stored: Collection[str]) -> dict[str, str]:
     """Find the names that a tower's weights have in the files of its whole model: pattern -> name in the tower."""
-    prefix = f"{tower.base_model_prefix}."
     names = [name for name, _ in tower.named_parameters()]
+    prefix = f"{names[0].partition('.')[0]}."  # of the decoder, which begins with embeddings
     inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     places = {name.removesuffix(inner[0]) for name in stored if name.endswith(inner[0])}
-    place = next((place for place in sorted(places) if all(place + name in stored for name in inner)), None)
+    plain = [name for name in inner if ".experts." not in name]  # files may hold experts one by one
+    place = next((place for place in sorted(places) if all(place + name in stored for name in plain)), None)
     outer = {name: [key for key in stored if key.endswith(name)] for name in names if not name.startswith(prefix)}
     if place is None or not all(outer.values()):
         raise Refused(

@@ -13,11 +13,12 @@ from linearizer.hub.weight_files import Weights
 from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.teacher.inspect_model import inspect_model
 from tests.support.families import EXPERTS, FAMILIES, GPT, GROUPED, LATENT, ROUTED, WINDOW
+from tests.support.hybrids import HYBRIDS
 from tests.support.models import tokens
 
 LENGTH = 40
 LEAST = 25  # kinds that have to be compared, also with the oldest transformers
-KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*FAMILIES})
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*FAMILIES, *HYBRIDS})
 SMALL = {
     **{**GPT, **GROUPED, **EXPERTS, **ROUTED, **LATENT, "num_experts": 4, "moe_num_experts": 4},
     **{"d_model": 64, "n_layers": 3, "num_layers": 3, "n_heads": 4, "num_heads": 4, "ffn_hidden_size": 96, "moe_k": 2},

@@ -18,9 +18,9 @@ from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.streaming import measure_weights
-from linearizer.teacher.support import TOWERS
 from tests.support.cards import describe_teacher
 from tests.support.families import FAMILIES, GROUPED
+from tests.support.hybrids import HYBRIDS
 from tests.support.models import tokens
 from tests.support.runs import weights_of
 
@@ -29,7 +29,20 @@ EYE = dict(
 )
 QWEN = dict(depth=1, hidden_size=32, num_heads=2, patch_size=8, intermediate_size=32)
 ROPE = dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)
+HALF = dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=1e4, partial_rotary_factor=0.5)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 TEXT = {
+    "aria": dict(GROUPED, moe_num_experts=4, moe_topk=2),
+    "cohere2_vision": dict(FAMILIES["cohere2"], model_type="cohere2"),
+    "exaone4_5": dict(FAMILIES["exaone4"], model_type="exaone4"),
+    "gemma4": dict(FAMILIES["gemma3_text"], vocab_size_per_layer_input=128, hidden_size_per_layer_input=8),
+    "glm4v": dict(GROUPED, rope_parameters=HALF),
+    "hyperclovax_vision_v2": dict(GROUPED, model_type="hyperclovax"),
+    "lfm2_vl": dict(HYBRIDS["lfm2"], model_type="lfm2"),
+    "lighton_ocr": dict(GROUPED, model_type="qwen3"),
+    "qwen3_5": HYBRIDS["qwen3_5_text"],
+    "qwen3_vl_moe": dict(GROUPED, rope_parameters=ROPE, **EXPERTS),
+    "video_llama_3": dict(GROUPED, model_type="qwen2"),
     "aya_vision": dict(FAMILIES["cohere"], model_type="cohere"),
     "gemma3": dict(FAMILIES["gemma3_text"], model_type="gemma3_text"),
     "internvl": dict(GROUPED, model_type="qwen2"),
@@ -39,6 +52,22 @@ TEXT = {
     "qwen3_vl": dict(GROUPED, rope_parameters=ROPE),
 }
 SIGHT = {
+    "aria": EYE,
+    "cohere2_vision": dict(EYE, model_type="siglip_vision_model"),
+    "deepseek_vl": dict(EYE, model_type="siglip_vision_model"),
+    "exaone4_5": dict(QWEN, out_hidden_size=64),
+    "gemma4": dict(EYE, num_key_value_heads=2, head_dim=16, position_embedding_size=16),
+    "glm4v": dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64),
+    "hyperclovax_vision_v2": dict(QWEN, out_hidden_size=64),
+    "idefics3": EYE,
+    "lfm2_vl": dict(EYE, model_type="siglip_vision_model"),
+    "lighton_ocr": dict(EYE, model_type="pixtral", head_dim=16),
+    "qwen3_5": dict(QWEN, out_hidden_size=64),
+    "qwen3_vl_moe": dict(QWEN, out_hidden_size=64, deepstack_visual_indexes=[0]),
+    "smolvlm": EYE,
+    "video_llama_3": EYE,
+    "video_llava": dict(EYE, model_type="clip_vision_model"),
+    "vipllava": dict(EYE, model_type="clip_vision_model"),
     "gemma3": dict(EYE, model_type="siglip_vision_model"),
     "internvl": dict(EYE, image_size=[16, 16], patch_size=[8, 8]),
     "mistral3": dict(EYE, model_type="pixtral", head_dim=16),
@@ -48,6 +77,7 @@ SIGHT = {
     "qwen2_5_vl": dict(QWEN, out_hidden_size=64),
     "qwen3_vl": dict(QWEN, out_hidden_size=64, deepstack_visual_indexes=[0]),
 }
+WHOLE = sorted({*TEXT, *SIGHT, "llava", "llava_next"})
 OLD = {"llava": ("model.language_model.", "language_model.model."), "qwen2_vl": ("model.language_model.", "model.")}
 
 
@@ -59,7 +89,7 @@ def whole_model(family, **options):
     return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
 
 
-@pytest.mark.parametrize("family", sorted(TOWERS))
+@pytest.mark.parametrize("family", WHOLE)
 @torch.no_grad()
 def test_a_tower_gives_text_the_logits_of_its_whole_model(family, tmp_path):
     whole = whole_model(family)
