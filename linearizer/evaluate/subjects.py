@@ -34,7 +34,7 @@ from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.progress import finish, quiet
 from linearizer.run.folder import Run
 from linearizer.run.results import MadeWith, Recall
-from linearizer.student.attention_interface import attending
+from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.cache import change_texts
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, describe_device
@@ -62,7 +62,7 @@ class Subject:
     def prepared(self) -> Iterator[PreTrainedModel]:
         """Yield the model, prepared to attend like this subject."""
         if self.softmax:
-            with attending(self.model, "sdpa"):
+            with attending_as_teacher(self.model):
                 yield self.model
         elif self.heads is None:
             yield self.model

@@ -20,12 +20,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
+from .attention_of_student import Scores
 from .cache import CACHE, empty_cache, has_student, take_cache
 from .layer_student import find_kernels
 
 # Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
-IMPLEMENTATION, OBSERVED = f"linearized_{_COPY}", f"observed_{_COPY}"
+IMPLEMENTATION, OBSERVED, AS_TEACHER = (f"{name}_{_COPY}" for name in ("linearized", "observed", "teacher"))
 NOT_SERVED = (
     "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
     "give each text a row of its own, and an attention_mask (texts, tokens) for its padding"
@@ -82,10 +83,45 @@ def linearized(
     """Attend with the student of this layer, or as the teacher did where the layer has none."""
     student = getattr(module, "student", None)
     if student is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return attend_as_teacher(module, query, key, value, attention_mask, scaling, **kwargs)
     real = None if attention_mask is None else attention_mask[:, 0, 0]
     with part_order or nullcontext():
-        out = student(query, key, value, score_scale(query, scaling), real, linear_state)
+        inputs = query, key, value, score_scale(query, scaling), real, linear_state
+        out = student(*inputs, *scores_of(module, kwargs))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def scores_of(module: nn.Module, kwargs: dict) -> tuple[float | None, torch.Tensor | None] | tuple[()]:
+    """Return the cap of a layer's scores and its learned sinks, which it passes or keeps; nothing if it has neither."""
+    cap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
+    own = getattr(module, "sinks", None)
+    sink = own if sink is None and isinstance(own, torch.Tensor) else sink
+    return () if cap is None and sink is None else (cap, sink)
+
+
+def attend_as_teacher(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # (batch, 1, tokens, columns), true where a token is seen
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as usual, also where scores are capped, or where there are learned sinks, which SDPA does not know."""
+    if not (altered := scores_of(module, kwargs)):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    cap, sink = altered
+    group, tokens, columns = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    if attention_mask is None:
+        attention_mask = torch.ones(1, 1, tokens, columns, dtype=torch.bool, device=key.device).tril(columns - tokens)
+    scores = Scores(cap, None if sink is None else sink.view(key.shape[1], group)).of_heads(len(query))
+    queries = query.unflatten(1, (-1, group)).flatten(0, 1) * score_scale(query, scaling)
+    bias = torch.zeros_like(attention_mask, dtype=torch.float32).masked_fill(~attention_mask, -torch.inf)
+    bias = bias.expand(len(query), -1, -1, -1).repeat_interleave(key.shape[1], 0)
+    logits = queries.float() @ key.flatten(0, 1)[:, None].mT.float()
+    weights = scores.weights(logits, bias, slice(None)).nan_to_num().to(value.dtype)  # a row of padding sees nothing
+    out = (weights @ value.flatten(0, 1)[:, None]).view(*query.shape[:3], value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -218,12 +254,22 @@ def observed(
     """Show a layer's queries, keys and values to its observer, then attend as usual."""
     observe: Observer = module.observe  # type: ignore[assignment]
     observe(module, query, key, value, score_scale(query, scaling), {"attention_mask": attention_mask, **kwargs})
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return attend_as_teacher(module, query, key, value, attention_mask, scaling, **kwargs)
+
+
+def implementation_of_teacher(model: Any) -> str:
+    """Name the implementation of a teacher's attention: SDPA, unless its model or class does more than that."""
+    return "sdpa" if getattr(model, "_supports_sdpa", True) else AS_TEACHER
+
+
+def attending_as_teacher(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Attend as a student's teacher in this context."""
+    return attending(model, implementation_of_teacher(model))
 
 
 @contextmanager
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Attend with another implementation in this context: "sdpa" makes a student's base its teacher."""
+    """Attend with another implementation in this context."""
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     try:
@@ -248,5 +294,6 @@ def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
 
 AttentionInterface.register(IMPLEMENTATION, linearized)
 AttentionMaskInterface.register(IMPLEMENTATION, padding_only)
-AttentionInterface.register(OBSERVED, observed)
-AttentionMaskInterface.register(OBSERVED, sdpa_mask)
+for _name, _attend in ((OBSERVED, observed), (AS_TEACHER, attend_as_teacher)):
+    AttentionInterface.register(_name, _attend)
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -10,7 +10,8 @@ What a layer promises, for each KV head and the query heads that share it:
   4. The state is `HeadState`: as many bytes after a thousand tokens as after a million.
   5. Reading a text in any cuts gives the same state and the same outputs: a token is rounded before anyone sees it,
      and places, not calls, decide what merges. Padding is not read: a row of a batch equals the row alone.
-  6. Keys and values of few bits are stored in a basis of their own (layer_student.py); sinks are never rounded so.
+  6. Where the model caps its scores, or has learned sinks (logits without a value that take weight), so does a student.
+  7. Keys and values of few bits are stored in a basis of their own (layer_student.py); sinks are never rounded so.
 
 Shapes: q (batch, heads, group, tokens, dim), scaled; k, v (batch, heads, tokens, dim): KV heads of one kind. Texts that
 have read equally many tokens are read together, as so many more heads.
@@ -127,6 +128,34 @@ class Merging:
         return Merging(metric.repeat(texts, 1, 1), gain.repeat(texts), query.repeat(texts, 1))
 
 
+@dataclass(frozen=True)
+class Scores:
+    """How scores become weights, where softmax is not all that a model does."""
+
+    cap: float | None = None  # scores become cap · tanh(score / cap)
+    sink: Tensor | None = None  # (heads, group) the logits of learned sinks
+    offset: Tensor | None = None  # (batch, heads, group, tokens) what the basis of keys leaves out of a row's scores
+
+    def of_text(self, text: int, tokens: Tensor | slice) -> Scores:
+        """Return the scores of some tokens of one text."""
+        return self if self.offset is None else replace(self, offset=self.offset[text : text + 1][..., tokens])
+
+    def of_heads(self, texts: int) -> Scores:
+        """Return the scores of the heads of so many texts, side by side."""
+        sink = None if self.sink is None else self.sink.repeat(texts, 1)
+        return Scores(self.cap, sink, None if self.offset is None else self.offset.flatten(0, 1))
+
+    def weights(self, logits: Tensor, bias: Tensor, rows: slice) -> Tensor:
+        """Weigh the columns of some rows of (heads, group, rows, columns)."""
+        if self.offset is not None:
+            logits = logits + self.offset[:, :, rows, None]
+        logits = (logits if self.cap is None else self.cap * (logits / self.cap).tanh()) + bias
+        if self.sink is None:
+            return logits.softmax(-1)
+        sink = self.sink.to(logits.dtype)[:, :, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+
+
 @dataclass
 class Slots:
     """Merged tokens: k, v (heads, slots, dim), weight and spread (heads, slots)."""
@@ -152,41 +181,43 @@ class OpenState:
 
 def read(
     kind: HeadKind, merging: Merging | None, sinks: int, state: HeadState | None, q: Tensor, k: Tensor, v: Tensor,
-    real: Tensor | None = None,
+    real: Tensor | None = None, scores: Scores | None = None,
 ) -> tuple[Tensor, HeadState]:  # fmt: skip
     """Read tokens, of which some may be padding (`real` (batch, tokens) is false): return outputs and the new state."""
     state = HeadState.empty(kind, k, v, sinks) if state is None else state
     work, counts = working_dtype(v), state.count.tolist()
     q, k, v = q.to(work), k.to(work), v.to(work)
     if real is None and len({*counts}) == 1:
-        return read_alike(kind, merging, sinks, state, counts[0], q, k, v)
+        return read_alike(kind, merging, sinks, state, counts[0], q, k, v, scores or Scores())
     out, states = v.new_zeros(*q.shape[:-1], v.shape[-1]), []
     for text, count in enumerate(counts):
         one, at = slice(text, text + 1), slice(None) if real is None else real[text].nonzero()[:, 0]
         of_text = change_tensors(state, partial(torch.narrow, dim=0, start=text, length=1))
         new = q[one][:, :, :, at], k[one][:, :, at], v[one][:, :, at]
-        part, after = read_alike(kind, merging, sinks, of_text, count, *new)
+        of_rows = Scores() if scores is None else scores.of_text(text, at)
+        part, after = read_alike(kind, merging, sinks, of_text, count, *new, of_rows)
         out[text, :, :, at] = part[0]
         states.append(after)
     return out, HeadState(*(torch.cat(parts) for parts in zip(*(tensors(x).values() for x in states), strict=True)))
 
 
 def read_alike(
-    kind: HeadKind, merging: Merging | None, sinks: int, state: HeadState, count: int, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, HeadState]:
+    kind: HeadKind, merging: Merging | None, sinks: int, state: HeadState, count: int, q: Tensor, k: Tensor, v: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, HeadState]:  # fmt: skip
     """Read tokens of texts that have all read `count` tokens."""
     texts, done, parts = len(q), 0, [q.new_zeros(*q.shape[:3], 0, v.shape[-1]).flatten(0, 1)]
     first = max(0, min(sinks - count, k.shape[-2]))  # which are sinks
     k, v = (torch.cat([as_sink(x[:, :, :first], kind.bits), x[:, :, first:]], 2) for x in (k, v))
     opened = open_state(kind, state, count, sinks, k.dtype)
-    merging = None if merging is None else merging.for_texts(texts, k.dtype)
+    merging, scores = None if merging is None else merging.for_texts(texts, k.dtype), scores.of_heads(texts)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     while done < k.shape[1]:
         if kind.leaves(opened.count):
             merge_oldest_block(kind, merging, opened, sinks)
         new = slice(done, done + kind.rows(opened.count, k.shape[1] - done))
         append(kind, opened, k[:, new], v[:, new], sinks)
-        parts.append(attend(kind, merging, opened, q[:, :, new], sinks))
+        parts.append(attend(kind, merging, opened, q[:, :, new], scores, new))
         done = new.stop
     return torch.cat(parts, 2).unflatten(0, (texts, -1)), close_state(kind, state, opened, k, v)
 
@@ -205,7 +236,7 @@ def append(kind: HeadKind, state: OpenState, k: Tensor, v: Tensor, sinks: int) -
     state.count += k.shape[1]
 
 
-def attend(kind: HeadKind, merging: Merging | None, state: OpenState, q: Tensor, sinks: int) -> Tensor:
+def attend(kind: HeadKind, merging: Merging | None, state: OpenState, q: Tensor, scores: Scores, rows: slice) -> Tensor:
     """Take one softmax over sinks, window and slots, for the rows of the newest tokens."""
     near, slots, device = state.near_k.shape[1], state.slots, q.device
     row = torch.arange(state.count - q.shape[2], state.count, device=device)[:, None]
@@ -220,8 +251,8 @@ def attend(kind: HeadKind, merging: Merging | None, state: OpenState, q: Tensor,
     if merging is not None:
         level = torch.addcmul(slots.weight.log(), merging.gain[:, None], slots.spread)
         levels.append(level[:, None, None].expand(-1, 1, len(row), -1))
-    logits = logits + torch.cat(levels, -1)
-    return (logits.softmax(-1).flatten(1, 2) @ v).unflatten(1, q.shape[1:3])
+    weights = scores.weights(logits, torch.cat(levels, -1), rows)
+    return (weights.flatten(1, 2) @ v).unflatten(1, q.shape[1:3])
 
 
 def merge_oldest_block(kind: HeadKind, merging: Merging | None, state: OpenState, sinks: int) -> None:

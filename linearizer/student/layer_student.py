@@ -10,12 +10,13 @@ import functools
 import importlib
 import math
 import warnings
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from .attention_of_student import GAIN, HeadKind, HeadState, Merging, read, working_dtype
+from .attention_of_student import GAIN, HeadKind, HeadState, Merging, Scores, read, working_dtype
 
 Tensor = torch.Tensor
 DOOR, VERSION = "linearizer.kernels.door", 1  # of kernels that fit this code
@@ -110,6 +111,10 @@ class StoredBasis(nn.Module):
         )
         return rotate(q * (steps / root)[:, None]), rotate((k * root - middle) / steps), rotate(v - value_middle)
 
+    def left_out(self, q: Tensor, heads: Any) -> Tensor:
+        """Return what queries times changed keys leave out: queries times the middle, (batch, heads, group, tokens)."""
+        return (q.to(working_dtype(q)) @ self.key_middle[heads].to(working_dtype(q))[:, None, :, None])[..., 0]
+
     def from_stored(self, out: Tensor, heads: Any) -> Tensor:
         """Change outputs (batch, heads, group, tokens, dim) of some heads back."""
         return rotate(out) + self.value_middle[heads].to(out.dtype)[:, None, None]
@@ -175,9 +180,11 @@ class HeadGroup(nn.Module):
         return Merging(metric, gain, mean_query, 1.0 if self.has_basis else scale**0.5)  # the basis multiplies by it
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: HeadState | None
-    ) -> tuple[Tensor, HeadState]:
-        return read(self.kind, self.merging(scale), self.sinks, state, q.to(working_dtype(q)) * scale, k, v, real)
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: HeadState | None,
+        scores: Scores | None = None,
+    ) -> tuple[Tensor, HeadState]:  # fmt: skip
+        q = q.to(working_dtype(q)) * scale
+        return read(self.kind, self.merging(scale), self.sinks, state, q, k, v, real, scores)
 
 
 def named_head(head: dict | list | str) -> dict:
@@ -248,36 +255,45 @@ class LayerStudent(nn.Module):
         group.merger.mean_query[place] = mean_query.to(group.merger.mean_query)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None
-    ) -> Tensor:
-        """Attend and update `states`; autocast changes only the type of the inputs."""
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None,
+        cap: float | None = None, sink: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attend and update `states`; autocast changes only the type of the inputs.
+
+        `cap` and `sink` (query heads,) are the model's, if it caps its scores or has learned sinks.
+        """
         device, attend = query.device.type, self.attend
+        scores = None
+        if cap is not None or sink is not None:
+            scores = Scores(cap, None if sink is None else sink.view(self.kv_heads, -1))
         if torch.compiler.is_dynamo_compiling():  # the definition reads values, which breaks graphs
-            kernels = find_kernels()
+            kernels = None if scores is not None else find_kernels()
             served = kernels is not None and kernels.serves_graph(self, query, key, real, states)
             attend = attend if served else self.attend_uncompiled
         if device == "meta" or not torch.is_autocast_enabled(device):
-            return attend(query, key, value, scale, real, states)
+            return attend(query, key, value, scale, real, states, scores)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, states)
+            return attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, states, scores)
 
     @torch.compiler.disable
     def attend_uncompiled(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None,
+        scores: Scores | None,
+    ) -> Tensor:  # fmt: skip
         real = None if real is not None and real.all() else real
-        return self.attend(query, key, value, scale, real, states)
+        return self.attend(query, key, value, scale, real, states, scores)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None,
+        scores: Scores | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attend and update `states`, a list with the state of every group: by kernels with as many as they serve."""
         batch, count, tokens, dim = query.shape
         query = query.view(batch, self.kv_heads, count // self.kv_heads, tokens, dim)
         # the output lies in memory token by token, as the layer needs it
         out = value.new_empty(batch, tokens, *query.shape[1:3], value.shape[-1]).permute(0, 2, 3, 1, 4)
-        kernels = None if self.reader == "pytorch" else find_kernels()
+        kernels = None if self.reader == "pytorch" or scores is not None else find_kernels()
         done = [] if kernels is None else kernels.read(self, states, query, key, value, scale, real, out)
         if states is not None:
             states += [None] * (len(self.groups) - len(states))
@@ -285,19 +301,25 @@ class LayerStudent(nn.Module):
             if index not in done:
                 heads, state = as_slice(group.heads), None if states is None else states[index]
                 inputs = query[:, heads], key[:, heads], value[:, heads]
-                part, state = self.attend_in_basis(group, heads, inputs, scale, real, state)
+                part, state = self.attend_in_basis(group, heads, inputs, scale, real, state, scores)
                 out[:, heads] = part.to(out.dtype)
                 if states is not None:
                     states[index] = state
         return out.flatten(1, 2)
 
     def attend_in_basis(
-        self, group: HeadGroup, heads: Any, inputs: tuple, scale: float, real: Tensor | None, state: Any
-    ) -> tuple[Tensor, Any]:
+        self, group: HeadGroup, heads: Any, inputs: tuple, scale: float, real: Tensor | None, state: Any,
+        scores: Scores | None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         """Attend with one group, in the basis in which it stores keys and values."""
+        if scores is not None and scores.sink is not None:
+            scores = replace(scores, sink=scores.sink[heads])
         if self.turns is None or not group.has_basis:
-            return group(*inputs, scale, real, state)
-        part, state = group(*self.turns(self.turns.to_stored, *inputs, scale**0.5, heads), scale, real, state)
+            return group(*inputs, scale, real, state, scores)
+        if scores is not None:
+            scores = replace(scores, offset=self.turns(self.turns.left_out, inputs[0], heads) * scale**0.5)
+        inputs = self.turns(self.turns.to_stored, *inputs, scale**0.5, heads)
+        part, state = group(*inputs, scale, real, state, scores)
         return self.turns(self.turns.from_stored, part, heads), state
 
 

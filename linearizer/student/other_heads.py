@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention_of_student import SINK_TYPE, as_sink, pack, round_vectors, tensors, unpack
-from .columns import ExactState, SoftmaxState, least_count
+from .attention_of_student import SINK_TYPE, Scores, as_sink, pack, round_vectors, tensors, unpack, working_dtype
+from .columns import EMPTY, ExactState, SoftmaxState, least_count
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .features_torch import ScaledMap, linear_attention
 from .layer_student import find_kernels, has_stored_basis
@@ -46,21 +46,22 @@ class OtherGroup(nn.Module):
         self.heads, self.window, self.sinks, self.bits, self.has_basis = heads, window, sinks, bits, has_basis
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any
-    ) -> tuple[Tensor, Any]:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any,
+        scores: Scores | None = None,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         if self.bits == 16:
-            return self.attend(q, k, v, scale, real, state)
+            return self.attend(q, k, v, scale, real, state, scores)
         is_sink = find_sinks(state, q.shape[-2], real, self.sinks, k.device)
         k, v = (torch.where(is_sink, as_sink(x, self.bits), round_vectors(x, self.bits)) for x in (k, v))
         opened = state and unpack_state(state, self.bits, k.dtype)
-        part, after = self.attend(q, k, v, scale, real, opened)
+        part, after = self.attend(q, k, v, scale, real, opened, scores)
         return part, pack_state(after, self.bits, state)
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw new weights, if there are any."""
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any, scores: Scores | None
     ) -> tuple[Tensor, Any]:
         raise NotImplementedError
 
@@ -83,8 +84,11 @@ class FeatureGroup(OtherGroup):
             self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None
-    ) -> tuple[Tensor, ExactState]:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None,
+        scores: Scores | None,
+    ) -> tuple[Tensor, ExactState]:  # fmt: skip
+        if scores is not None:
+            raise ValueError("features and rules follow neither capped scores nor learned sinks: let heads hold slots")
         state = self.empty(k, v, self.window, scale) if state is None else state
         kernels = find_kernels()
         attend = linear_attention if kernels is None else kernels.linear_attention
@@ -111,22 +115,34 @@ class SoftmaxGroup(OtherGroup):
         super().__init__(heads, 0, exact_sinks, bits, has_stored_basis(bits, key_dim, value_dim or key_dim))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
-    ) -> tuple[Tensor, SoftmaxState]:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None,
+        scores: Scores | None,
+    ) -> tuple[Tensor, SoftmaxState]:  # fmt: skip
         tokens, padded = q.shape[-2], real is not None or (state is not None and not state.real.all())
         real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if real is None else real
         if state is not None:
             k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
             real = torch.cat([state.real, real], -1)
-        mask = None
-        if padded or (state is not None and tokens > 1):
+        mask, after = None, SoftmaxState(k, v, real, *first_columns(k, v, real, self.sinks))
+        if padded or scores is not None or (state is not None and tokens > 1):
             causal = torch.ones(tokens, k.shape[-2], dtype=torch.bool, device=k.device).tril(k.shape[-2] - tokens)
             mask = (causal & real[:, None])[:, None]
+        if scores is not None and mask is not None:
+            return weigh_all(q * scale, k, v, mask, scores), after
         causal_alone = mask is None and bool(tokens > 1)
         out = scaled_dot_product_attention(
             q.flatten(1, 2), k, v, attn_mask=mask, is_causal=causal_alone, scale=scale, enable_gqa=True
         )
-        return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real, *first_columns(k, v, real, self.sinks))
+        return out.unflatten(1, q.shape[1:3]), after
+
+
+def weigh_all(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """Attend to all tokens that the mask (batch, 1, tokens, columns) shows."""
+    work = working_dtype(v)
+    logits = (q.to(work) @ k.to(work)[:, :, None].mT).flatten(0, 1)
+    bias = torch.where(mask, 0.0, EMPTY).to(work).repeat_interleave(k.shape[1], 0)
+    weights = scores.of_heads(len(q)).weights(logits, bias, slice(None))
+    return weights.unflatten(0, k.shape[:2]) @ v.to(work)[:, :, None]
 
 
 def find_sinks(state: Any, tokens: int, real: Tensor | None, sinks: int, device: torch.device) -> Tensor:

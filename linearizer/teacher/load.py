@@ -33,6 +33,7 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.weight_digests import TOKENIZER
+from linearizer.student.attention_interface import implementation_of_teacher
 from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
@@ -60,7 +61,6 @@ KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # transformers does not chec
     "do_sample": (bool,),
 }
 SAFELY: dict[str, Any] = {  # options of from_pretrained
-    "attn_implementation": "sdpa",
     "trust_remote_code": False,
     "use_safetensors": True,
     "ignore_mismatched_sizes": True,  # check_complete reads them in the report
@@ -222,9 +222,10 @@ def read_model(
     source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype, places: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Let transformers make a model from its files, or from weights expanded here; report missing and wrong weights."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places}
+    attention = implementation_of_teacher(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places, "attn_implementation": attention}
     if whole_of(config):
         options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
     if (method := method_of(config)) in READ_HERE:

@@ -42,11 +42,8 @@ TESTED = frozenset(
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 UNCHANGED_LAYERS = frozenset(["linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"])
 OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the names of the parts of a multimodal config
-CAPPED = "it caps the scores of its attention (soft-capping), which features cannot follow"
-LEARNED_SINKS = "its heads have learned sinks, which receive weight without being tokens"
 POSITION_BIAS = "its layers add a learned bias for distances to their scores, which merged tokens cannot have"
-# by the argument that a layer passes to its attention
-ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS, "position_bias": POSITION_BIAS}
+ALTERED = {"position_bias": POSITION_BIAS}  # by the argument that a layer passes to its attention
 OWN_WAYS = {  # of hybrids, by their kind
     "jamba": "its recurrent layers cannot continue a text by several tokens at once in transformers' code",
     "minimax": "its linear layers keep their states in a cache of their own, which transformers cannot copy",

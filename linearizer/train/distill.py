@@ -24,14 +24,14 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run, ends_of_phases
 from linearizer.run.stopping import log_progress
-from linearizer.student.attention_interface import attending
+from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
 from linearizer.teacher.logits import check_logits
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingResult, TrainingSettings, training_settings
-from linearizer.train.trainer import NEWEST, PREVIOUS, TEACHER, Losses, Trainer, read_state, write_state
+from linearizer.train.trainer import NEWEST, PREVIOUS, Losses, Trainer, read_state, write_state
 
 
 def distill(
@@ -47,7 +47,7 @@ def distill(
 
     Before each step `enough` receives the number of finished steps; returning true ends the training early.
     """
-    with attending(student.base, TEACHER):
+    with attending_as_teacher(student.base):
         check_logits(student.base, texts)
     with trainable_features(student, settings):
         trainer, events, new_events = Trainer(student, texts, settings), list[str](), list[str]()

@@ -25,7 +25,7 @@ from linearizer.hub.weight_files import read_tensors, write_tensors
 from linearizer.plan.json_products import parse_json
 from linearizer.run.files import writing
 from linearizer.run.stopping import is_out_of_memory
-from linearizer.student.attention_interface import attending, attention_modules, observing
+from linearizer.student.attention_interface import attending_as_teacher, attention_modules, observing
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured, layer_number, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS
@@ -42,7 +42,6 @@ from linearizer.train.losses import (
 from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
-TEACHER = "sdpa"
 NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
 COPY_EVERY = 10  # steps between copies of a good state
 HIGH = 10.0  # times the loss at the start: above it a loss counts as high
@@ -149,7 +148,7 @@ class Trainer:
         assert self.head is not None
         teacher = None
         if self.settings.loss == "logits":
-            with torch.no_grad(), attending(self.base, TEACHER), without_adapters(self.base):
+            with torch.no_grad(), attending_as_teacher(self.base), without_adapters(self.base):
                 teacher = hidden_states(self.base, ids)
             if not teacher.isfinite().all():
                 raise FaultError(

@@ -1,0 +1,84 @@
+"""Models that cap their scores, or have learned sinks, have students that do the same."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from linearizer.hub.models import Source
+from linearizer.hub.weight_files import Weights
+from linearizer.method.checkpoint import load, put_student_into
+from linearizer.plan.head_bytes import Head
+from linearizer.student.attention_interface import attending_as_teacher
+from linearizer.student.cache import CACHE
+from linearizer.teacher.devices import compute_anywhere
+from linearizer.teacher.inspect_model import inspect_model
+from tests.support.families import GROUPED, WINDOW
+from tests.support.models import allocation_of, tokens
+
+LENGTH = 40
+SIZES = {**GROUPED, "num_hidden_layers": 2, "max_position_embeddings": 512, "sliding_window": WINDOW}
+FAMILIES = {
+    "gemma2": dict(attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    "vaultgemma": dict(attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
+}
+WHOLE = [Head(window=LENGTH)]
+FEW_BITS = [Head(window=8, slots=10, bits=6), Head(window=12, bits=8)]
+SOURCE = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def config_of(family):
+    return AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+
+
+def teacher_of(family):
+    torch.manual_seed(0)
+    teacher = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32, attn_implementation="eager")
+    compute_anywhere(teacher)
+    for name, weight in teacher.named_parameters():
+        weight.data = torch.randn_like(weight) if name.endswith("sinks") else 3 * weight.data  # scores are large
+    return teacher.eval().requires_grad_(False)
+
+
+def student_of(family, heads):
+    layers = inspect_model(SOURCE, config_of(family)).layers
+    assert [layer.native_window is None for layer in layers] == [False, True]
+    return put_student_into(teacher_of(family), layers, allocation_of(layers, heads, 2))
+
+
+@torch.no_grad()
+@every_family
+def test_a_budget_that_holds_the_text_gives_the_teachers_logits(family):
+    student, ids = student_of(family, WHOLE), tokens(2, LENGTH)
+    expected = teacher_of(family)(ids).logits
+    torch.testing.assert_close(student(ids).logits, expected, atol=2e-4, rtol=1e-3)
+    with attending_as_teacher(student.base):
+        torch.testing.assert_close(student.base(ids).logits, expected, atol=2e-4, rtol=1e-3)
+    kept = student_of(family, [Head(softmax=True)])(ids).logits
+    torch.testing.assert_close(kept, expected, atol=2e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+@every_family
+def test_caps_and_sinks_count_in_few_bits_in_pieces_and_beside_padding(family, tmp_path):
+    student, ids = student_of(family, FEW_BITS).double(), tokens(2, LENGTH)
+    for layer in student.students():  # a shift of all keys changes capped scores, and the share of a sink
+        layer.turns.key_middle.data.normal_(generator=torch.Generator().manual_seed(0))
+    whole, cache = student(ids).logits, student.empty_cache()
+    pieces = [student(part, **{CACHE: cache}).logits for part in ids.split((9, 1, 17, 13), 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-4)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    padded, alone = student(ids, attention_mask=mask).logits[0, 7:], student(ids[:1, 7:]).logits[0]
+    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+    off = (student_of(family, WHOLE).double()(ids).logits - whole).abs().mean()
+    assert 1e-4 < off < 0.5 * whole.abs().mean()  # near the model that keeps all
+    student.save_pretrained(tmp_path)
+    torch.testing.assert_close(load(tmp_path, dtype=torch.float64)(ids).logits, whole, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_features_refuse_capped_scores():
+    with pytest.raises(ValueError, match="neither capped scores nor learned sinks"):
+        student_of("gemma2", [Head(window=4, features=8)])(tokens(1, 20))
