@@ -77,6 +77,11 @@ def check_plan(plan: Plan, inspection: Inspection) -> None:
     if plan.trains:
         check_peft(max(phase.lora for phase in settings))
     check_packed(plan, inspection)
+    if plan.may_hold_features and inspection.alters_scores:
+        raise RequestError(
+            f"{inspection.name!r} caps its scores or has learned sinks, which features and rules cannot follow: choose "
+            "a recipe with slots or windows, such as best"
+        )
 
 
 def check_method(plan: Plan) -> None:

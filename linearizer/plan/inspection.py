@@ -57,6 +57,7 @@ class Inspection(ModelFacts):
     gguf: str | None = None  # the file of its weights, if that is a GGUF file
     recurrent_layers: int = 0  # that keep a state of fixed size of their own
     recurrent_bytes: int = 0  # of these states, for one text
+    alters_scores: bool = False  # whether it caps scores, or has learned sinks
     resting: int = 0  # parameters that a token does not use: those of other experts
 
     @property

@@ -87,6 +87,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         cache_bytes_per_token=cache_bytes(layers, 1),
         recurrent_layers=watched.recurrent_layers,
         recurrent_bytes=watched.recurrent_bytes,
+        alters_scores=watched.alters_scores,
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
         vocabulary=getattr(config.get_text_config(decoder=True), "vocab_size", 0),
         resting=0 if model is None else count_resting(model),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linearizer.errors import UnsupportedModel, first_line
 from linearizer.plan.head_bytes import WITHOUT_ATTENTION, Layer
 from linearizer.progress import quiet
-from linearizer.student.attention_interface import attention_modules, observing
+from linearizer.student.attention_interface import attention_modules, observing, scores_of
 from linearizer.student.cache import CACHE, recurrent_tensors
 from linearizer.teacher.devices import compute_anywhere
 
@@ -180,6 +180,7 @@ class Watched:
     layers: tuple[AttentionLayer, ...] = ()
     recurrent_layers: int = 0
     recurrent_bytes: int = 0
+    alters_scores: bool = False  # whether a layer caps its scores, or has learned sinks
 
 
 class MetaValues(TorchDispatchMode):
@@ -226,11 +227,13 @@ def refusing_config() -> Iterator[None]:
 def watch_layers(model: PreTrainedModel) -> Watched:
     """Run a model on a few tokens, and record how each of its layers attends."""
     watched: list[AttentionLayer] = []
+    altered: list[bool] = []
 
     def observe(
         module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, kwargs: dict
     ) -> None:
         check_attention(query, key, kwargs)
+        altered.append(bool(scores_of(module, kwargs)))
         index = int(module.layer_idx)  # type: ignore[arg-type]
         window = native_window(model.config, index, kwargs)
         shape = Layer(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window)
@@ -250,7 +253,7 @@ def watch_layers(model: PreTrainedModel) -> Watched:
     layers = tuple(by_index.get(index, AttentionLayer(index, WITHOUT_ATTENTION, 0.0)) for index in range(count))
     held = [[states[key] for _, states, key in recurrent_tensors(layer)] for layer in getattr(cache, "layers", ())]
     recurrent_bytes = sum(x.numel() * x.element_size() for tensors in held for x in tensors)
-    return Watched(layers, sum(map(bool, held)), recurrent_bytes)
+    return Watched(layers, sum(map(bool, held)), recurrent_bytes, any(altered))
 
 
 def refuse_unseen(model: PreTrainedModel) -> Refused:

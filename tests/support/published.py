@@ -37,7 +37,7 @@ def at(count, places, kind, other):
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 BLOCKS = {"M": LINEAR, "-": "mlp", "*": FULL}
-CAPPED, SINKS, SHARED = "soft-capping", "learned sinks", "reuse the keys and values of another layer"
+SHARED = "reuse the keys and values of another layer"
 CHOSEN, UNSEEN = "choose or compress the tokens they attend to", "does not hand its attention"
 RECURRENT, ALIBI = "all of its layers are recurrent", "ALiBi"
 
@@ -88,14 +88,14 @@ PUBLISHED: dict[str, Published] = {
         ),
         "Qwen/Qwen2-Audio-7B": ("qwen2_audio", 32, {}),
         "google/gemma-2b": ("gemma", 18, shape(2048, 18, 8, 1, 16384, head_dim=256)),
-        "google/gemma-2-2b": ("gemma2", CAPPED, {}),
-        "google/vaultgemma-1b": ("vaultgemma", CAPPED, {}),
+        "google/gemma-2-2b": ("gemma2", 13, {}),
+        "google/vaultgemma-1b": ("vaultgemma", 13, {}),
         "google/gemma-3-1b-it": ("gemma3_text", 4, shape(1152, 26, 4, 1, 6912, head_dim=256)),
         "google/gemma-3-4b-it": ("gemma3", 5, text(**shape(2560, 34, 8, 4, 10240, head_dim=256))),
         "google/gemma-3n-E4B-it": ("gemma3n", SHARED, {}),
         "google/paligemma-3b-pt-224": ("paligemma", "reads in both directions", {}),
         "google/recurrentgemma-2b": ("recurrent_gemma", "keep their states in the model", {}),
-        "openai/gpt-oss-20b": ("gpt_oss", SINKS, dict(num_hidden_layers=24, num_local_experts=32)),
+        "openai/gpt-oss-20b": ("gpt_oss", 12, dict(num_hidden_layers=24, num_local_experts=32)),
         "microsoft/phi-2": ("phi", 32, shape(2560, 32, 32, 32, 10240)),
         "microsoft/Phi-3-mini-4k-instruct": ("phi3", 32, shape(3072, 32, 32, 32, 8192, sliding_window=None)),
         "microsoft/phi-4": ("phi3", 40, shape(5120, 40, 40, 10, 17920)),
@@ -177,7 +177,7 @@ PUBLISHED: dict[str, Published] = {
         "HuggingFaceM4/Idefics3-8B-Llama3": ("idefics3", 32, text(model_type="llama", **shape(4096, 32, 32, 8, 14336))),
         "OpenGVLab/InternVL3-8B-hf": ("internvl", 28, text(model_type="qwen2", **shape(3584, 28, 28, 4, 18944))),
         "llava-hf/llava-1.5-7b-hf": ("llava", 32, text(model_type="llama")),
-        "XiaomiMiMo/MiMo-V2-Flash": ("mimo_v2_flash", SINKS, {}),
+        "XiaomiMiMo/MiMo-V2-Flash": ("mimo_v2_flash", 9, {}),
         "bigscience/bloom-560m": ("bloom", ALIBI, {}),
         "mosaicml/mpt-7b": ("mpt", ALIBI, {}),
         "state-spaces/mamba-2.8b-hf": ("mamba", RECURRENT, {}),

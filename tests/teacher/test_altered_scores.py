@@ -10,7 +10,6 @@ from linearizer.method.checkpoint import load, put_student_into
 from linearizer.plan.head_bytes import Head
 from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.cache import CACHE
-from linearizer.teacher.devices import compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model
 from tests.support.families import GROUPED, WINDOW
 from tests.support.models import allocation_of, tokens
@@ -24,6 +23,7 @@ FAMILIES = {
 }
 WHOLE = [Head(window=LENGTH)]
 FEW_BITS = [Head(window=8, slots=10, bits=6), Head(window=12, bits=8)]
+CLOSE = dict(atol=2e-3, rtol=2e-3)  # gpt_oss norms in float32, whose last digits may round a key of few bits otherwise
 SOURCE = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -34,15 +34,17 @@ def config_of(family):
 
 def teacher_of(family):
     torch.manual_seed(0)
-    teacher = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32, attn_implementation="eager")
-    compute_anywhere(teacher)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # grouped experts know no float64
+    teacher = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32, **eager)
     for name, weight in teacher.named_parameters():
         weight.data = torch.randn_like(weight) if name.endswith("sinks") else 3 * weight.data  # scores are large
     return teacher.eval().requires_grad_(False)
 
 
 def student_of(family, heads):
-    layers = inspect_model(SOURCE, config_of(family)).layers
+    inspection = inspect_model(SOURCE, config_of(family))
+    layers = inspection.layers
+    assert inspection.supported and inspection.alters_scores
     assert [layer.native_window is None for layer in layers] == [False, True]
     return put_student_into(teacher_of(family), layers, allocation_of(layers, heads, 2))
 
@@ -67,15 +69,17 @@ def test_caps_and_sinks_count_in_few_bits_in_pieces_and_beside_padding(family, t
         layer.turns.key_middle.data.normal_(generator=torch.Generator().manual_seed(0))
     whole, cache = student(ids).logits, student.empty_cache()
     pieces = [student(part, **{CACHE: cache}).logits for part in ids.split((9, 1, 17, 13), 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **CLOSE)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
     padded, alone = student(ids, attention_mask=mask).logits[0, 7:], student(ids[:1, 7:]).logits[0]
-    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(padded, alone, **CLOSE)
     off = (student_of(family, WHOLE).double()(ids).logits - whole).abs().mean()
     assert 1e-4 < off < 0.5 * whole.abs().mean()  # near the model that keeps all
     student.save_pretrained(tmp_path)
-    torch.testing.assert_close(load(tmp_path, dtype=torch.float64)(ids).logits, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        load(tmp_path, dtype=torch.float64, experts_implementation="eager")(ids).logits, whole, **CLOSE
+    )
 
 
 @torch.no_grad()

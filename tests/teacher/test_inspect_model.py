@@ -90,8 +90,6 @@ REFUSED = {
     "bloom": (dict(model_type="bloom"), ALIBI),
     "mpt": (dict(model_type="mpt"), ALIBI),
     "mpt without ALiBi": (dict(model_type="mpt", attn_config=dict(alibi=False)), INTERFACE),
-    "gemma2": (dict(model_type="gemma2"), "soft-capping"),
-    "gpt_oss": (dict(model_type="gpt_oss"), "learned sinks"),
     "doge": (dict(model_type="doge", num_hidden_layers=2), f"({INTERFACE}|its layers mask tokens)"),
     "t5": (dict(model_type="t5"), "it is an encoder–decoder"),
     "bart": (dict(model_type="bart"), "it is an encoder–decoder"),
