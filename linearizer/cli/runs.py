@@ -102,7 +102,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
     if status.state != "done":
         raise FaultError(f"{run.folder} {'failed' if status.state == 'failed' else 'is lost'}: {status.error}")
     if not as_lines:
-        of_run = run.job is None or run.is_encoder_run
+        of_run = run.task is None or run.is_encoder_run
         print(describe_run(run) if of_run else describe_newest_evaluation(run), *filter(None, [status.error]), sep="\n")  # noqa: T201
 
 

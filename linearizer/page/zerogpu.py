@@ -142,7 +142,7 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
         with log_end(run):
             check_stop(run)
         try:
-            (goes_on,) = work_one_step(str(run.folder), run.job, token)
+            (goes_on,) = work_one_step(str(run.folder), run.task, token)
         except DeviceTaken as error:
             step = control.status(run).step or {"event": "load"}
             with log_end(run):
@@ -158,9 +158,9 @@ def run_steps(run: Run, token: str | None) -> Steps[None]:
 
 
 @with_device(SECONDS)
-def work_one_step(folder: str, job: str | None, token: str | None) -> Iterator[bool]:
+def work_one_step(folder: str, task: str | None, token: str | None) -> Iterator[bool]:
     """Work on a run until a step is finished, while the device is lent; yield whether more steps remain."""
-    run = Run(Path(folder), job)
+    run = Run(Path(folder), task)
     with keep_faults(run, token, run.folder / "worker.log"):
         finished_before, steps = finished_steps(run), work_on(run, token)
         try:
@@ -175,6 +175,6 @@ def work_one_step(folder: str, job: str | None, token: str | None) -> Iterator[b
 
 def finished_steps(run: Run) -> Collection[str]:
     """Name the finished products of a run, or the finished parts of its evaluation."""
-    if run.job is not None:
+    if run.task is not None:
         return set(newest_request(run)[2])
     return {name for name in PRODUCTS if run.has_file(name)}

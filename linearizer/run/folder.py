@@ -65,10 +65,10 @@ class Begun(JsonProduct):
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, and a job in it: its student, or its evaluation."""
+    """The folder of a run, and a task in it: its student, or its evaluation."""
 
     folder: Path
-    job: str | None = None  # None: make the student; "evaluate": evaluate it; every event names its job
+    task: str | None = None  # None: make the student; "evaluate": evaluate it; every event names it, as its "job"
 
     @staticmethod
     def open(folder: Path) -> Run:
@@ -151,12 +151,12 @@ class Run:
 
     @property
     def evaluating(self) -> Run:
-        """The evaluation job of the same folder."""
-        return replace(self, job=EVALUATION)
+        """The evaluation in the same folder."""
+        return replace(self, task=EVALUATION)
 
     def owns_event(self, event: Event) -> bool:
-        """Whether an event belongs to this job."""
-        return event.get("job") == self.job
+        """Whether an event belongs to this task."""
+        return event.get("job") == self.task
 
     @property
     def is_encoder_run(self) -> bool:
@@ -258,7 +258,7 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether the job has finished."""
+        """Whether the task has finished."""
         if not self.checkpoint.is_dir():
             return False
         names = (event["event"] for event in newest_events(self.log_file) if self.owns_event(event))
@@ -312,7 +312,7 @@ class Run:
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""
-        append_event(self.log_file, event, details if self.job is None else {"job": self.job, **details})
+        append_event(self.log_file, event, details if self.task is None else {"job": self.task, **details})
 
     def events(self) -> list[Event]:
         """Read the events of all jobs."""

@@ -37,7 +37,7 @@ class HubJob(JsonProduct):
 
 def read_hub_job(run: Run) -> HubJob | None:
     """Read the terms of a run in jobs; None: it works on this machine."""
-    if run.job is not None or not run.has_file(FILE):
+    if run.task is not None or not run.has_file(FILE):
         return None
     return run.parse_file(FILE, HubJob.from_json, again=False)
 

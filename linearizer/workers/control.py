@@ -74,7 +74,7 @@ def start(run: Run, token: str | None = None, **details: Any) -> None:
     """
     check_start(run, token)
     with lock_and_queue(run, **details) as lock:  # the new process also holds it
-        request = {"folder": str(run.folder), "job": run.job, "token": token, "lock": lock.fd}
+        request = {"folder": str(run.folder), "task": run.task, "token": token, "lock": lock.fd}
         try:
             with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
                 streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": log, "pass_fds": (lock.fd,)}
@@ -106,7 +106,7 @@ def evaluate(
 
 def check_start(run: Run, token: str | None) -> None:
     """Refuse a finished run, and a text that cannot be a token."""
-    if run.job is None and run.done:
+    if run.task is None and run.done:
         raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
     if token and not re.fullmatch(r"[!-~]+", token):
         raise RequestError("the token contains characters that no token has: copy it again")
@@ -161,9 +161,9 @@ def end_process(work: Callable[[], int]) -> NoReturn:
 def stop(run: Run, why: str = "") -> None:
     """Request that a run, or its evaluation, finishes its step, saves and stops; `why` is shown to its owner."""
     state = state_of(run)
-    if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
-        job = "the evaluation of " if run.job else ""
-        raise RequestError(f"{job}{str(run.folder)!r} is {state}: there is nothing to stop")
+    if state not in LIVE and (run.task or state_of(run.evaluating) not in LIVE):
+        task = "the evaluation of " if run.task else ""
+        raise RequestError(f"{task}{str(run.folder)!r} is {state}: there is nothing to stop")
     run.make_request("stop", why)
 
 
@@ -205,13 +205,13 @@ def status(run: Run) -> Status:
     training = run.folder / "state" / "training"
     states = (path for path in files if training in path.parents and path.parent.suffix != UNFINISHED)
     saved = (files[path].st_mtime for path in states)
-    evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
+    evaluation = status(run.evaluating) if run.task is None and read_log_state(run.evaluating).newest else None
     return Status(
         run=run,
         plan=run.any_plan,
         state=log.state,
         step=log.step,
-        error=run.unpublished if log.state == "done" and run.job is None else log.error,
+        error=run.unpublished if log.state == "done" and run.task is None else log.error,
         begun=begun,
         changed=log.newest["time"] if log.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # linked: the teacher's
@@ -257,10 +257,10 @@ def read_state(run: Run) -> LogState:
 def read_log_state(run: Run) -> LogState:
     """Read the log from its end until the state and the newest progress are known; progress implies a start."""
     newest = decisive = step = None
-    steps = STEPS if run.job is None else PARTS
+    steps = STEPS if run.task is None else PARTS
     for event in newest_events(run.log_file):
         if not run.owns_event(event):
-            if run.job is not None and event["event"] in STEPS:
+            if run.task is not None and event["event"] in STEPS:
                 break  # an evaluation starts once the student exists; resuming a finished run does nothing
             continue
         newest = newest or event

@@ -36,7 +36,7 @@ def devices_of(run: Run) -> list[str]:
     if device not in ("cpu", "cuda"):
         return [device_name(device)]
     count = max(1, int(processes)) if processes.isdigit() else None
-    if run.job is not None or run.prices is not None or run.plan.strategy_spec.decided_by != "prices":
+    if run.task is not None or run.prices is not None or run.plan.strategy_spec.decided_by != "prices":
         count = 1
     if device == "cpu":  # several processes share it if the user asks for them
         return [device_name(device)] * (count or 1)

@@ -33,10 +33,10 @@ FIRST_PRODUCTS = ("profile.json", "ways.json", "checkpoint")  # of runs of any k
 QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
 
 
-def work(lock: int, folder: str, job: str | None, token: str | None) -> int:
+def work(lock: int, folder: str, task: str | None, token: str | None) -> int:
     """Work on a run with an inherited lock, and return an exit code; errors are in the run's log."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = Run(Path(folder), job)
+    run = Run(Path(folder), task)
     try:
         with inherit_lock(lock), stop_on_sigterm(run), keep_faults(run, token):
             if read_hub_job(run) is None:
@@ -56,14 +56,14 @@ def work_on(run: Run, token: str | None = None) -> Steps[Any]:
     """Begin to work."""
     from linearizer import pipeline
 
-    if run.job is not None:
+    if run.task is not None:
         return pipeline.resume_evaluation(run, token)
     return pipeline.linearize(run, token, locked=True, helpers=HelperProcesses(run, token))
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
     """Work on a run in this process; a new run that cannot be served is removed. The log holds the details."""
-    is_new = run.job is None and not run.log_file.exists()
+    is_new = run.task is None and not run.log_file.exists()
     with lock_and_queue(run, **details), stop_on_sigterm(run), keep_faults(run):
         try:
             return (yield from work_in_turn(run, lambda: steps))
@@ -78,7 +78,7 @@ def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | No
     with ExitStack() as undo:
         with log_end(run):
             # Nothing needs to go before others where there are none, and a forecast takes a second.
-            short = device is None and run.job is not None and bool(tickets()) and is_short(run)
+            short = device is None and run.task is not None and bool(tickets()) and is_short(run)
             ticket = take_ticket(run.folder, [device] if device else devices_to_hold(run), short)
             undo.callback(ticket.remove)
             yield from wait_for_turn(run, ticket)
