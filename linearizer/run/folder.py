@@ -1,7 +1,7 @@
 """A run is a folder: its plan, its products, and a log of events, which alone decides the state of the run.
 
 RUN/begun.json      the id of the run, and the caller's choices of options that were decided for plan.json
-RUN/plan.json inspection.json profile.json prices.json gates.json allocation.json events.jsonl
+RUN/plan.json inspection.json profile.json prices.json allocation.json events.jsonl
 RUN/state/          files for resuming: samples of queries and keys, the training
 RUN/checkpoint/     the student, which transformers loads
 RUN/lock            held by the process that works on the run

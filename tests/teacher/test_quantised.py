@@ -16,6 +16,7 @@ from linearizer.errors import RequestError, UnsupportedModel
 from linearizer.hub.models import find_model
 from linearizer.method.checkpoint import save
 from linearizer.method.head_prices import estimate_prices
+from linearizer.method.recorder import Samples
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
@@ -136,7 +137,7 @@ def test_packed_weights_stay_as_they_are_and_have_gradients(bits, tmp_path):
     with torch.no_grad():
         assert torch.equal(teacher(tokens(1, 20)).logits, expected(tokens(1, 20)).logits)
     layers = layers_of(teacher)
-    prices = finish(estimate_prices(teacher, tokens(2, 24), layers, (Head(window=4),), 2, lambda student, index: None))
+    prices = finish(estimate_prices(teacher, tokens(2, 24), layers, (Head(window=4),), 2, Samples((None,) * 16)))
     assert all(kl > 0 for layer in prices.kl for head in layer for kl in head)
     projection = teacher.model.layers[0].self_attn.o_proj
     x = torch.randn(3, 64)

@@ -17,6 +17,7 @@ from linearizer.method.blockwise_pass import chain_of
 from linearizer.method.checkpoint import load_student
 from linearizer.method.head_prices import estimate_prices
 from linearizer.method.measure_run import measure_profile
+from linearizer.method.recorder import Samples
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
@@ -158,7 +159,7 @@ def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, rea
 @pytest.mark.parametrize("gradients", [1, 2**40])
 def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pair, reads, gradients, monkeypatch):
     monkeypatch.setattr(head_prices, "MAX_GRADIENTS", gradients)  # one text at a time, or all
-    arguments = (tokens(6, 24), layers_of(pair[0]), (Head(window=8), Head(window=16)), 2, lambda student, index: None)
+    arguments = (tokens(6, 24), layers_of(pair[0]), (Head(window=8), Head(window=16)), 2, Samples((None,) * 16))
     chain_of(pair[1], arguments[0])  # known from the profile
     reads.clear()
     prices = [finish(estimate_prices(model, *arguments)) for model in pair]
@@ -166,7 +167,7 @@ def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pa
 
 
 def test_prices_that_were_all_kept_when_a_run_stopped_are_taken_without_reading_weights(pair, reads):
-    arguments, kept = (tokens(2, 24), layers_of(pair[0]), (Head(window=8),), 2, lambda student, index: None), {}
+    arguments, kept = (tokens(2, 24), layers_of(pair[0]), (Head(window=8),), 2, Samples((None,) * 16)), {}
     prices = finish(estimate_prices(pair[1], *arguments, keep=kept.__setitem__))
     reads.clear()
     assert finish(estimate_prices(pair[1], *arguments, before=kept)) == prices and not reads
