@@ -7,7 +7,7 @@ server: the Origin shows that.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -34,13 +34,13 @@ class Guard:
         await (self.app if is_allowed else self.refuse)(scope, receive, send)
 
 
-def has_key(key: str) -> Callable[[Scope], bool]:
-    """Check for the key as OpenAI's clients send it: `Authorization: Bearer KEY`."""
+def has_key(keys: Sequence[str]) -> Callable[[Scope], bool]:
+    """Check for one of the keys as OpenAI's clients send it: `Authorization: Bearer KEY`."""
 
     def allows(scope: Scope) -> bool:
         sent = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        # in constant time, which reveals nothing about the key
-        return scope["path"] in OPEN_PATHS or hmac.compare_digest(sent, f"Bearer {key}".encode())
+        # in constant time, which reveals nothing about the keys
+        return scope["path"] in OPEN_PATHS or any([hmac.compare_digest(sent, f"Bearer {key}".encode()) for key in keys])
 
     return allows
 
