@@ -5,6 +5,7 @@ finish(linearize(run))
 student = load(run.checkpoint)
 finish(read(run, text, Path("text.state")))
 print("".join(ask(run, "In short:", Path("text.state"))))
+fork(Path("text.state"), Path("other.state"))
 """
 
 from importlib import import_module
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from linearizer.run.folder import Run as Run
     from linearizer.serve.kept_state import ask as ask
     from linearizer.serve.kept_state import read as read
+    from linearizer.serve.state_files import fork as fork
     from linearizer.workers.hub_jobs import run_in_job as run_in_job
 
 HOMES = {
@@ -32,6 +34,7 @@ HOMES = {
     "ask": "serve.kept_state",
     "begin": "pipeline",
     "finish": "progress",
+    "fork": "serve.state_files",
     "inspect": "pipeline",
     "linearize": "pipeline",
     "load": "method.checkpoint",

@@ -1,4 +1,4 @@
-"""The commands that use a student, and the page: compare, read, ask, serve, push, app."""
+"""The commands that use a student, and the page: compare, read, ask, state, serve, push, app."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from linearizer.cli.text import (
     describe_comparison,
     describe_preview,
     describe_reading,
+    describe_states,
     print_product,
     print_stream,
     show_progress,
@@ -41,6 +42,7 @@ def add_commands(add: AddCommand) -> None:
     add_writing_options(command, "how many tokens each writes", 64)
     add_read(add)
     add_ask(add)
+    add_state(add)
     add_serve(add)
     add_push(add)
     add_app(add)
@@ -104,6 +106,29 @@ def serve_ask(arguments: argparse.Namespace) -> None:
         print_product(arguments, asdict(answer), "")
 
 
+def add_state(add: AddCommand) -> None:
+    command = add("state", serve_state, "list, fork or delete the states that `linearizer read` wrote")
+    command.add_argument("action", choices=["list", "fork", "delete"])
+    command.add_argument("path", type=Path, metavar="S", help="the file of a state; to list: a folder")
+    command.add_argument("new", type=Path, nargs="?", metavar="NEW", help="the file of the fork")
+
+
+def serve_state(arguments: argparse.Namespace) -> None:
+    from linearizer.serve import state_files
+
+    if (arguments.new is not None) != (arguments.action == "fork"):
+        raise RequestError("fork needs S and NEW, list and delete need S alone; see `linearizer state --help`")
+    if arguments.action == "delete":
+        state_files.delete(arguments.path)
+        print_product(arguments, {"deleted": str(arguments.path)}, f"{arguments.path} is deleted")
+    elif arguments.action == "fork":
+        forked = state_files.fork(arguments.path, arguments.new)
+        print_product(arguments, asdict(forked), f"{arguments.new} is a fork of {arguments.path}")
+    else:
+        states = state_files.list_states(arguments.path)
+        print_product(arguments, [asdict(state) for state in states], describe_states(states))
+
+
 def add_serve(add: AddCommand) -> None:
     command = add(
         "serve",
@@ -122,29 +147,34 @@ def add_serve(add: AddCommand) -> None:
         "--max-state-bytes",
         type=int,
         default=MAX_STATE_BYTES,
-        help="of states kept between requests (default: %(default)s)",
+        help="of states kept in memory between requests, and of the states that each key owns (default: %(default)s)",
     )
     command.add_argument(
         "--max-seconds", type=float, default=MAX_SECONDS, help="that a request may take (default: %(default)g)"
     )
-    add_key(command, "no key")
+    command.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="that requests must carry; repeated: one for each client, who does not see the states of others (default: "
+        f"those in ${KEY_VARIABLE}, between spaces, which other users of this machine cannot read)",
+    )
+    command.add_argument(
+        "--states", type=Path, metavar="FOLDER", help="where the states that clients own lie (default: RUN/states)"
+    )
     command.add_argument("--teacher", action="store_true", help="serve the teacher instead, for comparison")
-
-
-def add_key(command: argparse.ArgumentParser, otherwise: str) -> None:
-    about = f"that requests must carry (default: ${KEY_VARIABLE}, which other users of this machine cannot read, or "
-    command.add_argument("--api-key", default=os.environ.get(KEY_VARIABLE), metavar="KEY", help=f"{about}{otherwise})")
 
 
 def serve_serve(arguments: argparse.Namespace) -> None:
     def say(url: str, model: str) -> None:
-        if arguments.host not in LOCAL_HOSTS and arguments.api_key is None:
+        if arguments.host not in LOCAL_HOSTS and not keys:
             print(UNGUARDED, file=sys.stderr)  # noqa: T201
         print_product(arguments, {"url": url, "model": model}, f"{model} is served at {url}: ctrl-C ends it")
         sys.stdout.flush()
 
-    run = find_run(arguments.run)
-    limits = arguments.max_state_bytes, arguments.teacher, arguments.max_seconds, arguments.api_key
+    run, written = find_run(arguments.run), os.environ.get(KEY_VARIABLE)
+    keys = arguments.api_key or ([] if written is None else written.split() or [""])
+    limits = arguments.max_state_bytes, arguments.teacher, arguments.max_seconds, keys, arguments.states
     serve(run, arguments.port, arguments.host, *limits, say)
 
 
@@ -182,7 +212,13 @@ def add_app(add: AddCommand) -> None:
     command = add("app", serve_app, "serve the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
     command.add_argument("--port", type=int, help="the port (default: the first free port from 7860 on)")
-    add_key(command, "a new key where --host serves other machines; a link to the page contains it")
+    command.add_argument(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE),
+        metavar="KEY",
+        help=f"that requests must carry (default: ${KEY_VARIABLE}, which other users of this machine cannot read, or a "
+        "new key where --host serves other machines; a link to the page contains it)",
+    )
 
 
 def serve_app(arguments: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection
     from linearizer.run.folder import Run
     from linearizer.run.results import Comparison, Side
+    from linearizer.serve.state_files import StateFile
 
 Product = TypeVar("Product")
 
@@ -239,6 +240,12 @@ def describe_reading(reading: ReadingSize, run: str, path: Path) -> str:
         f"{reading.tokens:,} tokens read into {path}: {size(reading.state_bytes)} of state; the teacher's cache would "
         f"be {size(reading.cache_bytes)}\nlinearizer ask {run} --state {path} --prompt …"
     )
+
+
+def describe_states(states: Sequence[StateFile]) -> str:
+    """List states, with what they have read."""
+    rows = [(state.name, f"{state.tokens:,} tokens", size(state.bytes), state.teacher) for state in states]
+    return columns(rows) if rows else "there are no states in this folder"
 
 
 def describe_preview(preview: Preview) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from random import Random
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,9 +28,10 @@ from pydantic import (
 from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
-from linearizer.errors import RequestError
+from linearizer.errors import RequestError, TextError
 from linearizer.serve.row import Drawing
-from linearizer.teacher.chat_template import tokens_of, write_chat
+from linearizer.teacher.chat_template import next_turn_tokens, tokens_of, turn_texts, turn_tokens, write_chat
+from linearizer.teacher.text import decode_document
 
 # A body is bounded: one text of the greatest length fits in any script, and several in most.
 BYTES_OF_TOKEN = 32  # of a body for each position: a token as a number, or as text in escapes
@@ -108,6 +109,8 @@ class Body(BaseModel, ABC):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # continue after the end of a text: for measurements
+    state: str | None = None  # to continue
+    keep: bool = False  # replace this state by the one after the text
 
     @model_validator(mode="before")
     @classmethod
@@ -120,10 +123,26 @@ class Body(BaseModel, ABC):
         left_out = IGNORED | NEUTRAL.keys()
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
+    @model_validator(mode="after")
+    def refuse_to_keep(self) -> Body:
+        if self.keep and (self.state is None or self.stop):
+            why = "there is no state" if self.state is None else "a state cannot forget what follows a stop string"
+            raise ValueError(f"keep is not possible here, as {why}: leave it out")
+        return self
+
     @property
     def new_tokens(self) -> int | None:
         """The tokens to write; None: until the text ends, or the positions do."""
         return self.max_tokens
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the state after the text is needed."""
+        return self.keep
+
+    def after(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the tokens that a state reads after the text."""
+        return []
 
     def drawing(self, index: int) -> Drawing:
         """Return how to draw the text of one of the prompts."""
@@ -158,7 +177,32 @@ class CompletionBody(Body):
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         prompts: list[Any] = [self.prompt] if is_one else list(self.prompt)
-        return [tokens_of(tokenizer, x, True) if isinstance(x, str) else x for x in prompts]
+        begins = self.state is None
+        return [tokens_of(tokenizer, x, begins) if isinstance(x, str) else x for x in prompts]
+
+
+class TextBody(Body):
+    """A text to read into a new state."""
+
+    text: str = Field(min_length=1)
+    raw: bool = False
+
+    @model_validator(mode="after")
+    def refuse_others(self) -> TextBody:
+        if others := self.model_fields_set - {"model", "text", "raw"}:
+            raise ValueError(f"{min(others)} has no effect on a text that is only read: leave it out")
+        return self
+
+    @property
+    def new_tokens(self) -> int:
+        return 0
+
+    @property
+    def hands_over(self) -> bool:
+        return True
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        return [turn_tokens(tokenizer, self.text, asks=False, raw=self.raw)]
 
 
 class TextPart(BaseModel):
@@ -201,24 +245,55 @@ class ChatBody(Body):
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
         variables |= self.chat_template_kwargs
         text = write_chat(tokenizer, [message.plain() for message in self.messages], variables)
+        if self.state is not None:  # which stands where a user goes on
+            opening = turn_texts(tokenizer, variables=variables).opening
+            if self.messages[0].role != "user" or not text.startswith(opening):
+                raise RequestError("after a state the first message is its user's: send no system message with it")
+            text = text.removeprefix(opening)
         return [tokens_of(tokenizer, text, False)]
+
+    def after(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        return next_turn_tokens(tokenizer)
 
 
 Read = TypeVar("Read", bound=Body)
+Received = TypeVar("Received")
+FILES = ("application/octet-stream", "application/pdf")  # pages of other sites may not send these unasked
 
 
 async def read_body(request: Request, kind: type[Read], positions: int) -> Read:
     """Read the body of a request, within bounds that follow from the positions of the model."""
-    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media = media_of(request)
     if media != "application/json" and not media.endswith("+json"):  # pages of other sites may send other types unasked
         raise Refusal(400, f"the content type of the body is {media!r}: send JSON, as application/json")
+    content = await receive_in_time(receive_bytes(request, OTHER_BYTES + BYTES_OF_TOKEN * positions))
+    return await run_in_threadpool(parse_body, content, kind, positions)
+
+
+async def read_text_body(request: Request, positions: int) -> TextBody:
+    """Read a text to read into a state: JSON, or the bytes of a text file or PDF."""
+    if media_of(request) not in FILES:
+        return await read_body(request, TextBody, positions)
+    content = await receive_in_time(receive_bytes(request, OTHER_BYTES + BYTES_OF_TOKEN * positions))
     try:
-        content = await asyncio.wait_for(receive_bytes(request, OTHER_BYTES + BYTES_OF_TOKEN * positions), BODY_SECONDS)
+        text = await run_in_threadpool(decode_document, "the body", content)
+        return TextBody.model_validate({"text": text, "raw": request.query_params.get("raw") == "true"})
+    except (TextError, ValidationError) as error:
+        raise Refusal(400, str(error) if isinstance(error, TextError) else "the file is empty: send a text") from error
+
+
+def media_of(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def receive_in_time(receiving: Coroutine[Any, Any, Received], seconds: float = BODY_SECONDS) -> Received:
+    """Receive a body, or say why it has not come."""
+    try:
+        return await asyncio.wait_for(receiving, seconds)
     except ClientDisconnect as error:
         raise Refusal(499, "the client has gone") from error  # nobody reads this
     except asyncio.TimeoutError as error:
-        raise Refusal(408, f"the body did not arrive within {BODY_SECONDS} seconds: send it again") from error
-    return await run_in_threadpool(parse_body, content, kind, positions)
+        raise Refusal(408, f"the body did not arrive within {seconds:g} seconds: send it again") from error
 
 
 async def receive_bytes(request: Request, max_bytes: int) -> bytes:

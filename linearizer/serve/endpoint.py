@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -18,12 +20,18 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
-from linearizer.errors import RequestError
-from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body
+from linearizer.errors import LinearizerError, RequestError, first_line
+from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body, read_text_body
+from linearizer.serve.cache_rows import tensors_of
 from linearizer.serve.engine import Engine
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
+from linearizer.serve.state_files import load_state
+from linearizer.serve.state_routes import add_state_routes
+from linearizer.serve.states import Beginning, States, begin_at
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import vocabulary
 from linearizer.teacher.token_loop import ends_of
 
@@ -43,12 +51,32 @@ class Served:
     positions: int  # tokens of the longest text
     engine: Engine
     max_seconds: float  # of a request
+    states: Path | None = None  # the folder of the states that clients own; None: there are none
     since: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def card(self) -> dict[str, Any]:
         about = {"object": "model", "created": self.since, "owned_by": "linearizer"}
         return {"id": self.name, **about, "max_model_len": self.positions}
+
+    def states_of(self, request: Request) -> States:
+        """Return the states of a request's key."""
+        if self.states is None or not isinstance(self.model, LinearizedForCausalLM):
+            raise Refusal(404, "no states are kept here for clients: serve a student, with --states FOLDER")
+        key = request.headers["authorization"] if request.app.state.asks_for_keys else ""
+        return States.of(self.states, key, self.engine.kept.max_bytes)
+
+    def load(self, path: Path) -> Cache:
+        """Load a state in the engine's thread."""
+        model = self.model
+        assert isinstance(model, LinearizedForCausalLM)
+        try:
+            cache = self.engine.call(lambda: load_state(model, path)).result()
+        except CancelledError as error:
+            raise Refusal(503, STOPPED) from error
+        if len(tensors_of(cache)[0]) != 1:
+            raise RequestError("the state is of several texts at once: send the state of one")
+        return cache
 
 
 @dataclass
@@ -59,6 +87,7 @@ class Work:
     rows: list[Row]
     received: asyncio.Queue[tuple[int, TextDelta]]
     deadline: float  # on the clock of the event loop
+    start: Beginning | None = None
     alarm: asyncio.TimerHandle | None = None  # ends the request at the deadline
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -77,6 +106,21 @@ class Work:
             unfinished -= delta.last
             yield index, delta
 
+    async def wait_for_state(self) -> Cache:
+        """Wait for the state after the text."""
+        (row,) = self.rows
+        assert row.state is not None
+        try:
+            seconds = self.deadline - asyncio.get_running_loop().time()
+            return await asyncio.wait_for(asyncio.wrap_future(row.state), seconds)
+        except Exception as error:  # a device may fail in many ways
+            raise Refusal(500, f"the state was not kept ({first_line(error)}): it is as it was before") from error
+
+    async def keep_state(self) -> None:
+        """Replace the state that the text continued, if the request asks for it."""
+        if self.body.keep and self.start is not None:
+            await run_in_threadpool(self.start.save, await self.wait_for_state())
+
     @property
     def usage(self) -> dict[str, Any]:
         prompt, written = sum(len(row.prompt) for row in self.rows), sum(row.written for row in self.rows)
@@ -89,18 +133,23 @@ class Work:
         }
 
 
-def make_endpoint(served: Served, local: bool = True, key: str | None = None) -> FastAPI:
+def make_endpoint(served: Served, local: bool = True, keys: Sequence[str] = ()) -> FastAPI:
     """Make the application that serves a model, `local`: to this machine only; its engine must have started."""
     app = FastAPI(title="Linearizer", docs_url=None, redoc_url=None, openapi_url=None)
-    if key is not None:
+    app.state.asks_for_keys = bool(keys)
+    if keys:
         refusal = response_of(Refusal(401, WRONG_KEY, code="invalid_api_key"))
-        app.add_middleware(Guard, allows=has_key(key), refuse=refusal)
+        app.add_middleware(Guard, allows=has_key(keys), refuse=refusal)
     if local:
         app.add_middleware(Guard, allows=is_local, refuse=response_of(Refusal(403, REFUSAL.strip())))
 
     @app.exception_handler(Refusal)
     async def answer_refusal(request: Request, error: Refusal) -> JSONResponse:
         return response_of(error)
+
+    @app.exception_handler(LinearizerError)
+    async def answer_error(request: Request, error: LinearizerError) -> JSONResponse:
+        return response_of(Refusal(400 if isinstance(error, RequestError) else 500, str(error)))
 
     @app.exception_handler(HTTPException)
     async def answer_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -132,6 +181,7 @@ def make_endpoint(served: Served, local: bool = True, key: str | None = None) ->
     async def chat_completions(request: Request) -> Any:
         return await answer(served, ChatBody, request)
 
+    add_state_routes(app, served.states_of, served.load, partial(read_into_state, served), served.max_seconds)
     return app
 
 
@@ -147,9 +197,41 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     body = await read_body(request, kind, served.positions)
     if body.model is not None:
         refuse_other_model(served, body.model)
-    work = await begin(served, body, deadline)
+    start = await run_in_threadpool(lend_state, served, request, body)
+    try:
+        work = await begin(served, body, deadline, start)
+    except BaseException:
+        let_go(start)
+        raise
     if body.stream:
         return Stream(served, work)
+    texts = await finish(served, work, request)
+    choices = [choice(work, index, texts[index]) for index in sorted(texts)]
+    return {**head(served, work), "choices": choices, "usage": work.usage}
+
+
+def lend_state(served: Served, request: Request, body: Body) -> Beginning | None:
+    """Load the state that a request continues."""
+    return None if body.state is None else begin_at(served.states_of(request), body.state, body.keep, served.load)
+
+
+def let_go(start: Beginning | None) -> None:
+    if start is not None:
+        start.let_go()
+
+
+async def read_into_state(served: Served, request: Request) -> Cache:
+    """Read the text in a request."""
+    deadline = asyncio.get_running_loop().time() + served.max_seconds
+    if not served.engine.has_room(1):
+        raise no_room(served)
+    work = await begin(served, await read_text_body(request, served.positions), deadline)
+    await finish(served, work, request)
+    return await work.wait_for_state()
+
+
+async def finish(served: Served, work: Work, request: Request) -> dict[int, TextDelta]:
+    """Wait until all texts are complete, and kept where the request asks for it."""
 
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -159,13 +241,13 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     leaving = asyncio.create_task(wait_for_disconnect())
     try:
         texts = {index: text async for index, text in work.deltas()}  # each arrives in one piece
+        await work.keep_state()
+        return texts
     except asyncio.CancelledError as error:  # the server is stopping
         raise Refusal(503, STOPPED) from error
     finally:
         leaving.cancel()
         end(served, work)
-    choices = [choice(work, index, texts[index]) for index in sorted(texts)]
-    return {**head(served, work), "choices": choices, "usage": work.usage}
 
 
 def no_room(served: Served) -> Refusal:
@@ -181,7 +263,7 @@ def refuse_other_model(served: Served, name: str) -> None:
         raise Refusal(404, f"there is no model {name!r} here: ask for {served.name!r}", "model", "model_not_found")
 
 
-async def begin(served: Served, body: Body, deadline: float) -> Work:
+async def begin(served: Served, body: Body, deadline: float, start: Beginning | None = None) -> Work:
     """Check a request, and queue its texts; it ends at the deadline."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, TextDelta]]()
 
@@ -202,8 +284,10 @@ async def begin(served: Served, body: Body, deadline: float) -> Work:
         prompts = await run_in_threadpool(body.prompts, served.tokenizer)  # a long text takes seconds
     except RequestError as error:
         raise Refusal(400, str(error)) from error
-    rows = [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
-    work = Work(body, rows, received, deadline)
+    if start is not None and len(prompts) > 1:
+        raise Refusal(400, f"a state is continued by one prompt, and here are {len(prompts)}: fork it", "prompt")
+    rows = [make_row(served, body, tokens, index, sender(index), start) for index, tokens in enumerate(prompts)]
+    work = Work(body, rows, received, deadline, start)
     if not served.engine.submit(*rows):
         raise no_room(served)
     why = f"the answer was not complete after {served.max_seconds:g} seconds: ask for fewer max_tokens, or stream it"
@@ -211,15 +295,23 @@ async def begin(served: Served, body: Body, deadline: float) -> Work:
     return work
 
 
-def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Callable[[TextDelta], None]) -> Row:
+def make_row(
+    served: Served,
+    body: Body,
+    tokens: list[int],
+    index: int,
+    send: Callable[[TextDelta], None],
+    start: Beginning | None = None,
+) -> Row:
     """Make the row of a prompt; refuse a prompt that cannot be served."""
     if not tokens:
         raise Refusal(400, "the prompt is empty: send at least one token", "prompt")
-    room = served.positions - len(tokens)
+    before = [] if start is None else start.tokens
+    room = served.positions - len(before) - len(tokens)
     if room < 1 or (body.new_tokens or 1) > room:
         raise Refusal(
             400,
-            f"{len(tokens)} tokens of prompt and {body.new_tokens or 1} new tokens are more than the "
+            f"{len(before) + len(tokens)} tokens of prompt and {body.new_tokens or 1} new tokens are more than the "
             f"{served.positions} of the model: shorten the prompt, or ask for fewer max_tokens",
             "max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
             "context_length_exceeded",
@@ -227,7 +319,14 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
     if min(tokens) < 0 or max(tokens) >= (size := vocabulary(served.model)):
         raise Refusal(400, f"a token is not one of the model's {size}", "prompt")
     ends = frozenset[int]() if body.ignore_eos else ends_of(served.model)
-    return Row(tokens, send, served.tokenizer, body.new_tokens or room, body.drawing(index), tuple(body.stop), ends)
+    count = room if body.new_tokens is None else body.new_tokens
+    row = Row(
+        before + tokens, send, served.tokenizer, count, body.drawing(index), tuple(body.stop), ends, begun=len(before)
+    )
+    row.cache = None if start is None else start.cache
+    if body.hands_over:
+        row.state, row.after = Future(), body.after(served.tokenizer)
+    return row
 
 
 def end(served: Served, work: Work) -> None:
@@ -237,6 +336,7 @@ def end(served: Served, work: Work) -> None:
     for row in work.rows:
         if not row.done:
             served.engine.cancel(row)
+    let_go(work.start)
 
 
 class Stream(StreamingResponse):
@@ -279,6 +379,7 @@ async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
     try:
         async for index, delta in work.deltas():
             yield event({**common, "choices": [choice(work, index, delta)]})
+        await work.keep_state()
     except Refusal as error:
         yield event(error.content)
         return

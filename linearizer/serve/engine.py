@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.serve.cache_rows import view_row
+from linearizer.serve.cache_rows import copy_cache, read_on, view_row
 from linearizer.serve.prompts import KeptStates, Prompts
 from linearizer.serve.row import Row, choose_tokens, fail_rows
 from linearizer.serve.token_graphs import TokenGraphs
@@ -26,6 +29,7 @@ READ_BETWEEN = 512  # tokens of prompts that a CPU reads between two tokens of t
 READ_IDLE = 4096  # the same without a batch
 
 Tensor = torch.Tensor
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -34,6 +38,7 @@ class Engine:
     def __init__(self, model: PreTrainedModel, max_state_bytes: int) -> None:
         self.model, self.kept = model, KeptStates(max_state_bytes)
         self.waiting: deque[Row] = deque()
+        self.calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self.prompts, self.graphs = Prompts(model, self.kept), TokenGraphs(model)
         self.rows: list[Row] = []  # of the batch
         self.cache: Cache | None = None  # of the batch
@@ -49,6 +54,8 @@ class Engine:
             self.closed = True
             for row in [*self.waiting, *self.prompts.rows, *self.rows]:
                 row.abandoned = True  # else a long prompt would be read to its end
+            for _, future in self.calls:
+                future.cancel()
             self.wake.notify()
         self.thread.join()
 
@@ -78,14 +85,35 @@ class Engine:
                 self.waiting.remove(row)
             self.wake.notify()
 
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Let the engine's thread, which alone may use the model, call a function between two tokens."""
+        future = Future[Result]()
+        with self.wake:
+            if self.closed:
+                future.cancel()
+            else:
+                self.calls.append((function, future))
+                self.wake.notify()
+        return future
+
+    def answer_calls(self) -> None:
+        while self.calls:
+            function, future = self.calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:  # its caller's
+                    future.set_exception(error)
+
     def work(self) -> None:
         """Serve until closed; after an unhandled error, end all rows, and admit no more."""
         try:
             while True:
                 with self.wake:
-                    self.wake.wait_for(lambda: self.closed or self.unread or self.rows)
+                    self.wake.wait_for(lambda: self.closed or self.calls or self.unread or self.rows)
                     if self.closed:
                         return
+                self.answer_calls()
                 with torch.inference_mode():
                     self.step()
         except Exception as error:
@@ -117,8 +145,10 @@ class Engine:
         try:
             for row in rows:
                 if row.cache is None:  # a prompt of one token has no state yet
-                    row.cache = fresh_cache(self.model)
-                    self.write_token([row], row.cache)
+                    row.cache = cache = fresh_cache(self.model)
+                    self.write_token([row], cache)
+                    if row.done and not row.failed:
+                        self.hand_over(row, cache)
             if rows := [row for row in rows if not row.done]:
                 caches = [cache for cache in (self.cache, *(row.cache for row in rows)) if cache is not None]
                 self.cache = self.graphs.join(caches)
@@ -134,7 +164,7 @@ class Engine:
         ids, lengths = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
         logits = self.graphs.read(cache, ids, lengths).float()
         finite = (logits < torch.inf).all(-1).tolist()  # false for what is not a number; a token may be impossible
-        tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
+        tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens[row.begun :] for row in rows])
         for row, token, is_finite in zip(rows, tokens, finite, strict=True):
             row.read += 1
             if is_finite:
@@ -142,14 +172,32 @@ class Engine:
             else:
                 row.fail("the model's logits are not finite: its weights are damaged, or its dtype is too narrow")
 
+    def hand_over(self, row: Row, cache: Cache) -> None:
+        """Hand over the state of a row that has ended, after what it has not read yet."""
+        if row.state is None:
+            return
+        try:
+            cache = copy_cache(cache, lambda name, x: x.clone())
+            if unread := row.unread_at_end:
+                ids = torch.tensor([unread], device=self.model.device)
+                read_on(self.model, cache, ids, torch.tensor([row.read], device=self.model.device))
+            row.state.set_result(cache)
+        except Exception as error:  # as in `step`
+            row.state.set_exception(error)
+
     def remove_rows(self) -> None:
         """Remove ended and abandoned rows from the batch; keep their states."""
         staying = [index for index, row in enumerate(self.rows) if not (row.done or row.abandoned)]
         if len(staying) == len(self.rows):
             return
         for index, row in enumerate(self.rows):
-            if index not in staying and not row.failed and self.kept.max_bytes:
-                self.kept.keep(row.tokens[: row.read], view_row(self.cache, index, row.read))
+            if index in staying or row.failed:
+                continue
+            view = view_row(self.cache, index, row.read)
+            if self.kept.max_bytes:
+                self.kept.keep(row.tokens[: row.read], view)
+            if row.done:
+                self.hand_over(row, view)
         self.rows = [self.rows[index] for index in staying]
         if staying:
             self.cache = self.graphs.keep(self.cache, staying, max(row.read for row in self.rows))

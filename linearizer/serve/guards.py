@@ -7,7 +7,7 @@ server: the Origin shows that.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import Headers
@@ -46,19 +46,19 @@ def equals(sent: str, expected: str) -> bool:
     return hmac.compare_digest(sent.encode(), expected.encode())
 
 
-def has_key(key: str, open_path: str = HEALTH) -> Callable[[Scope], bool]:
-    """Check for the key as OpenAI's clients send it: `Authorization: Bearer KEY`."""
+def has_key(keys: Sequence[str], open_path: str = HEALTH) -> Callable[[Scope], bool]:
+    """Check for one of the keys as OpenAI's clients send it: `Authorization: Bearer KEY`."""
 
     def allows(scope: Scope) -> bool:
         sent = Headers(scope=scope).get("authorization", "")
-        return scope["path"] == open_path or equals(sent, f"Bearer {key}")
+        return scope["path"] == open_path or any([equals(sent, f"Bearer {key}") for key in keys])
 
     return allows
 
 
 def has_key_or_cookie(key: str, open_path: str) -> Callable[[Scope], bool]:
     """Check for the key as a program sends it, or as a browser does that has opened the link with the key."""
-    in_header = has_key(key, open_path)
+    in_header = has_key((key,), open_path)
 
     def allows(scope: Scope) -> bool:
         cookies = cookie_parser(Headers(scope=scope).get("cookie", ""))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from linearizer.method import checkpoint
 from linearizer.plan.allocation import ReadingSize
 from linearizer.plan.head_bytes import CACHED, Layer, cache_bytes
 from linearizer.progress import Progress, Steps, quiet
-from linearizer.run.files import writing
 from linearizer.run.folder import Run
-from linearizer.run.locks import Lock, take_lock
+from linearizer.serve.state_files import held, load_state, save_state
 from linearizer.student.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.chat_template import next_turn_tokens, turn_tokens
@@ -144,19 +142,6 @@ def write_answer(
     return written
 
 
-def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
-    """Load the state in a file."""
-    try:
-        return student.load_cache(str(path))
-    except FileNotFoundError as error:
-        raise FolderError(f"there is no state {str(path)!r}: `linearizer read` writes a state") from error
-    except OSError as error:
-        why = error.strerror or error
-        raise FolderError(f"{str(path)!r} cannot be read ({why}): name the file of a state") from error
-    except ValueError as error:
-        raise RequestError(str(error)) from error
-
-
 def take_back_turn(cache: LinearizedCache) -> None:
     """Take back the last text or answer of a state."""
     if not cache.turns:
@@ -165,47 +150,3 @@ def take_back_turn(cache: LinearizedCache) -> None:
             "taken back; read the text again"
         )
     cache.take_back_turn()
-
-
-def save_state(cache: LinearizedCache, path: Path) -> None:
-    """Write a state to a file; an older file stays until the new one is complete."""
-    with writing(path):
-        cache.save(str(path))
-
-
-@contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Keep other processes from writing a state meanwhile: of two turns that begin at the same state, one is lost."""
-    lock = hold(path)
-    try:
-        yield
-    finally:
-        let_go(path, lock)
-
-
-def hold(path: Path) -> Lock:
-    """Take the lock of a state, whose file lies beside the state's while it is held."""
-    check_place(path)
-    with writing(path):
-        lock = take_lock(lock_file(path), 0)
-    if lock is None:
-        raise FolderError(f"another process is writing the state {str(path)!r}: repeat this when it has finished")
-    return lock
-
-
-def let_go(path: Path, lock: Lock) -> None:
-    """Release the lock of a state; `take_lock` notices that its file is gone."""
-    lock_file(path).unlink(missing_ok=True)
-    lock.release()
-
-
-def lock_file(path: Path) -> Path:
-    return path.with_name(path.name + ".lock")
-
-
-def check_place(path: Path) -> None:
-    """Refuse, before anything is read, a path to which no state can be written."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "is a folder" if path.is_dir() else "cannot be written there"
-        raise FolderError(f"the state {str(path)!r} {why}: name a file in a folder that is yours to write")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
 
@@ -61,6 +62,9 @@ class Row:
     drawing: Drawing = field(default_factory=Drawing)
     stop: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()  # tokens that end a text
+    begun: int = 0  # tokens that its first state has read: the prompt has numbers below 0 in their places
+    after: Sequence[int] = ()  # tokens that the state reads after the text
+    state: Future[Cache] | None = None  # receives the state after the text, if there is one
 
     cache: Cache | None = None  # until it joins the batch
     reused: int = 0  # tokens read from kept states
@@ -69,8 +73,9 @@ class Row:
     failed: bool = False
 
     def __post_init__(self) -> None:
-        self.tokens, self.read = list(self.prompt), 0
-        self.stream, self.unsent = TextStream(self.tokenizer, self.prompt), ""
+        self.tokens, self.read = list(self.prompt), self.begun
+        self.stream, self.unsent = TextStream(self.tokenizer, self.prompt[self.begun :]), ""
+        self.reused = self.begun
 
     @property
     def written(self) -> int:
@@ -82,7 +87,9 @@ class Row:
         return max(0, len(self.prompt) - 1 - self.read)
 
     def add(self, token: int) -> None:
-        """Add the next token, and send the text that later tokens cannot change."""
+        """Add the next token, and send the text that later tokens cannot change; a row without new tokens ends."""
+        if not self.new_tokens:
+            return self.send_delta(TextDelta(finish="length"))
         self.tokens.append(token)
         ended = token in self.ends
         text = self.unsent + ("" if ended else self.stream.add(token))
@@ -99,6 +106,12 @@ class Row:
             self.unsent = text[final:]
             if final:
                 self.send_delta(TextDelta(text[:final]))
+
+    @property
+    def unread_at_end(self) -> list[int]:
+        """The tokens that its state must read when it has ended; the end of a text is not part of it."""
+        rest = self.tokens[self.read :]
+        return [*(rest[:-1] if rest and rest[-1] in self.ends else rest), *self.after]
 
     def fail(self, why: str) -> None:
         self.failed = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from linearizer.errors import RequestError, first_line
 from linearizer.progress import quiet
@@ -56,18 +57,21 @@ def serve(
     max_state_bytes: int = MAX_STATE_BYTES,
     teacher: bool = False,
     max_seconds: float = MAX_SECONDS,
-    api_key: str | None = None,
+    api_keys: Sequence[str] = (),
+    states: Path | None = None,
     ready: Callable[[str, str], None] = lambda url, name: None,
 ) -> None:
     """Serve a run's student behind an endpoint like OpenAI's; call `ready` with its address and the model's name.
 
-    A request ends after `max_seconds`, and must carry the `api_key` if there is one.
+    A request ends after `max_seconds`, and must carry one of the `api_keys` if there are any. The states that clients
+    own lie in the folder `states`, of each key in its own: by default in the run's.
     """
     if max_state_bytes < 0:
         raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: 0 keeps no states")
     if not 0 < max_seconds < LONGEST_SECONDS:
         raise RequestError(f"max-seconds = {max_seconds:g} is not a time for a request: choose seconds above 0")
-    check_key(api_key)
+    for key in api_keys:
+        check_key(key)
     with listen(host, port) as listening, quiet():
         import uvicorn
 
@@ -85,8 +89,8 @@ def serve(
             model, tokenizer = checkpoint.load_of_run(run)
         name = run.folder.resolve().name + ("-teacher" if teacher else "")
         with Engine(model, max_state_bytes) as engine, short_collections():
-            served = Served(name, model, tokenizer, run.positions, engine, max_seconds)
-            app = make_endpoint(served, host in LOCAL_HOSTS, api_key)
+            served = Served(name, model, tokenizer, run.positions, engine, max_seconds, states or run.folder / "states")
+            app = make_endpoint(served, host in LOCAL_HOSTS, api_keys)
             config = uvicorn.Config(
                 app,
                 log_level="error",

@@ -14,7 +14,7 @@ from linearizer import ask, finish, read
 from linearizer.hub.models import find_model
 from linearizer.run.files import unseal
 from linearizer.run.folder import Run
-from linearizer.serve.kept_state import load_state
+from linearizer.serve.state_files import load_state
 from linearizer.teacher.text import read_whole
 
 
@@ -74,6 +74,32 @@ def test_python_asks_too(quick_run, tmp_path):
     assert reading.tokens > 4
     written = "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
     assert written == "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
+
+
+def test_states_are_listed_forked_and_deleted(quick_run, tmp_path, said):
+    states = tmp_path / "states"
+    states.mkdir()
+    (states / "notes.txt").write_text("no state", encoding="utf-8")
+    state, new = states / "a", states / "b"
+    assert "no states" in said("state", "list", states)[1]
+    tokens = finish(read(Run.open(quick_run), "The import statement", state)).tokens
+    assert said("state", "fork", state, new)[0] == 0 and new.read_bytes() == (before := state.read_bytes())
+    assert said("ask", quick_run, "--state", new, "--prompt", "It", "--tokens", 3, "--keep")[0] == 0
+    assert state.read_bytes() == before != new.read_bytes()
+    listed = json.loads(said("state", "list", states, "--json")[1])
+    assert [each["name"] for each in listed] == ["a", "b"] and listed[0]["tokens"] == tokens < listed[1]["tokens"]
+    for words, match in [
+        (("fork", state, new), "exists already"),
+        (("fork", state), "needs S and NEW"),
+        (("fork", states / "notes.txt", states / "c"), "is not the state"),
+        (("delete", states / "notes.txt"), "is not the state"),
+        (("delete", states / "none"), "there is no state"),
+        (("list", states / "none"), "there is no folder"),
+    ]:
+        code, out, err = said("state", *words)
+        assert code == 2 and match in err and not out and err.count("\n") == 1, (words, err)
+    assert said("state", "delete", new)[0] == 0
+    assert sorted(path.name for path in states.iterdir()) == ["a", "notes.txt"]
 
 
 def test_of_two_processes_that_add_to_a_state_none_loses_a_turn(quick_run, tmp_path, said):

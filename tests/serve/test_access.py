@@ -20,7 +20,10 @@ def limited(served, **changes):
 
 
 def test_without_its_key_nothing_is_served_but_its_health(served):
-    with listening(limited(served), local=False, key="s3cret") as url, httpx.Client(base_url=url) as client:
+    with (
+        listening(limited(served), local=False, keys=["s3cret", "other key".replace(" ", "-")]) as url,
+        httpx.Client(base_url=url) as client,
+    ):
         for header in (None, "Bearer other", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer s3crét"):
             headers = {} if header is None else {"Authorization": header.encode()}
             for answer in (

@@ -29,7 +29,9 @@ def test_what_a_hybrid_keeps_beside_its_budget_is_stated():
 
 
 def test_the_table_of_families_counts_what_inspection_serves(monkeypatch, capsys):
-    few = {name: PUBLISHED[name] for name in ("Qwen/Qwen3-0.6B", "google/recurrentgemma-2b", "llava-hf/llava-1.5-7b-hf")}
+    few = {
+        name: PUBLISHED[name] for name in ("Qwen/Qwen3-0.6B", "google/recurrentgemma-2b", "llava-hf/llava-1.5-7b-hf")
+    }
     monkeypatch.setattr(families, "PUBLISHED", few)
     monkeypatch.setattr(families, "CAUSAL", ["qwen3", "bloom", "bert"])
     monkeypatch.setattr(families, "SEEING", ["llava", "mllama"])
