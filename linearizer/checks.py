@@ -93,10 +93,10 @@ def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]
     A recurrent layer also receives its own state.
     """
     if plan.trains and FITTED in plan.resolved_loss.split("+") and (inspection.recurrent_layers or not is_chain()):
-        why = "has recurrent layers" if inspection.recurrent_layers else "has layers that are not a chain"
+        why = "in part recurrent" if inspection.recurrent_layers else "not a chain"
         raise RequestError(
-            f"{inspection.name!r} {why}, so their outputs cannot be fitted: ask for --loss logits, or train nothing "
-            "(--steps 0)"
+            f"the layers of {inspection.name!r} are {why}, so their outputs cannot be fitted: ask for --loss logits, "
+            "or train nothing (--steps 0)"
         )
 
 
