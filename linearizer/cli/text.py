@@ -184,7 +184,8 @@ def describe_student(run: Run) -> list[str]:
         write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
     )
     places = f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"
-    return [describe_state(allocation, run.layers), *kl_sentences(run), evaluation, *places]
+    state = "; ".join(filter(None, (describe_state(allocation, run.layers), run.inspection.beside_state)))
+    return [state, *kl_sentences(run), evaluation, *places]
 
 
 def describe_encoders_student(run: Run, judged: Collection[Judgement]) -> list[str]:

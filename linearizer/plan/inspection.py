@@ -85,6 +85,12 @@ class Inspection(ModelFacts):
         """The layers that a student replaces: those without a window of their own."""
         return [layer for layer in self.layers if layer.native_window is None]
 
+    @property
+    def beside_state(self) -> str:
+        """State what recurrent layers keep beside a student's state; "" if there are none."""
+        kept = size(self.recurrent_bytes)
+        return f"{self.recurrent_layers} recurrent layers keep {kept} beside it" if self.recurrent_layers else ""
+
     def describe_shape(self) -> list[tuple[str, str]]:
         """Describe layers, attention and positions, as pairs of a name and words."""
         attending = [layer for layer in self.layers if layer.kv_heads]

@@ -292,7 +292,7 @@ def text_tower(config: PreTrainedConfig, stored: Collection[str] = ()) -> PreTra
         tower = AutoConfig.for_model(kind, **{**content, **more})
     has_head = any(name.endswith("lm_head.weight") for name in stored)
     # Some models state it only outside of the tower, others only inside.
-    tied = getattr(config, "tie_word_embeddings", tower.tie_word_embeddings)
+    tied = getattr(config, "tie_word_embeddings", getattr(tower, "tie_word_embeddings", False))
     tower.tie_word_embeddings = tied or bool(stored and not has_head)
     tower.dtype = tower.dtype or config.dtype
     tower.tower_of = (config.architectures or [config.model_type])[0]

@@ -76,10 +76,9 @@ def test_caps_and_sinks_count_in_few_bits_in_pieces_and_beside_padding(family, t
     torch.testing.assert_close(padded, alone, **CLOSE)
     off = (student_of(family, WHOLE).double()(ids).logits - whole).abs().mean()
     assert 1e-4 < off < 0.5 * whole.abs().mean()  # near the model that keeps all
+    expected = student.float()(ids).logits
     student.save_pretrained(tmp_path)
-    torch.testing.assert_close(
-        load(tmp_path, dtype=torch.float64, experts_implementation="eager")(ids).logits, whole, **CLOSE
-    )
+    torch.testing.assert_close(load(tmp_path, dtype=torch.float32)(ids).logits, expected, **CLOSE)
 
 
 @torch.no_grad()
