@@ -14,6 +14,6 @@ def test_the_package_describes_itself_in_one_sentence():
 
 def test_the_readme_names_the_families_that_are_tested_and_how():
     listed = re.search(
-        r"- Tested with three layers and random weights, [^:]*: ([^.]*)\.", Path("README.md").read_text()
+        r"- Tested with a few layers and random weights, [^:]*: ([^.]*)\.", Path("README.md").read_text()
     )
     assert set(re.split(r",\s+", listed[1])) == TESTED
