@@ -1,8 +1,17 @@
 """Tiny configs of every family whose layers are softmax attention in part: four layers, random weights."""
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from linearizer.hub.models import Source
+from linearizer.hub.weight_files import Weights
+from linearizer.method.checkpoint import put_student_into
+from linearizer.teacher.devices import compute_anywhere
+from linearizer.teacher.inspect_model import inspect_model
 from tests.support.families import EXPERTS, GROUPED, LATENT, ROUTED, WINDOW
+from tests.support.models import allocation_of
+
+SOURCE = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
 
 LAYERS = {**GROUPED, "num_hidden_layers": 4, "max_position_embeddings": 512}
 ALTERNATING = ["linear_attention", "full_attention"] * 2
@@ -61,3 +70,15 @@ HYBRIDS: dict[str, dict] = {
 
 def tiny_hybrid(family: str, **overrides: object) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **{**HYBRIDS[family], **overrides})
+
+
+def teacher_of(family, **overrides):
+    torch.manual_seed(0)
+    teacher = AutoModelForCausalLM.from_config(tiny_hybrid(family, **overrides), dtype=torch.float32)
+    compute_anywhere(teacher)
+    return teacher.eval().requires_grad_(False)
+
+
+def student_of(family, heads, **overrides):
+    layers = inspect_model(SOURCE, tiny_hybrid(family, **overrides)).layers
+    return put_student_into(teacher_of(family, **overrides), layers, allocation_of(layers, heads, 2))

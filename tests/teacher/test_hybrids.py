@@ -4,39 +4,22 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from linearizer.hub.models import Source
-from linearizer.hub.weight_files import Weights
-from linearizer.method.checkpoint import load, put_student_into
+from linearizer.method.checkpoint import load
 from linearizer.plan.head_bytes import Head
 from linearizer.student.cache import CACHE, recurrent_tensors
-from linearizer.teacher.devices import compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.logits import bytes_held
 from tests.support.bare_environment import make_bare_environment, run_bare
-from tests.support.hybrids import HYBRIDS, tiny_hybrid
-from tests.support.models import MIXED, allocation_of, tokens
+from tests.support.hybrids import HYBRIDS, SOURCE, student_of, teacher_of
+from tests.support.models import MIXED, tokens
 
 LENGTH = 40
 PARTS = (9, 1, 17, 13)
 CLOSE, ROUNDED = 1e-4, 2e-3  # of the logits' spread: what is computed alike; recurrences in another order
 WHOLE = [Head(window=LENGTH)]
 WITHOUT_SOFTMAX = [head for head in MIXED if not head.softmax]
-SOURCE = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
 every_family = pytest.mark.parametrize("family", HYBRIDS)
-
-
-def teacher_of(family, **overrides):
-    torch.manual_seed(0)
-    teacher = AutoModelForCausalLM.from_config(tiny_hybrid(family, **overrides), dtype=torch.float32)
-    compute_anywhere(teacher)
-    return teacher.eval().requires_grad_(False)
-
-
-def student_of(family, heads=WHOLE, **overrides):
-    layers = inspect_model(SOURCE, tiny_hybrid(family, **overrides)).layers
-    return put_student_into(teacher_of(family, **overrides), layers, allocation_of(layers, heads, 2))
 
 
 def distance(logits, expected):
@@ -50,7 +33,7 @@ def read(model, ids, cache, parts):
 @torch.no_grad()
 @every_family
 def test_a_budget_that_holds_the_text_gives_the_teachers_logits(family):
-    teacher, student, ids = teacher_of(family), student_of(family), tokens(2, LENGTH)
+    teacher, student, ids = teacher_of(family), student_of(family, WHOLE), tokens(2, LENGTH)
     expected = teacher(ids).logits
     assert distance(student(ids).logits, expected) < CLOSE
     whole = student.generate(ids[:, :9], max_new_tokens=8, do_sample=False)
