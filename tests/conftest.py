@@ -35,7 +35,7 @@ import pytest  # noqa: E402  (huggingface_hub reads the environment when it is i
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
 LONGEST = """page/test_on_space page/test_journey page cli workers publish student encoders test_ benchmarks train
-evaluate run serve teacher hub method""".split()
+evaluate kernels run serve teacher hub method""".split()
 ONE_SERVER = "access api encoders evaluation hub_jobs journey landing steps"  # and one browser, long to start
 OF_ONE_SERVER = {f"tests/page/test_{name}.py" for name in ONE_SERVER.split()}
 

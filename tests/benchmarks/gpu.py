@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.evaluate.speed import Meter, finish_and_read_clock
 from linearizer.evaluate.subjects import Subject
 from linearizer.hub.models import find_model
+from linearizer.kernels.graphs.call_reader import reader_of
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
@@ -43,10 +44,10 @@ RESULTS = Path(__file__).parent / "results"
 ALL_SECONDS = 25 * 60
 LIMITS = {"tests": 240, "kernels": 420, "runs": 420, "steps": 120, "students": 300, "serve": 120}  # seconds
 TESTED = (
-    "tests/student/test_kernel_text_features.py",
-    "tests/student/test_kernel_slots.py", "tests/train/test_attention_loss_kernels.py",
-    "tests/student/test_kernel_trial.py", "tests/student/test_text_parts.py",
-    "tests/student/test_text_graphs.py", "tests/student/test_token_graph.py", "tests/serve/test_token_graphs.py",
+    "tests/kernels/test_text_features.py",
+    "tests/kernels/test_slots_in_triton.py", "tests/train/test_attention_loss_kernels.py",
+    "tests/kernels/test_trial.py", "tests/kernels/test_text_parts.py",
+    "tests/kernels/test_text_graphs.py", "tests/kernels/test_token_graph.py", "tests/serve/test_token_graphs.py",
 )  # fmt: skip
 READ = {2048: 1.0, 8192: 4.0, 32768: 16.0}  # tokens of a text -> times as fast as SDPA that reading should be
 TOKEN_SECONDS = 6e-6  # that a token of a layer should take in a graph, of one text
@@ -198,10 +199,11 @@ def students(tiny):
 def time_by_calls(meter, length, batch):
     """Return the tokens a second of a student that reads a text at once, and every token by a call of Python."""
     model = meter.subject.model
-    before = model.reads_parts, model.repeats_texts, model.repeats_tokens
-    model.reads_parts = model.repeats_texts = model.repeats_tokens = False
+    reader = reader_of(model)
+    before = reader.reads_parts, reader.repeats_texts, reader.repeats_tokens
+    reader.reads_parts = reader.repeats_texts = reader.repeats_tokens = False
     pace = meter.time_texts(length, batch)
-    model.reads_parts, model.repeats_texts, model.repeats_tokens = before
+    reader.reads_parts, reader.repeats_texts, reader.repeats_tokens = before
     return {"read_rate_in_turn": pace.read_rate, "write_rate_by_calls": pace.write_rate}
 
 
