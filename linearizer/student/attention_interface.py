@@ -257,14 +257,18 @@ def observed(
     return attend_as_teacher(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
-def implementation_of_teacher(model: Any) -> str:
-    """Name the implementation of a teacher's attention: SDPA, unless its model or class does more than that."""
-    return "sdpa" if getattr(model, "_supports_sdpa", True) else AS_TEACHER
+def implementation_of_teacher(model: Any, config: Any) -> str:
+    """Name the implementation of a teacher's attention: SDPA, unless its model or class does more than that.
+
+    Older transformers let SDPA leave caps out.
+    """
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return AS_TEACHER if capped or not getattr(model, "_supports_sdpa", True) else "sdpa"
 
 
 def attending_as_teacher(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Attend as a student's teacher in this context."""
-    return attending(model, implementation_of_teacher(model))
+    return attending(model, implementation_of_teacher(model, model.config))
 
 
 @contextmanager

@@ -224,7 +224,7 @@ def read_model(
     """Let transformers make a model from its files, or from weights expanded here; report missing and wrong weights."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    attention = implementation_of_teacher(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    attention = implementation_of_teacher(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
     options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places, "attn_implementation": attention}
     if whole_of(config):
         options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)

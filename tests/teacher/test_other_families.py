@@ -5,11 +5,12 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from linearizer.hub.models import Source
 from linearizer.hub.weight_files import Weights
+from linearizer.student.attention_interface import implementation_of_teacher
 from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.teacher.inspect_model import inspect_model
 from tests.support.families import EXPERTS, FAMILIES, GPT, GROUPED, LATENT, ROUTED, WINDOW
@@ -59,7 +60,9 @@ def inspected(kind):
 def differences(config, inspection):
     """Compare logits of a model with those of a student whose windows cover the text, read at once and in pieces."""
     torch.manual_seed(0)
-    teacher, ids = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), tokens(2, LENGTH)
+    attention = implementation_of_teacher(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    teacher = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    ids = tokens(2, LENGTH)
     expected = teacher(ids).logits
     layers = [
         None
