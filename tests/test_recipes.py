@@ -111,7 +111,7 @@ def test_training_without_features_trains_adapters(tmp_path):
     finish(pipeline.linearize(run))
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]
     card = " ".join((run.checkpoint / "README.md").read_text().split())
-    assert "; adapters of rank 8 on q, k, v and o were trained" in card
+    assert "adapters of rank 8 on q, k, v and o were trained" in card
     before = teacher_module.load_teacher_of(run.plan).model.state_dict()
     (file,) = run.checkpoint.glob("*.safetensors")
     changed = {name for name, x in load_file(file).items() if not torch.equal(x.float(), before[name].float())}

@@ -74,7 +74,11 @@ def test_the_card_says_what_was_trained_and_not_what_was_asked_for(tmp_path):
     [
         ({"steps": 0}, ""),
         ({"steps": 8, "recipe": "features", "strategy": "common-lambda"}, ""),  # features have weights of their own
-        ({"steps": 8}, "two matrices of each layer were fitted to the teacher's outputs by least squares"),
+        (
+            {"steps": 8, "loss": "squares"},
+            "two matrices of each layer were fitted to the teacher's outputs by least squares",
+        ),
+        ({"steps": 8}, "adapters of rank 8 on q, k, v and o were trained and merged into them"),
         ({"steps": 8, "loss": "logits"}, "adapters of rank 8 on q, k, v and o were trained and merged into them"),
     ],
 )

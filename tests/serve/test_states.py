@@ -147,7 +147,7 @@ def test_what_is_no_state_of_this_model_is_refused_and_changes_nothing(served, c
     flipped[len(flipped) // 2] ^= 1
     for sent, match in [
         (bytes(flipped), "damaged"),
-        (content.replace(b"linearized state 2", b"linearized state 9"), "linearized state 9"),
+        (content.replace(b"linearized state 4", b"linearized state 9"), "linearized state 9"),
         ((tmp_path / "foreign").read_bytes(), "another model"),
         (content[:-1], "damaged"),
         (b"", "damaged"),
