@@ -17,6 +17,7 @@ from gradio_client.exceptions import AppError
 from linearizer.page.actions import ENDPOINTS
 from linearizer.page.visitors import hash_identity
 from linearizer.report.verdict import judge_run
+from linearizer.run.files import unseal
 from linearizer.run.folder import Run
 from linearizer.workers import control, device_queue
 from tests.support.page_server import SMALL, SPACE_MINUTES, client_of, ended, looking, session_of, shown
@@ -104,6 +105,15 @@ def test_visitors_of_a_space_see_only_their_own(space, busy):
         client.predict("short", api_name="/list_runs")
 
 
+def judge_as_worse(folder):
+    """Let the evaluation of a run show that its student is worse than a plain window."""
+    path = folder / "evaluation.json"
+    content = json.loads(unseal(path.read_text()))
+    for result in content["parts"]["language"]["lengths"]:
+        result["difference"] = {"mean": 0.2, "interval": [0.1, 0.3]}
+    path.write_text(json.dumps(content))
+
+
 def test_two_visitors_of_a_space_do_not_see_each_other_and_preview_without_signing_in(
     space, browser, busy, trained_run
 ):
@@ -122,13 +132,14 @@ def test_two_visitors_of_a_space_do_not_see_each_other_and_preview_without_signi
         shown(ann, "#runs", name)
         (home,) = runs.glob(f"*/{name}/..")
         shutil.copytree(trained_run, home / "finished")
+        judge_as_worse(home / "finished")
         ann.goto(f"{url}?run=finished")
         unfold(ann, "Publish to the Hub")
         shown(ann, "#preview-note", "To publish, sign in at the top right")
         ann.locator("#owner input").fill("ann")
         ann.get_by_role("button", name="Show what will be sent").click()
         shown(ann, "#files", "files, ")
-        shown(ann, "#preview-note", judge_run(Run(trained_run)).sentence)  # two steps make a bad student
+        shown(ann, "#preview-note", judge_run(Run(home / "finished")).sentence)
         assert ann.locator("#preview-note .lz-bad").count() == 1
         assert ann.get_by_role("button", name="Publish", exact=True).is_disabled()
 
