@@ -1,4 +1,4 @@
-"""What checkpoints of other versions meet: heads of format 1, formats to come, and a package without fitting kernels."""
+"""What checkpoints of other versions meet: heads of format 1, formats to come, and no kernels that fit."""
 
 import pytest
 import torch
