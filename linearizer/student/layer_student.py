@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .attention_of_student import GAIN, HeadKind, HeadState, Merging, Scores, read, working_dtype
+from .attention_of_student import FEWER, GAIN, HeadKind, HeadState, Merging, Scores, read, working_dtype
 
 Tensor = torch.Tensor
 DOOR, VERSION = "linearizer.kernels.door", 1  # of kernels that fit this code
@@ -163,6 +163,11 @@ class HeadGroup(nn.Module):
             raise ValueError(
                 f"KV heads {heads} merge {kind.block} tokens at once and have a window of {kind.window}: set a window, "
                 "and merge at most its tokens"
+            )
+        if kind.bits in FEWER and any(dim % 2 or dim * (kind.bits - 4) % 8 for dim in (key_dim, value_dim)):
+            raise ValueError(
+                f"KV heads {heads} have vectors of {key_dim} and {value_dim} numbers, which do not fill bytes in "
+                f"{kind.bits} bits a number: set 8 or 16 bits"
             )
         self.heads, self.kind, self.sinks = heads, kind, sinks
         self.window, self.bits, self.has_basis = kind.window, kind.bits, has_stored_basis(kind.bits, key_dim, value_dim)

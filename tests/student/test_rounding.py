@@ -89,6 +89,12 @@ def test_weight_and_spread_of_slots_take_two_bytes_each_in_few_bits_and_are_roun
     assert (bits < 8) == torch.equal(merged.spread, merged.spread.bfloat16().float())
 
 
+@pytest.mark.parametrize("bits, dim", [(5, 12), (6, 6), (4, 5)])
+def test_vectors_that_do_not_fill_bytes_in_few_bits_are_refused(bits, dim):
+    with pytest.raises(ValueError, match=f"do not fill bytes in {bits} bits"):
+        LayerStudent([{"window": 4, "bits": bits}], 1, dim, "prf")
+
+
 @pytest.mark.parametrize("dim", [8, 32, 80, 96])
 def test_rotating_spreads_what_is_large_and_keeps_products(dim):
     x = torch.randn(2, 5, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

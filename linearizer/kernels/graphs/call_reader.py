@@ -58,6 +58,7 @@ def is_plain(model: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether accelerate or a user follows the calls of a module, which a graph would not make; hooks of transformers
     do nothing unless hidden states are requested."""
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    others = {getattr(hook, "func", hook) for hook in hooks} - {give_cache, hand_over_state, mark_as_read}
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    functions = [getattr(hook, "func", hook) for hook in hooks]  # a user's hook may be unhashable
+    others = [x for x in functions if not any(x is own for own in (give_cache, hand_over_state, mark_as_read))]
     return hasattr(module, "_hf_hook") or any(not str(x.__module__).startswith("transformers.") for x in others)
