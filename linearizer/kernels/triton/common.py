@@ -9,12 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
-
-try:  # transformers looks for the packages that a checkpoint needs, and ignores those imported inside a try
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 Tensor = torch.Tensor
 Launch = TypeVar("Launch", bound=Callable[..., Any])

@@ -14,12 +14,8 @@ from __future__ import annotations
 import functools
 
 import torch
-
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 from linearizer.kernels.triton.common import EMPTY, count_parts, padded, precision
 from linearizer.kernels.triton.packed_rows import TYPES, PackedConstants, kinds_of_rows, load_codes, store_rows

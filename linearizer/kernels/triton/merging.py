@@ -9,11 +9,8 @@ each step holds a few of them in registers.
 
 from __future__ import annotations
 
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 from linearizer.kernels.triton.merge_workspace import (
     INFINITE,

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 from linearizer.kernels.triton.common import Constants
 from linearizer.student.attention_of_student import HIGHEST, LOWEST, TINIEST, TRIED

@@ -6,11 +6,8 @@ merging.py merges; this module finds a head's rows and slots in the pool (state_
 
 from __future__ import annotations
 
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 from linearizer.kernels.triton.common import EMPTY
 from linearizer.kernels.triton.merge_workspace import add_tokens, read_slots, workspace_of, write_slots

@@ -8,11 +8,8 @@ A column is a vector of codes and a scale. Codes of 8 or fewer bits are exact in
 
 from __future__ import annotations
 
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 from linearizer.kernels.triton.common import EMPTY
 from linearizer.kernels.triton.packed_rows import (

@@ -14,12 +14,8 @@ The backward pass runs the first two on queries, from the last segment to the fi
 from __future__ import annotations
 
 import torch
-
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 from linearizer.kernels.triton.common import (
     ABSENT,

@@ -10,13 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch.autograd.function import once_differentiable
-
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
 
 from linearizer.kernels.triton.common import (
     ABSENT,

@@ -17,12 +17,8 @@ from __future__ import annotations
 import functools
 
 import torch
-
-try:  # as in common.py
-    import triton
-    import triton.language as tl
-except ImportError:
-    raise
+import triton
+import triton.language as tl
 
 from linearizer.kernels.triton.common import (
     EMPTY,
