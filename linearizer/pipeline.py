@@ -148,7 +148,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
     if run.plan.changes_weights:  # the teacher and its window have their own
         unchanged = load_teacher_of(run.plan, token, run.inspection).model
         control = checkpoint.put_student_into(unchanged, teacher.inspection.layers, allocation)
-    yield from judge(Setup(run, student, control, teacher.tokenizer, control.base, None, texts.judged))
+    yield from judge(Setup(run, student, control, teacher.tokenizer, control, None, texts.judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
     links = teacher.inspection.links and not run.plan.changes_weights

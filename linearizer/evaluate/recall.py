@@ -17,7 +17,7 @@ from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_en
 from linearizer.method.head_prices import list_doublings
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Grid, Needle, Recall, RecallLosses
-from linearizer.teacher.logits import fresh_cache, logits_at_once, losses_of
+from linearizer.teacher.logits import logits_at_once, losses_of
 from linearizer.teacher.ram import run_if_it_fits
 from linearizer.teacher.text import repeated_passages
 
@@ -65,7 +65,7 @@ class RepeatReader:
         repeated = torch.stack([repeated_passages(begun, self.passage, gap) for gap in self.gaps], 1)
         ends = torch.cat([begun[:, None], repeated], 1)[..., -self.passage :]  # the text's own is the first
         before = self.length - self.passage
-        caches = [fresh_cache(subject.model) for subject in subjects]
+        caches = [subject.fresh_cache() for subject in subjects]
         losses: list[list[Tensor]] = [[] for _ in subjects]
         for begin, logits in read_into(subjects, ids[:, :before], caches):
             following = ids[:, begin + 1 : begin + 1 + logits[0].shape[1]]
@@ -176,7 +176,7 @@ def measure_needle(
 
 def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:
     """Score how a subject predicts the value at the question, and when the pair is new; means over the texts."""
-    ids, cache = hidden.ids, fresh_cache(subject.model)
+    ids, cache = hidden.ids, subject.fresh_cache()
     pair, question = hidden.place, ids.shape[1] - hidden.key - hidden.value
     after = pair + hidden.key + hidden.value
     first, second = (

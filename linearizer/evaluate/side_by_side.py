@@ -18,7 +18,7 @@ from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import frequent_words, lay_out_all
 from linearizer.run.results import Comparison, Difference, Side, StateSizes
-from linearizer.teacher.logits import bytes_held, fresh_cache
+from linearizer.teacher.logits import bytes_held
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
 from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens, read_tokens
 
@@ -74,7 +74,7 @@ class Reader:
 
     @staticmethod
     def of(subject: Subject) -> Reader:
-        return Reader(subject, fresh_cache(subject.model), [], [])
+        return Reader(subject, subject.fresh_cache(), [], [])
 
     @property
     def heard(self) -> list[int]:

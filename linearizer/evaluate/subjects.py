@@ -56,7 +56,7 @@ class Subject:
     model: PreTrainedModel
     allocation: Allocation | None = None  # None: a teacher, whose state grows with the text
     heads: Sequence[nn.Module] | None = None  # these replace the model's own students
-    softmax: bool = False  # a student's base that attends as the teacher
+    softmax: bool = False  # a student that attends as its teacher
 
     @contextmanager
     def prepared(self) -> Iterator[PreTrainedModel]:
@@ -69,6 +69,11 @@ class Subject:
         else:
             with exchange_students(self.model, self.heads):
                 yield self.model
+
+    def fresh_cache(self) -> Cache:
+        """Make an empty cache of this subject's kind."""
+        with self.prepared() as model:
+            return fresh_cache(model)
 
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
         """Count the bytes of cache or state once `length` tokens have been read."""
@@ -88,7 +93,7 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
     if logits_at_once(subjects[0].model, len(ids)) >= ids.shape[1]:
         yield 0, read_alike(subjects, ids, [None] * len(subjects))
     else:
-        yield from read_into(subjects, ids, [fresh_cache(subject.model) for subject in subjects])
+        yield from read_into(subjects, ids, [subject.fresh_cache() for subject in subjects])
 
 
 @torch.inference_mode()
@@ -140,7 +145,7 @@ def read_last(subject: Subject, texts: Tensor, counts: Sequence[int]) -> Iterato
     for first in range(0, len(texts), ENDS_AT_ONCE):
         ids, numbers = texts[first : first + ENDS_AT_ONCE], counts[first : first + ENDS_AT_ONCE]
         begin = ids.shape[1] - max(numbers) - 1
-        logits = read_end(subject, ids, begin, fresh_cache(subject.model))[:, :-1]
+        logits = read_end(subject, ids, begin, subject.fresh_cache())[:, :-1]
         yield from (row[-count:] for row, count in zip(logits, numbers, strict=True))
 
 
@@ -177,7 +182,7 @@ class Setup:
         """The teacher, if there is one."""
         if self.teacher is None:
             return None
-        return Subject("teacher", self.teacher, softmax=self.teacher is self.control.base)
+        return Subject("teacher", self.teacher, softmax=self.teacher is self.control)
 
     def window(self, length: int) -> Subject:
         """Make a plain window that takes the student's bytes at a length."""
@@ -235,7 +240,7 @@ class Setup:
 
     def made_with(self) -> MadeWith:
         """Name the software, the device and the teacher of the measurements."""
-        teacher = None if self.teacher is None else self.student.config.teacher
+        teacher = None if self.teacher is None else self.student.config.linearized["teacher"]
         return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone)
 
 
@@ -262,10 +267,10 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
             yield Setup(run, student, student, checkpoint.load_tokenizer_of(run), None, str(error), token=token)
             return
         student = control = checkpoint.load_beside(run, teacher.model)
-        adapted = student.base is not teacher.model and not share_weights(student.base, teacher.model)
+        adapted = student is not teacher.model and not share_weights(student, teacher.model)
         if adapted:
             control = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
-            share_weights(control.base, teacher.model, different=True)
+            share_weights(control, teacher.model, different=True)
         yield Setup(run, student, control, teacher.tokenizer, teacher.model, None, token=token)
 
 

@@ -83,9 +83,8 @@ def read_call(model: Any, arguments: dict) -> Any:
             return out
     if (streams := text_parts.choose_streams(model, arguments)) is None:
         return None
-    return text_parts.read_parts(
-        model.base, arguments, text_parts.choose_size(text_parts.length_of(arguments)), streams
-    )
+    size = text_parts.choose_size(text_parts.length_of(arguments))
+    return text_parts.read_parts(model.read_by_layers, arguments, size, streams)
 
 
 def copy_states(states: list, change: Callable[[Tensor], Tensor]) -> list | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import __version__
 from linearizer.amounts import size
@@ -51,7 +52,6 @@ TEACHER_FILE = "teacher-{number:05}-of-{count:05}.safetensors"
 
 # The installed code is preferred to the copy in a checkpoint, with and without trust_remote_code.
 AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True)
-AutoModelForCausalLM.register(LinearizedConfig, LinearizedForCausalLM, exist_ok=True)
 
 
 def put_student_into(
@@ -63,15 +63,14 @@ def put_student_into(
     origin: dict[str, str | None] | None = None,
 ) -> LinearizedForCausalLM:
     """Put an untrained student into every layer of a teacher, which is changed in place and keeps all its weights."""
-    config = LinearizedConfig(
-        base=teacher.config,
-        layers=layer_configs(allocation, layers),
-        sinks=allocation.sinks,
-        feature_map=feature_map,
-        teacher=origin or {},
-        made_by=f"linearizer {__version__}",
-    )
-    return LinearizedForCausalLM.from_teacher(teacher, config, seed)
+    entries = {
+        "layers": layer_configs(allocation, layers),
+        "sinks": allocation.sinks,
+        "feature_map": feature_map,
+        "teacher": origin or {},
+        "made_by": f"linearizer {__version__}",
+    }
+    return LinearizedForCausalLM.from_teacher(teacher, entries, seed)
 
 
 def make_layer_students(
@@ -79,7 +78,7 @@ def make_layer_students(
 ) -> tuple[LayerStudent, ...]:
     """Make untrained layer students of another allocation, to exchange for a student's own."""
     drawn = Samples((None,) * len(layers), seed)
-    return tuple(make_students(student, layers, allocation, drawn, student.config.feature_map).values())
+    return tuple(make_students(student, layers, allocation, drawn, student.config.linearized["feature_map"]).values())
 
 
 def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:
@@ -109,7 +108,7 @@ def list_larger(student: LinearizedForCausalLM, stored: torch.dtype | None) -> l
     """List a base's weights in a larger type, without those that are read from files in every pass."""
     return [
         weight
-        for name, weight in student.base.named_parameters()
+        for name, weight in student.named_parameters()
         if stored is not None and weight.dtype.itemsize > stored.itemsize and not (weight.is_meta or is_own(name))
     ]
 
@@ -202,11 +201,11 @@ def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
 
 
 def load_around(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
-    """Load the student of a run around its teacher's weights, wherever they lie: the teacher becomes its base."""
+    """Load the student of a run around its teacher's weights, wherever they lie: the teacher becomes the student."""
     link_missing_weights(run)
     check_weights(run)
-    config = LinearizedConfig.from_pretrained(run.checkpoint)
-    student = LinearizedForCausalLM.from_teacher(teacher, config, run.plan.seed)
+    entries = LinearizedConfig.from_pretrained(run.checkpoint).linearized
+    student = LinearizedForCausalLM.from_teacher(teacher, entries, run.plan.seed)
     names = {name for name in student.state_dict() if is_own(name)}
     weights: dict[str, torch.Tensor] = {}
     for path in weight_files(run.checkpoint):
@@ -263,12 +262,20 @@ def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:
     return student.eval()
 
 
+def save_own(student: LinearizedForCausalLM, folder: Path) -> None:
+    """Write the config, the code and the student's own weights."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to save a model with offloaded")  # these are not written here
+        own = {name: x for name, x in student.state_dict().items() if is_own(name)}
+        student.save_pretrained(folder, state_dict=own)
+
+
 def save_around(student: LinearizedForCausalLM, folder: Path, files: Sequence[Path]) -> bool:
     """Write config and weights of a student around its teacher's files; return whether it loads from them.
 
     If it does not, the files are removed: only the teacher's class translates the names in its files.
     """
-    student.save_pretrained(folder, state_dict={name: x for name, x in student.state_dict().items() if is_own(name)})
+    save_own(student, folder)
     written = []
     if (folder / SINGLE).exists():  # a student of windows has no weights of its own
         written.append((folder / SINGLE).rename(folder / STUDENT_FILE))
@@ -289,7 +296,7 @@ def save_streamed(student: LinearizedForCausalLM, folder: Path, max_bytes: int, 
 
     Only the tensors of one file are in memory at a time.
     """
-    student.save_pretrained(folder, state_dict={name: x for name, x in student.state_dict().items() if is_own(name)})
+    save_own(student, folder)
     (folder / SINGLE).unlink(missing_ok=True)
     saved = student.state_dict().keys()
     weights = {name: x for name, x in (*student.named_parameters(), *student.named_buffers()) if name in saved}

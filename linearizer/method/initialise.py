@@ -39,7 +39,7 @@ LEAST_GAIN = 0.002  # of a head's error: a smaller gain is noise
 @torch.no_grad()
 def initialise(student: LinearizedForCausalLM, samples: Samples) -> None:
     """Initialise the layers of a student from samples of the teacher's queries and keys."""
-    for module in attention_modules(student.base):
+    for module in attention_modules(student):
         index = layer_number(module)
         if (layer_student := getattr(module, "student", None)) is not None and samples.layers[index] is not None:
             initialise_layer(layer_student, samples, index)

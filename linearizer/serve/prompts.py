@@ -200,5 +200,5 @@ def has_fixed_states(model: PreTrainedModel) -> bool:
     """Whether no layer's state grows with the text."""
     if not isinstance(model, LinearizedForCausalLM):
         return False
-    layers = [None if layer is None else layer["heads"] for layer in model.config.layers]
+    layers = [None if layer is None else layer["heads"] for layer in model.config.linearized["layers"]]
     return all(heads is not None and not any("softmax" in head for head in heads) for heads in layers)

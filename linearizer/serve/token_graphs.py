@@ -39,7 +39,7 @@ class BatchGraph:
         graph_cache = copy_cache(cache, lambda name, x: x.clone())
         lengths = states_of(cache)[0].count.clone()
         read_on(model, graph_cache, torch.zeros_like(lengths)[:, None], lengths)  # makes the pools of states
-        return cls(graph_cache, TokenGraph.of(model.base, model.config, graph_cache, capture))
+        return cls(graph_cache, TokenGraph.of(model, graph_cache, capture))
 
     def lay(self, at: int, cache: Cache) -> None:
         """Copy the states of a cache into the pools, from place `at` on."""

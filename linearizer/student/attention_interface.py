@@ -275,11 +275,11 @@ def attending_as_teacher(model: PreTrainedModel) -> AbstractContextManager[None]
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Attend with another implementation in this context."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
+    PreTrainedModel.set_attn_implementation(model, implementation)  # a student's own refuses
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        PreTrainedModel.set_attn_implementation(model, before)
 
 
 @contextmanager

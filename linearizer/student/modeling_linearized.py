@@ -1,10 +1,11 @@
 """A causal language model of transformers whose attention layers have a state of fixed size.
 
-The teacher's modelling code runs unchanged inside `base`; each attention module has a `student`, which transformers
-calls in place of its attention (attention_interface.py).
+Its class is a subclass of its teacher's, so that weights, adapters, quantisation, losses and generation are the
+teacher's; each attention module has a `student`, which transformers calls in place of its attention
+(attention_interface.py).
 
 Terms in these files:
-  teacher             the model with softmax attention that this one was made from; base: its code and weights
+  teacher             the model with softmax attention that this one was made from
   student             the module that attends in its place (layer_student.py)
   KV head             a key and a value per token, shared by a group of query heads; a student has a state per KV head
   cache, state        a teacher keeps all keys and values; a student keeps a state of fixed size
@@ -21,15 +22,19 @@ of a layer and asks for kernels; attention_interface, cache and saved_state conn
 whose heads hold something else than windows and slots also carry other_heads, and what it imports.
 """
 
+import functools
 import os
 import shutil
+from inspect import signature
 from pathlib import Path
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     GenerationConfig,
     GenerationMixin,
@@ -65,77 +70,55 @@ CODE_OF_OTHER_HEADS = (
     *("matrix_rule", "update_rules"),
 )
 logger = logging.get_logger(__name__)
-FORMAT = 2  # of heads in a config
-OWN = {
-    "base",
-    "layers",
-    "sinks",
-    "feature_map",
-    "teacher",
-    "format",
-    "made_by",
-    "auto_map",
-}  # all else is the teacher's
-SIZES = (  # of its teacher, which tools look for in config.json
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
-CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module
-TRAITS = (  # of the base, which transformers reads from a model
-    "base_model_prefix",
-    "_tied_weights_keys",
-    "_keys_to_ignore_on_load_missing",
-    "_keys_to_ignore_on_load_unexpected",
-    "_keys_to_ignore_on_save",
-)
+FORMAT = 3  # of configs: 1 and 2 hold the teacher's config as `base`
+OWN = {"layers": [], "sinks": 0, "feature_map": "prf", "teacher": {}, "made_by": None}  # by default
 
 
 class LinearizedConfig(PreTrainedConfig):
-    """base: the teacher's config; layers: for each layer what its KV heads keep (LayerStudent), or null if it is
-    unchanged; format: of these entries, of which older ones are read, too; made_by: the version that wrote them.
+    """Reads the config of a linearized model: its teacher's, with an entry `linearized`, which names
 
-    All attributes of the teacher's config are read from it and written to it: vocab_size, logit_scale, use_cache, …
+    layers: for each layer what its KV heads keep (LayerStudent), or null if it is unchanged; sinks; feature_map;
+    teacher: its name and revision; teacher_type; format: of these entries; made_by: the version that wrote them.
     """
 
     model_type = "linearized"
 
-    def __init__(
-        self,
-        base: dict | PreTrainedConfig | None = None,
-        layers: list | None = None,
-        sinks: int = 0,
-        feature_map: str = "prf",
-        teacher: dict | None = None,
-        format: int = 1,
-        made_by: str | None = None,
-        **kwargs: object,
-    ) -> None:
-        if format > FORMAT:
-            raise ValueError(f"this model has format {format}, and this code reads {FORMAT}: load it with newer code")
-        if isinstance(base, dict):
-            base = AutoConfig.for_model(**base) if base else None
-        of_base = {name: kwargs.pop(name) for name in [*kwargs] if belongs_to(base, name)}
-        super().__init__(**{"dtype": getattr(base, "dtype", None), **kwargs})
-        self.format, self.made_by, self.sinks, self.feature_map = FORMAT, made_by, sinks, feature_map
-        self.layers = [layer and {**layer, "heads": [*map(named_head, layer["heads"])]} for layer in layers or []]
-        self.teacher = teacher or {}  # name and revision
-        self.base = base
-        for name, value in of_base.items():
-            setattr(base, name, value)
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        config_dict = in_this_format(config_dict)
+        kind = config_like(CONFIG_MAPPING[config_dict["linearized"]["teacher_type"]])
+        return kind.from_dict(config_dict, **kwargs)
 
-    def __getattr__(self, name: str) -> object:
-        if belongs_to(base := self.__dict__.get("base"), name):
-            return getattr(base, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __setattr__(self, name: str, value: object) -> None:
-        target = self if name in self.__dict__ or not belongs_to(self.__dict__.get("base"), name) else self.base
-        super().__setattr__(name, value) if target is self else setattr(target, name, value)
+def in_this_format(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a config of this format or of an older one, as the class of its teacher's configs reads it."""
+    entries = dict(content.get("linearized") or {"format": 1})
+    if "base" in content:
+        named = {name: content.pop(name) for name in (*OWN, "base", "format") if name in (content := {**content})}
+        base, entries = named.pop("base"), {"format": 1, **named}
+        kept = {name: content[name] for name in ("dtype", "auto_map", "quantization_config") if content.get(name)}
+        content, entries["teacher_type"] = {**base, **kept}, base["model_type"]
+    if entries["format"] > FORMAT:
+        raise ValueError(
+            f"this model has format {entries['format']}, and this code reads {FORMAT}: load it with newer code"
+        )
+    return {**content, "linearized": complete(entries), "model_type": entries["teacher_type"]}
+
+
+def complete(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config, with those that are not given, and with names of what heads hold."""
+    layers = [layer and {**layer, "heads": [*map(named_head, layer["heads"])]} for layer in entries.get("layers", [])]
+    return {**OWN, **entries, "layers": layers, "format": FORMAT}
+
+
+class OfStudent:
+    """What the config of a linearized model does in addition to its teacher's."""
+
+    linearized: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict(in_this_format(config_dict), **kwargs)  # type: ignore[misc]
 
     @property
     def output_attentions(self) -> bool:
@@ -146,187 +129,163 @@ class LinearizedConfig(PreTrainedConfig):
     def output_attentions(self, value: bool) -> None:
         self._output_attentions = value
 
+    def validate(self) -> None:
+        """Check nothing: transformers would refuse a request for weights."""
+
+    def of_teacher(self) -> dict[str, Any]:
+        """Return what the teacher's config says, without how its weights are stored."""
+        content = super().to_dict()  # type: ignore[misc]
+        own = ("linearized", "auto_map", "quantization_config")
+        return {name: x for name, x in content.items() if name not in own and not name.startswith("_")}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "model_type": LinearizedConfig.model_type}  # type: ignore[misc]
+
     def save_pretrained(self, save_directory: str | os.PathLike, *args: object, **kwargs: object) -> None:
         """Write the config, and the code that a model with these heads needs."""
-        others = any(holds_more(head) for layer in self.layers if layer is not None for head in layer["heads"])
+        layers = filter(None, self.linearized["layers"])
+        others = any(holds_more(head) for layer in layers for head in layer["heads"])
         entry = CODE_OF_OTHER_HEADS[0] if others else CODE[0]
         classes = {"AutoConfig": "LinearizedConfig", "AutoModelForCausalLM": "LinearizedForCausalLM"}
         self.auto_map = {auto: f"{entry}.{name}" for auto, name in classes.items()}
-        self._auto_class = None  # else transformers would name the classes, and copy less
         os.makedirs(save_directory, exist_ok=True)
         for name in (*CODE, *CODE_OF_OTHER_HEADS) if others else CODE:
             shutil.copyfile(Path(__file__).with_name(f"{name}.py"), Path(save_directory, f"{name}.py"))
-        super().save_pretrained(save_directory, *args, **kwargs)
-
-    def validate(self) -> None:
-        """Check nothing: the teacher's config checks itself, by rules of its own."""
-
-    def get_text_config(self, *args: object, **kwargs: object) -> PreTrainedConfig:
-        return self.__dict__.get("base") or self
-
-    def to_dict(self) -> dict:
-        """Leave out the teacher's path; repeat its sizes and its quantisation for the whole model."""
-        content = super().to_dict()
-        base = {name: x for name, x in (content["base"] or {}).items() if not name.startswith("_")}
-        quantised = base.pop("quantization_config", None)
-        sizes = {name: getattr(self, name) for name in SIZES if belongs_to(self.base, name)}
-        return {**content, **sizes, "base": base, **({"quantization_config": quantised} if quantised else {})}
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
-def belongs_to(base: PreTrainedConfig | None, name: str) -> bool:
-    """Whether an attribute of a LinearizedConfig is one of its teacher's config."""
-    ours = name.startswith("_") or name in OWN or hasattr(PreTrainedConfig, name)
-    try:
-        return base is not None and not ours and hasattr(base, name)
-    except RuntimeError:  # transformers has no number for all layers where they differ
-        return False
+@functools.cache
+def config_like(teacher: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Make the class of the configs of students whose teachers have such configs."""
+    kind = type(LinearizedConfig.__name__, (OfStudent, teacher), {})
+    AutoModelForCausalLM.register(kind, LinearizedForCausalLM, exist_ok=True)
+    return kind
+
+
+@functools.cache
+def model_like(teacher: type[PreTrainedModel]) -> type["LinearizedForCausalLM"]:
+    """Make the class of students whose teachers have such a class."""
+    forward, names = teacher.forward, [*signature(teacher.forward).parameters][1:]
+
+    @functools.wraps(forward)  # generate and trainers look at the names of its arguments
+    def read(self: LinearizedForCausalLM, *args: object, **kwargs: object) -> object:
+        return self.read({**dict(zip(names, args, strict=False)), **kwargs})
+
+    return type(LinearizedForCausalLM.__name__, (LinearizedForCausalLM, teacher), {"forward": read})
 
 
 class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
-    """`base` is the teacher's model. It is no child: its children are also this model's, so that every weight keeps the
-    name that it has in the teacher, and tools find `model` and `lm_head`."""
+    """What a linearized model does in addition to its teacher; every model has a subclass of this and its teacher's."""
 
     config_class = LinearizedConfig
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_attention_backend = True
     _is_stateful = True  # the state cannot be rolled back
-    _keep_in_fp32_modules_strict = ("student",)
-    _skip_keys_device_placement = ("cache", "past_key_values", "linear_state")
 
-    def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
-        super().__init__(config)
+    def __new__(cls, config: Any = None, *args: object, **kwargs: object) -> Any:
+        if cls is LinearizedForCausalLM:
+            cls = model_like(MODEL_FOR_CAUSAL_LM_MAPPING[type(config).__bases__[1]])
+        return super().__new__(cls)
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        config._attn_implementation = IMPLEMENTATION
+        super().__init__(config, *args, **kwargs)
+        self.add_students()
+        self.post_init()
+
+    def add_students(self) -> None:
+        """Add a student to every layer of which the config describes the heads."""
         find_kernels()  # torch.compile cannot look for them
-        if base is None:
-            kwargs = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # the requested one
-            base = AutoModelForCausalLM.from_config(config.base, **kwargs)
-        config.base = base.config
         self.call_reader: Any = None  # by which kernels read a call of all layers
-        self.hold(base)
-        modules = attention_by_layer(base)
-        if len(config.layers) != (count := base.config.get_text_config(decoder=True).num_hidden_layers):
-            raise ValueError(f"the config describes {len(config.layers)} layers, the model has {count}")
-        for index, layer in enumerate(config.layers):
+        modules, entries = attention_by_layer(self), self.config.linearized
+        if len(entries["layers"]) != (count := self.config.get_text_config(decoder=True).num_hidden_layers):
+            raise ValueError(f"the config describes {len(entries['layers'])} layers, the model has {count}")
+        for index, layer in enumerate(entries["layers"]):
             if layer is not None:
                 if (module := modules.get(index)) is None:
                     raise ValueError(f"the config describes heads of layer {index}, which has no softmax attention")
-                sizes = layer["key_dim"], config.feature_map, layer.get("value_dim", layer["key_dim"])
-                module.student = LayerStudent(layer["heads"], config.sinks, *sizes).float()  # in a model of any dtype
+                sizes = layer["key_dim"], entries["feature_map"], layer.get("value_dim", layer["key_dim"])
+                student = LayerStudent(layer["heads"], entries["sinks"], *sizes)
+                module.student = student.float()  # in a model of any dtype
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
-        serve_decoder(base, [layer is not None for layer in config.layers])
-        self.post_init()
-
-    def hold(self, base: PreTrainedModel) -> None:
-        """Share the content of the base."""
-        self.__dict__["base"] = base
-        self.__dict__.update({name: base.__dict__[name] for name in CONTENT})
-        for name in TRAITS:
-            setattr(self, name, getattr(base, name))
+        serve_decoder(self, self.linearized_layers())
+        for name, added in (
+            ("_keep_in_fp32_modules_strict", ("student",)),
+            ("_skip_keys_device_placement", ("cache", "past_key_values", "linear_state")),
+        ):
+            setattr(self, name, {*(getattr(self, name) or ()), *added})
 
     @classmethod
-    def from_teacher(cls, teacher: PreTrainedModel, config: LinearizedConfig, seed: int) -> "LinearizedForCausalLM":
-        """Put untrained students into a teacher, which is changed in place and shares all its weights."""
-        for module in teacher.modules():
-            module._is_hf_initialized = True  # else its weights might be drawn again
-        student = cls(config, base=teacher)
-        teacher.set_attn_implementation(IMPLEMENTATION)
+    def from_teacher(cls, teacher: Any, entries: dict[str, Any], seed: int) -> "LinearizedForCausalLM":
+        """Make a teacher a student, whose layers are untrained, as the entries of its config say."""
+        entries = complete({**entries, "teacher_type": teacher.config.model_type})
+        teacher.config.__class__ = config_like(type(teacher.config))  # type: ignore[arg-type]
+        teacher.__class__ = model_like(type(teacher))  # type: ignore[arg-type]
+        teacher.config.linearized = entries
+        vars(teacher).pop("_weight_conversions", None)  # a text tower's weights would get the names of its whole model
+        if "_old_forward" in vars(teacher):  # which a hook of accelerate calls
+            teacher._old_forward = MethodType(type(teacher).forward, teacher)
+        teacher.add_students()
+        PreTrainedModel.set_attn_implementation(teacher, IMPLEMENTATION)
         for index, module in attention_by_layer(teacher).items():
             if isinstance(layer := getattr(module, "student", None), LayerStudent):
                 layer.to(device_of(module, next(teacher.parameters()).device)).reset(generator_at(seed, index))
-        student.generation_config = teacher.generation_config
-        return student.train(teacher.training)
+        return teacher.train(teacher.training)
 
     def students(self) -> list[LayerStudent]:
-        return [module for module in self.base.modules() if isinstance(module, LayerStudent)]
+        return [module for module in self.modules() if isinstance(module, LayerStudent)]
+
+    def linearized_layers(self) -> list[bool]:
+        """Return whether each layer has a student."""
+        return [layer is not None for layer in self.config.linearized["layers"]]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights that no checkpoint has: the base's outside of its decoder, and features."""
+        """Draw weights that no checkpoint has: the teacher's outside of its decoder, and features."""
         is_own = type(module).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
         if not is_own or not module._parameters:
-            self.base._init_weights(module)
+            super()._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
             cast(Any, module).reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Answer no: a base's buffers that no file has (falcon_h1) would keep random numbers."""
+        """Answer no: a teacher's buffers that no file has (falcon_h1) would keep random numbers."""
         return False
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: object = None) -> None:
+        """Do nothing: transformers would name the classes in the config, and copy less code."""
+
     def train(self, mode: bool = True) -> "LinearizedForCausalLM":
-        self.base.training = mode
         if mode:
             self.call_reader = None  # whose memory is needed
         return super().train(mode)
 
-    def _replicate_for_data_parallel(self) -> "LinearizedForCausalLM":
-        replica = super()._replicate_for_data_parallel()
-        base = self.base._replicate_for_data_parallel()
-        base.__dict__.update({name: replica.__dict__[name] for name in CONTENT})
-        replica.__dict__["base"] = base
-        return replica
+    @property
+    def attends_as_teacher(self) -> bool:
+        """Whether something else than the students attends at the moment."""
+        return self.config._attn_implementation != IMPLEMENTATION
 
-    def get_decoder(self) -> nn.Module:
-        return self.base.get_decoder()
-
-    def set_decoder(self, decoder: nn.Module) -> None:
-        self.base.set_decoder(decoder)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.base.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.base.get_output_embeddings()
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.base.set_output_embeddings(value)
-
-    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
-        embeddings = super().resize_token_embeddings(*args, **kwargs)
-        self.base.vocab_size = embeddings.num_embeddings
-        return embeddings
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        past_key_values: Cache | None = None,  # the older name of the cache
-        **kwargs: object,
-    ) -> object:
+    def read(self, arguments: dict[str, Any]) -> object:
+        """Read tokens: the forward of every linearized model."""
+        if self.attends_as_teacher:
+            return self.read_by_layers(**arguments)
+        arguments = {"input_ids": None, "inputs_embeds": None, "logits_to_keep": 0, **arguments}
+        cache, use_cache = take_cache(arguments), arguments.get("use_cache")
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        cache = past_key_values if cache is None else cache
         if cache is None and use_cache:
             cache = self.empty_cache()
-        for name in ("output_hidden_states", "return_dict"):
-            if kwargs.get(name) is None and getattr(self.config, name) != getattr(self.base.config, name):
-                kwargs[name] = getattr(self.config, name)
-        leave_out_weights(kwargs, self.config)
-        arguments = dict(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            labels=labels,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            **{CACHE: cache},
-            **kwargs,
-        )
+        arguments |= {"use_cache": use_cache, CACHE: cache}
+        leave_out_weights(arguments, self.config)
         if torch.compiler.is_compiling():
-            return self.base(**arguments)
-        self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, cache)
+            return self.read_by_layers(**arguments)
+        inputs = arguments["input_ids"] if arguments["inputs_embeds"] is None else arguments["inputs_embeds"]
+        self.warn_beyond_positions(inputs, cache)
         if (kernels := find_kernels()) is not None and (out := kernels.read_call(self, arguments)) is not None:
             return out
-        return self.base(**arguments)
+        return self.read_by_layers(**arguments)
+
+    def read_by_layers(self, **arguments: Any) -> Any:
+        """Read tokens by the teacher's code."""
+        return super().forward(**arguments)
 
     def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
         """Warn that a text is longer than the teacher's positions: a state has room for any length."""
@@ -335,21 +294,24 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self.base.config, [layer is not None for layer in self.config.layers], self)
+        return empty_cache(self.config, self.linearized_layers(), self)
 
     def load_cache(self, path: str) -> LinearizedCache:
         """Read a state that `cache.save(path)` wrote; refuse a damaged one, and one of another model."""
         return read_state(self, path)
 
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict, *args: object, **kwargs: object
+        self, generation_config: GenerationConfig, model_kwargs: dict, *args: Any, **kwargs: Any
     ) -> None:
+        if self.attends_as_teacher:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation={kind!r}: a linearized model has a cache of its own; leave it out")
         cache = take_cache(model_kwargs)
         if cache is not None or generation_config.use_cache is not False:
             model_kwargs[CACHE] = self.empty_cache() if cache is None else cache
+        return None
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: object, **kwargs: object) -> None:
         raise ValueError(

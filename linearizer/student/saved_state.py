@@ -156,9 +156,9 @@ def shape_of(current: Tensor, holder: Any, attribute: Any, texts: int, tokens: i
 def identify(model: Any) -> dict[str, str]:
     """Describe a model: its teacher, its revision, its dtype, and a hash of its config."""
     config = model.config
-    base = {name: value for name, value in config.to_dict()["base"].items() if name not in VOLATILE}
-    described = [base, config.layers, config.sinks, config.feature_map]
-    teacher = "@".join(filter(None, map(config.teacher.get, ("name", "revision", "file"))))
+    base = {name: value for name, value in config.of_teacher().items() if name not in VOLATILE}
+    described = [base, *(config.linearized[name] for name in ("layers", "sinks", "feature_map"))]
+    teacher = "@".join(filter(None, map(config.linearized["teacher"].get, ("name", "revision", "file"))))
     return {
         "teacher": teacher or "unnamed",
         "revision": getattr(config, "_commit_hash", None) or "",

@@ -55,12 +55,12 @@ def compare_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, ta
 
 
 def fresh_cache(model: PreTrainedModel) -> Cache:
-    """Make an empty cache of the model's own kind."""
-    if isinstance(model, LinearizedForCausalLM):
+    """Make an empty cache of the kind that the model reads with at the moment."""
+    if isinstance(model, LinearizedForCausalLM) and not model.attends_as_teacher:
         return model.empty_cache()
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
-        layer.memory = None  # a student's base passes it to its attention, even to the teacher's
+        layer.memory = None  # a student passes it to its attention, even to its teacher's
     return cache
 
 

@@ -47,8 +47,8 @@ def distill(
 
     Before each step `enough` receives the number of finished steps; returning true ends the training early.
     """
-    with attending_as_teacher(student.base):
-        check_logits(student.base, texts)
+    with attending_as_teacher(student):
+        check_logits(student, texts)
     with trainable_features(student, settings):
         trainer, events, new_events = Trainer(student, texts, settings), list[str](), list[str]()
         facts = {**identity_of(student, texts, settings), "events": events}
@@ -81,8 +81,7 @@ def distill(
 
 def identity_of(student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings) -> dict[str, object]:
     """Identify a training, so that no other training resumes from its state."""
-    config = student.config
-    parts = [config.teacher, config.layers, config.sinks, config.feature_map]
+    parts = [student.config.linearized[name] for name in ("teacher", "layers", "sinks", "feature_map")]
     return {"settings": asdict(settings), "text": digest({"texts": texts}), "student": json.dumps(parts)}
 
 
@@ -139,7 +138,7 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
     for feature_map in maps:
         feature_map.train()
     if settings.lora:
-        add_adapters(student.base, settings.lora, settings.seed)
+        add_adapters(student, settings.lora, settings.seed)
     for p in learnable:
         p.requires_grad_(True)
     succeeded = False
@@ -148,7 +147,7 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
         succeeded = True
     finally:
         if settings.lora:
-            remove_adapters(student.base, merge=succeeded)
+            remove_adapters(student, merge=succeeded)
         for module, mode in modes:
             module.training = mode
         for p, flag in flags:

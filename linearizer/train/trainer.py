@@ -56,15 +56,15 @@ class Trainer:
 
     def __init__(self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings) -> None:
         self.student, self.texts, self.settings = student, texts, settings
-        self.base, self.device = student.base, next(student.parameters()).device
+        self.device = next(student.parameters()).device
         self.optimizers = make_optimizers(student, settings)
         self.step, self.rows = 0, settings.batch  # rows: texts that run through the model together
         self.layerwise = settings.loss in LAYERWISE
         probe = texts[:1, :PROBE_TOKENS].to(self.device)
         self.projections: Mapping[int, nn.Module] = {}
         if settings.loss == "output":
-            self.projections = output_projections(self.base, probe)
-        self.head = None if self.layerwise else LogitHead(self.base, probe)
+            self.projections = output_projections(self.student, probe)
+        self.head = None if self.layerwise else LogitHead(self.student, probe)
 
     def take_step(self) -> tuple[Losses, list[str]]:
         """Take one step; return its losses, and sentences about what went wrong."""
@@ -139,8 +139,8 @@ class Trainer:
                 raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
             losses[index] = LayerLoss(result.loss.detach(), result.excess)
 
-        with torch.no_grad(), narrower_windows(self.student, keep), observing(self.base, observe):
-            hidden_states(self.base, ids)
+        with torch.no_grad(), narrower_windows(self.student, keep), observing(self.student, observe):
+            hidden_states(self.student, ids)
         return losses
 
     def model_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, LayerLoss]:
@@ -148,14 +148,14 @@ class Trainer:
         assert self.head is not None
         teacher = None
         if self.settings.loss == "logits":
-            with torch.no_grad(), attending_as_teacher(self.base), without_adapters(self.base):
-                teacher = hidden_states(self.base, ids)
+            with torch.no_grad(), attending_as_teacher(self.student), without_adapters(self.student):
+                teacher = hidden_states(self.student, ids)
             if not teacher.isfinite().all():
                 raise FaultError(
                     "the teacher's hidden states are not finite: load it in float32, or repair its weights"
                 )
         with narrower_windows(self.student, keep):
-            hidden = hidden_states(self.base, ids)
+            hidden = hidden_states(self.student, ids)
         loss = direct_loss(self.head, hidden, ids) if teacher is None else logits_loss(self.head, hidden, teacher)
         (loss * share).backward()
         return dict.fromkeys(self.active(), LayerLoss(loss.detach(), loss.detach()))
@@ -184,7 +184,7 @@ class Trainer:
 def make_optimizers(student: LinearizedForCausalLM, settings: TrainingSettings) -> dict[int, LayerOptimizer]:
     """Make an optimiser for every layer that has parameters to train."""
     optimizers = {}
-    for module in attention_modules(student.base):
+    for module in attention_modules(student):
         if parameters := {name: p for name, p in module.named_parameters() if p.requires_grad}:
             rates = {name: settings.rate_of(name) for name in parameters}
             optimizers[layer_number(module)] = LayerOptimizer(parameters, rates)

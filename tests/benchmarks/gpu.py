@@ -172,7 +172,7 @@ def subjects_of(tiny):
     layers = (layer,) * config.num_hidden_layers
     row = tuple(HELD[head % len(HELD)] for head in range(layer.kv_heads))
     student = put_student_into(teacher, layers, allocation := Allocation("by hand", 4, (row,) * len(layers)))
-    return layers, (Subject("teacher", student.base, softmax=True), Subject("student", student, allocation))
+    return layers, (Subject("teacher", student, softmax=True), Subject("student", student, allocation))
 
 
 def students(tiny):

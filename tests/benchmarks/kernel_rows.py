@@ -287,8 +287,8 @@ def step_rows(tiny):
     ids = torch.randint(0, 256, (batch, tokens), generator=torch.Generator().manual_seed(0))
 
     def forward():
-        with torch.no_grad(), attending(student.base, "sdpa"):
-            hidden_states(student.base, ids.to(DEVICE))
+        with torch.no_grad(), attending(student, "sdpa"):
+            hidden_states(student, ids.to(DEVICE))
 
     for loss in ("softmax", "output"):
         settings = TrainingSettings(loss=loss, steps=10**6, batch=batch, repeats=0.0, window_dropout=0.0)

@@ -72,7 +72,7 @@ def ask_all(run):
         teacher = load_teacher_of(run.plan)
         student = begin_student(run, teacher, run.require_allocation())
     initialise(student, samples_of(run))
-    setup = Setup(run, student.eval(), student, teacher.tokenizer, student.base, None)
+    setup = Setup(run, student.eval(), student, teacher.tokenizer, student, None)
     documents = documents_to_judge(setup.tokenizer, BEFORE + FAR, len(FACTS))
     subjects = setup.subjects(BEFORE + FAR)
     for fact, document in list(zip(FACTS, documents, strict=True))[len(recorded["asked"]) :]:

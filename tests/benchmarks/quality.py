@@ -227,7 +227,7 @@ def controlled(student, teacher, allocation, row, budget, lengths) -> Iterator[d
         yield {length: allocation.state_bytes(teacher.inspection.layers, length) for length in lengths}
         return
     oracle = foreseeing(student, heads) if kind == "kvzip" else nullcontext()
-    with exchange_students(student.base, heads), oracle:
+    with exchange_students(student, heads), oracle:
         yield {length: allocation.state_bytes(teacher.inspection.layers, length) for length in lengths}
 
 
@@ -253,7 +253,7 @@ def judged(student, held, original, as_teacher=False):
 
 def subjects_of(student, original, as_teacher=False):
     """Return the teacher, and the student unless that is the teacher."""
-    teacher = Subject("teacher", original.base, softmax=True)
+    teacher = Subject("teacher", original, softmax=True)
     return [teacher] if as_teacher else [teacher, Subject("student", student, Allocation("", 0, ()))]
 
 

@@ -85,7 +85,7 @@ def check_readings(model):
 def read_by_place(subject, readings, ids, edges):
     """Return of each text loss, kl and agreement of a subject, by place, beside what the teacher was read to say."""
     cache, output, size, parts = (
-        fresh_cache(subject.model),
+        subject.fresh_cache(),
         subject.model.get_output_embeddings(),
         PIECE // len(ids),
         [],

@@ -309,6 +309,6 @@ def attention_when_repeated(student: LinearizedForCausalLM, ids: Tensor) -> list
             weights = attention_of(q[:, :, tokens:], k, scale)[..., chunk]
             most.setdefault(layer_number(module), []).append(weights.amax((2, 3)))
 
-        with observing(student.base, observe):
-            student.base.base_model(input_ids=torch.cat([ids, ids[:, chunk]], 1), use_cache=False)
+        with observing(student, observe):
+            student.base_model(input_ids=torch.cat([ids, ids[:, chunk]], 1), use_cache=False)
     return [torch.cat(parts, -1) for _, parts in sorted(most.items())]

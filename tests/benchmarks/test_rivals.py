@@ -64,7 +64,7 @@ def test_keepkv_gives_a_merged_key_the_logit_that_both_had():
 def test_a_bounded_cache_goes_on_with_a_text_and_reads_several_as_each_alone(rule):
     student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
     heads = [Rival([6] * layer.kv_heads, rule) for layer in student.students()]
-    with exchange_students(student.base, heads):
+    with exchange_students(student, heads):
         whole, cache, parts = student(ids, use_cache=False).logits, student.empty_cache(), []
         alone = torch.cat([student(text[None], use_cache=False).logits for text in ids])
         for piece in ids.split(7, 1):
@@ -79,7 +79,7 @@ def test_the_cache_in_few_bits_goes_on_with_a_text_and_is_the_nearer_the_more_bi
     exact, off = student(ids, use_cache=False).logits, []
     for bits in (2, 3, 8):
         heads = [CacheInFewBits(bits, group=16) for _ in student.students()]
-        with exchange_students(student.base, heads):
+        with exchange_students(student, heads):
             whole, cache, parts = student(ids, use_cache=False).logits, student.empty_cache(), []
             for piece in (*ids[:, :60].split(23, 1), *ids[:, 60:].split(45, 1)):
                 parts.append(student(piece, past_key_values=cache).logits)

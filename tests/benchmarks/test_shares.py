@@ -64,7 +64,7 @@ def test_an_oracle_keeps_the_newest_tokens_and_those_that_it_foresees():
     student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
     rivals = [Rival([8] * layer.kv_heads, "kvzip") for layer in student.students()]
     subject, cache = Subject("oracle", student, Allocation("", 0, ())), student.empty_cache()
-    with exchange_students(student.base, rivals), foreseeing(student, rivals):
+    with exchange_students(student, rivals), foreseeing(student, rivals):
         read_logits(subject, ids, cache)
     most = attention_when_repeated(student, ids)
     assert len(most) == len(rivals) and most[0].shape == (2, len(rivals[0].tokens), 24)

@@ -131,7 +131,7 @@ def test_texts_of_the_hub_are_read_with_the_token_that_was_given(source, run, mo
 
 def test_the_teacher_writes_text_where_its_weights_are_in_its_student_too(untrained):
     with assembled(Run.open(untrained)) as setup:
-        shared = replace(setup, teacher=setup.control.base)
+        shared = replace(setup, teacher=setup.control)
         assert torch.equal(shared.windows("self", 32, 2, 0), setup.windows("self", 32, 2, 0))
 
 

@@ -88,8 +88,8 @@ def test_a_run_ends_in_a_student_that_transformers_loads(file, tmp_path, said, j
     assert code == 0, err
     run = Run.open(tmp_path / "run")
     config = json.loads((run.checkpoint / "config.json").read_text())
-    assert "quantization_config" not in config and "quantization_config" not in config["base"]
-    assert config["teacher"] == {"name": "teacher.gguf", "revision": None, "file": "teacher.gguf"}
+    assert "quantization_config" not in config
+    assert config["linearized"]["teacher"] == {"name": "teacher.gguf", "revision": None, "file": "teacher.gguf"}
     card = (run.checkpoint / "README.md").read_text()
     assert "quantised (teacher.gguf, GGUF, Q8\\_0) and were expanded" in card
     code, _, err = said("compare", run.folder, "--prompt", "Once", "--tokens", 4)

@@ -166,7 +166,7 @@ def test_a_text_whose_results_need_all_of_it_is_read_at_once(given):
 
 @torch.inference_mode()
 def test_positions_that_depend_on_the_length_of_a_text_let_it_be_read_at_once(student, on_streams):
-    student.base.model.rotary_emb.rope_type = "dynamic"
+    student.model.rotary_emb.rope_type = "dynamic"
     student(tokens(1, PARTS * PART).to(DEVICE), logits_to_keep=1)
     assert not opened and reader_of(student).reads_parts is None
 

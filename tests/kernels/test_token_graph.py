@@ -119,7 +119,7 @@ def test_a_search_with_beams_is_read_without_a_graph(student):
 @pytest.mark.parametrize("fault", ["division by zero", "how many tokens"])
 def test_a_model_that_no_graph_can_repeat_is_read_without(student, monkeypatch, fault):
     """A graph would repeat the number at which it was captured."""
-    before, said = student.base.forward, []
+    before, said = student.forward, []
 
     def forward(**given):
         out = before(**given)
@@ -128,7 +128,7 @@ def test_a_model_that_no_graph_can_repeat_is_read_without(student, monkeypatch, 
 
     if fault == "division by zero":
         monkeypatch.setattr(token_graph, "capture_on_gpu", lambda step: 1 / 0)
-    monkeypatch.setattr(student.base, "forward", forward)
+    monkeypatch.setattr(student, "forward", forward)
     monkeypatch.setattr(token_graph.logger, "warning", said.append)
     written, cache = write(student, tokens(1, 9).to(DEVICE), 8)
     expected, other = without_graphs(student, lambda: write(student, tokens(1, 9).to(DEVICE), 8))
@@ -148,7 +148,7 @@ class Unhashable:
 @pytest.mark.parametrize("change", ["moved", "written over", "watched"])
 @torch.inference_mode()
 def test_a_graph_is_left_once_the_model_is_not_what_it_was(student, change):
-    cache, weight = student.empty_cache(), student.base.get_output_embeddings().weight
+    cache, weight = student.empty_cache(), student.get_output_embeddings().weight
     student(tokens(1, 9).to(DEVICE), **{CACHE: cache})
     for token in tokens(1, 6, 1).to(DEVICE).split(1, 1):
         student(token, **{CACHE: cache})
@@ -160,6 +160,6 @@ def test_a_graph_is_left_once_the_model_is_not_what_it_was(student, change):
         with torch.inference_mode(False), torch.no_grad():
             weight.mul_(2)
     else:
-        student.base.model.layers[0].register_forward_hook(Unhashable())
+        student.model.layers[0].register_forward_hook(Unhashable())
     student(tokens(1, 1, 2).to(DEVICE), **{CACHE: cache})
     assert captured[: len(repeated)] == repeated and cache.token_graph is not graph

@@ -124,7 +124,7 @@ def test_weights_that_were_computed_with_in_float32_are_saved_as_the_teacher_has
     restore_type(student, torch.bfloat16)
     save(student, None, tmp_path / "checkpoint")
     loaded = load(tmp_path / "checkpoint")
-    saved, expected = dict(loaded.base.named_parameters()), dict(stored.named_parameters())
+    saved, expected = dict(loaded.named_parameters()), dict(stored.named_parameters())
     assert loaded.dtype == torch.bfloat16 and all(torch.equal(saved[name], expected[name]) for name in expected)
     assert {x.dtype for name, x in saved.items() if ".student." in name} == {torch.float32}
 

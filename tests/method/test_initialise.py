@@ -32,8 +32,8 @@ def kl_of_rows(student):
         inputs = AttentionInputs(query, key, value, scale)
         result.append(layer_loss("softmax", module.student, inputs, None).excess)
 
-    with observing(student.base, observe):
-        student.base.base_model(tokens(4, 64, seed=1), use_cache=False)
+    with observing(student, observe):
+        student.base_model(tokens(4, 64, seed=1), use_cache=False)
     return torch.stack(result).mean()
 
 

@@ -87,11 +87,13 @@ def test_a_flipped_bit_of_a_tokenizer_or_config_is_seen(with_tokenizer, name):
         check_weights(with_tokenizer)
 
 
-@pytest.mark.parametrize("change", [{"layers": [None]}, {"layers": [{"heads": []}] * 3}, {"base": {"layer_types": []}}])
+@pytest.mark.parametrize(
+    "change", [{"layers": [None]}, {"layers": [{"heads": []}] * 3}, {"teacher_type": "no such type"}]
+)
 def test_a_config_that_was_damaged_before_its_digest_is_refused(with_tokenizer, change):
     path = with_tokenizer.checkpoint / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, **{n: {**config[n], **x} if n == "base" else x for n, x in change.items()}}))
+    path.write_text(json.dumps({**config, "linearized": {**config["linearized"], **change}}))
     write_digests(with_tokenizer)
     with pytest.raises(FolderError, match="checkpoint' cannot be loaded"):
         load_of_run(with_tokenizer)

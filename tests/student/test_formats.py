@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from linearizer.student import layer_student
 from linearizer.student.layer_student import LayerStudent
@@ -19,16 +20,22 @@ NAMED = [
 
 
 def test_heads_of_format_1_are_read_and_written_by_name():
-    content = LinearizedConfig(layers=[{"heads": LISTED, "key_dim": 8}, None], sinks=2).to_dict()
-    assert content["layers"] == [{"heads": NAMED, "key_dim": 8}, None] and content["format"] == 2
+    older = {"model_type": "linearized", "base": {"model_type": "llama", "vocab_size": 99}, "dtype": "bfloat16"}
+    config = LinearizedConfig.from_dict({**older, "layers": [{"heads": LISTED, "key_dim": 8}, None], "sinks": 2})
+    content = config.to_dict()
+    assert isinstance(config, LlamaConfig) and (config.vocab_size, config.dtype) == (99, torch.bfloat16)
+    assert content["model_type"] == "linearized" and content["vocab_size"] == 99 and "base" not in content
+    named = content["linearized"]
+    assert named["layers"] == [{"heads": NAMED, "key_dim": 8}, None] and (named["sinks"], named["format"]) == (2, 3)
+    assert named == LinearizedConfig.from_dict(content).linearized
     student, named = (LayerStudent(heads, 2, 8, "prf") for heads in (LISTED, NAMED))
     assert [*student.state_dict()] == [*named.state_dict()]
     assert [group.heads for group in student.groups] == [group.heads for group in named.groups]
 
 
 def test_a_format_to_come_is_refused():
-    with pytest.raises(ValueError, match="format 3, and this code reads 2"):
-        LinearizedConfig(layers=[], format=3)
+    with pytest.raises(ValueError, match="format 4, and this code reads 3"):
+        LinearizedConfig.from_dict({"model_type": "linearized", "linearized": {"format": 4, "teacher_type": "llama"}})
 
 
 @pytest.mark.parametrize("door, version", [("linearizer.no_such_door", 1), (layer_student.DOOR, 99)])

@@ -31,8 +31,11 @@ def test_a_checkpoint_and_a_saved_state_hold_memories(tmp_path):
     again = load(tmp_path / "checkpoint")
     first, second = tokens(1, 12), tokens(1, 5, seed=1)
     cache = student(first, use_cache=True)[CACHE]
-    dim, exact = student.config.layers[0]["key_dim"], 2 + 4  # sinks and window, in float32 as the tiny model
-    group = student.base.config.num_attention_heads // student.base.config.num_key_value_heads
+    dim, exact = (
+        student.config.linearized["layers"][0]["key_dim"],
+        2 + 4,
+    )  # sinks and window, in float32 as the tiny model
+    group = student.config.num_attention_heads // student.config.num_key_value_heads
     held = [4 * (exact * 2 * dim + UPDATE_RULES[memory].numbers(6, dim, dim, group)) for memory in ("gdn", "lawcat")]
     assert cache.layers[0].bytes() == sum(held)
     cache.save(str(tmp_path / "state"))

@@ -40,9 +40,9 @@ def test_a_student_whose_window_covers_the_text_is_its_teacher(family):
 @torch.no_grad()
 def test_a_base_that_attends_as_its_teacher_takes_the_caches_of_transformers(cache):
     student, ids = student_of("llama"), tokens(2, 20)
-    with attending(student.base, "sdpa"):
-        first = student.base(ids[:, :9], use_cache=True, **{CACHE: cache(student.base.config)})
-        rest = student.base(ids[:, 9:], **{CACHE: getattr(first, CACHE)})
+    with attending(student, "sdpa"):
+        first = student(ids[:, :9], use_cache=True, **{CACHE: cache(student.config)})
+        rest = student(ids[:, 9:], **{CACHE: getattr(first, CACHE)})
     logits = torch.cat([first.logits, rest.logits], 1)
     torch.testing.assert_close(logits, teacher_of("llama")(ids).logits, **CLOSE)
 

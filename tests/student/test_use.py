@@ -75,7 +75,7 @@ def test_a_vocabulary_that_grew_is_saved_and_loaded(tmp_path):
     with torch.no_grad():
         out = loaded(ids, labels=ids)
         assert torch.equal(out.logits, student(ids).logits) and out.loss.isfinite()
-    assert out.logits.shape[-1] == student.config.vocab_size == student.base.vocab_size == 160
+    assert out.logits.shape[-1] == student.config.vocab_size == student.vocab_size == 160
 
 
 @pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])

@@ -55,8 +55,8 @@ def test_a_budget_that_holds_the_text_gives_the_teachers_logits(family):
     student, ids = student_of(family, WHOLE), tokens(2, LENGTH)
     expected = teacher_of(family)(ids).logits
     torch.testing.assert_close(student(ids).logits, expected, atol=2e-4, rtol=1e-3)
-    with attending_as_teacher(student.base):
-        torch.testing.assert_close(student.base(ids).logits, expected, atol=2e-4, rtol=1e-3)
+    with attending_as_teacher(student):
+        torch.testing.assert_close(student(ids).logits, expected, atol=2e-4, rtol=1e-3)
     kept = student_of(family, [Head(softmax=True)])(ids).logits
     torch.testing.assert_close(kept, expected, atol=2e-4, rtol=1e-3)
 

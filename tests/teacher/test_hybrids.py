@@ -101,7 +101,7 @@ def test_the_bytes_of_softmax_layers_do_not_grow(family):
         student(part, **{CACHE: cache})
         sizes.append(bytes_held(cache))
     assert sizes[0] > 0 and len({*sizes}) == 1
-    assert inspect_model(SOURCE, student.base.config).recurrent_bytes <= sizes[0]
+    assert inspect_model(SOURCE, student.config).recurrent_bytes <= sizes[0]
 
 
 @torch.no_grad()

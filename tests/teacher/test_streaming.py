@@ -248,7 +248,7 @@ def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(
     local, _ = checkpoint.load_of_run(run)
     two_devices((16_000_000, 20_000_000))
     student, tokenizer = checkpoint.load_of_run(run)
-    assert set(student.base.hf_device_map.values()) == {"cpu:0", "cpu:1"} and not hasattr(local.base, "hf_device_map")
+    assert set(student.hf_device_map.values()) == {"cpu:0", "cpu:1"} and not hasattr(local, "hf_device_map")
     prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time there", "A", "The end of")]
     written = []
     for model in (student, local):

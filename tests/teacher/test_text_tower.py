@@ -162,4 +162,4 @@ def test_a_run_with_a_tower_ends_in_a_checkpoint_that_reads_text(tmp_path, monke
     student = AutoModelForCausalLM.from_pretrained(run.checkpoint, dtype=torch.float32)
     ids = tokens(1, 8)  # no longer than its windows
     assert torch.allclose(student(ids).logits, whole(input_ids=ids).logits, atol=1e-4)
-    assert json.loads((run.checkpoint / "config.json").read_text())["base"]["model_type"] == "llama"
+    assert json.loads((run.checkpoint / "config.json").read_text())["linearized"]["teacher_type"] == "llama"

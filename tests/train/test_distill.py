@@ -94,7 +94,7 @@ def test_a_layer_with_nan_falls_back_is_named_and_the_others_go_on():
 @pytest.mark.parametrize("loss", ["softmax", "logits"])
 def test_a_teacher_that_gives_nan_is_a_fault(loss):
     student = a_student()
-    student.base.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    student.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(FaultError, match="teacher's logits are not finite"):
         finish(distill(student, TEXT, TrainingSettings(loss=loss)))
 
@@ -114,7 +114,7 @@ def out_of_memory_above(student, numbers):
         if kwargs["input_ids"].numel() > numbers:
             raise torch.cuda.OutOfMemoryError("out of memory")
 
-    student.base.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    student.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
     return student
 
 
@@ -155,8 +155,8 @@ def test_merged_adapters_give_what_unmerged_ones_gave(family, monkeypatch):
         finish(distill(student, TEXT, TrainingSettings(loss="logits", lora=2, steps=4, rate=3.0)))
     assert not any("lora" in name for name, _ in student.named_modules())
     torch.testing.assert_close(student(TEXT).logits, logits[0], atol=1e-4, rtol=1e-4)
-    with attending(student.base, "sdpa"):
-        assert not torch.allclose(student.base(TEXT, use_cache=False).logits, teacher, atol=1e-3)  # they had an effect
+    with attending(student, "sdpa"):
+        assert not torch.allclose(student(TEXT, use_cache=False).logits, teacher, atol=1e-3)  # they had an effect
 
 
 def test_a_stopped_training_leaves_no_adapters():

@@ -114,15 +114,15 @@ def test_a_model_that_bends_its_logits_is_refused():
 def test_pieces_of_logits_give_the_plain_loss_and_gradient(loss, pieces, monkeypatch):
     monkeypatch.setattr(losses, "TRAINED_LOGITS", 128 * -(-2 * 11 // pieces))
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
-    head = LogitHead(student.base, ids)
-    with torch.no_grad(), attending(student.base, "sdpa"):
-        target = hidden_states(student.base, ids)
-        teacher = student.base(ids, use_cache=False).logits.log_softmax(-1)
+    head = LogitHead(student, ids)
+    with torch.no_grad(), attending(student, "sdpa"):
+        target = hidden_states(student, ids)
+        teacher = student(ids, use_cache=False).logits.log_softmax(-1)
     out = student(ids, labels=ids)
     if loss == "direct":
-        result, plain = direct_loss(head, hidden_states(student.base, ids), ids), out.loss
+        result, plain = direct_loss(head, hidden_states(student, ids), ids), out.loss
     else:
-        result = logits_loss(head, hidden_states(student.base, ids), target)
+        result = logits_loss(head, hidden_states(student, ids), target)
         plain = (teacher.exp() * (teacher - out.logits.log_softmax(-1))).sum(-1).mean()
     torch.testing.assert_close(result, plain)
     maps = [p for layer in student.students() for p in layer.parameters()]

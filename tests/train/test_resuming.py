@@ -51,7 +51,7 @@ def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
         read.append(None)
 
     read, reached = [], 0
-    handle = student.base.model.layers[1].register_forward_pre_hook(interrupt)
+    handle = student.model.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         for event in distill(student, TEXT, FEW, folder=tmp_path):
             reached = event.done

@@ -130,7 +130,8 @@ class TextGraphs:
     """Graphs for `count` streams, and the cache whose states they read."""
 
     def __init__(self, model: Any, count: int, capture: Callable[..., Any]) -> None:
-        self.base, self.facts, self.count, self.capture = model.base, facts_of(model), count, capture
+        self.read_by_layers, self.facts = model.read_by_layers, facts_of(model)
+        self.count, self.capture = count, capture
         self.cache: LinearizedCache = model.empty_cache()
         self.bytes = 0  # that the graphs hold
         self.parts: dict[int, list[PartGraph]] = {}  # for each stream, by their tokens; none if memory does not suffice
@@ -153,7 +154,7 @@ class TextGraphs:
             for stream in range(self.count):
                 with streams.begin_part(), order:
                     ids, positions = text[:, :size].clone(), torch.arange(size, device=text.device)[None]
-                    step = partial(call_model, self.base, self.cache, ids, positions)
+                    step = partial(call_model, self.read_by_layers, self.cache, ids, positions)
                     step()  # since libraries prepare what they need at the first call on a stream
                     if not self.pools:
                         return False
@@ -199,7 +200,7 @@ class TextGraphs:
                     for layer in self.cache.layers:
                         layer.tokens_read = cache.get_seq_length() + begin
                     with streams.begin_part(), ordered(self.cache, orders):
-                        out = call_model(self.base, self.cache, ids[:, begin:], positions[:, begin:])
+                        out = call_model(self.read_by_layers, self.cache, ids[:, begin:], positions[:, begin:])
                     streams.hand_over(out.logits)
             self.store(cache, theirs, tokens)
             out = Results(out).copy(cache)
@@ -309,9 +310,9 @@ def cut_text(tokens: int, sizes: Sequence[int]) -> list[int]:
     return parts
 
 
-def call_model(model: Callable[..., Any], cache: LinearizedCache, ids: Tensor, positions: Tensor) -> Any:
+def call_model(read: Callable[..., Any], cache: LinearizedCache, ids: Tensor, positions: Tensor) -> Any:
     """Read tokens (1, tokens) into a cache."""
-    return model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    return read(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
 
 
 def read_by_calls(model: Any, ids: Tensor, size: int) -> Tensor:
@@ -323,5 +324,5 @@ def read_by_calls(model: Any, ids: Tensor, size: int) -> Tensor:
                 layer.tokens_read = max(most - size, begin)
         part = ids[:, begin : begin + size]
         positions = torch.arange(begin, begin + part.shape[1], device=ids.device)[None]
-        logits: Tensor = call_model(model.base, cache, part, positions).logits
+        logits: Tensor = call_model(model.read_by_layers, cache, part, positions).logits
     return logits

@@ -100,13 +100,13 @@ class PartOrder:
         self.read = self.streams.mark()
 
 
-def read_parts(model: Callable[..., Any], arguments: dict, size: int, streams: Streams) -> Any:
-    """Read a text in parts of `size` tokens, by a call of `model` for each; return what it returns for the text."""
+def read_parts(read: Callable[..., Any], arguments: dict, size: int, streams: Streams) -> Any:
+    """Read a text in parts of `size` tokens, by a call of `read` for each; return what it returns for the text."""
     cache, tokens, logits = arguments[CACHE], length_of(arguments), []
     with launching, streams, ordered(cache, [PartOrder(streams) for _ in cache.layers]):
         for begin in range(0, tokens, size):
             with streams.begin_part():
-                out = model(**{name: cut(name, x, tokens, begin, begin + size) for name, x in arguments.items()})
+                out = read(**{name: cut(name, x, tokens, begin, begin + size) for name, x in arguments.items()})
                 logits.append(out.logits)
             if not begin and pools_of(cache) is None:
                 streams.keep_first()  # other states are replaced, and their memory may be used again too early
@@ -235,7 +235,7 @@ def parts_agree(model: Any, text: Tensor) -> bool:
         named = {"input_ids": None if embedded else text, "inputs_embeds": text if embedded else None, CACHE: cache}
         arguments = {**named, "use_cache": True, "logits_to_keep": 1}
         size = math.ceil(text.shape[1] / TRIAL_PARTS)
-        logits = read_parts(model.base, arguments, size, Streams(text.device, count)).logits
+        logits = read_parts(model.read_by_layers, arguments, size, Streams(text.device, count)).logits
         return None if pools_of(cache) is None else logits
 
     try:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
@@ -62,17 +61,19 @@ class TokenGraph:
     @classmethod
     @torch.inference_mode(False)  # so that later calls may write the inputs
     @torch.no_grad()
-    def of(cls, model: Callable[..., Any], config: Any, cache: Cache, capture: Capture) -> TokenGraph:
+    def of(cls, model: Any, cache: Cache, capture: Capture) -> TokenGraph:
         """Capture a token of texts that continue a cache, and compare it with one read without a graph."""
         if (pools := pools_of(cache)) is None:
             raise ValueError("some heads hold features, or all tokens")
-        facts = facts_of(model) if isinstance(model, nn.Module) else []
+        facts = facts_of(model)
         before = [(pool.pool.clone(), pool.count.clone()) for pool in pools]
         positions, read = before[0][1][:, None].clone(), [layer.tokens_read for layer in cache.layers]
         ids = torch.zeros_like(positions)
 
         def step() -> Any:
-            return model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+            return model.read_by_layers(
+                input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **{CACHE: cache}
+            )
 
         def go_back(read: list[int]) -> None:
             for pool, (bytes, count) in zip(pools, before, strict=True):
@@ -85,7 +86,7 @@ class TokenGraph:
         try:
             with launching, torch.cuda.device_of(ids):
                 repeat, out = capture(step)
-            go_back([(getattr(config, "max_position_embeddings", None) or FAR) - 1] * len(read))
+            go_back([(getattr(model.config, "max_position_embeddings", None) or FAR) - 1] * len(read))
             expected = step().logits
             go_back(read)
             repeat()
@@ -127,7 +128,7 @@ def read_by_graph(model: Any, arguments: dict) -> Any:
         return None
     if mask is not None and not mask[:, -1].all():
         return None
-    if cache.token_graph is not None and not cache.token_graph.holds(cache, model.base):
+    if cache.token_graph is not None and not cache.token_graph.holds(cache, model):
         cache.token_graph, cache.tokens_alone = None, 0
     if cache.token_graph is None:
         cache.tokens_alone += 1
@@ -144,7 +145,7 @@ def capture_token(model: Any, cache: LinearizedCache) -> TokenGraph | bool | Non
     if not is_repeatable(model) or not is_plain(model):
         return False
     try:
-        return TokenGraph.of(model.base, model.config, cache, capture_on_gpu)
+        return TokenGraph.of(model, cache, capture_on_gpu)
     except torch.OutOfMemoryError:
         return False
     except Exception as error:  # failed captures raise errors of many kinds
