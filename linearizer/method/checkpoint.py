@@ -61,11 +61,13 @@ def put_student_into(
     feature_map: str = "prf",
     seed: int = 0,
     origin: dict[str, str | None] | None = None,
+    exact_tokens: int = 0,
 ) -> LinearizedForCausalLM:
     """Put an untrained student into every layer of a teacher, which is changed in place and keeps all its weights."""
     entries = {
         "layers": layer_configs(allocation, layers),
         "sinks": allocation.sinks,
+        "exact_tokens": exact_tokens,
         "feature_map": feature_map,
         "teacher": origin or {},
         "made_by": f"linearizer {__version__}",
@@ -78,7 +80,9 @@ def make_layer_students(
 ) -> tuple[LayerStudent, ...]:
     """Make untrained layer students of another allocation, to exchange for a student's own."""
     drawn = Samples((None,) * len(layers), seed)
-    return tuple(make_students(student, layers, allocation, drawn, student.config.linearized["feature_map"]).values())
+    entries = student.config.linearized
+    made = make_students(student, layers, allocation, drawn, entries["feature_map"], entries["exact_tokens"])
+    return tuple(made.values())
 
 
 def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:

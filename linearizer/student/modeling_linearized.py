@@ -64,21 +64,25 @@ BEYOND = (
     "the text is longer than the {} positions that the teacher of this linearized model was made for: its state does "
     "not grow, but the model may write worse from here on, which was not measured"
 )
-CODE = ("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "cache", "saved_state")
+CODE = (
+    *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "exact_cache", "cache"),
+    "saved_state",
+)
 CODE_OF_OTHER_HEADS = (
     *("modeling_with_other_heads", "other_heads", "columns", "softmax_parts", "features_torch", "feature_maps"),
     *("matrix_rule", "update_rules"),
 )
 logger = logging.get_logger(__name__)
 FORMAT = 3  # of configs: 1 and 2 hold the teacher's config as `base`
-OWN = {"layers": [], "sinks": 0, "feature_map": "prf", "teacher": {}, "made_by": None}  # by default
+OWN = {"layers": [], "sinks": 0, "exact_tokens": 0, "feature_map": "prf", "teacher": {}, "made_by": None}  # by default
 
 
 class LinearizedConfig(PreTrainedConfig):
     """Reads the config of a linearized model: its teacher's, with an entry `linearized`, which names
 
     layers: for each layer what its KV heads keep (LayerStudent), or null if it is unchanged; sinks; feature_map;
-    teacher: its name and revision; teacher_type; format: of these entries; made_by: the version that wrote them.
+    exact_tokens: of the longest text that is read as the teacher reads it; teacher: its name and revision;
+    teacher_type; format: of these entries; made_by: the version that wrote them.
     """
 
     model_type = "linearized"
@@ -203,7 +207,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
                 if (module := modules.get(index)) is None:
                     raise ValueError(f"the config describes heads of layer {index}, which has no softmax attention")
                 sizes = layer["key_dim"], entries["feature_map"], layer.get("value_dim", layer["key_dim"])
-                student = LayerStudent(layer["heads"], entries["sinks"], *sizes)
+                student = LayerStudent(layer["heads"], entries["sinks"], *sizes, entries["exact_tokens"])
                 module.student = student.float()  # in a model of any dtype
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
         serve_decoder(self, self.linearized_layers())

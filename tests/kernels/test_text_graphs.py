@@ -296,7 +296,7 @@ def test_packed_rows_are_refused_as_without_graphs(student):
 def test_a_model_that_no_graph_can_repeat_is_read_by_calls(student, monkeypatch, count):
     """A graph would repeat the number at which it was captured; some models look at it only far on in a text."""
     fault = "how many tokens" if count else "division by zero"
-    before, said = student.forward, []
+    before, said = student.read_by_layers, []
 
     def forward(**given):
         out = before(**given)
@@ -306,7 +306,7 @@ def test_a_model_that_no_graph_can_repeat_is_read_by_calls(student, monkeypatch,
 
     if not count:
         reader_of(student).text_reader = TextReader(lambda *_: 1 / 0)
-    monkeypatch.setattr(student, "forward", forward)
+    monkeypatch.setattr(student, "read_by_layers", forward)
     monkeypatch.setattr(text_graphs.logger, "warning", said.append)
     for seed in range(5):
         read(student, tokens(1, PARTS * PART, seed).to(DEVICE))

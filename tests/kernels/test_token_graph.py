@@ -119,7 +119,7 @@ def test_a_search_with_beams_is_read_without_a_graph(student):
 @pytest.mark.parametrize("fault", ["division by zero", "how many tokens"])
 def test_a_model_that_no_graph_can_repeat_is_read_without(student, monkeypatch, fault):
     """A graph would repeat the number at which it was captured."""
-    before, said = student.forward, []
+    before, said = student.read_by_layers, []
 
     def forward(**given):
         out = before(**given)
@@ -128,7 +128,7 @@ def test_a_model_that_no_graph_can_repeat_is_read_without(student, monkeypatch, 
 
     if fault == "division by zero":
         monkeypatch.setattr(token_graph, "capture_on_gpu", lambda step: 1 / 0)
-    monkeypatch.setattr(student, "forward", forward)
+    monkeypatch.setattr(student, "read_by_layers", forward)
     monkeypatch.setattr(token_graph.logger, "warning", said.append)
     written, cache = write(student, tokens(1, 9).to(DEVICE), 8)
     expected, other = without_graphs(student, lambda: write(student, tokens(1, 9).to(DEVICE), 8))
