@@ -21,7 +21,7 @@ from linearizer.student.attention_interface import (
     attention_modules,
     device_of,
 )
-from linearizer.student.layer_student import LayerStudent
+from linearizer.student.layer_student import LayerStudent, SharedStudent
 
 
 @contextmanager
@@ -77,15 +77,15 @@ def make_layer_student(
 
 def make_students(
     model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, samples: Samples, feature_map: str = "prf"
-) -> dict[int, LayerStudent]:
+) -> dict[int, nn.Module]:
     """Make the students of a model's layers by their numbers, as an allocation says what each KV head holds."""
     check_allocation(allocation, layers)
     modules = attention_by_layer(model)
-    rows = enumerate(zip(layers, allocation.heads, strict=True))
-    return {
-        index: make_layer_student(
-            layer, heads, allocation.sinks, samples, index, device_of(modules[index], model.device), feature_map
-        )
-        for index, (layer, heads) in rows
-        if heads
-    }
+    students: dict[int, nn.Module] = {}
+    for index, (layer, heads) in enumerate(zip(layers, allocation.heads, strict=True)):
+        if heads:
+            device = device_of(modules[index], model.device)
+            students[index] = make_layer_student(layer, heads, allocation.sinks, samples, index, device, feature_map)
+        elif isinstance(student := students.get(reads := -1 if layer.reads is None else layer.reads), LayerStudent):
+            students[index] = SharedStudent(student, reads)
+    return students

@@ -154,7 +154,7 @@ def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
         decoder = base.base_model
     decoder.linearized = tuple(linearized)
     modules = attention_by_layer(base)
-    decoder.attentions = tuple(modules.get(index) for index in range(len(linearized)))
+    decoder.attentions = tuple(modules.get(index) if mine else None for index, mine in enumerate(linearized))
     names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
     decoder.register_forward_pre_hook(partial(give_cache, names), with_kwargs=True)
     decoder.register_forward_hook(mark_as_read, with_kwargs=True)
@@ -232,9 +232,14 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     """Pass an attention module its state (a forward pre-hook), whatever it calls its cache argument."""
     for value in [*args, *kwargs.values()]:
         if isinstance(value, Cache):  # perhaps of another copy of this code, or of a base that attends as its teacher
-            layers = value.layers[int(module.layer_idx) :]  # type: ignore[arg-type]
+            reads: Any = getattr(module.student, "reads", module.layer_idx)
+            layer: Any = value.layers[int(reads)] if int(reads) < len(value.layers) else None
             for argument, name in HANDED_OVER.items():
-                kwargs[argument] = getattr(layers[0], name, None) if layers else None
+                kwargs[argument] = getattr(layer, name, None)
+            if reads != module.layer_idx and has_student(layer):
+                kwargs["linear_state"] = layer.kept.pop()
+            elif (readers := getattr(module, "readers", 0)) and has_student(layer):
+                layer.keep(readers)
     return args, kwargs
 
 

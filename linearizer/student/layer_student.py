@@ -328,6 +328,22 @@ class LayerStudent(nn.Module):
         return self.turns(self.turns.from_stored, part, heads), state
 
 
+class SharedStudent(nn.Module):
+    """Attends in a layer without keys of its own, with the student of the layer that it `reads`.
+
+    It gets a copy of that layer's state from before a call's tokens, reads the same tokens, and drops the new state.
+    """
+
+    def __init__(self, student: LayerStudent, reads: int) -> None:
+        super().__init__()
+        self.reads, self.shared = reads, (student,)  # no child: its weights belong to the other layer
+
+    def forward(self, query: Tensor, key: Tensor, *inputs: Any) -> Tensor:
+        left_out = key.shape[2] - query.shape[2]  # Gemma 4 asks only for the rows whose logits it needs
+        out: Tensor = self.shared[0](nn.functional.pad(query, (0, 0, left_out, 0)), key, *inputs)
+        return out[:, :, left_out:]
+
+
 def as_slice(heads: list[int]) -> slice | list[int]:
     """Return indices of heads, as a slice if they are evenly spaced: a slice selects without a copy."""
     apart = heads[1] - heads[0] if len(heads) > 1 else 1
