@@ -366,3 +366,4 @@ class StateSizes:
     total: int
     bytes: dict[str, int]
     again: bool = False  # the text was read before, but the states were dropped
+    recurrent_bytes: int = 0  # of each model, in recurrent layers: they do not grow

@@ -75,9 +75,14 @@ def bytes_held(cache: Cache, in_16_bits: bool = False) -> int:
         else:
             in_dtype = [x for x in (getattr(layer, name, None) for name in ("keys", "values")) if isinstance(x, Tensor)]
             total += sum(x.numel() * x.element_size() for x in in_dtype)
-        total += sum(states[key].numel() * states[key].element_size() for _, states, key in recurrent_tensors(layer))
         total -= sum(x.numel() * (x.element_size() - CACHED) for x in in_dtype) * in_16_bits
-    return total
+    return total + recurrent_bytes(cache)
+
+
+def recurrent_bytes(cache: Cache) -> int:
+    """Count the bytes that recurrent layers keep, as much after any number of tokens."""
+    kept = (states[key] for layer in cache.layers for _, states, key in recurrent_tensors(layer))
+    return sum(x.numel() * x.element_size() for x in kept)
 
 
 def logits_at_once(model: PreTrainedModel, tokens: int) -> int:

@@ -150,7 +150,7 @@ def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[fl
     """Estimate the seconds that teacher, student and logits take for one text of a run."""
     plan = plan.sized(inspection.max_positions)
     layers, length = inspection.replaced_layers, plan.resolved_length(None)
-    attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
+    attention = sum(2 * layer.all_queries * (layer.key_dim + layer.value_dim) for layer in layers) * length
     teacher = length * (2 * inspection.active + attention) / product_speed(plan, inspection, speeds)
     student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students
     return teacher, student, length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
