@@ -26,6 +26,7 @@ FEWEST = 8  # documents; where there are fewer, texts are the units
 BINS = 10  # of the probability of the likeliest token
 FIRST_EDGE = 64  # of the ranges of positions, which double, after the first at 0
 STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it learned to read
+SURE, MISSED = 0.1, 1.0  # nats: a position is catastrophic where the teacher loses less, and the subject more
 NORMAL = 1.96  # 95% of a normal distribution lie within this number of deviations
 NO_CONTROLS: Mapping[int, Subject] = {}
 
@@ -104,7 +105,8 @@ def compare_at(
     rows = []
     for name, (_, scores) in named.items():
         kl, agreement = (units.estimate(x) if has_teacher else None for x in (scores.kl, scores.agreement))
-        rows.append(ShortPredictions(name, units.estimate(scores.loss), kl, agreement))
+        share = catastrophic(scores.loss, named["teacher"][1].loss).mean().item() if has_teacher else None
+        rows.append(ShortPredictions(name, units.estimate(scores.loss), kl, agreement, share))
     (_, student), (window, window_scores) = named["student"], named["window"]
     excess = student.kl - window_scores.kl if has_teacher else student.loss - window_scores.loss
     strained = False
@@ -115,6 +117,11 @@ def compare_at(
     difference, allocation = units.estimate_difference(excess), window.allocation
     assert allocation is not None, "a window has no teacher's cache"
     return LengthResult(length, unit, units.count, allocation.exact_tokens, tuple(rows), difference, strained)
+
+
+def catastrophic(loss: Tensor, teacher: Tensor) -> Tensor:
+    """Mark the positions that a teacher is sure of, and a subject misses: a mean hides them."""
+    return ((teacher < SURE) & (loss > MISSED)).double()
 
 
 def count_before(places: Tensor, end: int) -> int:

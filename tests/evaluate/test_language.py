@@ -133,6 +133,20 @@ def test_student_and_window_are_compared_by_the_same_texts_and_few_texts_say_lit
     assert (equal := compared(ids).difference).mean == 0 and equal.interval == (0, 0)
 
 
+def test_positions_that_the_teacher_is_sure_of_and_the_student_misses_are_counted(subjects):
+    all_subjects, layers = subjects
+    ids = tokens(4, 40)
+    scores = read_scores(all_subjects, ids)
+    sure = (torch.arange(39) % 4 == 0).expand(4, -1)
+    teacher = scores[0]._replace(loss=torch.where(sure, 0.09, 0.11).double())
+    student = scores[1]._replace(loss=torch.where(torch.arange(39) < 16, 1.1, 0.9).expand(4, -1).double())
+    scored = list(zip(all_subjects, (teacher, student, scores[2]), strict=True))
+    rows = compare_at(21, 1, scored, torch.zeros_like(ids), torch.arange(39)).subjects
+    assert [rows[0].catastrophic, rows[1].catastrophic] == [0, 4 / 20]
+    alone = compare_at(21, 1, scored[1:], torch.zeros_like(ids), torch.arange(39)).subjects
+    assert [row.catastrophic for row in alone] == [None, None]
+
+
 def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
     trio, layers = subjects
     control = window_control(trio[1].allocation, layers, 10)
