@@ -34,7 +34,7 @@ from linearizer.teacher.logits import fresh_cache, losses_of
 from linearizer.teacher.text import read_texts
 from linearizer.train.distill import train
 from tests.benchmarks.real_judging import hide_number, kept_of
-from tests.benchmarks.real_texts import documents_to_judge, real_model
+from tests.benchmarks.real_texts import WORK, documents_to_judge, real_model
 
 ROWS = ("teacher", "student", "window")
 
@@ -49,7 +49,7 @@ def main(arguments=None):
     parser.add_argument("--length", type=int, default=4096, help="tokens of a text")
     parser.add_argument("--count", type=int, default=4, help="numbers at each depth, each in another text")
     parser.add_argument("--texts", help="what numbers are hidden in, in the place of our documents: file:PATH …")
-    parser.add_argument("--work", type=Path, default=Path("build") / "real", help="what is made once is kept here")
+    parser.add_argument("--work", type=Path, default=WORK, help="what is made once is kept here")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     for folder in given.runs or [given.work / f"needles-{given.budget}"]:
@@ -105,7 +105,8 @@ def texts_to_hide_in(tokenizer, given):
     """Return texts (1, tokens) that numbers are hidden in."""
     if given.texts:
         return read_texts(given.texts, tokenizer, given.length, given.count).split(1)
-    return [document.ids for document in documents_to_judge(tokenizer, given.length, given.count)]
+    documents = documents_to_judge(tokenizer, given.length, given.count, work=given.work)
+    return [document.ids for document in documents]
 
 
 @torch.inference_mode()
