@@ -40,7 +40,16 @@ ROWS = ("teacher", "student", "window")
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    given = arguments_of(__doc__).parse_args(arguments)
+    given.work.mkdir(parents=True, exist_ok=True)
+    for folder in given.runs or [given.work / f"needles-{given.budget}"]:
+        with student_of(folder, given) as setup:
+            print(f"{folder}: of {given.length:,} tokens\n{columns(ask_all(setup, given))}", flush=True)
+
+
+def arguments_of(about):
+    """Return the options of a command that asks a teacher, a student and a window in long texts."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs, or new ones")
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--model", help="of new runs, in the place of SmolLM2")
@@ -50,11 +59,7 @@ def main(arguments=None):
     parser.add_argument("--count", type=int, default=4, help="numbers at each depth, each in another text")
     parser.add_argument("--texts", help="what numbers are hidden in, in the place of our documents: file:PATH …")
     parser.add_argument("--work", type=Path, default=WORK, help="what is made once is kept here")
-    given = parser.parse_args(arguments)
-    given.work.mkdir(parents=True, exist_ok=True)
-    for folder in given.runs or [given.work / f"needles-{given.budget}"]:
-        with student_of(folder, given) as setup:
-            print(f"{folder}: of {given.length:,} tokens\n{columns(ask_all(setup, given))}", flush=True)
+    return parser
 
 
 @contextmanager
