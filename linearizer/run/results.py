@@ -56,6 +56,7 @@ class ShortPredictions:
     loss: Estimate
     kl: Estimate | None
     agreement: Estimate | None
+    catastrophic: float | None = None  # share of positions that the teacher is sure of, and the subject misses
 
 
 @dataclass(frozen=True)
