@@ -1004,3 +1004,54 @@ int read_heads(int64_t *sizes, void **tensors) {
     else read_remaining(&layer);
     return layer.done;
 }
+
+/* A text whose states lie in a row of a pool: its first token in the inputs, its tokens, and those it has read. */
+typedef struct {
+    int64_t row, first, tokens, read;
+} PooledText;
+
+typedef struct {
+    const int64_t *sizes;
+    void **tensors;  /* those of states are in row 0 */
+    const PooledText *texts;
+    int64_t count, row_bytes, next;
+    int done;
+} Pool;
+
+static const int INPUTS[] = {Q, K, V, OUT}, INPUT_STRIDES[] = {STRIDES_Q, STRIDES_K, STRIDES_V, STRIDES_OUT};
+
+/* Read one text, alone or with the threads of `call`. */
+static void read_pooled_text(Pool *pool, const PooledText *text, int64_t *call) {
+    const int64_t groups = pool->sizes[GROUPS];
+    int64_t sizes[LAYER_SIZES + groups * GROUP_SIZES];
+    void *tensors[LAYER_TENSORS + groups * GROUP_TENSORS], **of_group = tensors + LAYER_TENSORS;
+    memcpy(sizes, pool->sizes, sizeof sizes), memcpy(tensors, pool->tensors, sizeof tensors);
+    sizes[NEXT] = 0, sizes[TEXTS] = 1, sizes[TOKENS] = text->tokens, tensors[COUNT] = (void *)&text->read;
+    for (int i = 0; i < 4; i++)
+        tensors[INPUTS[i]] = (REAL *)tensors[INPUTS[i]] + text->first * sizes[INPUT_STRIDES[i] + 3];
+    for (long g = 0; g < groups; g++, of_group += GROUP_TENSORS)
+        for (int t = SINK_K; t < GROUP_TENSORS; t++) of_group[t] = (char *)of_group[t] + text->row * pool->row_bytes;
+    if (call) memset(call + BEGUN, 0, (CALL_HEADER - BEGUN) * sizeof *call + call[THREADS] * sizeof(Shared));
+    tensors[CALL] = call;
+    if (!read_heads(sizes, tensors)) pool->done = 0;
+}
+
+/* Read texts of one token that no other thread has begun. */
+static void read_pooled_tokens(void *argument) {
+    Pool *pool = argument;
+    for (long i; (i = __atomic_fetch_add(&pool->next, 1, __ATOMIC_SEQ_CST)) < pool->count;)
+        read_pooled_text(pool, pool->texts + i, 0);
+}
+
+/* Read the tokens of texts, those with one token first, with their states in rows of a pool. */
+int read_rows(int64_t *sizes, void **tensors, const PooledText *texts, int64_t count, int64_t row_bytes) {
+    int64_t *call = tensors[CALL], single = 0;
+    Pool pool = {sizes, tensors, texts, count, row_bytes, 0, 1};
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = call ? (void *)call[PARALLEL] : 0;
+    while (single < count && texts[single].tokens == 1) single++;
+    pool.count = single > 1 ? single : 0;
+    if (pool.count && parallel) parallel(read_pooled_tokens, &pool, call[THREADS], 0);
+    else read_pooled_tokens(&pool);
+    for (int64_t i = pool.count; i < count; i++) read_pooled_text(&pool, texts + i, call);
+    return pool.done;
+}
