@@ -14,8 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig
 
-from linearizer.vllm_plugin.layer_reader import LayerReader
-from linearizer.vllm_plugin.state_rows import StateRow
+from linearizer.vllm_plugin.layer_reader import LayerReader, make_reader
 
 Tensor = torch.Tensor
 OTHER_LOGITS = (
@@ -36,9 +35,11 @@ class CheckpointLayers(nn.Module):
         self.readers: list[LayerReader] = []
         for layer, student in zip(config.layers, self.model.students(), strict=True):
             dims = layer["key_dim"], layer.get("value_dim", layer["key_dim"])
-            begin = self.readers[-1].row.end if self.readers else 0
-            row = StateRow.of(student, config.num_attention_heads, dims, model_config.dtype, begin)
-            self.readers.append(LayerReader(student, row))
+            before, most = (self.readers or [None])[-1], getattr(config, "exact_tokens", 0)
+            self.readers.append(
+                make_reader(student, config.num_attention_heads, dims, model_config.dtype, most, before)
+            )
+            student.exact_tokens = 0  # the reader knows the length of each text
             student.forward = MethodType(stand_in(self.readers[-1]), student)
 
     def embed_input_ids(self, input_ids: Tensor | None) -> Tensor:

@@ -33,10 +33,10 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
         kind: Any = NativeLayers if chosen != CHECKPOINT and knows(vllm_config) else CheckpointLayers
         self.layers = kind(vllm_config)
         readers = self.layers.readers
-        memory = StateMemory(readers[-1].row.end, "linearized.states.0", vllm_config)
+        memory = StateMemory(max(reader.ends() for reader in readers), "linearized.states.0", vllm_config)
         for reader in readers:
             reader.memory = memory
-        held = sum(reader.row.held for reader in readers)
+        held = max(sum(part.row.held for part in parts if part) for parts in zip(*((r.heads, r.exact) for r in readers)))
         logger.info(
             "A state takes %d bytes, of which %d hold nothing; layers are %s.",
             memory.size,
@@ -60,7 +60,7 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
         """Load all weights; vLLM learns which of its own parameters have them."""
         self.layers.load_weights(weights)
         for reader in self.layers.readers:
-            reader.prepared = None
+            reader.forget_weights()
         return {name for name, _ in self.named_parameters()}
 
     @classmethod

@@ -16,8 +16,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from linearizer.student.layer_student import LayerStudent, generator_at
-from linearizer.vllm_plugin.layer_reader import LayerReader
-from linearizer.vllm_plugin.state_rows import StateRow
+from linearizer.vllm_plugin.layer_reader import LayerReader, make_reader
 
 Tensor = torch.Tensor
 READERS: dict[str, StudentAttention] = {}  # of this process, by the names that compiled graphs contain
@@ -43,7 +42,7 @@ class StudentAttention(nn.Module):
 
     def __init__(self, reader: LayerReader, sizes: tuple[int, int, int], scale: float, name: str) -> None:
         super().__init__()
-        self.student, self.reader, self.scale, self.name = reader.student, reader, scale, name
+        self.student, self.reader, self.scale, self.name = reader.heads.student, reader, scale, name
         self.query_heads, self.heads, self.value_dim = sizes
         READERS[name] = self
 
@@ -84,12 +83,14 @@ class NativeLayers(nn.Module):
         self.readers: list[LayerReader] = []
         for name, parent in [*self.model.named_modules()]:
             if isinstance(attention := getattr(parent, "attn", None), Attention):
-                layer, begin = config.layers[len(self.readers)], self.readers[-1].row.end if self.readers else 0
+                layer, before = config.layers[len(self.readers)], (self.readers or [None])[-1]
                 dims = layer["key_dim"], layer.get("value_dim", layer["key_dim"])
                 student = LayerStudent(layer["heads"], config.sinks, dims[0], config.feature_map, dims[1]).float()
                 student.eval().reset(generator_at(0))
-                row = StateRow.of(student, attention.num_heads, dims, model_config.dtype, begin)
-                self.readers.append(LayerReader(student, row))
+                most = getattr(config, "exact_tokens", 0)
+                self.readers.append(
+                    make_reader(student, attention.num_heads, dims, model_config.dtype, most, before)
+                )
                 sizes = attention.num_heads, attention.num_kv_heads, dims[1]
                 parent.attn = StudentAttention(self.readers[-1], sizes, attention.impl.scale, name)
                 del compilation.static_forward_context[attention.layer_name]
@@ -109,7 +110,7 @@ class NativeLayers(nn.Module):
         return self.model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        students = [reader.student for reader in self.readers]
+        students = [reader.heads.student for reader in self.readers]
         own = [dict(student.named_parameters()) | dict(student.named_buffers()) for student in students]
         missing = {(index, name) for index, student in enumerate(students) for name, _ in student.named_parameters()}
 

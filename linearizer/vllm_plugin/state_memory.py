@@ -25,7 +25,7 @@ class StepMetadata(BaseMambaAttentionMetadata):
     """What a step reads: texts with one token come first."""
 
     texts: tuple[Text, ...] = ()
-    packed: Any = None  # the texts as a kernel takes them, made by the first layer that reads
+    plan: Any = None  # how layers read them, made by the first one
 
 
 class StepMetadataBuilder(BaseMambaAttentionMetadataBuilder[StepMetadata]):

@@ -31,13 +31,11 @@ def read_steps(student, row, steps, given):
 
 
 @needs_compiler
-@pytest.mark.parametrize("threads", [1, 2])
-def test_texts_of_any_length_equal_each_alone(threads):
-    student, given = (
-        layer(HELD, dtype=torch.float32),
-        [torch.cat([x, x[:1] * 0.5]) for x in text(6, LENGTH, dtype=torch.float32)],
-    )
-    row = StateRow.of(student, GROUP * len(HELD), (8, 8), torch.float32, 0)
+@pytest.mark.parametrize("threads, dtype", [(1, torch.float32), (2, torch.float32), (1, torch.bfloat16)])
+def test_texts_of_any_length_equal_each_alone(threads, dtype):
+    student, given = layer(HELD, dtype=torch.float32), text(len(HELD), LENGTH, dtype=dtype)
+    given = [torch.cat([x, x[:1] * 0.5]) for x in given]
+    row = StateRow.of(student, GROUP * len(HELD), (8, 8), dtype, 0)
     steps = [[(0, 20), (1, 1)], [(1, 1), (0, 9), (2, 30)], *[[(2, 1), (0, 1), (1, 1)]] * 20, [(0, 1), (1, 33)]]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

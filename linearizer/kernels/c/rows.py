@@ -25,9 +25,11 @@ from linearizer.kernels.c.layer import (
     begin_in_openmp,
     kinds_of,
 )
+from linearizer.student.attention_of_student import working_dtype
 
 Tensor = torch.Tensor
 Places = Mapping[str, int]  # of the tensors of a group's state, in bytes from the begin of a row
+LAYER_SIZES, GROUP_SIZES, STORED_BF16 = 25, 8, 2  # as in the kernel
 TEXT = 4  # numbers of a text: its row, its first token in the inputs, its tokens, and those it has read
 
 
@@ -55,28 +57,31 @@ class RowReader:
         pool (rows, bytes); `places` says where the states of each group lie in a row.
         """
         q, k, v = like
-        sizes = q.shape[2], False, k.shape[-1], v.shape[-1], scale, True
+        sizes = q.shape[2], True, k.shape[-1], v.shape[-1], scale, True
         served = ServedHeads.of(student.groups, KindOfTexts(kinds_of(student), 1, k.dtype, *sizes), q, k, v)
-        if served is None or len(served.layouts) < len(student.groups):
+        in_two_bytes = k.dtype != working_dtype(k) and any(group.bits == 16 for group in student.groups)
+        if served is None or len(served.layouts) < len(student.groups) or (in_two_bytes and k.dtype != torch.bfloat16):
             return None
+        numbers = [*served.numbers]
+        for at, group in zip(range(LAYER_SIZES, len(numbers), GROUP_SIZES), student.groups, strict=True):
+            if in_two_bytes and group.bits == 16:
+                numbers[at + GROUP_SIZES - 1] = STORED_BF16
         kernel: Any = load_kernel("read_rows", served.work, served.wide)
         turns = [None] * 3 if student.turns is None else student.turns.steps_and_middles(served.work)
         held: list[Tensor | None] = [served.factors, *[None] * 7, *turns]
-        at: dict[int, int] = {}
+        state_at: dict[int, int] = {}
         for heads, index in zip(served.heads, served.layouts, strict=True):
             merging, named = student.groups[index].merging(scale), {}
             if merging is not None:
                 named = {name: getattr(merging, name).detach().to(served.work).contiguous() for name in MERGING}
             held += [heads, *(named.get(name) for name in MERGING), *[None] * len(STORED)]
-            at |= {len(held) - len(STORED) + i: places[index][name] for i, name in enumerate(STORED)}
+            state_at |= {len(held) - len(STORED) + i: places[index][name] for i, name in enumerate(STORED)}
         addresses = addresses_of(*held)
-        for place, begin in at.items():
+        for place, begin in state_at.items():
             addresses[place] = pool.data_ptr() + begin
         threads, openmp = torch.get_num_threads(), begin_in_openmp() if os.getpid() == PROCESS else 0
         call = (ctypes.c_int64 * (8 * threads + 8))(threads, openmp) if threads > 1 and openmp else None
-        return RowReader(
-            kernel, pack_numbers(*served.numbers), addresses, served.work, pool.stride(0), [*held, pool], call
-        )
+        return RowReader(kernel, pack_numbers(*numbers), addresses, served.work, pool.stride(0), [*held, pool], call)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, texts: Any, out: Tensor) -> None:
         """Read the tokens of all texts into `out`, and change their rows.
