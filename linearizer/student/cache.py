@@ -61,6 +61,10 @@ class LinearizedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         return self.tokens_read
 
+    @property
+    def has_read(self) -> bool:
+        return self.tokens_read > 0
+
     def get_max_length(self) -> int:
         return -1
 
