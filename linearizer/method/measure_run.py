@@ -147,7 +147,10 @@ def join_in_gauge(queries: torch.Tensor, keys: torch.Tensor, gauge: str) -> torc
 
 
 def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: torch.device) -> HeadProfile:
-    """Compute N(λ) of one sample at every ridge, and its error by the parts of the sample."""
+    """Compute N(λ) of one sample at every ridge, and its error by the parts of the sample.
+
+    The error is too small where N comes near the points of a part, which see no more directions than they are.
+    """
     points = points.to(device if device.type == "cuda" else "cpu")  # other accelerators have no float64
     counts = degrees_of_freedom(points, settings.ridges, settings.reference)
     halves = points.unflatten(0, (2, -1))  # queries and keys
