@@ -7,13 +7,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.method.by_prices import MIN_KL
+from linearizer.method.by_prices import MIN_KL, find_equal_share
 from linearizer.method.choose import candidates_of, compare_students, kl_at_places
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
 from linearizer.method.head_prices import ALL, Part, Share, estimate_prices, options_to_price
 from linearizer.method.recorder import Samples, samples_of
 from linearizer.method.texts import TextsOfRun
-from linearizer.plan.allocation import Allocation
+from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import USUAL_LENGTH
 from linearizer.progress import Steps
@@ -93,9 +93,11 @@ def price_share(
     def keep(part: Part, kl: KlOfLayer) -> None:
         run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", Prices(sinks, options, (kl,)).to_json())
 
-    arguments = (teacher.model, texts, teacher.inspection.layers, options, sinks, samples)
+    layers = teacher.inspection.layers
+    shown = find_equal_share(options, next(filter(heads_replaced, layers)), sinks, run.plan.budget or 0)
     stored_kl = {part: prices.kl[0] for part, prices in stored.items()}
-    return (yield from estimate_prices(*arguments, stored_kl, keep, share))
+    arguments = (teacher.model, texts, layers, options, sinks, samples)
+    return (yield from estimate_prices(*arguments, stored_kl, keep, share, shown))
 
 
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
