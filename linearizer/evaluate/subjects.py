@@ -37,7 +37,7 @@ from linearizer.run.results import MadeWith, Recall
 from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.cache import change_texts
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.teacher.devices import choose_device, describe_device
+from linearizer.teacher.devices import choose_device, describe_device, describe_kernels
 from linearizer.teacher.load import load_teacher_of, read_kept_texts
 from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at_once
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
@@ -242,7 +242,8 @@ class Setup:
     def made_with(self) -> MadeWith:
         """Name the software, the device and the teacher of the measurements."""
         teacher = None if self.teacher is None else self.student.config.teacher
-        return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone)
+        kernels = describe_kernels(next(self.student.parameters()).device)
+        return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone, kernels=kernels)
 
 
 def environment(model: torch.nn.Module) -> dict[str, Any]:

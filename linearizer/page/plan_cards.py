@@ -166,7 +166,7 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
     if machine is None:
         return message_box(f"On a CPU {takes} The run is faster than that, on a GPU that is lent for a while.")
     if machine.fits(forecast):
-        return message_box(f"Fits on {machine.device}: {takes}", "good")
+        return message_box(f"Fits on {machine.device} (kernels: {machine.kernels}): {takes}", "good")
     cuts = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer or shorter texts"
     return message_box(
         f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "

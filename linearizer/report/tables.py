@@ -45,7 +45,8 @@ def describe_environment(part: Part) -> tuple[str, ...]:
     """Name the software and device of a measurement, and why there was no teacher."""
     setup = part.made_with
     versions = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
-    text = f"{setup.dtype} on {setup.device}; {versions}"
+    kernels = f", kernels: {setup.kernels}" if setup.kernels else ""
+    text = f"{setup.dtype} on {setup.device}{kernels}; {versions}"
     return (text,) if setup.alone is None else (text, f"the student was measured alone: {setup.alone}")
 
 

@@ -285,6 +285,7 @@ class MadeWith:
     dtype: str
     teacher: dict[str, Any] | None  # its name and revision
     alone: str | None  # why there was no teacher
+    kernels: str = ""  # that read with the student; "" in results of earlier versions
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,9 @@ class LayerReader:
             found = LayerStudent.forward(self.exact.student, *inputs, given.scale, None, states, *given.scores)  # type: ignore[misc, arg-type, call-arg]
             given.out[first : first + exact] = found[0].transpose(0, 1)
         of_heads: list = []
-        found = LayerStudent.forward(self.heads.student, behind, all_k, all_v, given.scale, None, of_heads, *given.scores)
+        found = LayerStudent.forward(
+            self.heads.student, behind, all_k, all_v, given.scale, None, of_heads, *given.scores
+        )
         given.out[first + exact : first + tokens] = found[0, :, self.most :].transpose(0, 1)
         self.heads.row.write(self.memory.pool[at : at + 1], of_heads)
 

@@ -36,7 +36,9 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
         memory = StateMemory(max(reader.ends() for reader in readers), "linearized.states.0", vllm_config)
         for reader in readers:
             reader.memory = memory
-        held = max(sum(part.row.held for part in parts if part) for parts in zip(*((r.heads, r.exact) for r in readers)))
+        held = max(
+            sum(part.row.held for part in parts if part) for parts in zip(*((r.heads, r.exact) for r in readers))
+        )
         logger.info(
             "A state takes %d bytes, of which %d hold nothing; layers are %s.",
             memory.size,

@@ -88,9 +88,7 @@ class NativeLayers(nn.Module):
                 student = LayerStudent(layer["heads"], config.sinks, dims[0], config.feature_map, dims[1]).float()
                 student.eval().reset(generator_at(0))
                 most = getattr(config, "exact_tokens", 0)
-                self.readers.append(
-                    make_reader(student, attention.num_heads, dims, model_config.dtype, most, before)
-                )
+                self.readers.append(make_reader(student, attention.num_heads, dims, model_config.dtype, most, before))
                 sizes = attention.num_heads, attention.num_kv_heads, dims[1]
                 parent.attn = StudentAttention(self.readers[-1], sizes, attention.impl.scale, name)
                 del compilation.static_forward_context[attention.layer_name]

@@ -25,7 +25,7 @@ from linearizer.run.disk import NUMBER, resume_bytes, rows_of, run_bytes
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.results import Request
 from linearizer.student.layer_student import LayerStudent
-from linearizer.teacher.devices import choose_device, describe_device, device_kind
+from linearizer.teacher.devices import choose_device, describe_device, describe_kernels, device_kind
 from linearizer.teacher.logits import MAX_LOGITS, drawn_places
 from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.streaming import bytes_for_weights, bytes_in_memory, rooms_for_weights, streams
@@ -245,6 +245,7 @@ class Machine:
     """The device of a plan, with its free memory and the free disk."""
 
     device: str  # its product name
+    kernels: str  # that read with a student on it
     free_memory: int  # bytes, of the device, or of all GPUs if the plan names none
     free_disk: int  # bytes, on the disk of the runs
 
@@ -259,6 +260,7 @@ def describe_machine(plan: Plan | EncoderPlan, runs: Path) -> Machine:
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
     return Machine(
         describe_device(device),
+        describe_kernels(device),
         sum(free_bytes(torch.device(place)) for place in rooms_for_weights(plan.device)),
         shutil.disk_usage(place).free,
     )
