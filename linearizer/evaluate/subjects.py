@@ -279,7 +279,8 @@ def make_again(run: Run, token: str | None = None) -> Setup:
         (copy.folder / "state").mkdir()
         finish(measure_teacher(copy, teacher, TextsOfRun.of(copy, teacher, token)))
         samples = samples_of(copy)
-        student = checkpoint.put_student_into(teacher.model, run.layers, allocation, plan.feature_map, plan.seed)
+        how = plan.feature_map, plan.seed, None, allocation.exact_until(run.layers)
+        student = checkpoint.put_student_into(teacher.model, run.layers, allocation, *how)
         initialise(student, samples)
     return Setup(run, student.eval(), student, teacher.tokenizer, teacher.model, None, samples=samples, token=token)
 

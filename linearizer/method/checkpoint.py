@@ -61,6 +61,7 @@ def put_student_into(
     feature_map: str = "prf",
     seed: int = 0,
     origin: dict[str, str | None] | None = None,
+    exact_tokens: int = 0,
 ) -> LinearizedForCausalLM:
     """Put an untrained student into every layer of a teacher, which is changed in place and keeps all its weights."""
     config = LinearizedConfig(
@@ -70,6 +71,7 @@ def put_student_into(
         feature_map=feature_map,
         teacher=origin or {},
         made_by=f"linearizer {__version__}",
+        exact_tokens=exact_tokens,
     )
     return LinearizedForCausalLM.from_teacher(teacher, config, seed)
 
@@ -79,7 +81,9 @@ def make_layer_students(
 ) -> tuple[nn.Module, ...]:
     """Make untrained layer students of another allocation, to exchange for a student's own."""
     drawn = Samples((None,) * len(layers), seed)
-    return tuple(make_students(student, layers, allocation, drawn, student.config.feature_map).values())
+    config = student.config
+    made = make_students(student, layers, allocation, drawn, config.feature_map, config.exact_tokens)
+    return tuple(made.values())
 
 
 def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:

@@ -103,7 +103,8 @@ def kl_by_token(
     yield Progress(step, 0, len(allocations), "students")
     expected = run_decoder(teacher, texts)
     for allocation in allocations:
-        with attending_with(teacher, make_students(teacher, layers, allocation, samples)):
+        exact = allocation.exact_until(layers)
+        with attending_with(teacher, make_students(teacher, layers, allocation, samples, exact_tokens=exact)):
             answers.append(run_decoder(teacher, texts))
         yield Progress(step, len(answers), len(allocations), "students")
     return kl_of_answers(teacher, texts, expected, answers)

@@ -92,4 +92,4 @@ def teacher_of(family, **overrides):
 
 def student_of(family, heads, **overrides):
     layers = inspect_model(SOURCE, tiny_hybrid(family, **overrides)).layers
-    return put_student_into(teacher_of(family, **overrides), layers, allocation_of(layers, heads, 2))
+    return put_student_into(teacher_of(family, **overrides), layers, allocation_of(layers, heads, 2), exact_tokens=5)
