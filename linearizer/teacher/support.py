@@ -53,6 +53,7 @@ OWN_WAYS = {  # of hybrids, by their kind
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 MASKED = "its layers mask tokens with custom numbers, which a state of fixed size cannot follow"
 ENCODER = "it is an encoder, which reads in both directions"
+BOTH_WAYS = "its text tower reads a prompt in both directions, and a state of fixed size reads a text once"
 ENCODERS = "the page and `linearizer run` without --job also linearize encoders, in runs of their own"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or qwen3_5"
 NO_TEXT = "its text tower ({}) is of a kind that transformers cannot load alone"
@@ -252,7 +253,7 @@ def watch_layers(model: PreTrainedModel) -> Watched:
     if not modules:
         raise refuse_unseen(model)
     if any(getattr(module, "is_causal", None) is False for module in modules):
-        raise Refused(ENCODER)
+        raise Refused(BOTH_WAYS if whole_of(model.config) else ENCODER)
     tokens = torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)
     with torch.no_grad(), quiet(), observing(model, observe):
         cache = getattr(model(tokens, use_cache=True), CACHE, None)

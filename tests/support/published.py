@@ -43,6 +43,7 @@ PER_LAYER = dict(num_kv_shared_layers=20, hidden_size_per_layer_input=256)
 CHOSEN, UNSEEN = "choose or compress the tokens they attend to", "does not hand its attention"
 RECURRENT, ALIBI = "all of its layers are recurrent", "ALiBi"
 
+DOTS = dict(n_routed_experts=128, num_experts_per_tok=6, first_k_dense_replace=1, n_shared_experts=2, head_dim=128)
 GREEDY = dict(q_lora_rank=None, topk_method="greedy", num_experts_per_tok=6, n_routed_experts=64)
 
 PUBLISHED: dict[str, Published] = {
@@ -101,7 +102,7 @@ PUBLISHED: dict[str, Published] = {
             10,
             text(**shape(5376, 60, 32, 16, 21504, hidden_size_per_layer_input=0, **SMALLER)),
         ),
-        "google/paligemma-3b-pt-224": ("paligemma", "reads in both directions", {}),
+        "google/paligemma-3b-pt-224": ("paligemma", "reads a prompt in both directions", {}),
         "google/recurrentgemma-2b": ("recurrent_gemma", "keep their states in the model", {}),
         "openai/gpt-oss-20b": ("gpt_oss", 12, dict(num_hidden_layers=24, num_local_experts=32)),
         "microsoft/phi-2": ("phi", 32, shape(2560, 32, 32, 32, 10240)),
@@ -186,6 +187,23 @@ PUBLISHED: dict[str, Published] = {
         "OpenGVLab/InternVL3-8B-hf": ("internvl", 28, text(model_type="qwen2", **shape(3584, 28, 28, 4, 18944))),
         "llava-hf/llava-1.5-7b-hf": ("llava", 32, text(model_type="llama")),
         "XiaomiMiMo/MiMo-V2-Flash": ("mimo_v2_flash", 9, {}),
+        "tencent/Hunyuan-7B-Instruct": ("hunyuan_v1_dense", 32, shape(4096, 32, 32, 8, 14336, head_dim=128)),
+        "tencent/Hunyuan-A13B-Instruct": (
+            "hunyuan_v1_moe",
+            32,
+            shape(4096, 32, 32, 8, 3072, head_dim=128, num_experts=64, moe_topk=8, moe_intermediate_size=3072),
+        ),
+        "nvidia/Minitron-4B-Base": ("nemotron", 32, shape(3072, 32, 24, 8, 9216, head_dim=128)),
+        "rednote-hilab/dots.llm1.base": (
+            "dots1",
+            62,
+            shape(4096, 62, 32, 32, 10944, moe_intermediate_size=1408, **DOTS),
+        ),
+        "databricks/dbrx-base": (
+            "dbrx",
+            40,
+            dict(d_model=6144, n_heads=48, n_layers=40, attn_config=dict(clip_qkv=8, kv_n_heads=8, rope_theta=5e5)),
+        ),
         "bigscience/bloom-560m": ("bloom", ALIBI, {}),
         "mosaicml/mpt-7b": ("mpt", ALIBI, {}),
         "state-spaces/mamba-2.8b-hf": ("mamba", RECURRENT, {}),
