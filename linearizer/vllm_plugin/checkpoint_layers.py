@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig
 
-from linearizer.vllm_plugin.layer_reader import LayerReader, make_reader
+from linearizer.vllm_plugin.layer_reader import LayerReader, add_reader
 
 Tensor = torch.Tensor
 OTHER_LOGITS = (
@@ -35,12 +35,10 @@ class CheckpointLayers(nn.Module):
         self.readers: list[LayerReader] = []
         for layer, student in zip(config.layers, self.model.students(), strict=True):
             dims = layer["key_dim"], layer.get("value_dim", layer["key_dim"])
-            before, most = (self.readers or [None])[-1], getattr(config, "exact_tokens", 0)
-            self.readers.append(
-                make_reader(student, config.num_attention_heads, dims, model_config.dtype, most, before)
-            )
+            sizes = config.num_attention_heads, dims, model_config.dtype, config.exact_tokens
+            reader = add_reader(self.readers, student, *sizes)
             student.exact_tokens = 0  # the reader knows the length of each text
-            student.forward = MethodType(stand_in(self.readers[-1]), student)
+            student.forward = MethodType(stand_in(reader), student)
 
     def embed_input_ids(self, input_ids: Tensor | None) -> Tensor:
         return self.model.get_input_embeddings()(input_ids)

@@ -91,9 +91,13 @@ class LayerReader:
         self.heads, self.exact, self.most = heads, exact, most
         self.memory: StateMemory | None = None
 
-    def ends(self) -> int:
+    def parts(self) -> tuple[HeadsInRows, HeadsInRows | None]:
+        """Return what lies in rows: in one row there are states of either of both."""
+        return self.heads, self.exact
+
+    def end(self) -> int:
         """Return the byte behind what this layer uses of a row."""
-        return max(part.row.end for part in (self.heads, self.exact) if part is not None)
+        return max(part.row.end for part in self.parts() if part is not None)
 
     def forget_weights(self) -> None:
         """Prepare kernels anew at the next step."""
@@ -127,8 +131,8 @@ class LayerReader:
             )
         behind = torch.cat([q.new_zeros(1, q.shape[1], read, q.shape[3]), q], 2)
         if exact := self.most - read:
-            inputs = (x[:, :, :exact] for x in (q, k, v))
-            found = LayerStudent.forward(self.exact.student, *inputs, given.scale, None, states, *given.scores)  # type: ignore[misc, arg-type, call-arg]
+            some = q[:, :, :exact], k[:, :, :exact], v[:, :, :exact], given.scale
+            found = LayerStudent.forward(self.exact.student, *some, None, states, *given.scores)
             given.out[first : first + exact] = found[0].transpose(0, 1)
         of_heads: list = []
         found = LayerStudent.forward(
@@ -154,23 +158,25 @@ def plan_of(step: StepMetadata, most: int, pool: Tensor) -> Plan:
     """Return the plan of a step, which its first layer makes."""
     if step.plan is None:
         short = tuple(text for text in step.texts if text[2] + text[3] <= most)
-        turning = tuple(text for text in step.texts if text[3] <= most < text[2] + text[3]) if most else ()
-        long = tuple(text for text in step.texts if text not in short and text not in turning)
+        turning = tuple(text for text in step.texts if 0 < most < text[2] + text[3] and text[3] <= most)
+        long = tuple(text for text in step.texts if text[3] > most or not most)
         rows = pool[[text[0] for text in turning]]
         step.plan = Plan(short, turning, long, pack_texts(short), pack_texts(long), rows)
     plan: Plan = step.plan
     return plan
 
 
-def make_reader(
-    student: LayerStudent, query_heads: int, dims: tuple[int, int], dtype: torch.dtype, most: int,
-    before: LayerReader | None,
+def add_reader(
+    readers: list[LayerReader], student: LayerStudent, query_heads: int, dims: tuple[int, int], dtype: torch.dtype,
+    most: int,
 ) -> LayerReader:  # fmt: skip
-    """Make the reader of a layer, whose states lie in rows behind those of the layer before."""
+    """Make the reader of the next layer, whose states lie in rows behind those of the layers before."""
+    before = readers[-1] if readers else None
     begin = 0 if before is None else before.heads.row.end
     heads, exact = HeadsInRows(student, StateRow.of(student, query_heads, dims, dtype, begin)), None
     if most:
         window = LayerStudent([{"window": most}] * student.kv_heads, 0, dims[0], "prf", dims[1]).eval()
         begin = 0 if before is None or before.exact is None else before.exact.row.end
         exact = HeadsInRows(window, StateRow.of(window, query_heads, dims, dtype, begin))
-    return LayerReader(heads, exact, most)
+    readers.append(LayerReader(heads, exact, most))
+    return readers[-1]

@@ -33,12 +33,11 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
         kind: Any = NativeLayers if chosen != CHECKPOINT and knows(vllm_config) else CheckpointLayers
         self.layers = kind(vllm_config)
         readers = self.layers.readers
-        memory = StateMemory(max(reader.ends() for reader in readers), "linearized.states.0", vllm_config)
+        memory = StateMemory(max(reader.end() for reader in readers), "linearized.states.0", vllm_config)
         for reader in readers:
             reader.memory = memory
-        held = max(
-            sum(part.row.held for part in parts if part) for parts in zip(*((r.heads, r.exact) for r in readers))
-        )
+        heads, exact = ([each for each in parts if each] for parts in zip(*(r.parts() for r in readers), strict=True))
+        held = max(sum(part.row.held for part in parts) for parts in (heads, exact))
         logger.info(
             "A state takes %d bytes, of which %d hold nothing; layers are %s.",
             memory.size,

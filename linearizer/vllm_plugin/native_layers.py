@@ -16,7 +16,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from linearizer.student.layer_student import LayerStudent, generator_at
-from linearizer.vllm_plugin.layer_reader import LayerReader, make_reader
+from linearizer.vllm_plugin.layer_reader import LayerReader, add_reader
 
 Tensor = torch.Tensor
 READERS: dict[str, StudentAttention] = {}  # of this process, by the names that compiled graphs contain
@@ -83,14 +83,15 @@ class NativeLayers(nn.Module):
         self.readers: list[LayerReader] = []
         for name, parent in [*self.model.named_modules()]:
             if isinstance(attention := getattr(parent, "attn", None), Attention):
-                layer, before = config.layers[len(self.readers)], (self.readers or [None])[-1]
+                layer = config.layers[len(self.readers)]
                 dims = layer["key_dim"], layer.get("value_dim", layer["key_dim"])
                 student = LayerStudent(layer["heads"], config.sinks, dims[0], config.feature_map, dims[1]).float()
                 student.eval().reset(generator_at(0))
-                most = getattr(config, "exact_tokens", 0)
-                self.readers.append(make_reader(student, attention.num_heads, dims, model_config.dtype, most, before))
+                reader = add_reader(
+                    self.readers, student, attention.num_heads, dims, model_config.dtype, config.exact_tokens
+                )
                 sizes = attention.num_heads, attention.num_kv_heads, dims[1]
-                parent.attn = StudentAttention(self.readers[-1], sizes, attention.impl.scale, name)
+                parent.attn = StudentAttention(reader, sizes, attention.impl.scale, name)
                 del compilation.static_forward_context[attention.layer_name]
         if len(self.readers) != len(config.layers):
             raise ValueError(
