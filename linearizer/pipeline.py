@@ -147,7 +147,9 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
     control = student
     if run.plan.changes_weights:  # the teacher and its window have their own
         unchanged = load_teacher_of(run.plan, token, run.inspection).model
-        control = checkpoint.put_student_into(unchanged, teacher.inspection.layers, allocation)
+        layers = teacher.inspection.layers
+        exact_tokens = allocation.exact_until(layers)
+        control = checkpoint.put_student_into(unchanged, layers, allocation, exact_tokens=exact_tokens)
     yield from judge(Setup(run, student, control, teacher.tokenizer, control.base, None, texts.judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
@@ -164,7 +166,8 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
     origin = {"name": name, "revision": teacher.source.revision}
     origin |= {"file": teacher.inspection.gguf} if teacher.inspection.gguf else {}
     layers = teacher.inspection.layers
-    return checkpoint.put_student_into(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
+    how = run.plan.feature_map, run.plan.seed, origin, allocation.exact_until(layers)
+    return checkpoint.put_student_into(teacher.model, layers, allocation, *how)
 
 
 def help_with(run: Run, sinks: int, share: Share, token: str | None = None) -> None:

@@ -63,7 +63,7 @@ def measure_profile(
             with torch.no_grad(), recorder.recording(model, begin):
                 run_blocks(model, ids)
             yield Progress(EventName.PROFILE, done, len(batches), "batches")
-    recorder.check()
+    recorder.finish()
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
     samples = Samples(tuple(recorder.samples.get(index) for index in range(len(layers))))

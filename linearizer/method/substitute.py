@@ -21,7 +21,7 @@ from linearizer.student.attention_interface import (
     attention_modules,
     device_of,
 )
-from linearizer.student.layer_student import LayerStudent
+from linearizer.student.layer_student import LayerStudent, SharedStudent
 
 
 @contextmanager
@@ -68,24 +68,32 @@ def make_layer_student(
     index: int,
     device: torch.device,
     feature_map: str = "prf",
+    exact_tokens: int = 0,
 ) -> LayerStudent:
     """Make the student of the layer with this number, in which each KV head holds its option."""
-    student = LayerStudent([head.to_config() for head in heads], sinks, layer.key_dim, feature_map, layer.value_dim)
+    held = [head.to_config() for head in heads]
+    student = LayerStudent(held, sinks, layer.key_dim, feature_map, layer.value_dim, exact_tokens)
     initialise_layer(student, samples, index)
     return student.to(device).eval()
 
 
 def make_students(
-    model: PreTrainedModel, layers: Sequence[Layer], allocation: Allocation, samples: Samples, feature_map: str = "prf"
-) -> dict[int, LayerStudent]:
+    model: PreTrainedModel,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    samples: Samples,
+    feature_map: str = "prf",
+    exact_tokens: int = 0,
+) -> dict[int, nn.Module]:
     """Make the students of a model's layers by their numbers, as an allocation says what each KV head holds."""
     check_allocation(allocation, layers)
     modules = attention_by_layer(model)
-    rows = enumerate(zip(layers, allocation.heads, strict=True))
-    return {
-        index: make_layer_student(
-            layer, heads, allocation.sinks, samples, index, device_of(modules[index], model.device), feature_map
-        )
-        for index, (layer, heads) in rows
-        if heads
-    }
+    students: dict[int, nn.Module] = {}
+    for index, (layer, heads) in enumerate(zip(layers, allocation.heads, strict=True)):
+        if heads:
+            place = index, device_of(modules[index], model.device)
+            made = make_layer_student(layer, heads, allocation.sinks, samples, *place, feature_map, exact_tokens)
+            students[index] = made
+        elif isinstance(student := students.get(reads := -1 if layer.reads is None else layer.reads), LayerStudent):
+            students[index] = SharedStudent(student, reads)
+    return students

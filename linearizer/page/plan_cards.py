@@ -70,7 +70,7 @@ def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence
     return f"<div{loud}>{values_list(pairs, 'lz-wide')}{source_line}{sizes}</div>"
 
 
-def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
+def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "", beside: str = "") -> str:
     """Show the most that the state of a budget can take, before anything is measured, and its KL if that is known.
 
     Where heads may grow, the state takes at most the budget at the plan's target length. It has a fixed part and a part
@@ -96,7 +96,13 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
     name = f'<h3 class="lz-group">{escape(plan.model)}</h3>'
     kl = kl or "not known yet: once a run of this model has priced the heads, it predicts it for every budget"
-    return name + cost_card(features, f"at most {size(max_bytes)}{length}", smaller, rows, kl)
+    state = with_beside(f"at most {size(max_bytes)}{length}", beside)
+    return name + cost_card(features, state, smaller, rows, kl)
+
+
+def with_beside(state: str, beside: str) -> str:
+    """Add to the size of a state what recurrent layers keep beside it."""
+    return f"{state}; {beside}" if beside else state
 
 
 def expected_kl(run: Run | None, plan: Plan) -> str:
@@ -118,11 +124,14 @@ def rows_by_length(
     return [(f"{tokens:,} tokens", *size_row(tokens, cache(tokens), state(tokens), sign)[1:]) for tokens in lengths]
 
 
-def allocation_card(allocation: Allocation, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
+def allocation_card(
+    allocation: Allocation, layers: Sequence[Layer], positions: int, kl: str = "", beside: str = ""
+) -> str:
     """Show the size of an allocation's state."""
     state = StateSize.of(allocation, layers)
     rows = rows_by_length(positions, state.teacher_bytes, state.student_bytes)
-    return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), rows, kl)
+    words = with_beside(state.in_words, beside)
+    return cost_card(allocation.features_mean, words, from_length(state.breakeven), rows, kl)
 
 
 def plan_card(plan: Plan, trained: Trained | None = None) -> str:
@@ -200,7 +209,7 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     else:
         kl = predict_kl(run, plan, allocation)
     needs = needs_of(run, allocation)
-    card = allocation_card(allocation, run.layers, run.positions, kl)
+    card = allocation_card(allocation, run.layers, run.positions, kl, run.inspection.beside_state)
     about = "What this run holds." if is_decided else "What this budget would buy, predicted from the measurements."
     return draw_needs(needs).to_json(), f'{needs_note(needs)}<p class="lz-faint">{about}</p>{card}'
 

@@ -64,6 +64,10 @@ class Allocation(JsonProduct):
         """Return the length from which on the teacher's cache is no smaller; None: never."""
         return head_bytes.breakeven_tokens(self.heads, layers, self.sinks)
 
+    def exact_until(self, layers: Sequence[Layer]) -> int:
+        """Return the tokens of the longest text whose cache takes the place of the student's state."""
+        return self.breakeven_tokens(layers) or 0
+
     def growth(self, layers: Sequence[Layer]) -> int:
         """Count the bytes that every token adds to the student's state: 0 unless heads stay softmax."""
         return self.state_bytes(layers, 1) - self.state_bytes(layers, 0)
@@ -132,6 +136,7 @@ class ReadingSize:
     tokens: int
     state_bytes: int
     cache_bytes: int  # of a teacher that has read the same tokens
+    recurrent_bytes: int = 0  # beside both, in recurrent layers
 
 
 @dataclass(frozen=True)

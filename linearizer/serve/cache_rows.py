@@ -28,6 +28,8 @@ from linearizer.student.cache import (
     keeps_state,
     recurrent_tensors,
 )
+from linearizer.student.columns import EMPTY
+from linearizer.student.exact_cache import exact_cache_of
 
 Tensor = torch.Tensor
 
@@ -45,13 +47,7 @@ def join_layers(layers: Sequence[Any]) -> Any:
     for (_, states, key), *parts in zip(*map(recurrent_tensors, (joined, *layers)), strict=True):
         states[key] = torch.cat([held[at] for _, held, at in parts])
     if has_student(joined):
-        joined.memory = [
-            replace(
-                states[0],
-                **{name: join_rows([getattr(x, name) for x in states], states[0], name) for name in tensors(states[0])},
-            )
-            for states in zip(*(layer.memory for layer in layers), strict=True)
-        ]
+        joined.memory = join_states([layer.memory for layer in layers])
         joined.tokens_read = max(layer.tokens_read for layer in layers)
     else:
         for name in keys_and_values(joined):
@@ -59,6 +55,52 @@ def join_layers(layers: Sequence[Any]) -> Any:
         if hasattr(joined, "cumulative_length"):
             joined.cumulative_length = max(layer.cumulative_length for layer in layers)
     return joined
+
+
+def join_states(memories: Sequence[list]) -> list:
+    """Concatenate the rows of a layer's states: those of heads, and of exact texts, which may both be there."""
+    rows = [len(next(iter(tensors(states[0]).values()))) for states in memories]
+    exact = [exact_cache_of(states) for states in memories]
+    of_heads = [[x for x in states if x is not short] for states, short in zip(memories, exact, strict=True)]
+    form, joined = next(filter(None, of_heads), []), []
+    for index, like in enumerate(form):
+        parts = [x[index] if x else empty_like(like, count) for x, count in zip(of_heads, rows, strict=True)]
+        joined.append(join_parts(parts))
+    if short := [x for x in exact if x is not None]:
+        like = replace(short[0], real=short[0].real_columns())
+        parts = [empty_like(like, count) if x is None else x for x, count in zip(exact, rows, strict=True)]
+        joined.append(join_parts([replace(x, real=x.real_columns()) for x in parts]))
+    return joined
+
+
+def join_parts(parts: Sequence[Any]) -> Any:
+    """Concatenate the rows of states of a kind."""
+    form = parts[0]
+    return replace(form, **{name: join_rows([getattr(x, name) for x in parts], form, name) for name in tensors(form)})
+
+
+def empty_like(state: Any, rows: int) -> Any:
+    """Make a state of the same kind for rows that have read nothing with it."""
+    named = tensors(state).items()
+    empty = {name: x.new_full((rows, *x.shape[1:]), EMPTY if name == "level" else 0) for name, x in named}
+    return replace(state, **empty)
+
+
+def drop_unused(cache: Cache) -> None:
+    """Drop states that no row of a cache uses: of heads where all rows are exact, and the other way round."""
+    for layer in cache.layers:
+        exact = exact_cache_of(getattr(layer, "memory", None))
+        if exact is None:
+            continue
+        if not (real := exact.real_columns()).any():
+            layer.memory = layer.memory[:-1]
+        elif real.any(1).all():
+            layer.memory = [replace(exact, real=real[:, :0]) if real.all() else exact]
+
+
+def kinds_of_states(cache: Cache) -> tuple[type, ...]:
+    """List the kinds of a cache's states, and of its other layers."""
+    return tuple(type(x) for layer in cache.layers for x in (getattr(layer, "memory", None) or [layer]))
 
 
 def real_tokens(cache: Cache, lengths: Tensor, added: int) -> Tensor | None:  # (rows, tokens)
@@ -97,12 +139,14 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
     cut_padding(cache, longest)
     index = torch.tensor(rows)
     change_texts(cache.layers, lambda x: x[index])  # copies, so nothing of the padding stays in memory
+    drop_unused(cache)
 
 
 def view_row(cache: Cache, row: int, tokens: int) -> Cache:
     """View one row, which has read `tokens` tokens, of a batch."""
     view = copy_cache(cache, lambda name, x: x[row : row + 1])
     cut_padding(view, tokens)
+    drop_unused(view)
     return view
 
 
@@ -111,6 +155,7 @@ def take_row(cache: Cache, row: int, tokens: int) -> Cache:
     assert isinstance(cache, LinearizedCache)
     taken = cache.copied_texts(lambda x: x[row : row + 1].clone())
     cut_padding(taken, tokens)
+    drop_unused(taken)
     return taken
 
 
@@ -182,11 +227,14 @@ def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
 
 
 def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
-    """Cut tensors that grow with the text to views of the last `longest` tokens."""
-    for name in names:
-        if (axis := growing_axis(holder, name)) is not None:
-            x = getattr(holder, name)
+    """Cut tensors that grow with the text to views of the last `longest` tokens, or to the tokens that some row has."""
+    kept = holder.real.any(0).nonzero()[:, 0] if hasattr(holder, "real") else None
+    for name, axis in [(name, axis) for name in names if (axis := growing_axis(holder, name)) is not None]:
+        x = getattr(holder, name)
+        if kept is None:
             setattr(holder, name, x.narrow(axis, x.shape[axis] - longest, longest))
+        elif len(kept) < x.shape[axis] and holder.real.numel():
+            setattr(holder, name, x.index_select(axis, kept))
 
 
 def growing_axis(holder: Any, name: str) -> int | None:

@@ -17,7 +17,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.kernels.graphs.text_parts import expects_parts
-from linearizer.serve.cache_rows import copy_cache, join_caches, pack, read_on, take_row, tensors_of, unpack
+from linearizer.serve.cache_rows import (
+    copy_cache,
+    join_caches,
+    kinds_of_states,
+    pack,
+    read_on,
+    take_row,
+    tensors_of,
+    unpack,
+)
 from linearizer.serve.row import Row, fail_rows
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
@@ -37,6 +46,7 @@ class KeptState:
     bytes: int
     packed: torch.Tensor  # all tensors of its cache as bytes
     shapes: tuple[torch.Size, ...]
+    form: Cache  # a cache with the same kinds of states, without numbers
 
 
 class KeptStates:
@@ -45,7 +55,7 @@ class KeptStates:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes, self.untrimmed = max_bytes, 0, 0
         self.states: OrderedDict[bytes, KeptState] = OrderedDict()
-        self.form: Cache | None = None  # a cache without numbers
+        self.forms: dict[tuple[type, ...], Cache] = {}  # by the kinds of states: those of short texts are others
         self.shapes: dict[tuple[torch.Size, ...], tuple[torch.Size, ...]] = {}  # one object for all equal shapes
 
     def keep(self, tokens: Sequence[int], cache: Cache) -> None:
@@ -54,8 +64,8 @@ class KeptStates:
         size = KEPT_BYTES + sum(SHAPE_BYTES + x.nbytes for x in parts)
         if size > self.max_bytes:
             return
-        if self.form is None:
-            self.form = copy_cache(cache, lambda name, x: x[:0].clone())
+        if (kinds := kinds_of_states(cache)) not in self.forms:
+            self.forms[kinds] = copy_cache(cache, lambda name, x: x[:0].clone())
         key = next(hashes(tokens, [len(tokens)]))
         if key in self.states:
             self.drop(key)
@@ -64,7 +74,8 @@ class KeptStates:
                 self.drop(key)
             return
         shapes = tuple(x.shape for x in parts)
-        self.states[key] = KeptState(len(tokens), size, packed, self.shapes.setdefault(shapes, shapes))
+        shapes = self.shapes.setdefault(shapes, shapes)
+        self.states[key] = KeptState(len(tokens), size, packed, shapes, self.forms[kinds])
         self.bytes += size
         while self.bytes > self.max_bytes:
             self.drop(next(iter(self.states)))
@@ -89,8 +100,7 @@ class KeptStates:
 
     def restore(self, state: KeptState) -> Cache:
         """Make a cache from a kept state, which does not change with it."""
-        assert self.form is not None
-        return unpack(self.form, state.packed, state.shapes, state.tokens)
+        return unpack(state.form, state.packed, state.shapes, state.tokens)
 
 
 def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from linearizer.kernels.graphs.text_parts import lies_on_one_device
 from linearizer.kernels.graphs.token_graph import Capture, TokenGraph, capture_on_gpu
 from linearizer.serve.cache_rows import copy_cache, join_caches, keep_rows, read_on, tensors_of
 from linearizer.student.cache import keeps_state
+from linearizer.student.exact_cache import exact_cache_of
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -60,10 +61,12 @@ class TokenGraphs:
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         self.model = model
-        if isinstance(model, LinearizedForCausalLM):
-            reader_of(model).repeats_tokens = False  # by graphs of single caches
         on_one_gpu = model.device.type == "cuda" and lies_on_one_device(model)
         self.capture = capture_on_gpu if capture is None and on_one_gpu else capture
+        if isinstance(model, LinearizedForCausalLM):
+            reader_of(model).repeats_tokens = False  # by graphs of single caches
+            for student in model.students() if self.capture else ():
+                student.exact_tokens = 0  # a graph cannot read texts some of which are exact
         self.graphs: dict[int, BatchGraph] = {}  # by the number of texts
         self.loaded: tuple[BatchGraph, Cache] | None = None  # the graph in use, and the batch's cache of its states
 
@@ -132,7 +135,7 @@ class TokenGraphs:
 
 
 def states_of(cache: Cache) -> list:
-    """Return the states of a cache; none if some layer keeps anything else."""
-    if not all(keeps_state(layer) for layer in cache.layers):
+    """Return the states of a cache; none if some layer keeps anything else, such as the exact cache of short texts."""
+    if not all(keeps_state(layer) and exact_cache_of(layer.memory) is None for layer in cache.layers):
         return []
     return [state for layer in cache.layers for state in layer.memory]

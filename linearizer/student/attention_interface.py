@@ -5,6 +5,8 @@ With the implementation IMPLEMENTATION a model passes the queries, keys and valu
 a student (a native sliding window) always attends as usual.
 """
 
+from __future__ import annotations
+
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from transformers.utils import logging
 
 from .attention_of_student import Scores
 from .cache import CACHE, empty_cache, has_student, take_cache
+from .exact_cache import attend_by_length
 from .layer_student import find_kernels
 
 # Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
@@ -38,8 +41,9 @@ HALF_READ = (
 NO_WEIGHTS = (
     "a linearized model computes no weights between tokens, so its attentions are None: ask its teacher for them"
 )
-HANDED_OVER = {"linear_state": "memory", "part_order": "part_order"}  # attributes of a cache's layer, by argument
+HANDED_OVER = {"linear_state": "memory", "has_read": "has_read", "part_order": "part_order"}  # of a cache's layer
 logger = logging.get_logger(__name__)
+Tensor = torch.Tensor
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -78,16 +82,28 @@ def linearized(
     scaling: float | None = None,
     linear_state: list | None = None,
     part_order: AbstractContextManager | None = None,
+    has_read: bool = False,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with the student of this layer, or as the teacher did where the layer has none."""
+    """Attend with the student of this layer, or as the teacher did: where the layer has none, and in short texts."""
     student = getattr(module, "student", None)
     if student is None:
         return attend_as_teacher(module, query, key, value, attention_mask, scaling, **kwargs)
     real = None if attention_mask is None else attention_mask[:, 0, 0]
+    scale, scores = score_scale(query, scaling), scores_of(module, kwargs)
+
+    def read(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, states: list | None) -> Tensor:
+        out: Tensor = student(q, k, v, scale, real, states, *scores)
+        return out
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        return attend_as_teacher(module, q, k, v, seen, scaling, **kwargs)[0].transpose(1, 2)
+
+    left_out = key.shape[2] - query.shape[2]  # Gemma 4 asks a shared layer only for the rows whose logits it needs
+    query = nn.functional.pad(query, (0, 0, left_out, 0)) if left_out else query
     with part_order or nullcontext():
-        inputs = query, key, value, score_scale(query, scaling), real, linear_state
-        out = student(*inputs, *scores_of(module, kwargs))
+        exact = getattr(student, "exact_tokens", 0)
+        out = attend_by_length(exact, has_read, read, attend, query, key, value, real, linear_state)[:, :, left_out:]
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -154,7 +170,7 @@ def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
         decoder = base.base_model
     decoder.linearized = tuple(linearized)
     modules = attention_by_layer(base)
-    decoder.attentions = tuple(modules.get(index) for index in range(len(linearized)))
+    decoder.attentions = tuple(modules.get(index) if mine else None for index, mine in enumerate(linearized))
     names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
     decoder.register_forward_pre_hook(partial(give_cache, names), with_kwargs=True)
     decoder.register_forward_hook(mark_as_read, with_kwargs=True)
@@ -188,7 +204,8 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         raise ValueError(NOT_SERVED)  # without a cache transformers itself detects packed texts
     if cache is not None and not past and (kernels := find_kernels()) is not None:
         students = [getattr(module, "student", None) for module in decoder.attentions]
-        kernels.begin_texts(students, [getattr(layer, "memory", None) for layer in cache.layers], inputs)
+        if inputs.shape[1] > max(getattr(student, "exact_tokens", 0) for student in students):
+            kernels.begin_texts(students, [getattr(layer, "memory", None) for layer in cache.layers], inputs)
     if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == past + inputs.shape[1]:
         kwargs["position_ids"] = positions_of(mask)[:, past:]
     elif mask is positions is None and past and "position_ids" in names and not all(decoder.linearized):
@@ -232,9 +249,14 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     """Pass an attention module its state (a forward pre-hook), whatever it calls its cache argument."""
     for value in [*args, *kwargs.values()]:
         if isinstance(value, Cache):  # perhaps of another copy of this code, or of a base that attends as its teacher
-            layers = value.layers[int(module.layer_idx) :]  # type: ignore[arg-type]
+            reads: Any = getattr(module.student, "reads", module.layer_idx)
+            layer: Any = value.layers[int(reads)] if int(reads) < len(value.layers) else None
             for argument, name in HANDED_OVER.items():
-                kwargs[argument] = getattr(layers[0], name, None) if layers else None
+                kwargs[argument] = getattr(layer, name, None)
+            if reads != module.layer_idx and has_student(layer):
+                kwargs["linear_state"], kwargs["has_read"] = layer.kept.pop()
+            elif (readers := getattr(module, "readers", 0)) and has_student(layer):
+                layer.keep(readers)
     return args, kwargs
 
 

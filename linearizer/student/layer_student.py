@@ -210,11 +210,14 @@ class LayerStudent(nn.Module):
     """Attention of one layer; `heads` says of each KV head what it keeps, by name:
 
     window, slots, block and bits as in HeadKind; features, and memory, the name of a rule; softmax: all tokens.
+    Texts of at most `exact_tokens` tokens are read by the teacher's attention instead (exact_cache.py).
     """
 
     reader: str | None = None  # "pytorch", "c" or "triton"; None: the fastest that passes its trial
 
-    def __init__(self, heads: list, sinks: int, key_dim: int, feature_map: str, value_dim: int = 0) -> None:
+    def __init__(
+        self, heads: list, sinks: int, key_dim: int, feature_map: str, value_dim: int = 0, exact_tokens: int = 0
+    ) -> None:
         super().__init__()
         kinds: dict[tuple, list[int]] = {}
         for place, head in enumerate(map(named_head, heads)):
@@ -229,7 +232,7 @@ class LayerStudent(nn.Module):
             return HeadGroup(places, HeadKind(**{"window": 0, **head}), sinks, key_dim, value_dim)
 
         value_dim = value_dim or key_dim
-        self.kv_heads, self.sinks = len(heads), sinks
+        self.kv_heads, self.sinks, self.exact_tokens = len(heads), sinks, exact_tokens
         self.groups = nn.ModuleList(group(dict(kind), places) for kind, places in kinds.items())
         has_basis = any(each.has_basis for each in self.head_groups())
         self.turns = StoredBasis(len(heads), key_dim, value_dim) if has_basis else None
@@ -326,6 +329,25 @@ class LayerStudent(nn.Module):
         inputs = self.turns(self.turns.to_stored, *inputs, scale**0.5, heads)
         part, state = group(*inputs, scale, real, state, scores)
         return self.turns(self.turns.from_stored, part, heads), state
+
+
+class SharedStudent(nn.Module):
+    """Attends in a layer without keys of its own, with the student of the layer that it `reads`.
+
+    It gets a copy of that layer's state from before a call's tokens, reads the same tokens, and drops the new state.
+    """
+
+    def __init__(self, student: LayerStudent, reads: int) -> None:
+        super().__init__()
+        self.reads, self.shared = reads, (student,)  # no child: its weights belong to the other layer
+
+    @property
+    def exact_tokens(self) -> int:
+        return self.shared[0].exact_tokens
+
+    def forward(self, *inputs: Any) -> Tensor:
+        out: Tensor = self.shared[0](*inputs)
+        return out
 
 
 def as_slice(heads: list[int]) -> slice | list[int]:

@@ -19,6 +19,7 @@ from .attention_of_student import tensors
 
 FORMAT = "linearized state 4"  # of a layer in memory, too: each copy of this code accepts another's
 WITH_TURNS = "linearized state 5"
+EXACT = "exact"  # in names of tensors, where states of heads have a number
 WEIGHTS = "weights"  # the tensor of a file that is not part of the state
 SAMPLED = 16  # numbers of each weight that tell a model from others
 ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ between two dtypes such as bf16 and fp16
@@ -79,11 +80,8 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
         raise damaged(path, "its checksum does not fit")
     refuse_other_model(path, facts, stored.pop(WEIGHTS, torch.empty(0)), model)
     sizes = [*json.loads(facts.get("turns", "[]")), (int(facts["tokens"]), int(facts["texts"]))]
-    start = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    cache = model.empty_cache()
-    with torch.no_grad():
-        model(input_ids=start, cache=cache, use_cache=True, logits_to_keep=1)
-    states, turns = [cache.fork() if tokens else model.empty_cache() for tokens, _ in sizes], len(sizes) - 1
+    turns = len(sizes) - 1
+    states = [form_of(model, [name for name in stored if turn_of(name, turns) == turn]) for turn in range(turns + 1)]
     expected = {name_in_file(name, turn, turns) for turn, state in enumerate(states) for name in places(state)}
     if expected != stored.keys():
         raise damaged(path, "it names other tensors than a state of this model has")
@@ -99,12 +97,48 @@ def name_in_file(name: str, turn: int, turns: int) -> str:
     return name if turn == turns else f"turn {turn}: {name}"
 
 
+def turn_of(name: str, turns: int) -> int:
+    """Return the number of the turn before which a state has a tensor with this name in a file."""
+    turn, colon, _ = name.removeprefix("turn ").partition(": ")
+    return int(turn) if colon and turn.isdecimal() else turns
+
+
+def form_of(model: Any, names: list[str]) -> Any:
+    """Return a cache after one token, or none if there are no names, with states of the kinds that are named."""
+    if not names:
+        return model.empty_cache()
+    states = {name.rpartition(": ")[2].split(".")[1] for name in names}
+    of_heads = any(map(str.isdecimal, states))
+    cache = begin_cache(model, not of_heads)
+    if of_heads and EXACT in states:  # some of its texts are exact
+        for layer, beside in zip(cache.layers, begin_cache(model, True).layers, strict=True):
+            if has_states := getattr(beside, "memory", None):
+                layer.memory += has_states
+    return cache
+
+
+@torch.no_grad()
+def begin_cache(model: Any, exact: bool) -> Any:
+    """Read one token, exactly if short texts are."""
+    cache, students = model.empty_cache(), model.students()
+    limits = [student.exact_tokens for student in students]
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    try:
+        for student in students:
+            student.exact_tokens *= exact
+        model(input_ids=start, cache=cache, use_cache=True, logits_to_keep=1)
+    finally:
+        for student, limit in zip(students, limits, strict=True):
+            student.exact_tokens = limit
+    return cache
+
+
 def fill(cache: Any, stored: dict[str, Tensor], tokens: int, texts: int, path: str | os.PathLike) -> None:
     """Put the tensors of a file into a cache that has read one token, or none."""
     for name, (holder, attribute) in places(cache).items():
         current, tensor = tensor_at(holder, attribute), stored[name]
         same_kind = current.dtype == tensor.dtype or (current.is_floating_point() and tensor.is_floating_point())
-        if not same_kind or list(tensor.shape) != shape_of(current, holder, attribute, texts, tokens):
+        if not same_kind or list(tensor.shape) != shape_of(current, tensor, holder, attribute, texts, tokens):
             raise damaged(path, f"{name} is {tuple(tensor.shape)} of {tensor.dtype}")
         if attribute == "count" and not ((tensor >= 0) & (tensor <= tokens)).all():
             raise damaged(path, f"{name} counts other tokens than were read")
@@ -120,7 +154,8 @@ def places(cache: Any) -> dict[str, tuple[Any, Any]]:
     places_by_name: dict[str, tuple[Any, Any]] = {}
     for index, layer in enumerate(cache.layers):
         for group, state in enumerate(getattr(layer, "memory", ())):
-            places_by_name |= {f"{index}.{group}.{name}": (state, name) for name in tensors(state)}
+            place = EXACT if getattr(state, "is_exact", False) else group
+            places_by_name |= {f"{index}.{place}.{name}": (state, name) for name in tensors(state)}
         for name in ("keys", "values"):  # of the teacher's own kind
             if isinstance(getattr(layer, name, None), Tensor):
                 places_by_name[f"{index}.{name}"] = (layer, name)
@@ -144,12 +179,14 @@ def put_tensor(holder: Any, name: Any, tensor: Tensor) -> None:
         setattr(holder, name, tensor)
 
 
-def shape_of(current: Tensor, holder: Any, attribute: Any, texts: int, tokens: int) -> list[int]:
+def shape_of(current: Tensor, tensor: Tensor, holder: Any, attribute: Any, texts: int, tokens: int) -> list[int]:
     """Return the shape of a tensor that is `current` after one token of one text."""
-    shape = [texts, *current.shape[1:]]
-    if attribute in ("k", "v", "real", "keys", "values"):  # all tokens, or those in a native window
+    shape, axis = [texts, *current.shape[1:]], -1 if attribute == "real" else -2
+    if getattr(holder, "is_exact", False):
+        shape[axis] = min(tensor.shape[axis], tokens)  # without columns that no text has
+    elif attribute in ("k", "v", "real", "keys", "values"):  # all tokens, or those in a native window
         window = getattr(holder, "sliding_window", None)
-        shape[-1 if attribute == "real" else -2] = tokens if window is None else min(tokens, window - 1)
+        shape[axis] = tokens if window is None else min(tokens, window - 1)
     return shape
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from linearizer.page import cards, chat_cards, plan_cards, run_list
 from linearizer.page.chats import Chat, Document, Settings
+from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.report import line_chart
 from linearizer.run.events import EventName
@@ -87,6 +88,22 @@ def test_a_meter_says_what_each_model_holds_and_draws_it():
     rising, flat = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))
     assert rising[0] > rising[1] > rising[2] and len({*flat}) == 1  # up is less
     assert "Reading the prompt" in chat_cards.meter_card(course[:1], Chat(Settings()))
+
+
+def test_a_meter_names_what_recurrent_layers_keep_and_does_not_let_it_grow():
+    sizes = [{"teacher": 10_000 * tokens + 500_000, "student": 550_000} for tokens in (50, 100)]
+    course = [StateSizes(50 * step, 200, each, recurrent_bytes=500_000) for step, each in enumerate(sizes, 1)]
+    card = chat_cards.meter_card(course, Chat(Settings()))
+    assert "500 kB of each are in recurrent layers, and do not grow" in card
+    assert "2.5 MB" in card  # the teacher's end at 200 tokens, on the axis
+    assert "recurrent" not in chat_cards.meter_card([replace(course[0], recurrent_bytes=0)], Chat(Settings()))
+
+
+def test_a_budget_is_stated_with_what_recurrent_layers_keep_beside_it():
+    plan, layers = Plan("a/b", budget=64), (Layer(4, 2, 16, 16),)
+    beside = "24 recurrent layers keep 150 MB beside it"
+    assert f"whatever the length; {beside}" in plan_cards.budget_card(plan, layers, 4096, beside=beside)
+    assert "recurrent" not in plan_cards.budget_card(plan, layers, 4096)
 
 
 def test_a_meter_of_a_prompt_begins_where_the_document_ended():

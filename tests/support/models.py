@@ -45,11 +45,12 @@ def allocation_of(layers, heads, sinks):
     return Allocation("by hand", sinks, tuple(map(tuple, rows)))
 
 
-def student_of(family, heads=MIXED, sinks=2, feature_map="prf", **overrides):
+def student_of(family, heads=MIXED, sinks=2, feature_map="prf", exact_tokens=0, **overrides):
     """A family's student whose KV heads hold `heads` in turn."""
     teacher = teacher_of(family, **overrides)
     layers = layers_of(teacher)
-    return put_student_into(teacher, layers, allocation_of(layers, heads, sinks), feature_map)
+    allocation = allocation_of(layers, heads, sinks)
+    return put_student_into(teacher, layers, allocation, feature_map, exact_tokens=exact_tokens)
 
 
 def tokens(batch, length, seed=0):

@@ -37,7 +37,9 @@ def at(count, places, kind, other):
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 BLOCKS = {"M": LINEAR, "-": "mlp", "*": FULL}
-SHARED = "reuse the keys and values of another layer"
+E2B = [FULL if index % 5 == 4 else "sliding_attention" for index in range(35)]
+SMALLER = dict(attention_k_eq_v=True, num_global_key_value_heads=4)  # keys that are values, too
+PER_LAYER = dict(num_kv_shared_layers=20, hidden_size_per_layer_input=256)
 CHOSEN, UNSEEN = "choose or compress the tokens they attend to", "does not hand its attention"
 RECURRENT, ALIBI = "all of its layers are recurrent", "ALiBi"
 
@@ -92,7 +94,13 @@ PUBLISHED: dict[str, Published] = {
         "google/vaultgemma-1b": ("vaultgemma", 13, {}),
         "google/gemma-3-1b-it": ("gemma3_text", 4, shape(1152, 26, 4, 1, 6912, head_dim=256)),
         "google/gemma-3-4b-it": ("gemma3", 5, text(**shape(2560, 34, 8, 4, 10240, head_dim=256))),
-        "google/gemma-3n-E4B-it": ("gemma3n", SHARED, {}),
+        "google/gemma-3n-E4B-it": ("gemma3n", 4, {}),
+        "google/gemma-4-E2B-it": ("gemma4", 3, text(**shape(1536, 35, 8, 1, 6144, layer_types=E2B, **PER_LAYER))),
+        "google/gemma-4-31B-it": (
+            "gemma4",
+            10,
+            text(**shape(5376, 60, 32, 16, 21504, hidden_size_per_layer_input=0, **SMALLER)),
+        ),
         "google/paligemma-3b-pt-224": ("paligemma", "reads in both directions", {}),
         "google/recurrentgemma-2b": ("recurrent_gemma", "keep their states in the model", {}),
         "openai/gpt-oss-20b": ("gpt_oss", 12, dict(num_hidden_layers=24, num_local_experts=32)),

@@ -34,6 +34,7 @@ from linearizer.kernels.graphs.token_graph import FAR, Results, positions_for
 from linearizer.kernels.trial import shorten
 from linearizer.kernels.triton.state_pool import StatePool, pools_of
 from linearizer.student.cache import CACHE, LinearizedCache, keeps_state
+from linearizer.student.exact_cache import exact_cache_of
 
 Tensor = torch.Tensor
 SIZES = (512, 256)  # tokens of parts: large ones take less time in all; of small ones, more run at the same time
@@ -154,7 +155,8 @@ class TextGraphs:
                 with streams.begin_part(), order:
                     ids, positions = text[:, :size].clone(), torch.arange(size, device=text.device)[None]
                     step = partial(call_model, self.base, self.cache, ids, positions)
-                    step()  # since libraries prepare what they need at the first call on a stream
+                    for _ in range(1 + exact_tokens(model) // size):  # until the text is no longer exact
+                        step()  # since libraries prepare what they need at the first call on a stream
                     if not self.pools:
                         return False
                     memory = earlier[stream].memory if earlier else None
@@ -173,7 +175,7 @@ class TextGraphs:
 
     def accepts(self, cache: LinearizedCache) -> bool:
         """Whether the states of a cache can be copied here."""
-        if not any(layer.memory or layer.tokens_read for layer in cache.layers):
+        if all(exact_cache_of(layer.memory) is not None or not layer.tokens_read for layer in cache.layers):
             return True
         pools = pools_of(cache)
         return pools is not None and all(a.layout.kind == b.layout.kind for a, b in zip(pools, self.pools, strict=True))
@@ -283,13 +285,32 @@ def read_text_by_graphs(model: Any, arguments: dict) -> Any:
         return None
     if mask is not None and not mask[:, -ids.shape[1] :].all():
         return None
+    past, exact = cache.get_seq_length(), exact_tokens(model)
+    begins_exactly = 0 < exact >= past
+    if begins_exactly and past + ids.shape[1] < exact + FEWEST:
+        return None
     sizes = SIZES if ids.shape[1] >= LONG else SIZES[-1:]
     with launching:
         reader.text_reader = reader.text_reader or TextReader()
         graphs = reader.text_reader.find(model, ids, sizes)
     if graphs is None or not graphs.accepts(cache):
         return None
-    return graphs.read(arguments, [size for size in sizes if graphs.parts[size]])
+    taken = [size for size in sizes if graphs.parts[size]]
+    if begins_exactly:
+        arguments = read_begin(model, arguments, -(-(exact + 1) // taken[-1]) * taken[-1])
+    return graphs.read(arguments, taken) if graphs.accepts(cache) else model.base(**arguments)
+
+
+def read_begin(model: Any, arguments: dict, tokens: int) -> dict:
+    """Read the first tokens of a text by calls, since they are exact; return arguments for all others."""
+    ids, positions = arguments["input_ids"], positions_for(arguments)
+    call_model(model.base, arguments[CACHE], ids[:, :tokens], positions[:, :tokens])
+    return {**arguments, "input_ids": ids[:, tokens:], "position_ids": positions[:, tokens:]}
+
+
+def exact_tokens(model: Any) -> int:
+    """Return the length of the longest text that a student reads as its teacher does."""
+    return max((student.exact_tokens for student in model.students()), default=0)
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
