@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path("linearizer")
-ORDER = """cli page serve workers pipeline checks publish encoders report evaluate train method teacher kernels student
-hub run plan""".split()  # importing to the right
+ORDER = """cli page vllm_plugin serve workers pipeline checks publish encoders report evaluate train method teacher
+kernels student hub run plan""".split()  # importing to the right
 TABLES = ("linearizer.student.update_rules.",)  # which checkpoints carry and plans read
 GROUND = {"__version__", "errors", "progress", "amounts"}
 HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "safetensors"}
@@ -28,6 +28,7 @@ SEAMS = {  # library -> the only places that may import it
     "gradio": ["page"],
     "fastapi": ["serve"],
     "uvicorn": ["serve"],
+    "vllm": ["vllm_plugin"],
     "spaces": ["page/zerogpu.py"],
     "huggingface_hub": [
         *(f"hub/{name}.py" for name in ("models", "errors", "repository", "jobs_api")),

@@ -18,6 +18,7 @@ from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import describe_heads, write_tables
 from linearizer.report.verdict import kl_sentences
+from linearizer.run.folder import read_training
 
 if TYPE_CHECKING:
     from linearizer.encoders.encoder_quality import Judgement
@@ -185,7 +186,9 @@ def describe_student(run: Run) -> list[str]:
     )
     places = f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"
     state = "; ".join(filter(None, (describe_state(allocation, run.layers), run.inspection.beside_state)))
-    return [state, *kl_sentences(run), evaluation, *places]
+    trained = read_training(run)
+    early = [f"trained {trained.in_words}: it was ended early"] if trained.early else []
+    return [state, *early, *kl_sentences(run), evaluation, *places]
 
 
 def describe_encoders_student(run: Run, judged: Collection[Judgement]) -> list[str]:

@@ -105,11 +105,13 @@ def estimate_prices(
     before: Mapping[Part, KlOfLayer] | None = None,
     keep: Callable[[Part, KlOfLayer], None] = lambda part, kl: None,
     share: Share = ALL,
+    shown: int = 0,
 ) -> Steps[Prices]:
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
     `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
-    holds those of an earlier call, or of other shares. The draws of a text do not depend on the other texts.
+    holds those of an earlier call, or of other shares. The draws of a text do not depend on the other texts. The
+    progress tells the kl of the heads of a layer with the option at `shown`.
     """
     readers = readers_by_layer(layers)
     sources = {reader: index for index, numbers in readers.items() for reader in (index, *numbers)}
@@ -143,7 +145,8 @@ def estimate_prices(
                 kl[part] = kl_of_options(layers[source], recordings[index], gradient, options, sinks, samples, source)
                 keep(part, kl[part])
                 done += 1
-                yield Progress(EventName.PRICE, done, total, "layers")
+                kl_of_heads = [row[shown] / texts[part[1] : part[1] + size].numel() for row in kl[part]]
+                yield Progress(EventName.PRICE, done, total, "layers", {"layer": index, "kl_of_heads": kl_of_heads})
     means = {}
     for index, numbers in readers.items():
         needed = [(layer, first) for layer in (index, *numbers) for first in groups]

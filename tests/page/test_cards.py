@@ -12,7 +12,7 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.report import line_chart
 from linearizer.run.events import EventName
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, read_training
 from linearizer.run.locks import take_lock
 from linearizer.run.results import Comparison, Difference, Side, StateSizes
 from linearizer.workers import control, device_queue
@@ -118,3 +118,15 @@ def test_a_meter_of_a_prompt_begins_where_the_document_ended():
 
 def side(tokens, rate):
     return Side("", tokens, 0.1, rate, tokens, 1000)
+
+
+def test_a_training_that_was_ended_early_says_so_wherever_its_student_is_shown(tmp_path):
+    run = Run.create(tmp_path / "run", Plan.of("features", model="demo", budget=64, steps=200))
+    run.log(EventName.STARTED)
+    run.log(EventName.DISTILLED, phase=0, steps=12, asked=200)
+    words = "12 of 200 steps"
+    assert words in plan_cards.plan_card(run.plan, read_training(run))
+    assert words in run_list.list_run(replace(control.status(run), state="done"), 0.0)
+    assert run_list.run_facts(run)["trained"] == words
+    run.log(EventName.DISTILLED, phase=0, steps=200, asked=200)  # resumed, and ended
+    assert words not in plan_cards.plan_card(run.plan, read_training(run))
