@@ -85,7 +85,7 @@ ALIBI = "its positions are ALiBi, which its code adds to the scores outside tran
 ENCODES = "it is an encoder, which reads in both directions"
 RECURRENT = "all of its layers are recurrent, with a state of fixed size"
 REFUSED = {
-    "falcon": (dict(model_type="falcon", new_decoder_architecture=True), INTERFACE),
+    "falcon": (dict(model_type="falcon", new_decoder_architecture=True, num_hidden_layers=2), INTERFACE),
     "falcon with ALiBi": (dict(model_type="falcon", alibi=True), ALIBI),
     "mpt": (dict(model_type="mpt"), ALIBI),
     "mpt without ALiBi": (dict(model_type="mpt", attn_config=dict(alibi=False)), INTERFACE),
@@ -96,14 +96,17 @@ REFUSED = {
     "bert": (dict(model_type="bert"), ENCODES),
     "roberta": (dict(model_type="roberta"), ENCODES),
     "gemma in both directions": (dict(model_type="gemma", use_bidirectional_attention=True), ENCODES),
-    "mamba": (dict(model_type="mamba"), RECURRENT),
-    "mamba2": (dict(model_type="mamba2"), RECURRENT),
-    "rwkv": (dict(model_type="rwkv"), RECURRENT),
-    "bamba without attention": (dict(model_type="bamba"), RECURRENT),
+    "mamba": (dict(model_type="mamba", num_hidden_layers=2), RECURRENT),
+    "mamba2": (dict(model_type="mamba2", num_hidden_layers=2), RECURRENT),
+    "rwkv": (dict(model_type="rwkv", num_hidden_layers=2), RECURRENT),
+    "bamba without attention": (dict(model_type="bamba", num_hidden_layers=2), RECURRENT),
     "zamba": (dict(model_type="zamba", num_hidden_layers=6), "share one attention module"),
     "inkling": (dict(model_type="inkling_text"), "a learned bias for distances"),
     "quantised": (dict(model_type="llama", quantization_config={"quant_method": "hqq"}), "its weights are quantised"),
-    "windows everywhere": (dict(model_type="mistral", sliding_window=64), "every layer already attends to a window"),
+    "windows everywhere": (
+        dict(model_type="mistral", sliding_window=64, num_hidden_layers=2),
+        "every layer already attends to a window",
+    ),
     "a tower without a class": (dict(model_type="mllama"), "its text tower \\(mllama_text_model\\) is of a kind"),
     "no tower": (dict(model_type="chameleon"), "has no text tower of its own"),
     "two attentions in each layer": (
