@@ -279,9 +279,6 @@ static void multiply_slots(const Slots *s, long from, long to, const long *indic
              0);
 }
 
-/* The weight of an error of a slot, relative to the oldest slot (slots_merging.RECENCY). */
-#define RECENCY(place) ((place) + 1)
-
 static inline REAL least_of(vec x) {
     vec32 halves[BYTES / 32];
     memcpy(halves, &x, sizeof x);
@@ -291,16 +288,14 @@ static inline REAL least_of(vec x) {
     return least;
 }
 
-/* Find the slot with the least cost, the first of equals: among those before a place, or among all, where errors of
-   slots newer than the place count more. */
+/* Find the slot with the least cost, the first of equals, among those before a place. */
 static inline __attribute__((always_inline)) long find_least(
-    const Slots *s, const REAL *cost, REAL slot_place, int before, REAL *least) {
+    const Slots *s, const REAL *cost, REAL end, REAL *least) {
     vec best = (vec){0} + (REAL)INFINITY, first = best;
     for (long j = 0; j < padded(s->used, LANES); j += LANES) {
         vec x = *(vec *)(cost + j), place = *(vec *)(s->place + j);
-        if (!before) x *= RECENCY(choose(place > slot_place, place, (vec){0} + slot_place));
         mask better = (x < best) | ((x == best) & (place < first));
-        better &= place < (before ? slot_place : (REAL)INFINITY);
+        better &= place < end;
         best = choose(better, x, best), first = choose(better, place, first);
     }
     *least = least_of(best);
@@ -351,7 +346,7 @@ static void measure_pairs(Slots *s) {
     }
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o];
-        if (s->stale[i]) s->nearest[i] = find_least(s, s->cost + i * s->room, s->place[i], 1, s->least + i);
+        if (s->stale[i]) s->nearest[i] = find_least(s, s->cost + i * s->room, s->place[i], s->least + i);
     }
     memset(s->changed, 0, n);
 }
@@ -360,13 +355,13 @@ static void measure_pairs(Slots *s) {
 static void choose_pairs(Slots *s, long removals) {
     REAL least;
     for (long c = 0; c < removals; c++) {
-        long i = find_least(s, s->least, 0, 0, &least);
+        long i = find_least(s, s->least, INFINITY, &least);
         for (long o = 0; i < 0; o++)  /* no cost is a number */
             if (!s->removed[s->order[o]]) i = s->order[o];
-        s->chosen[c] = i, s->removed[i] = 1, s->dots[c] = s->place[i], s->place[i] = INFINITY;
+        s->chosen[c] = i, s->removed[i] = 1, s->place[i] = INFINITY;
     }
     for (long c = 0; c < removals; c++)
-        s->partner[c] = find_least(s, s->cost + s->chosen[c] * s->room, s->dots[c], 0, &least);
+        s->partner[c] = find_least(s, s->cost + s->chosen[c] * s->room, INFINITY, &least);
 }
 
 /* Merge removed slots into their targets. */
