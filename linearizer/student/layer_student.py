@@ -19,7 +19,7 @@ from torch import nn
 from .attention_of_student import FEWER, GAIN, HeadKind, HeadState, Merging, Scores, read, working_dtype
 
 Tensor = torch.Tensor
-DOOR, VERSION = "linearizer.kernels.door", 1  # of kernels that fit this code
+DOOR, VERSION = "linearizer.kernels.door", 2  # of kernels that fit this code
 SLOW = (
     "PyTorch reads with this linearized model, which takes several times as long as with the kernels of the package "
     "linearizer: install that package from its repository to use them"
