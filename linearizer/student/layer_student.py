@@ -331,6 +331,25 @@ class LayerStudent(nn.Module):
         return self.turns(self.turns.from_stored, part, heads), state
 
 
+class SharedStudent(nn.Module):
+    """Attends in a layer without keys of its own, with the student of the layer that it `reads`.
+
+    It gets a copy of that layer's state from before a call's tokens, reads the same tokens, and drops the new state.
+    """
+
+    def __init__(self, student: LayerStudent, reads: int) -> None:
+        super().__init__()
+        self.reads, self.shared = reads, (student,)  # no child: its weights belong to the other layer
+
+    @property
+    def exact_tokens(self) -> int:
+        return self.shared[0].exact_tokens
+
+    def forward(self, *inputs: Any) -> Tensor:
+        out: Tensor = self.shared[0](*inputs)
+        return out
+
+
 def as_slice(heads: list[int]) -> slice | list[int]:
     """Return indices of heads, as a slice if they are evenly spaced: a slice selects without a copy."""
     apart = heads[1] - heads[0] if len(heads) > 1 else 1

@@ -48,7 +48,7 @@ from .attention_interface import (
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
-from .layer_student import LayerStudent, find_kernels, generator_at, holds_more, named_head
+from .layer_student import LayerStudent, SharedStudent, find_kernels, generator_at, holds_more, named_head
 from .saved_state import read_state
 
 NOT_BATCHED = (
@@ -100,9 +100,9 @@ TRAITS = (  # of the base, which transformers reads from a model
 
 
 class LinearizedConfig(PreTrainedConfig):
-    """base: the teacher's config; layers: for each layer what its KV heads keep (LayerStudent), or null if it is
-    unchanged; exact_tokens: of the longest text that is read as the teacher reads it; format: of these entries, of
-    which older ones are read, too; made_by: the version that wrote them.
+    """base: the teacher's config; layers: for each layer what its KV heads keep (LayerStudent), no heads if it `reads`
+    those of another layer, null if it is unchanged; exact_tokens: of the longest text that is read as the teacher reads
+    it; format: of these entries, of which older ones are read, too; made_by: the version that wrote them.
 
     All attributes of the teacher's config are read from it and written to it: vocab_size, logit_scale, use_cache, …
     """
@@ -218,11 +218,16 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             if layer is not None:
                 if (module := modules.get(index)) is None:
                     raise ValueError(f"the config describes heads of layer {index}, which has no softmax attention")
-                sizes = layer["key_dim"], config.feature_map, layer.get("value_dim", layer["key_dim"])
-                student = LayerStudent(layer["heads"], config.sinks, *sizes, config.exact_tokens)
-                module.student = student.float()  # in a model of any dtype
+                if source := cast(Any, modules.get(layer.get("reads", -1))):
+                    source.readers = getattr(source, "readers", 0) + 1
+                    module.student = SharedStudent(source.student, layer["reads"])
+                else:
+                    sizes = layer["key_dim"], config.feature_map, layer.get("value_dim", layer["key_dim"])
+                    student = LayerStudent(layer["heads"], config.sinks, *sizes, config.exact_tokens)
+                    module.student = student.float()  # in a model of any dtype
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
-        serve_decoder(base, [layer is not None for layer in config.layers])
+        self.keeps_states = [bool(layer and layer["heads"]) for layer in config.layers]
+        serve_decoder(base, self.keeps_states)
         self.post_init()
 
     def hold(self, base: PreTrainedModel) -> None:
@@ -343,7 +348,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self.base.config, [layer is not None for layer in self.config.layers], self)
+        return empty_cache(self.base.config, self.keeps_states, self)
 
     def load_cache(self, path: str) -> LinearizedCache:
         """Read a state that `cache.save(path)` wrote; refuse a damaged one, and one of another model."""

@@ -35,7 +35,7 @@ TEXT = {
     "aria": dict(GROUPED, moe_num_experts=4, moe_topk=2),
     "cohere2_vision": dict(FAMILIES["cohere2"], model_type="cohere2"),
     "exaone4_5": dict(FAMILIES["exaone4"], model_type="exaone4"),
-    "gemma4": dict(FAMILIES["gemma3_text"], vocab_size_per_layer_input=128, hidden_size_per_layer_input=8),
+    "gemma4": dict(HYBRIDS["gemma4_text"]),
     "glm4v": dict(GROUPED, rope_parameters=HALF),
     "hyperclovax_vision_v2": dict(GROUPED, model_type="hyperclovax"),
     "lfm2_vl": dict(HYBRIDS["lfm2"], model_type="lfm2"),
