@@ -80,7 +80,7 @@ def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
 
 def effort_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     """Return the efforts as choices, with the time that each takes here, if known."""
-    return [(", ".join(filter(None, (name, times.get(name), COSTS.get(name)))), name) for name in EFFORTS]
+    return [(", ".join(filter(None, (name, COSTS.get(name), times.get(name)))), name) for name in EFFORTS]
 
 
 def recipe_choices() -> list[tuple[str, str]]:
