@@ -1,5 +1,7 @@
 """What is not served is refused in a sentence that says what to do."""
 
+from pathlib import Path
+
 import pytest
 
 from linearizer.vllm_plugin.refusals import student_problem, version_problem
@@ -22,3 +24,11 @@ def test_students_that_grow_are_refused_and_others_are_not():
     assert student_problem([HEADS, HEADS]) == ""
     assert "layer 1 " in student_problem([HEADS, None])
     assert "--may-grow" in student_problem([HEADS, {"heads": [{"window": 8}, {"softmax": True, "bits": 8}]}])
+
+
+def test_readme_shows_the_sessions_that_a_command_prints():
+    from tests.benchmarks.vllm_sessions import rows
+
+    readme = Path("README.md").read_text(encoding="utf-8")
+    for row in rows(24e9, 32_768, [256, 1024]):
+        assert "| " + " | ".join(row) + " |" in readme
