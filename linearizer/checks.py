@@ -77,10 +77,12 @@ def check_plan(plan: Plan, inspection: Inspection) -> None:
     if plan.trains:
         check_peft(max(phase.lora for phase in settings))
     check_packed(plan, inspection)
-    if plan.may_hold_features and inspection.alters_scores:
+    others = ["caps its scores or has learned sinks"] * inspection.alters_scores
+    others += ["has layers that attend to the keys of other layers"] * any(layer.readers for layer in inspection.layers)
+    if plan.may_hold_features and others:
         raise RequestError(
-            f"{inspection.name!r} caps its scores or has learned sinks, which features and rules cannot follow: choose "
-            "a recipe with slots or windows, such as best"
+            f"{inspection.name!r} {others[0]}, which features and rules cannot follow: choose a recipe with slots or "
+            "windows, such as best"
         )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path("linearizer")
-ORDER = """cli page serve workers pipeline checks publish encoders report evaluate train method teacher kernels student
-hub run plan""".split()  # importing to the right
+ORDER = """cli page vllm_plugin serve workers pipeline checks publish encoders report evaluate train method teacher
+kernels student hub run plan""".split()  # importing to the right
 TABLES = ("linearizer.student.update_rules.",)  # which checkpoints carry and plans read
 GROUND = {"__version__", "errors", "progress", "amounts"}
 HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "safetensors"}
@@ -28,6 +28,7 @@ SEAMS = {  # library -> the only places that may import it
     "gradio": ["page"],
     "fastapi": ["serve"],
     "uvicorn": ["serve"],
+    "vllm": ["vllm_plugin"],
     "spaces": ["page/zerogpu.py"],
     "huggingface_hub": [
         *(f"hub/{name}.py" for name in ("models", "errors", "repository", "jobs_api")),
@@ -120,7 +121,7 @@ def test_the_definition_can_be_read_in_a_sitting():
     from linearizer.student.modeling_linearized import CODE
 
     lines = [len((ROOT / "student" / f"{name}.py").read_text(encoding="utf-8").splitlines()) for name in CODE]
-    assert len(CODE) <= 7 and sum(lines) <= 2180
+    assert len(CODE) <= 7 and sum(lines) <= 2230
 
 
 def test_an_encoders_checkpoint_carries_what_needs_torch_and_transformers_alone():

@@ -11,7 +11,7 @@ from typing import Any
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.plan.recipes import RECIPES, measured_quality
+from linearizer.plan.recipes import RECIPES, by_score, measured_quality, score_in_words
 from linearizer.run.results import Request
 from linearizer.student.update_rules import beginning
 
@@ -82,9 +82,10 @@ class ListRecipes(argparse.Action):
 
 def describe_recipes() -> str:
     """List the recipes with their references and results."""
-    lines = ["recipes, with their references and their results on the demo model:", ""]
-    for name, recipe in RECIPES.items():
-        lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
+    lines = ["recipes, the best first, with their references and their results on the demo model:", ""]
+    for name in by_score(RECIPES):
+        facts = filter(None, (score_in_words(name), *measured_lines(name)))
+        lines += [f"  {name:12}{RECIPES[name].origin}", *(f"{'':14}{line}" for line in facts)]
     return "\n".join(lines)
 
 

@@ -34,7 +34,9 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, Plan
 from linearizer.progress import Steps
+from linearizer.report.head_needs import needs_of, needs_table
 from linearizer.report.parts import evaluation_report
+from linearizer.report.tables import write_tables
 from linearizer.report.verdict import predict_kl
 from linearizer.run.folder import PLAN, Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
@@ -48,7 +50,8 @@ Product = TypeVar("Product")
 
 
 def add_commands(add: AddCommand) -> None:
-    add("inspect", serve_inspect, "describe a model, and whether it can be linearized", "model")
+    about = "describe a model, and whether it can be linearized; or the heads of a run, by its folder"
+    add("inspect", serve_inspect, about, "model")
     run = add("run", serve_run, "all steps: measure, allocate, train if the recipe does, judge, save", "model")
     add_run_options(run)
     run.add_argument("--detach", action="store_true", help="run in the background: see `linearizer runs`")
@@ -115,9 +118,15 @@ def work_here(run: Run, steps: Steps[Product], repeat: str = "", **details: Any)
 
 
 def serve_inspect(arguments: argparse.Namespace) -> None:
+    """Describe a model, or what was measured of the heads of a run."""
     from linearizer import pipeline
     from linearizer.encoders.kinds import find_kind
 
+    if os.path.isfile(os.path.join(arguments.model, PLAN)):
+        run = find_run(arguments.model)
+        needs = needs_of(run, run.allocation)
+        print_product(arguments, needs.to_plain(), write_tables([needs_table(needs)]))
+        return
     if (kind := find_kind(arguments.model)) is not None:
         encoder = kind.inspect(arguments.model, None)
         print_product(arguments, asdict(encoder), describe_encoder(encoder, kind.title))

@@ -139,7 +139,8 @@ def add_serve(add: AddCommand) -> None:
         "states of conversations are kept, so that the next turn reads only new text. In addition to OpenAI's fields "
         "it serves top_k, min_p, repetition_penalty and chat_template_kwargs; it ignores fields that do not affect the "
         "text (user, metadata, …) and refuses all others. "
-        "`transformers serve` and vLLM cannot serve a student, because they do not load a checkpoint's code.",
+        "`transformers serve` cannot serve a student, because it does not load a checkpoint's code; vLLM can, where "
+        "this package is installed.",
     )
     command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free port (default: %(default)s)")
     command.add_argument("--host", default=HOST, help="the address to listen at (default: this machine alone)")

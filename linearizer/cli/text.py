@@ -18,6 +18,7 @@ from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import describe_heads, write_tables
 from linearizer.report.verdict import kl_sentences
+from linearizer.run.folder import read_training
 
 if TYPE_CHECKING:
     from linearizer.encoders.encoder_quality import Judgement
@@ -185,7 +186,9 @@ def describe_student(run: Run) -> list[str]:
     )
     places = f"the student is in {run.checkpoint}", f"see it write: linearizer compare {run.folder}"
     state = "; ".join(filter(None, (describe_state(allocation, run.layers), run.inspection.beside_state)))
-    return [state, *kl_sentences(run), evaluation, *places]
+    trained = read_training(run)
+    early = [f"trained {trained.in_words}: it was ended early"] if trained.early else []
+    return [state, *early, *kl_sentences(run), evaluation, *places]
 
 
 def describe_encoders_student(run: Run, judged: Collection[Judgement]) -> list[str]:
@@ -237,9 +240,10 @@ def describe_comparison(comparison: Comparison) -> str:
 
 def describe_reading(reading: ReadingSize, run: str, path: Path) -> str:
     """Describe how much was read, and the bytes of the state."""
+    beside = f"; {size(reading.recurrent_bytes)} of recurrent layers beside either" if reading.recurrent_bytes else ""
     return (
         f"{reading.tokens:,} tokens read into {path}: {size(reading.state_bytes)} of state; the teacher's cache would "
-        f"be {size(reading.cache_bytes)}\nlinearizer ask {run} --state {path} --prompt …"
+        f"be {size(reading.cache_bytes)}{beside}\nlinearizer ask {run} --state {path} --prompt …"
     )
 
 

@@ -26,10 +26,11 @@ from linearizer.run.events import EventName
 from linearizer.run.names import absolute_source
 from linearizer.run.results import Part, Request, Result, Scored, Tasks, TextRead
 from linearizer.run.stopping import log_progress
+from linearizer.teacher.logits import drawn_places
 from linearizer.teacher.text import document_numbers, start_tokens
 
 JUDGING = Request(("language", "recall"))  # for a student that has just been made
-FEWEST_PAIRS = 2  # of texts that are joined: a single text shows no difference
+FEWEST_PAIRS = 4  # of texts that are joined: fewer texts hardly ever show a difference
 MAX_WRITTEN_TOKENS = 96
 Measured = tuple[Result, torch.Tensor | None]  # and the texts that were read; None: the part reads no source
 
@@ -114,7 +115,8 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
         yield Progress("recall", 1, 1, "batches")
         return setup.recall_read.pop(), windows[:, :length]
     subjects, begun = setup.subjects(windows.shape[1]), windows[:, :length]
-    return (yield from measure_recall(subjects, begun, passage_tokens(length))), begun
+    places = drawn_places(windows.shape[1] - 1)  # as the language part reads them
+    return (yield from measure_recall(subjects, begun, passage_tokens(length), (), places[places < length])), begun
 
 
 def texts_to_judge(setup: Setup, request: Request) -> tuple[torch.Tensor, int]:

@@ -19,19 +19,20 @@ from linearizer.method.head_prices import list_doublings
 from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
-from linearizer.teacher.logits import kl_of, logits_at_once
+from linearizer.teacher.logits import drawn_places, kl_of, logits_at_once
 
 Tensor = torch.Tensor
 FEWEST = 8  # documents; where there are fewer, texts are the units
 BINS = 10  # of the probability of the likeliest token
 FIRST_EDGE = 64  # of the ranges of positions, which double, after the first at 0
 STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it learned to read
+SURE, MISSED = 0.1, 1.0  # nats: a position is catastrophic where the teacher loses less, and the subject more
 NORMAL = 1.96  # 95% of a normal distribution lie within this number of deviations
 NO_CONTROLS: Mapping[int, Subject] = {}
 
 
 class Scores(NamedTuple):
-    """The scores of one subject for every predicted token: (texts, tokens - 1), fp64."""
+    """The scores of one subject at the places of texts whose next token it predicts: (texts, places), fp64."""
 
     loss: Tensor
     probability: Tensor  # of the likeliest token
@@ -51,29 +52,32 @@ def measure_language(
 ) -> Steps[Language]:
     """Let all subjects predict the same texts (texts, tokens); `documents` numbers the document of every token.
 
-    They are also compared over texts of `lengths`. Where the bytes of the student grow, so do those of its window:
-    `controls` are the windows of shorter lengths.
+    In long texts they predict the tokens after some places, which are drawn. They are also compared over texts of
+    `lengths`. Where the bytes of the student grow, so do those of its window: `controls` are the windows of shorter
+    lengths.
     """
     shown, subjects = len(subjects), [*subjects, *controls.values()]
-    model, batches = subjects[0].model, []
-    split = windows.split(logits_at_once(model, windows.shape[1]))
+    places, batches = drawn_places(windows.shape[1] - 1), []
+    split = windows.split(logits_at_once(subjects[0].model, len(places)))
     yield Progress("language", 0, len(split), "batches")
     for done, ids in enumerate(split, 1):
-        batches.append(read_scores(subjects, ids, read))
+        batches.append(read_scores(subjects, ids, places, read))
         yield Progress("language", done, len(split), "batches")
     scores = [join_scores(column, 0) for column in zip(*batches, strict=True)]
-    unit, owners = owners_of(documents[:, 1:])
+    unit, owners = owners_of(documents[:, 1:][:, places])
     units = Units(owners)
     teacher = scores[0].loss if subjects[0].allocation is None else None
     edges = 0, *list_doublings(FIRST_EDGE, windows.shape[1] - 1)
-    pairs = list(zip(subjects, scores, strict=True))
+    pairs, first_columns = list(zip(subjects, scores, strict=True)), [count_before(places, edge) for edge in edges]
     rows = tuple(
-        describe_predictions(subject, score, teacher, edges, units, subject.state_bytes(layers, windows.shape[1]))
+        describe_predictions(
+            subject, score, teacher, first_columns, units, subject.state_bytes(layers, windows.shape[1])
+        )
         for subject, score in pairs[:shown]
     )
     controls_by_length = dict(zip(controls, pairs[shown:], strict=True))
     by_length = tuple(
-        compare_at(length, shorter, pairs[:shown], documents, controls_by_length.get(length))
+        compare_at(length, shorter, pairs[:shown], documents, places, controls_by_length.get(length))
         for shorter, length in pairwise((1, *sorted(lengths)))
     )
     return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows, by_length)
@@ -84,47 +88,62 @@ def compare_at(
     shorter: int,
     scored: Sequence[tuple[Subject, Scores]],
     documents: Tensor,
+    places: Tensor,
     control: tuple[Subject, Scores] | None = None,
 ) -> LengthResult:
     """Compare all subjects over texts of one length: the scores of a longer text's first tokens are those of a text.
 
     A `control` replaces the window. The next `shorter` length determines the tokens that only this length has.
     """
-    named = {subject.name: (subject, begin_of_scores(scores, length)) for subject, scores in scored}
+    count = count_before(places, length - 1)  # the last token of a text predicts none
+    named = {subject.name: (subject, begin_of_scores(scores, count)) for subject, scores in scored}
     if control is not None:
-        named["window"] = control[0], begin_of_scores(control[1], length)
-    unit, owners = owners_of(documents[:, 1:length])
+        named["window"] = control[0], begin_of_scores(control[1], count)
+    unit, owners = owners_of(documents[:, 1:][:, places[:count]])
     units = Units(owners)
     has_teacher = scored[0][0].allocation is None
     rows = []
     for name, (_, scores) in named.items():
         kl, agreement = (units.estimate(x) if has_teacher else None for x in (scores.kl, scores.agreement))
-        rows.append(ShortPredictions(name, units.estimate(scores.loss), kl, agreement))
+        share = catastrophic(scores.loss, named["teacher"][1].loss).mean().item() if has_teacher else None
+        rows.append(ShortPredictions(name, units.estimate(scores.loss), kl, agreement, share))
     (_, student), (window, window_scores) = named["student"], named["window"]
     excess = student.kl - window_scores.kl if has_teacher else student.loss - window_scores.loss
     strained = False
     if has_teacher:
-        last_tokens = slice(shorter - 1, None)
-        gain = units.estimate_difference(window_scores.loss - named["teacher"][1].loss, last_tokens)
+        last_places = slice(count_before(places, shorter - 1), None)
+        gain = units.estimate_difference(window_scores.loss - named["teacher"][1].loss, last_places)
         strained = gain is not None and gain.interval[1] < -STRAIN
     difference, allocation = units.estimate_difference(excess), window.allocation
     assert allocation is not None, "a window has no teacher's cache"
     return LengthResult(length, unit, units.count, allocation.exact_tokens, tuple(rows), difference, strained)
 
 
-def begin_of_scores(scores: Scores, length: int) -> Scores:
-    """Take the scores of the first tokens of each text, without the last: it predicts a token outside."""
-    return Scores(*(column[:, : length - 1] for column in scores))
+def catastrophic(loss: Tensor, teacher: Tensor) -> Tensor:
+    """Mark the positions that a teacher is sure of, and a subject misses: a mean hides them."""
+    return ((teacher < SURE) & (loss > MISSED)).double()
 
 
-def read_scores(subjects: Sequence[Subject], ids: Tensor, read: Read = read_together) -> list[Scores]:
-    """Score every token of a batch of texts, for every subject."""
+def count_before(places: Tensor, end: int) -> int:
+    """Count the places before one."""
+    return int((places < end).sum())
+
+
+def begin_of_scores(scores: Scores, count: int) -> Scores:
+    """Take the scores at the first places of each text."""
+    return Scores(*(column[:, :count] for column in scores))
+
+
+def read_scores(
+    subjects: Sequence[Subject], ids: Tensor, places: Tensor | None = None, read: Read = read_together
+) -> list[Scores]:
+    """Score some places of a batch of texts, or all but the last, for every subject."""
+    places = torch.arange(ids.shape[1] - 1) if places is None else places
     parts: list[list[Scores]] = [[] for _ in subjects]
-    for begin, pieces in read(subjects, ids):
-        following = ids[:, begin + 1 : begin + 1 + pieces[0].shape[1]].to(pieces[0].device)
-        if not following.shape[1]:
-            continue  # no token follows the last
-        logits = [piece[:, : following.shape[1]] for piece in pieces]
+    for seen, logits in read(subjects, ids, places):
+        if not len(seen):
+            continue
+        following = ids[:, seen + 1].to(logits[0].device)
         expected = logits[0] if subjects[0].allocation is None else None
         for row, predicted in zip(parts, logits, strict=True):
             row.append(scores_of(predicted, expected, following))
@@ -148,15 +167,15 @@ def join_scores(parts: Sequence[Scores], dim: int) -> Scores:
 
 
 def describe_predictions(
-    subject: Subject, scores: Scores, teacher: Tensor | None, edges: Sequence[int], units: Units, state: int
+    subject: Subject, scores: Scores, teacher: Tensor | None, begins: Sequence[int], units: Units, state: int
 ) -> Predictions:
-    """Reduce the scores of one subject."""
-    ends = [*edges[1:], scores.loss.shape[1]]
+    """Reduce the scores of one subject; ranges of positions begin at the columns `begins`."""
+    ends = [*begins[1:], scores.loss.shape[1]]
     return Predictions(
         name=subject.name,
         state_bytes=state,
         loss=units.estimate(scores.loss),
-        by_position=tuple(scores.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
+        by_position=tuple(scores.loss[:, a:b].mean().item() for a, b in zip(begins, ends, strict=True)),
         excess=None if teacher is None else units.estimate(scores.loss - teacher),
         kl=None if teacher is None else units.estimate(scores.kl),
         agreement=None if teacher is None else units.estimate(scores.agreement),

@@ -32,13 +32,14 @@ MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of
 
 
 def measure_recall(
-    subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = ()
+    subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = (), places: Tensor | None = None
 ) -> Steps[Recall]:
-    """Measure how much better a passage is predicted the second time."""
+    """Measure how much better a passage is predicted the second time, at some places of the texts or at all."""
+    places = torch.arange(windows.shape[1]) if places is None else places
     reader = RepeatReader(subjects, windows.shape[1], passage, gaps)
-    split = windows.split(logits_at_once(subjects[0].model, windows.shape[1]))
+    split = windows.split(logits_at_once(subjects[0].model, len(places)))
     for done, ids in enumerate(split):
-        for _ in reader.read(subjects, ids):
+        for _ in reader.read(subjects, ids, places):
             pass
         yield Progress("recall", done + 1, len(split), "batches")
     return reader.result()
@@ -59,7 +60,7 @@ class RepeatReader:
         # [subject][batch]: (texts, gaps), the first time and the second
         self.losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in subjects]
 
-    def read(self, subjects: Sequence[Subject], ids: Tensor) -> Pieces:
+    def read(self, subjects: Sequence[Subject], ids: Tensor, places: Tensor) -> Pieces:
         """Let all subjects read texts to their ends, and store how well they predict the passages."""
         begun = ids[:, : self.length]
         repeated = torch.stack([repeated_passages(begun, self.passage, gap) for gap in self.gaps], 1)
@@ -67,29 +68,31 @@ class RepeatReader:
         before = self.length - self.passage
         caches = [subject.fresh_cache() for subject in subjects]
         losses: list[list[Tensor]] = [[] for _ in subjects]
-        for begin, logits in read_into(subjects, ids[:, :before], caches):
-            following = ids[:, begin + 1 : begin + 1 + logits[0].shape[1]]
+        early, late = places[places < before], places[places >= before] - before
+        for read, logits in read_into(subjects, ids[:, :before], caches, early):
             for row, predicted in zip(losses, logits, strict=True):
-                row.append(losses_of(predicted, following))
-            yield begin, logits
-        last = []
+                row.append(losses_of(predicted, ids[:, read + 1]))
+            yield read, logits
+        last, at_end = [], late[late < self.passage]
+        # the passage's own first token is a surprise twice
+        repeated_places = at_end[at_end < self.passage - 1]
+        following = ends[:, 1:, repeated_places + 1]
         for subject, cache, row, batches in zip(subjects, caches, losses, self.losses, strict=True):
-            logits_of_ends = read_branches(subject, ends, cache)
+            logits_of_ends = read_branches(subject, ends, cache, at_end)
             last.append(logits_of_ends[:, 0])
-            # the passage's own first token is a surprise twice
-            predicted, following = logits_of_ends[:, 1:, :-1], ends[:, 1:, 1:]
+            predicted = logits_of_ends[:, 1:, : len(repeated_places)]
             second = losses_of(predicted.flatten(0, 1), following.flatten(0, 1)).unflatten(0, predicted.shape[:2])
-            batches.append((self.first_losses(torch.cat(row, 1)), second.double().mean(-1).cpu()))
+            batches.append((self.first_losses(torch.cat(row, 1), early), second.double().mean(-1).cpu()))
         if self.length == ids.shape[1]:
-            yield before, last
+            yield before + at_end, last
             return
-        for begin, logits in read_into(subjects, ids[:, before:], caches):  # branches do not change the caches
-            yield before + begin, logits
+        for read, logits in read_into(subjects, ids[:, before:], caches, late):  # branches do not change the caches
+            yield before + read, logits
 
-    def first_losses(self, losses: Tensor) -> Tensor:
+    def first_losses(self, losses: Tensor, places: Tensor) -> Tensor:
         """Return the mean loss on the first occurrence of every passage, from the losses before a text's end."""
-        begins = [losses.shape[1] - self.passage - gap for gap in self.gaps]
-        passages = [losses[:, begin : begin + self.passage - 1] for begin in begins]
+        begins = [self.length - 2 * self.passage - gap for gap in self.gaps]
+        passages = [losses[:, (places >= begin) & (places < begin + self.passage - 1)] for begin in begins]
         return torch.stack([passage.double().mean(-1).cpu() for passage in passages], 1)
 
     def result(self) -> Recall:

@@ -18,7 +18,7 @@ from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import frequent_words, lay_out_all
 from linearizer.run.results import Comparison, Difference, Side, StateSizes
-from linearizer.teacher.logits import bytes_held
+from linearizer.teacher.logits import bytes_held, recurrent_bytes
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
 from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens, read_tokens
 
@@ -123,7 +123,8 @@ def read_in_turns(
             if piece := tokens[start : start + size]:
                 reader.read(piece)
         sizes = {reader.subject.name: reader.bytes() for reader in readers}
-        yield StateSizes(min(start + size, longest), longest, sizes, again)
+        recurrent = max(recurrent_bytes(reader.cache) for reader in readers)
+        yield StateSizes(min(start + size, longest), longest, sizes, again, recurrent)
 
 
 def find_difference(

@@ -37,7 +37,7 @@ from linearizer.run.results import MadeWith, Recall
 from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.cache import change_texts
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.teacher.devices import choose_device, describe_device
+from linearizer.teacher.devices import choose_device, describe_device, describe_kernels
 from linearizer.teacher.load import load_teacher_of, read_kept_texts
 from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at_once
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
@@ -80,49 +80,55 @@ class Subject:
         return cache_bytes(layers, length) if self.allocation is None else self.allocation.state_bytes(layers, length)
 
 
-Pieces = Iterator[tuple[int, list[Tensor]]]  # where a piece begins, and each subject's logits of it
-Read = Callable[[Sequence[Subject], Tensor], Pieces]
+Pieces = Iterator[tuple[Tensor, list[Tensor]]]  # places in a text, and each subject's logits there
+Read = Callable[[Sequence[Subject], Tensor, Tensor], Pieces]
 
 
 @torch.inference_mode()
-def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
-    """Let all subjects read the same texts; yield where a piece begins, and each's logits (texts, tokens, vocabulary).
+def read_together(subjects: Sequence[Subject], ids: Tensor, places: Tensor) -> Pieces:
+    """Let all subjects read the same texts; yield places, and each's logits there (texts, places, vocabulary).
 
     Where memory has no room for all logits, texts are read in pieces, each subject with a cache of its own kind.
     """
-    if logits_at_once(subjects[0].model, len(ids)) >= ids.shape[1]:
-        yield 0, read_alike(subjects, ids, [None] * len(subjects))
+    if logits_at_once(subjects[0].model, len(ids)) >= len(places):
+        yield places, read_alike(subjects, ids, [None] * len(subjects), places)
     else:
-        yield from read_into(subjects, ids, [subject.fresh_cache() for subject in subjects])
+        yield from read_into(subjects, ids, [subject.fresh_cache() for subject in subjects], places)
 
 
 @torch.inference_mode()
-def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache]) -> Pieces:
+def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache], places: Tensor) -> Pieces:
     """Let all subjects read the same texts into their caches, in pieces with as many logits as memory allows."""
-    size = logits_at_once(subjects[0].model, len(ids))
+    size = logits_at_once(subjects[0].model, len(ids)) * (ids.shape[1] // max(1, len(places)) or 1)
     for begin in range(0, ids.shape[1], size):
-        yield begin, read_alike(subjects, ids[:, begin : begin + size], caches)
+        inside = places[(places >= begin) & (places < begin + size)]
+        yield inside, read_alike(subjects, ids[:, begin : begin + size], caches, inside - begin)
 
 
-def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None]) -> list[Tensor]:
-    """Let all subjects read on from their caches, and return their logits."""
-    return [read_logits(subject, ids, cache) for subject, cache in zip(subjects, caches, strict=True)]
+def read_alike(
+    subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None], places: Tensor
+) -> list[Tensor]:
+    """Let all subjects read on from their caches, and return their logits at some places."""
+    return [read_logits(subject, ids, cache, places) for subject, cache in zip(subjects, caches, strict=True)]
 
 
 @torch.inference_mode()
-def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (texts, branches, tokens, vocabulary)
+def read_branches(
+    subject: Subject, ends: Tensor, cache: Cache, places: Tensor
+) -> Tensor:  # (texts, branches, places, vocabulary)
     """Let a subject read on from its cache several ends of each text (texts, branches, tokens)."""
     logits = []
     for chunk in ends.split(max(1, MAX_BRANCH_BYTES // max(bytes_held(cache), 1)), 1):
         branches = copy.deepcopy(cache)
         change_texts(branches.layers, partial(torch.repeat_interleave, repeats=chunk.shape[1], dim=0))
-        logits.append(read_logits(subject, chunk.flatten(0, 1), branches).unflatten(0, chunk.shape[:2]))
+        logits.append(read_logits(subject, chunk.flatten(0, 1), branches, places).unflatten(0, chunk.shape[:2]))
     return torch.cat(logits, 1)
 
 
-def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
-    """Let a subject read on from its cache; return the logits of the last `keep` tokens, or of all."""
+def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int | Tensor = 0) -> Tensor:
+    """Let a subject read on from its cache; return the logits of the last `keep` tokens, of some places, or of all."""
     with subject.prepared() as model, torch.inference_mode():
+        keep = keep.to(model.device) if isinstance(keep, Tensor) else keep
         caching = {"use_cache": cache is not None, **({} if cache is None else placed(ids.to(model.device), cache))}
         return model(ids.to(model.device), logits_to_keep=keep, **caching).logits.float()
 
@@ -241,7 +247,8 @@ class Setup:
     def made_with(self) -> MadeWith:
         """Name the software, the device and the teacher of the measurements."""
         teacher = None if self.teacher is None else self.student.config.linearized["teacher"]
-        return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone)
+        kernels = describe_kernels(next(self.student.parameters()).device)
+        return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone, kernels=kernels)
 
 
 def environment(model: torch.nn.Module) -> dict[str, Any]:

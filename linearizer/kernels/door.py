@@ -23,7 +23,7 @@ from linearizer.student.layer_student import LayerStudent, generator_at, rotate
 
 __all__ = ["VERSION", "begin_texts", "copy_states", "linear_attention", "read", "read_call", "serves_graph"]
 Tensor = torch.Tensor
-VERSION = 1
+VERSION = 2
 FAMILIES = {"c": "heads in C", "triton": "texts with windows and slots"}  # of kernels
 TOKENS = "tokens with windows and slots"  # Triton's: slow to compile, and not needed for a text
 TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # kinds of heads for a kernel's trial, with each number of bits

@@ -7,13 +7,13 @@ from typing import Protocol, TypeVar
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.method.by_prices import MIN_KL
-from linearizer.method.choose import candidates_of, compare_students, kl_by_token
+from linearizer.method.by_prices import MIN_KL, find_equal_share
+from linearizer.method.choose import candidates_of, compare_students, kl_at_places
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
 from linearizer.method.head_prices import ALL, Part, Share, estimate_prices, options_to_price
 from linearizer.method.recorder import Samples, samples_of
 from linearizer.method.texts import TextsOfRun
-from linearizer.plan.allocation import Allocation
+from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import USUAL_LENGTH
 from linearizer.progress import Steps
@@ -23,6 +23,7 @@ from linearizer.run.folder import Run
 from linearizer.run.measured import KlOfLayer, Prices
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.load import Teacher
+from linearizer.teacher.logits import drawn_places
 
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
 LAYERS = "state/priced"  # a file for each priced layer and group of texts, until all are priced
@@ -92,9 +93,11 @@ def price_share(
     def keep(part: Part, kl: KlOfLayer) -> None:
         run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", Prices(sinks, options, (kl,)).to_json())
 
-    arguments = (teacher.model, texts, teacher.inspection.layers, options, sinks, samples)
+    layers = teacher.inspection.layers
+    shown = find_equal_share(options, next(filter(heads_replaced, layers)), sinks, run.plan.budget or 0)
     stored_kl = {part: prices.kl[0] for part, prices in stored.items()}
-    return (yield from estimate_prices(*arguments, stored_kl, keep, share))
+    arguments = (teacher.model, texts, layers, options, sinks, samples)
+    return (yield from estimate_prices(*arguments, stored_kl, keep, share, shown))
 
 
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
@@ -128,8 +131,9 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
         return counts[0]
     layers, length = teacher.inspection.layers, max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))
     students, texts = [allocate_alike(layers, run.plan, count) for count in counts], texts[:, :length]
-    steps = kl_by_token(teacher.model, texts, layers, students, samples_of(run), EventName.TRY)
-    kl = [kl_of_tokens.mean().item() for kl_of_tokens in (yield from log_progress(run, steps))]
+    places = drawn_places(texts.shape[1])
+    steps = kl_at_places(teacher.model, texts, layers, students, samples_of(run), places, EventName.TRY)
+    kl = [kl_of_places.mean().item() for kl_of_places in (yield from log_progress(run, steps))]
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best

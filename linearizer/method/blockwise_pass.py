@@ -92,6 +92,8 @@ def hidden_of(answer: Any) -> Any:
 
 def requires_gradient(value: Any) -> bool:
     """Whether a gradient reaches an argument of a block, or a part of it."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
     if isinstance(value, (tuple, list)):
         return any(map(requires_gradient, value))
     return isinstance(value, Tensor) and value.requires_grad

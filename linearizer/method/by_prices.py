@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from linearizer.errors import BudgetError
 from linearizer.plan.allocation import Allocation
-from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes
+from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, token_bytes
 from linearizer.run.measured import SMALLEST, Prices
 
 MIN_KL = 1e-9  # nats: a smaller kl is rounding
@@ -90,6 +90,13 @@ def upgrades_by_worth(offers: Sequence[Sequence[Offer]]) -> list[tuple[float, in
         ),
         key=lambda upgrade: (-upgrade[0], upgrade[2], upgrade[1]),
     )
+
+
+def find_equal_share(options: Sequence[Head], layer: Layer, sinks: int, budget: int) -> int:
+    """Find the option by which heads are compared: the largest that an equal share of a budget buys."""
+    sizes = {at: head_bytes(option, layer, sinks, 0) for at, option in enumerate(options) if not option.softmax}
+    fitting = [at for at in sizes if sizes[at] <= budget * token_bytes(layer)]
+    return max(fitting or [min(sizes, key=sizes.__getitem__)], key=sizes.__getitem__)
 
 
 def kl_by_bytes(offers: OffersOfHeads) -> list[tuple[float, float]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import __version__
@@ -37,7 +38,6 @@ from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, weight_files
-from linearizer.student.layer_student import LayerStudent
 from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.load import load_teacher_of
@@ -77,7 +77,7 @@ def put_student_into(
 
 def make_layer_students(
     student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation, seed: int = 0
-) -> tuple[LayerStudent, ...]:
+) -> tuple[nn.Module, ...]:
     """Make untrained layer students of another allocation, to exchange for a student's own."""
     drawn = Samples((None,) * len(layers), seed)
     entries = student.config.linearized
@@ -88,12 +88,15 @@ def make_layer_students(
 def layer_configs(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, Any] | None]:
     """Make the config of each layer; None for a native layer, which does not change."""
     check_allocation(allocation, layers)
-    return [
-        {"heads": [head.to_config() for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
-        if layer.native_window is None
-        else None
-        for heads, layer in zip(allocation.heads, layers, strict=True)
-    ]
+    configs: list[dict[str, Any] | None] = []
+    for heads, layer in zip(allocation.heads, layers, strict=True):
+        if layer.native_window is None:
+            named = [head.to_config() for head in heads]
+            configs.append({"heads": named, "key_dim": layer.key_dim, "value_dim": layer.value_dim})
+        else:
+            has_source = layer.reads is not None and configs[layer.reads] is not None
+            configs.append({"reads": layer.reads, "heads": []} if has_source else None)
+    return configs
 
 
 def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:

@@ -27,6 +27,7 @@ from linearizer.run.folder import Run
 from linearizer.run.measured import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.load import Teacher
+from linearizer.teacher.logits import drawn_places
 from linearizer.teacher.streaming import bytes_for_weights, is_streamed
 
 PRICED, WINDOWS, SLOTS, WINDOW = "by prices", "windows by prices", "equal slots", "plain window"
@@ -40,14 +41,15 @@ def compare_students(
 ) -> Steps[Candidates]:
     """Measure the students of allocations on texts (texts, tokens) that no head was priced on."""
     layers, allocations = teacher.inspection.layers, list(offered.values())
+    places = drawn_places(texts.shape[1])
     with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
-        steps = kl_by_token(teacher.model, texts, layers, allocations, samples_of(run))
+        steps = kl_at_places(teacher.model, texts, layers, allocations, samples_of(run), places)
         kl = yield from log_progress(run, steps)
     length, tokens = run.plan.resolved_length(run.positions), texts.shape[1]
     lengths = tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
     measured = tuple(
-        Candidate(name, tuple(kl_of_tokens[:, :length].mean().item() for length in lengths))
-        for name, kl_of_tokens in zip(offered, kl, strict=True)
+        Candidate(name, tuple(kl_of_places[:, places < length].mean().item() for length in lengths))
+        for name, kl_of_places in zip(offered, kl, strict=True)
     )
     result = Candidates(lengths, measured)
     run.write_product(CANDIDATES, result.to_json())
@@ -90,15 +92,16 @@ def in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def kl_by_token(
+def kl_at_places(
     teacher: PreTrainedModel,
     texts: torch.Tensor,
     layers: Sequence[Layer],
     allocations: Sequence[Allocation],
     samples: Samples,
+    places: torch.Tensor,
     step: EventName = EventName.CHECK,
-) -> Steps[list[torch.Tensor]]:  # (texts, tokens) for each allocation
-    """Measure the kl of each allocation's student at every token, in nats."""
+) -> Steps[list[torch.Tensor]]:  # (texts, places) for each allocation
+    """Measure the kl of each allocation's student at some places of texts, in nats."""
     answers: list[ModelOutput] = []
     yield Progress(step, 0, len(allocations), "students")
     expected = run_decoder(teacher, texts)
@@ -107,4 +110,4 @@ def kl_by_token(
         with attending_with(teacher, make_students(teacher, layers, allocation, samples, exact_tokens=exact)):
             answers.append(run_decoder(teacher, texts))
         yield Progress(step, len(answers), len(allocations), "students")
-    return kl_of_answers(teacher, texts, expected, answers)
+    return kl_of_answers(teacher, texts, expected, answers, places)

@@ -105,20 +105,26 @@ def estimate_prices(
     before: Mapping[Part, KlOfLayer] | None = None,
     keep: Callable[[Part, KlOfLayer], None] = lambda part, kl: None,
     share: Share = ALL,
+    shown: int = 0,
 ) -> Steps[Prices]:
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
     `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
-    holds those of an earlier call, or of other shares. The draws of a text do not depend on the other texts.
+    holds those of an earlier call, or of other shares. The draws of a text do not depend on the other texts. The
+    progress tells the kl of the heads of a layer with the option at `shown`.
     """
-    priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
+    readers = readers_by_layer(layers)
+    sources = {reader: index for index, numbers in readers.items() for reader in (index, *numbers)}
+    priced = sorted(sources)
     kl = dict(before or {})
     size = texts_together(layers, texts)
     groups = range(0, len(texts), size)
     parts = parts_of(share, groups, priced)
     pending = [first for first in groups if any(part[1] == first and part not in kl for part in parts)]
     devices = {index: device_of(module, teacher.device) for index, module in attention_by_layer(teacher).items()}
-    recordings = {index: recording_of(layers[index], sinks, samples, index, devices[index]) for index in priced}
+    recordings = {
+        index: recording_of(layers[source], sinks, samples, source, devices[index]) for index, source in sources.items()
+    }
     chain = chain_of(teacher, texts) if pending else None
     sweeps = [[first] for first in pending]
     if pending and is_streamed(teacher):
@@ -135,16 +141,25 @@ def estimate_prices(
         for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
             part, counts[index] = (index, sweep[counts[index]]), counts[index] + 1
             if part in parts and part not in kl:
-                kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, samples, index)
+                source = sources[index]
+                kl[part] = kl_of_options(layers[source], recordings[index], gradient, options, sinks, samples, source)
                 keep(part, kl[part])
                 done += 1
-                yield Progress(EventName.PRICE, done, total, "layers")
+                kl_of_heads = [row[shown] / texts[part[1] : part[1] + size].numel() for row in kl[part]]
+                yield Progress(EventName.PRICE, done, total, "layers", {"layer": index, "kl_of_heads": kl_of_heads})
     means = {}
-    for index in priced:
-        if all((index, first) in kl for first in groups):
-            sums = torch.stack([torch.tensor(kl[index, first], dtype=torch.float64) for first in groups])
+    for index, numbers in readers.items():
+        needed = [(layer, first) for layer in (index, *numbers) for first in groups]
+        if all(part in kl for part in needed):
+            sums = torch.stack([torch.tensor(kl[part], dtype=torch.float64) for part in needed])
             means[index] = tuple(map(tuple, (sums.sum(0) / texts.numel()).tolist()))
     return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
+
+
+def readers_by_layer(layers: Sequence[Layer]) -> dict[int, list[int]]:
+    """List for each layer with heads to price the layers that attend to its keys: what they lose counts as its loss."""
+    replaced = [index for index, layer in enumerate(layers) if layer.native_window is None]
+    return {index: [reader for reader, layer in enumerate(layers) if layer.reads == index] for index in replaced}
 
 
 def parts_of(share: Share, groups: Sequence[int], layers: Sequence[int]) -> set[Part]:
@@ -159,7 +174,7 @@ def parts_of(share: Share, groups: Sequence[int], layers: Sequence[int]) -> set[
 
 def texts_together(layers: Sequence[Layer], texts: Tensor) -> int:
     """Compute how many texts are run together: at most half, as far as memory has room for gradients."""
-    outputs = sum(layer.query_heads * layer.value_dim for layer in layers if layer.native_window is None)
+    outputs = sum(layer.all_queries * layer.value_dim for layer in layers if layer.native_window is None)
     most = MAX_GRADIENTS // (texts.shape[1] * DRAWS * max(outputs, 1))
     return max(1, min(most, -(-len(texts) // 2)))
 

@@ -32,16 +32,22 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return model.get_decoder()
 
 
-def logits_by_rows(model: PreTrainedModel, ids: Tensor, answer: ModelOutput) -> Iterator[tuple[Tensor, Tensor]]:
+def logits_by_rows(
+    model: PreTrainedModel, ids: Tensor, answer: ModelOutput, places: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the last hidden states and the logits of a few tokens of all texts, from the first token on.
 
-    The model's own code makes logits of the hidden states, and may multiply, cap or shift them.
+    The tokens are those at some places, or all. The model's own code makes logits of the hidden states, and may
+    multiply, cap or shift them.
     """
+    states = answer[0]
+    if places is not None:
+        ids, states = ids[:, places.to(ids.device)], states[:, places.to(states.device)]
     texts, tokens = ids.shape
     rows = max(1, MAX_LOGITS // (texts * vocabulary(model)))
     ids = ids.to(model.device)
     for begin, end in pairwise([*range(0, tokens, rows), tokens]):
-        hidden = answer[0][:, begin:end].detach().requires_grad_(torch.is_grad_enabled())
+        hidden = states[:, begin:end].detach().requires_grad_(torch.is_grad_enabled())
         with fixed_answer(decoder_of(model), type(answer)(**{**answer, "last_hidden_state": hidden})):
             logits = model(input_ids=ids[:, begin:end], use_cache=False).logits
         yield hidden, logits
@@ -60,11 +66,11 @@ def gradients_at_hidden(
 
 @torch.inference_mode()
 def kl_of_answers(
-    model: PreTrainedModel, ids: Tensor, teacher: ModelOutput, students: Sequence[ModelOutput]
-) -> list[Tensor]:  # (texts, tokens) for each student
-    """Compute the kl of students at every token, in nats, from the last hidden states of teacher and students."""
+    model: PreTrainedModel, ids: Tensor, teacher: ModelOutput, students: Sequence[ModelOutput], places: Tensor
+) -> list[Tensor]:  # (texts, places) for each student
+    """Compute the kl of students at some places, in nats, from the last hidden states of teacher and students."""
     answers = (teacher, *students)
-    rows = zip(*(logits_by_rows(model, ids, answer) for answer in answers), strict=True)
+    rows = zip(*(logits_by_rows(model, ids, answer, places) for answer in answers), strict=True)
     kl: list[list[Tensor]] = [[] for _ in students]
     for (_, expected), *of_students in rows:
         for parts, (_, logits) in zip(kl, of_students, strict=True):

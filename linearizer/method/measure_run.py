@@ -29,6 +29,8 @@ from linearizer.teacher.logits import check_logits
 from linearizer.teacher.streaming import is_streamed
 
 MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
+PARTS = 8  # of a sample, in the order of the texts: their N(λ) differ as those of other texts would
+QUANTILE = 2.365  # 97.5% of Student's t with PARTS - 1 degrees of freedom
 Freedoms = tuple[float, ...]  # N(λ) of one sample, for every ridge
 
 
@@ -61,7 +63,7 @@ def measure_profile(
             with torch.no_grad(), recorder.recording(model, begin):
                 run_blocks(model, ids)
             yield Progress(EventName.PROFILE, done, len(batches), "batches")
-    recorder.check()
+    recorder.finish()
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
     samples = Samples(tuple(recorder.samples.get(index) for index in range(len(layers))))
@@ -87,13 +89,16 @@ def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[
     heads = [
         (index, sample) for index, layer in sorted(recorder.samples.items()) for sample in list_samples(layer, settings)
     ]
-    curves: dict[int, list[Freedoms]] = {index: [] for index in recorder.samples}
+    measured: dict[int, list[HeadProfile]] = {index: [] for index in recorder.samples}
     with one_core_per_head(set(recorder.devices.values())) as pool:
         results = pool.map(lambda pair: measure_freedoms(pair[1](), settings, recorder.devices[pair[0]]), heads)
-        for done, ((index, _), curve) in enumerate(zip(heads, results, strict=True)):
-            curves[index].append(curve)
-            yield Progress(EventName.PROFILE, done + 1, len(heads), "heads")
-    return {index: layer_profile(layer, curves[index], settings) for index, layer in recorder.samples.items()}
+        for done, ((index, _), head) in enumerate(zip(heads, results, strict=True)):
+            measured[index].append(head)
+            details: dict[str, object] = {}
+            if len(measured[index]) <= len(recorder.samples[index].keys):  # query heads follow
+                details = {"layer": index, "freedoms": settings.at_reference(head.freedoms)}
+            yield Progress(EventName.PROFILE, done + 1, len(heads), "heads", details)
+    return {index: layer_profile(layer, measured[index], settings) for index, layer in recorder.samples.items()}
 
 
 @contextmanager
@@ -141,19 +146,33 @@ def join_in_gauge(queries: torch.Tensor, keys: torch.Tensor, gauge: str) -> torc
     return torch.cat([queries.double(), keys - keys.mean(0) if gauge == "centred" else keys])
 
 
-def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: torch.device) -> Freedoms:
-    """Compute N(λ) of one sample at every ridge."""
+def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: torch.device) -> HeadProfile:
+    """Compute N(λ) of one sample at every ridge, and its error by the parts of the sample.
+
+    The error is too small where N comes near the points of a part, which see no more directions than they are.
+    """
     points = points.to(device if device.type == "cuda" else "cpu")  # other accelerators have no float64
-    counts = degrees_of_freedom(points, settings.ridges, settings.reference).tolist()
-    return tuple(float(f"{count:.6g}") for count in counts)  # six digits, so that a profile stays a few kilobytes
+    counts = degrees_of_freedom(points, settings.ridges, settings.reference)
+    halves = points.unflatten(0, (2, -1))  # queries and keys
+    size = halves.shape[1] // PARTS
+    if not size:
+        return HeadProfile(shorten(counts, 6))
+    parts = halves[:, : PARTS * size].unflatten(1, (PARTS, size)).transpose(0, 1).flatten(1, 2)
+    logs = torch.stack([degrees_of_freedom(part, settings.ridges, settings.reference).log() for part in parts])
+    return HeadProfile(shorten(counts, 6), shorten(QUANTILE * logs.std(0) / PARTS**0.5, 3))
 
 
-def layer_profile(record: LayerSamples, curves: list[Freedoms], settings: ProfileSettings) -> LayerProfile:
+def shorten(values: torch.Tensor, digits: int) -> Freedoms:
+    """Round values to a few digits, so that a profile stays a few kilobytes."""
+    return tuple(float(f"{value:.{digits}g}") for value in values.tolist())
+
+
+def layer_profile(record: LayerSamples, measured: list[HeadProfile], settings: ProfileSettings) -> LayerProfile:
     """Put the results of a layer together."""
-    heads, queries = curves[: len(record.keys)], curves[len(record.keys) :]
+    heads, queries = measured[: len(record.keys)], measured[len(record.keys) :]
     if settings.per == "query" and is_multi_head(record):
         queries = heads
-    return LayerProfile(tuple(map(HeadProfile, heads)), tuple(queries))
+    return LayerProfile(tuple(heads), tuple(head.freedoms for head in queries))
 
 
 def profile_settings(plan: Plan) -> ProfileSettings:

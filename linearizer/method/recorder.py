@@ -117,7 +117,7 @@ class Recorder:
     ) -> None:
         """Record one layer of a batch."""
         index = layer_number(module)
-        if self.layers[index].native_window is not None:
+        if not self.is_sampled(index):
             return
         for name, vectors in (("queries", query), ("keys", key), ("values", value)):
             if not vectors.isfinite().all():
@@ -145,8 +145,24 @@ class Recorder:
             places = (positions[low:high] - border[0]).to(vectors.device)
             sample[:, low:high] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
 
-    def check(self) -> None:
-        """Check that every layer was recorded."""
-        expected = {index for index, layer in enumerate(self.layers) if layer.native_window is None}
+    def is_sampled(self, index: int) -> bool:
+        """Whether the teacher does not bound a layer itself, or the one whose keys it reads."""
+        source = self.layers[index].reads
+        return self.layers[index if source is None else source].native_window is None
+
+    def finish(self) -> None:
+        """Check that every layer was recorded, and move the queries of layers without keys to the layers they read."""
+        expected = {index for index in range(len(self.layers)) if self.is_sampled(index)}
         if missing := sorted(expected - self.samples.keys()):
             raise FaultError(f"the attention of layers {missing} was not seen: this model cannot be measured")
+        for index, layer in enumerate(self.layers):
+            if layer.reads is not None and index in self.samples:
+                self.samples[layer.reads] = add_queries(self.samples[layer.reads], self.samples.pop(index))
+
+
+def add_queries(samples: LayerSamples, others: LayerSamples) -> LayerSamples:
+    """Add the queries of a layer to those of the layer whose keys it reads: their heads share KV heads."""
+    heads = len(samples.keys)
+    groups = [x.queries.unflatten(0, (heads, -1)) for x in (samples, others)]
+    text = add_queries(samples.text, others.text) if samples.text and others.text else None
+    return replace(samples, queries=torch.cat(groups, 1).flatten(0, 1), text=text)

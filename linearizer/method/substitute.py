@@ -21,7 +21,7 @@ from linearizer.student.attention_interface import (
     attention_modules,
     device_of,
 )
-from linearizer.student.layer_student import LayerStudent
+from linearizer.student.layer_student import LayerStudent, SharedStudent
 
 
 @contextmanager
@@ -84,13 +84,16 @@ def make_students(
     samples: Samples,
     feature_map: str = "prf",
     exact_tokens: int = 0,
-) -> dict[int, LayerStudent]:
+) -> dict[int, nn.Module]:
     """Make the students of a model's layers by their numbers, as an allocation says what each KV head holds."""
     check_allocation(allocation, layers)
-    modules, students = attention_by_layer(model), {}
+    modules = attention_by_layer(model)
+    students: dict[int, nn.Module] = {}
     for index, (layer, heads) in enumerate(zip(layers, allocation.heads, strict=True)):
         if heads:
             place = index, device_of(modules[index], model.device)
             made = make_layer_student(layer, heads, allocation.sinks, samples, *place, feature_map, exact_tokens)
             students[index] = made
+        elif isinstance(student := students.get(reads := -1 if layer.reads is None else layer.reads), LayerStudent):
+            students[index] = SharedStudent(student, reads)
     return students

@@ -35,6 +35,7 @@ from linearizer.plan.inspection import Inspection
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ADJUSTABLE, Plan
 from linearizer.report import markup
+from linearizer.report.head_needs import needs_of
 from linearizer.report.verdict import Verdict
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
@@ -314,6 +315,12 @@ def share_budget(visitor: Visitor, run: str, budget: int) -> dict[str, Fact]:
     return allocation.summary(opened.layers, plan.target_tokens(opened.positions))
 
 
+def head_needs(visitor: Visitor, run: str) -> dict[str, Fact]:
+    """Return what each KV head of a measured run needs (degrees of freedom), costs (a price) and holds."""
+    opened = visitor.find_run(run)
+    return needs_of(opened, plan_cards.share_out(opened)[1]).to_plain()
+
+
 def compare_models(
     visitor: Visitor,
     run: str,
@@ -388,7 +395,7 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, start_encoder_run, list_hardware, start_job, run_status,
     list_runs, stop_run, use_run, resume_run, rename_run, delete_run, evaluate_run, evaluation_status,
-    stop_evaluation, share_budget, branch_run, compare_models, read_document, end_chat, download_student,
+    stop_evaluation, head_needs, share_budget, branch_run, compare_models, read_document, end_chat, download_student,
     preview_publication, publish_run,
 )  # fmt: skip
 WITHOUT_SECRET = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret

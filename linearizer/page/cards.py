@@ -21,7 +21,7 @@ from linearizer.report.parts import PART_VIEWS
 from linearizer.report.quality_charts import result_charts
 from linearizer.report.tables import with_half_width
 from linearizer.report.verdict import Verdict, judge_lengths, of_subject
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, read_training
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.results import Language, LengthResult, Part
 from linearizer.serve.server import HOST, PORT
@@ -175,7 +175,9 @@ def result_card(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     verdict = judge_lengths(lengths, state)
     judged = next(result for result in lengths if result.length == verdict.length)
     numbers = numbers_card(judged, state, run.positions)
-    return verdict_card(verdict) + numbers + result_charts(run, allocation, part)
+    trained = read_training(run)
+    early = message_box(f"Its training was ended early, at {trained.in_words}.") if trained.early else ""
+    return verdict_card(verdict) + early + numbers + result_charts(run, allocation, part)
 
 
 def numbers_card(judged: LengthResult, state: StateSize, length: int) -> str:

@@ -104,6 +104,10 @@ def meter_card(course: Sequence[StateSizes], chat: Chat, before: int = 0) -> str
     loud = announcement(f"{title}. {describe_sizes(newest.bytes)}") if done else ""
     cut = document is not None and done and source == "the document" and not document.whole
     note = '<p class="lz-faint">It is longer than the model reads here: this is its beginning.</p>' if cut else ""
+    if newest.recurrent_bytes:
+        note += (
+            f'<p class="lz-faint">{size(newest.recurrent_bytes)} of each are in recurrent layers, and do not grow.</p>'
+        )
     facts = "".join(
         f'<div class="lz-{name}"><dt>{escape(HOLDS[name])}</dt><dd>{size(held_bytes)}</dd></div>'
         for name, held_bytes in newest.bytes.items()
@@ -121,9 +125,13 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
 def draw_course(course: Sequence[StateSizes], before: int) -> str:
     """Draw a line for each model: bytes over the tokens that were read; the axis has room for the teacher's end."""
     first, newest = course[0], course[-1]
-    teacher_end = newest.bytes["teacher"] * (before + newest.total) // max(before + newest.tokens, 1)
-    max_bytes = max(*newest.bytes.values(), teacher_end, 1)
-    start = {**first.bytes, "teacher": first.bytes["teacher"] * before // max(before + first.tokens, 1)}
+
+    def teacher_at(step: StateSizes, tokens: int) -> int:
+        growing = step.bytes["teacher"] - step.recurrent_bytes
+        return step.recurrent_bytes + growing * (before + tokens) // max(before + step.tokens, 1)
+
+    max_bytes = max(*newest.bytes.values(), teacher_at(newest, newest.total), 1)
+    start = {**first.bytes, "teacher": teacher_at(first, 0)}
     lines = [
         Line(
             name, [(0, start[name]), *((step.tokens, step.bytes[name]) for step in course)], f"lz-{name}", marked=False

@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from linearizer.amounts import count_in_words, duration, from_length, size
-from linearizer.errors import BudgetError, LinearizerError, RequestError
+from linearizer.errors import LinearizerError, RequestError
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize, size_row
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ALLOCATION, Plan
 from linearizer.plan.recipes import find_recipe
-from linearizer.report import plotly_charts
+from linearizer.report.head_needs import HeadNeeds, Measuring, needs_of
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
+from linearizer.report.needs_chart import draw_needs
 from linearizer.report.verdict import judge_run, predict_kl
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, Trained
 from linearizer.run.names import refuse_encoder
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence
     return f"<div{loud}>{values_list(pairs, 'lz-wide')}{source_line}{sizes}</div>"
 
 
-def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
+def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "", beside: str = "") -> str:
     """Show the most that the state of a budget can take, before anything is measured, and its KL if that is known.
 
     Where heads may grow, the state takes at most the budget at the plan's target length. It has a fixed part and a part
@@ -95,7 +96,13 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int, kl: str = "
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
     name = f'<h3 class="lz-group">{escape(plan.model)}</h3>'
     kl = kl or "not known yet: once a run of this model has priced the heads, it predicts it for every budget"
-    return name + cost_card(features, f"at most {size(max_bytes)}{length}", smaller, rows, kl)
+    state = with_beside(f"at most {size(max_bytes)}{length}", beside)
+    return name + cost_card(features, state, smaller, rows, kl)
+
+
+def with_beside(state: str, beside: str) -> str:
+    """Add to the size of a state what recurrent layers keep beside it."""
+    return f"{state}; {beside}" if beside else state
 
 
 def expected_kl(run: Run | None, plan: Plan) -> str:
@@ -117,16 +124,21 @@ def rows_by_length(
     return [(f"{tokens:,} tokens", *size_row(tokens, cache(tokens), state(tokens), sign)[1:]) for tokens in lengths]
 
 
-def allocation_card(allocation: Allocation, layers: Sequence[Layer], positions: int, kl: str = "") -> str:
+def allocation_card(
+    allocation: Allocation, layers: Sequence[Layer], positions: int, kl: str = "", beside: str = ""
+) -> str:
     """Show the size of an allocation's state."""
     state = StateSize.of(allocation, layers)
     rows = rows_by_length(positions, state.teacher_bytes, state.student_bytes)
-    return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), rows, kl)
+    words = with_beside(state.in_words, beside)
+    return cost_card(allocation.features_mean, words, from_length(state.breakeven), rows, kl)
 
 
-def plan_card(plan: Plan) -> str:
-    """Show the plan of a run, and the command that does the same elsewhere."""
-    recipe = find_recipe(plan.recipe)
+def plan_card(plan: Plan, trained: Trained | None = None) -> str:
+    """Show the plan of a run, how far its training came, and the command that does the same elsewhere."""
+    recipe, training = find_recipe(plan.recipe), f"{plan.steps} steps" if plan.steps else "none"
+    if trained is not None and trained.early:
+        training = f"{trained.in_words}: it was ended early"
     pairs = [
         ("model", plan.model),
         ("budget", plan.budget_in_words),
@@ -134,7 +146,7 @@ def plan_card(plan: Plan) -> str:
         ("recipe", f"{plan.recipe}: {recipe.label}"),
         *((("reference", recipe.reference),) if recipe.reference else ()),
         ("text", f"{plan.resolved_texts} texts of {plan.resolved_length(None)} tokens, {plan.text}"),
-        ("training", f"{plan.steps} steps" if plan.steps else "none"),
+        ("training", training),
         ("seed", str(plan.seed)),
     ]
     return show_choices(pairs, plan.command(), folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>"))
@@ -154,7 +166,7 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
     if machine is None:
         return message_box(f"On a CPU {takes} The run is faster than that, on a GPU that is lent for a while.")
     if machine.fits(forecast):
-        return message_box(f"Fits on {machine.device}: {takes}", "good")
+        return message_box(f"Fits on {machine.device} (kernels: {machine.kernels}): {takes}", "good")
     cuts = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer or shorter texts"
     return message_box(
         f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
@@ -188,23 +200,27 @@ def require_profile(run: Run) -> Profile:
 
 
 def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
-    """Draw the shares of a budget, or of the run's own, next to equal shares, and show the bytes that they take."""
-    from linearizer.method.by_freedoms import allocate_by_freedoms
-
+    """Draw need, price and purchase under a budget, or the run's own, and show the bytes of the purchase."""
     plan, allocation = share_out(run, budget)
-    sizes: dict[str, Any] = {"budget": plan.budget, "features": plan.features}
-    sizes |= {"window": plan.resolved_window, "sinks": plan.resolved_sinks}
-    fix = None
-    with suppress(BudgetError):  # equal shares may be too small for features
-        fix = allocate_by_freedoms(require_profile(run), run.layers, strategy="fix", **sizes)
     is_decided = plan == run.plan and run.allocation is not None
-
     judged = judge_run(run) if is_decided else None
     if judged is not None and judged.kl is not None:
         kl = f"{judged.kl:.4f}: measured on texts of {judged.length:,} tokens"
     else:
         kl = predict_kl(run, plan, allocation)
-    card = allocation_card(allocation, run.layers, run.positions, kl)
+    needs = needs_of(run, allocation)
+    card = allocation_card(allocation, run.layers, run.positions, kl, run.inspection.beside_state)
     about = "What this run holds." if is_decided else "What this budget would buy, predicted from the measurements."
-    figure = plotly_charts.draw_allocation(allocation, run.layers, fix)
-    return figure.to_json(), f'<p class="lz-faint">{about}</p>{card}'
+    return draw_needs(needs).to_json(), f'{needs_note(needs)}<p class="lz-faint">{about}</p>{card}'
+
+
+def draw_measuring(run: Run, measuring: Measuring) -> tuple[str, str]:
+    """Draw what has been measured of the heads so far."""
+    needs = needs_of(run, measuring=measuring)
+    return draw_needs(needs).to_json(), needs_note(needs)
+
+
+def needs_note(needs: HeadNeeds) -> str:
+    """Say how need and price agree, and what degrees of freedom are."""
+    agreement = f"<p>{escape(needs.agreement)}</p>" if needs.agreement else ""
+    return f'<div class="lz-needs">{agreement}<p class="lz-faint">{escape(needs.meaning)}</p></div>'

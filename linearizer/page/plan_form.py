@@ -17,7 +17,7 @@ from linearizer.page.planning import EFFORTS, make_plan
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.plan.recipes import RECIPES
+from linearizer.plan.recipes import RECIPES, by_score, score_in_words
 from linearizer.student.update_rules import beginning
 
 TITLES = {"lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
@@ -53,6 +53,11 @@ WAYS = {
     ),
     "paper": Way("Reproduce a paper", "A published method in its authors’ form, at the same bytes.", None),
 }
+LOSING = sum("worse" in score_in_words(name) for name in RECIPES)
+OF_PAPERS = (
+    f"Of {len(RECIPES)} recipes {LOSING} are worse than a plain window of the same bytes; each says what it reached."
+)
+COSTS = {"Try it": "ten times the KL"}  # of the demo's student at 96 tokens, with Quick's at 64
 LISTED = tuple(name for name in RECIPES if name not in {way.recipe for way in WAYS.values()})
 USUAL_PAPER = "paper"
 
@@ -69,22 +74,23 @@ def recipe_of(way: str, listed: str) -> str:
 
 def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     """Return the ways as choices of several lines, with the time that each takes here, if known."""
-    return [(join_lines(way.title, way.does, times.get(name)), name) for name, way in WAYS.items()]
+    reached = {name: f"{score_in_words(way.recipe)}." if way.recipe else OF_PAPERS for name, way in WAYS.items()}
+    return [(join_lines(way.title, way.does, reached[name], times.get(name)), name) for name, way in WAYS.items()]
 
 
 def effort_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     """Return the efforts as choices, with the time that each takes here, if known."""
-    return [(", ".join(filter(None, (name, times.get(name)))), name) for name in EFFORTS]
+    return [(", ".join(filter(None, (name, COSTS.get(name), times.get(name)))), name) for name in EFFORTS]
 
 
 def recipe_choices() -> list[tuple[str, str]]:
-    """Return the listed recipes as choices of several lines: name, meaning, reference."""
+    """Return the listed recipes as choices of several lines, the best first: name, score, meaning, reference."""
     choices = []
-    for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
+    for name in by_score(LISTED):
         recipe = RECIPES[name]
         like = f"{beginning(name)}.".removeprefix(".")
         sentences = f"{name_fields(recipe.about)}.", recipe.reference or "Ours.", like
-        choices.append((join_lines(recipe.label, *sentences), name))
+        choices.append((join_lines(recipe.label, f"{score_in_words(name)}.".removeprefix("."), *sentences), name))
     return choices
 
 

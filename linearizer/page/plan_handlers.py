@@ -107,7 +107,8 @@ def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str
     except LinearizerError as error:
         return markup.message_box(name_fields(str(error)), "bad")
     kl = plan_cards.expected_kl(chosen.priced, plan)
-    return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions, kl)
+    inspection = chosen.inspection
+    return plan_cards.budget_card(plan, inspection.layers, chosen.positions, kl, inspection.beside_state)
 
 
 def show_plan(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> tuple[Any, ...]:

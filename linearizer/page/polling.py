@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -25,7 +25,7 @@ from linearizer.page.visitors import is_example
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
 from linearizer.report.parts import PART_VIEWS
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, read_training
 from linearizer.workers import control
 
 EXAMPLE_NOTE = (
@@ -33,16 +33,29 @@ EXAMPLE_NOTE = (
     "Compare; it cannot be evaluated further or published."
 )
 POLL_SECONDS = 3.0  # between two polls of a live run
-PLOTS = ("map", "prices", "losses")
+PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
 TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
-PLACES = ("prices_place", "freedoms_place", "awaited", "all")
+PLACES = ("colour", "awaited", "all")
 PARTS = tuple(f"{part}_{piece}" for part in PART_VIEWS for piece in ("place", "tables", "chart"))
 CAUSAL_TABS = ("step_3", "step_6")  # not for encoders
 CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
-    *("seen", "timer", "walk", "note", "bars", "other", "other_card", "sent", "snippet", "evaluate", "stop_evaluating"),
+    *(
+        "seen",
+        "timer",
+        "walk",
+        "note",
+        "needs",
+        "held",
+        "other",
+        "other_card",
+        "sent",
+        "snippet",
+        "evaluate",
+        "stop_evaluating",
+    ),
     *(*RUN_ACTIONS, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN),
 )
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
@@ -101,8 +114,9 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
     if "can" in changed:
         drawn |= {name: gr.Button(visible=changed["can"][name]) for name in RUN_ACTIONS}
         drawn["download"] = gr.Button(visible=changed["can"]["student"])
-    if "shares" in changed and not touched:
-        drawn |= draw_own_shares(run)
+    drawing = changed.get("shares" if "shares" in parts else "measuring")
+    if drawing is not None and not touched:
+        drawn |= draw_heads(drawing)
     # only if the visitor is still where the page went by itself: at the run's step, or where the run was opened
     if "stage" in changed and not touched and int(at) == int(drawn_marks.get("stage", drawn_marks.get("shown", 1))):
         drawn["walk"] = gr.Tabs(selected=changed["stage"])
@@ -149,9 +163,8 @@ def show_attached(run: Run | None) -> dict[str, Any]:
         card = encoder_cards.model_card(encoder.inspection)
         return {**updates, "run_model": card, "run_plan": encoder_cards.plan_card(encoder.plan)}
     decided_by = run.plan.strategy_spec.decided_by
-    updates["prices_place"] = gr.Column(visible=decided_by == "prices")
-    updates["freedoms_place"] = gr.Column(visible=decided_by == "freedoms")
-    updates["run_plan"] = plan_cards.plan_card(run.plan)
+    updates["colour"] = gr.Radio(visible=decided_by == "prices")
+    updates["run_plan"] = plan_cards.plan_card(run.plan, read_training(run))
     if run.has_file("inspection.json"):
         updates |= {"run_model": plan_cards.model_card(run.inspection), "other": slider_of(run)}
     return updates
@@ -159,7 +172,9 @@ def show_attached(run: Run | None) -> dict[str, Any]:
 
 def show_nothing() -> dict[str, Any]:
     """Empty the parts that show a run."""
-    updates: dict[str, Any] = dict.fromkeys((*PLOTS, "bars")) | dict.fromkeys((*TEXTS, "other_card", "sent"), "")
+    updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held")) | dict.fromkeys(
+        (*TEXTS, "other_card", "sent"), ""
+    )
     updates |= {name: gr.Button(visible=False) for name in (*RUN_ACTIONS, "download")}
     updates |= {name: part(interactive=False) for name, part in LOCKED.items()}
     updates |= {"evaluate": gr.Button(interactive=False), "stop_evaluating": gr.Button(visible=False)}
@@ -175,11 +190,11 @@ def slider_of(run: Run) -> gr.Slider:
     return gr.Slider(value=budget, minimum=least, maximum=max(most, budget))
 
 
-def draw_own_shares(run: Run) -> dict[str, Any]:
-    """Draw what the run has decided, or before that what is predicted for its budget."""
+def draw_heads(draw: Callable[[], tuple[str, str]]) -> dict[str, Any]:
+    """Draw what the run has decided, or before that what is predicted for its budget, or what is measured so far."""
     try:
-        figure, card = plan_cards.draw_shares(run)
-        return {"bars": plot_json(figure), "other_card": card}
+        figure, card = draw()
+        return {"needs": plot_json(figure), "held": plot_json(figure), "other_card": card}
     except LinearizerError as error:
         return {"other_card": markup.message_box(str(error), "bad")}
 

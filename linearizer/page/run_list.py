@@ -12,12 +12,13 @@ from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
 from linearizer.page.cards import STEP_SENTENCES, copy_button, state_line, step_bar
 from linearizer.plan.allocation import StateSize
+from linearizer.plan.plan import Plan
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, message_box, sentence_html, table
 from linearizer.report.plotly_charts import MIN_DRAWN_KL
 from linearizer.report.tables import describe_heads
 from linearizer.report.verdict import judge_run, of_subject
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, read_training
 from linearizer.run.names import refuse_encoder
 from linearizer.workers.control import LIVE, Status
 
@@ -49,6 +50,13 @@ def list_run(status: Status, now: float) -> str:
     bar = step_bar(step, now) if step and status.state in ("running", "stopping") else ""
     summary = sentence_html(status.error) if status.error else ""
     summary += quality_line(status.run) if not summary or status.state == "done" else ""
+    if (
+        isinstance(plan, Plan)
+        and plan.trains
+        and status.state == "done"
+        and (trained := read_training(status.run)).early
+    ):
+        facts.append(f"trained {trained.in_words}")
     return (
         f'<article class="lz-card" data-run="{name}"><header><h2>{title}</h2><small>{subtitle}</small></header>'
         f"{state_line(status.state, state_words(status))}{bar}"
@@ -154,4 +162,6 @@ def run_facts(run: Run) -> dict[str, str]:
         facts["state"] = growing(state.fixed, state.growth)
         facts["smaller from"] = "never" if state.breakeven is None else f"{state.breakeven:,} tokens on"
         facts["heads hold"] = describe_heads(allocation)
+    if run.plan.trains and (trained := read_training(run)).done:
+        facts["trained"] = trained.in_words
     return facts

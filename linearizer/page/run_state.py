@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.method.decide import decidable
-from linearizer.page import cards, chat
+from linearizer.page import cards, chat, plan_cards
 from linearizer.page.visitors import is_example
 from linearizer.report import markup, plotly_charts
+from linearizer.report.head_needs import Measuring
 from linearizer.report.parts import PART_VIEWS
 from linearizer.run import events
 from linearizer.run.events import Event, EventName
@@ -28,7 +29,7 @@ from linearizer.workers import control
 from linearizer.workers.control import LIVE, Status
 
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
-CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
+CURVE_SECONDS = 2.5  # between two drawings of a curve that grows
 MAX_WATCHED_RUNS = 64  # whose pieces are kept
 PART_PREFIX = "part "  # begins the name of a piece that shows a part of an evaluation
 
@@ -50,6 +51,7 @@ class RunState:
         self.training: list[dict[str, Any]] = []  # steps are counted over all losses
         self.begin, self.ends = 0, dict[int, int]()  # in this list: of the current loss, and of each that has ended
         self.pieces: dict[str, Piece] = {}
+        self.measuring = Measuring()
         self.read_at = self.drawn = 0.0
         self.evaluated: int | None = None  # time of the evaluation file that is drawn
 
@@ -68,7 +70,9 @@ class RunState:
         for event in new_events:
             if self.run.is_encoder_run and event["event"] != EventName.PUBLISHED:
                 continue
-            if event["event"] == EventName.DISTILL and self.run.owns_event(event):
+            if event["event"] in (EventName.PROFILE, EventName.PRICE):
+                self.measuring.add(event)
+            elif event["event"] == EventName.DISTILL and self.run.owns_event(event):
                 self.add_step(event)
             elif event["event"] == EventName.DISTILLED and self.run.owns_event(event):
                 self.begin = self.ends.setdefault(event.get("phase", 0), len(self.training))
@@ -119,19 +123,18 @@ class RunState:
             self.draw_evaluation()
 
     def draw_profile(self) -> None:
-        """Draw the degrees of freedom or the prices that decide, once all heads are measured."""
+        """Draw the heads as far as they are measured, and the curves of layers once all are."""
         run = self.run
-        by_freedoms = run.plan.strategy_spec.decided_by == "freedoms"
-        if by_freedoms and "map" not in self.pieces and (profile := run.profile) is not None:
-            self.put("map", "measured", lambda: plotly_charts.draw_freedom_map(profile, run.layers).to_json())
-        if "prices" not in self.pieces and run.has_file("prices.json") and (prices := run.prices) is not None:
-            option = plotly_charts.priced_alike(prices, run.layers, run.plan.budget or 0)  # of an equal share
-            draw_prices = partial(plotly_charts.draw_price_map, prices, run.layers, option)
-            self.put("prices", "measured", lambda: draw_prices().to_json())
-        if "shares" in self.pieces or decidable(run):
+        if "curves" not in self.pieces and (profile := run.profile) is not None:
+            self.put("curves", "measured", lambda: plotly_charts.draw_freedom_curves(profile).to_json())
+        if decidable(run):
             path = run.folder / "allocation.json"
             decided = path.stat().st_mtime_ns if path.is_file() else "predicted"
-            self.put("shares", (decided, run.has_file(CANDIDATES), run.has_file("evaluation.json")), lambda: True)
+            mark = decided, run.has_file(CANDIDATES), run.has_file("evaluation.json")
+            self.put("shares", mark, lambda: cache(partial(plan_cards.draw_shares, run)))
+        elif self.measuring.count and run.has_file("inspection.json"):
+            draw = partial(plan_cards.draw_measuring, run, self.measuring)
+            self.put("measuring", self.measuring.count, lambda: cache(draw))
 
     def draw_encoder(self) -> None:
         """Show the result of an encoder's run, if there is one."""

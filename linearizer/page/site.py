@@ -189,6 +189,7 @@ def wire_run(ui: SimpleNamespace, opened: Any) -> None:
     gr.on(changes, polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched, ui.opened], outputs, **QUICK)
     newest_only = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
+    ui.colour.change(None, ui.colour, None, js="colourHeads", **QUICK)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
     for name, action in {**handlers.RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
         getattr(ui, name).click(handlers.ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)

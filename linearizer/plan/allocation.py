@@ -136,6 +136,7 @@ class ReadingSize:
     tokens: int
     state_bytes: int
     cache_bytes: int  # of a teacher that has read the same tokens
+    recurrent_bytes: int = 0  # beside both, in recurrent layers
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,13 @@ class Layer:
     key_dim: int
     value_dim: int
     native_window: int | None = None  # the teacher already bounds this layer: it is not changed
+    reads: int | None = None  # the number of the layer whose keys and values it attends to: it has no KV heads itself
+    readers: int = 0  # later layers that attend to its keys and values
+
+    @property
+    def all_queries(self) -> int:
+        """The query heads that attend to its keys, of this layer and of others."""
+        return self.query_heads * (1 + self.readers)
 
 
 WITHOUT_ATTENTION = Layer(0, 0, 0, 0, native_window=0)  # a recurrent layer, a convolution, or only an MLP
@@ -122,7 +129,7 @@ def state_bytes(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks:
 def cache_operations(layers: Sequence[Layer], length: int) -> int:
     """Multiplications and additions of the teacher's attention for one new token after `length` others."""
     replaced = [layer for layer in layers if layer.native_window is None]
-    return sum(layer.query_heads * pair_operations(layer) * length for layer in replaced)
+    return sum(layer.all_queries * pair_operations(layer) * length for layer in replaced)
 
 
 def state_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:
@@ -132,7 +139,7 @@ def state_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], s
 
 def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
     """Count the operations of one KV head and its queries; a feature map counts as one product, key_dim × features."""
-    group = layer.query_heads // layer.kv_heads
+    group = layer.all_queries // layer.kv_heads
     if head.softmax:
         return group * pair_operations(layer) * length
     feature = 2 * layer.key_dim + 2 * (layer.value_dim + 1)  # made from a vector, and read from or added to the state

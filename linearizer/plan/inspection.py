@@ -97,10 +97,12 @@ class Inspection(ModelFacts):
         shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in attending})
         heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
         windowed = sum(layer.native_window is not None for layer in attending)
+        reading = sum(layer.reads is not None for layer in self.layers)
         parts = [
             str(len(self.layers)),
             *[f"{windowed} with windows of their own"] * bool(windowed),
             *[f"{len(attending) - windowed} grow with the text"] * (len(attending) < len(self.layers)),
+            *[f"{reading} attend to the keys and values of others"] * bool(reading),
             *[f"{self.recurrent_layers} keep {size(self.recurrent_bytes)} that does not"] * bool(self.recurrent_layers),
         ]
         return [

@@ -7,7 +7,8 @@ measurement decides how the budget is shared out among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from linearizer.plan.json_products import read_json
 from linearizer.student.update_rules import UPDATE_RULES
 
 SUMMARY = Path(__file__).with_name("quality.json")  # written by the benchmark
+SCORED = 64  # tokens of the teacher's cache: the budget at which every recipe was measured
+WINDOW = "swa"  # the recipe that others are held against
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ RECIPES: Mapping[str, Recipe] = {
         "arXiv:2309.17453",
     ),
     "paper": Recipe(
-        "the published method",
+        "Degrees of Freedom for Linear Attention (NeurIPS 2025)",
         "positive random features by the degrees of freedom of a layer, trained by layer",
         {"strategy": "dof", "feature_map": "prf", "steps": 60, **WITHOUT_WINDOW},
         "Nishikawa, Higuchi and Suzuki, Degrees of Freedom for Linear Attention: Distilling Softmax Attention with "
@@ -178,3 +181,25 @@ class Quality:
 def measured_quality() -> Mapping[str, Sequence[Quality]]:
     """Read the results of each recipe, by budget; a recipe that was not measured is missing."""
     return read_json(dict[str, tuple[Quality, ...]], SUMMARY.read_text(encoding="utf-8"))
+
+
+def score_of(recipe: str) -> Quality | None:
+    """Return the quality of a recipe at the bytes at which all recipes were measured; None: not measured."""
+    return next((row for row in measured_quality().get(recipe, ()) if row.budget == SCORED), None)
+
+
+def by_score(names: Iterable[str]) -> list[str]:
+    """Sort recipes by their score, the best first, and those that were not measured last."""
+    scores = {name: score_of(name) for name in names}
+    return sorted(scores, key=lambda name: math.inf if (score := scores[name]) is None else score.kl)
+
+
+def score_in_words(recipe: str) -> str:
+    """Say what a recipe reached, and whether it loses to a plain window of the same bytes; empty if not measured."""
+    score, window = score_of(recipe), score_of(WINDOW)
+    if score is None or window is None:
+        return ""
+    reached = f"KL {score.kl:.2g} with the demo model at the bytes of {SCORED} tokens{', untrained' * score.untrained}"
+    if recipe == WINDOW or score.kl < window.kl:
+        return reached
+    return f"{reached}: worse than a plain window ({window.kl:.2g})"

@@ -29,6 +29,7 @@ from linearizer.encoders.kinds import kind_of
 from linearizer.plan.allocation import ROW_TITLES, StateSize
 from linearizer.plan.inspection import ModelFacts
 from linearizer.plan.plan import Plan
+from linearizer.report.head_needs import needs_of, needs_table
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import Table, describe_environment, describe_heads
 from linearizer.report.verdict import candidates_table, find_correction
@@ -276,6 +277,7 @@ class CausalCard(Card):
             "plan": Plan(**self.public_plan()),
             "candidates": run.candidates,
             "correction": find_correction(run),
+            "needs": needs_table(needs_of(run, allocation)),
         }
 
     def list_measures(self) -> Iterator[tuple[str, str, str, float]]:

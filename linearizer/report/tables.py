@@ -11,6 +11,7 @@ from linearizer.run import results
 from linearizer.run.results import Part
 
 Rows = list[Sequence[object]]
+CATASTROPHIC = "catastrophic: of 10,000 positions, those where the teacher loses less than 0.1 nats and this one over 1"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def describe_environment(part: Part) -> tuple[str, ...]:
     """Name the software and device of a measurement, and why there was no teacher."""
     setup = part.made_with
     versions = ", ".join(f"{name} {version}" for name, version in setup.versions.items())
-    text = f"{setup.dtype} on {setup.device}; {versions}"
+    kernels = f", kernels: {setup.kernels}" if setup.kernels else ""
+    text = f"{setup.dtype} on {setup.device}{kernels}; {versions}"
     return (text,) if setup.alone is None else (text, f"the student was measured alone: {setup.alone}")
 
 
@@ -63,18 +65,19 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     # lengths: a quarter of the run's texts, these, and two of them joined
     judged = language.lengths[min(1, len(language.lengths) - 1)]
     named = {subject.name: subject for subject in judged.subjects}
-    rows: Rows = [(f"over {judged.length:,} tokens", "state", "loss", "95%", "KL", "same top token")]
+    rows: Rows = [(f"over {judged.length:,} tokens", "state", "loss", "95%", "KL", "same top token", "catastrophic")]
     for subject in language.subjects:
         at = named[subject.name]
         low, high = at.loss.interval
         near = with_half_width(at.kl, ".4f"), with_half_width(at.agreement, ".1%")
-        rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
+        losses = f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"
+        rows.append((subject.name, size(subject.state_bytes), *losses, *near, in_ten_thousand(at.catastrophic)))
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *cells(subject.by_position)) for subject in language.subjects]
     intervals = describe_intervals(language.count, language.drawn)
     state = f"state: what is remembered after {read.length:,} tokens; the teacher's grows with every token"
     ends = Table(ranges, (f"{describe_texts(part)}; {intervals}",))
-    return [Table(rows, (state,)), length_table(language.lengths), tail_table(language), ends]
+    return [Table(rows, (state, CATASTROPHIC)), length_table(language.lengths), tail_table(language), ends]
 
 
 def tail_table(language: results.Language) -> Table:
@@ -102,6 +105,10 @@ def length_table(lengths: Sequence[results.LengthResult]) -> Table:
     if strained := [f"{result.length:,}" for result in lengths if result.strained]:
         notes.append(f"the teacher itself predicts worse than the window at the end of texts of {', '.join(strained)}")
     return Table(rows, tuple(notes))
+
+
+def in_ten_thousand(share: float | None) -> str:
+    return "–" if share is None else f"{10_000 * share:.0f}"
 
 
 def recall_tables(part: Part[results.Recall]) -> list[Table]:

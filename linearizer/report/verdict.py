@@ -17,7 +17,7 @@ from linearizer.method.by_prices import allocate_by_prices
 from linearizer.method.decide import offers_of
 from linearizer.plan.allocation import Allocation, StateSize
 from linearizer.plan.plan import Plan
-from linearizer.report.tables import Rows, Table
+from linearizer.report.tables import Rows, Table, in_ten_thousand
 from linearizer.run.folder import Run
 from linearizer.run.measured import Candidates
 from linearizer.run.results import LengthResult, Part, ShortPredictions
@@ -54,7 +54,7 @@ def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
     """Compare the predictions of a student with the predictions of a window of the same bytes."""
     kind, words, decisive = weigh(results)
     student = of_subject(decisive, "student")
-    sentences = [words, describe_lengths(results), f"{state.in_words}."]
+    sentences = [words, *describe_catastrophes(decisive), describe_lengths(results), f"{state.in_words}."]
     sentences += [ADVICE] * (kind == "bad")
     sentences += ["The teacher was not there to compare with."] * (student.kl is None)
     agreement, kl = (None if estimate is None else estimate.mean for estimate in (student.agreement, student.kl))
@@ -103,6 +103,15 @@ def describe_pair(result: LengthResult, place: str = "") -> tuple[str, str]:
         f"{place}it agrees with its teacher on {student.agreement.mean:.1%} of tokens (KL {student.kl.mean:.4f})",
         f"the window on {window.agreement.mean:.1%} (KL {window.kl.mean:.4f})",
     )
+
+
+def describe_catastrophes(result: LengthResult) -> list[str]:
+    """Count the positions at which student and window are far off though the teacher is sure."""
+    shares = [of_subject(result, name).catastrophic for name in ("student", "window")]
+    if None in shares:  # there was no teacher, or a former version judged
+        return []
+    student, window = map(in_ten_thousand, shares)
+    return [f"At {student} in 10,000 positions it misses what its teacher is sure of, the window at {window}."]
 
 
 def describe_lengths(results: Sequence[LengthResult]) -> str:

@@ -56,8 +56,9 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     length = plan.resolved_length(None)
     sampled = plan.samples // 2 + (length if plan.memory else 0)
     samples = sampled * sum(
-        layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)
+        layer.all_queries * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)
         for layer in inspection.layers
+        if layer.reads is None
     )
     texts = length * (plan.steps * plan.batch + plan.texts_measured + plan.resolved_texts)
     return NUMBER * (samples + texts) + training_bytes(plan, inspection)

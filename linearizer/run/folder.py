@@ -419,6 +419,11 @@ class Trained:
     def early(self) -> bool:
         return self.done < self.asked
 
+    @property
+    def in_words(self) -> str:
+        """The steps, and how many were asked for if it was ended early: 12 of 200 steps."""
+        return f"{self.done:,} of {self.asked:,} steps" if self.early else f"{self.done:,} steps"
+
 
 def read_training(run: Run) -> Trained:
     """Read from the log of a run how its training ended."""

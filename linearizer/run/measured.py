@@ -97,12 +97,18 @@ class ProfileSettings:
         """Read N off a curve at the reference ridge, which need not be on the grid."""
         return Curve.through(freedoms, self.ridges).at(-math.log(self.reference))
 
+    def error_at_reference(self, errors: Sequence[float]) -> float | None:
+        """Read the error of log N at the ridge that is nearest to the reference."""
+        nearest = min(range(len(self.ridges)), key=lambda at: abs(math.log(self.ridges[at] / self.reference)))
+        return errors[nearest] if errors else None
+
 
 @dataclass(frozen=True)
 class HeadProfile:
     """One KV head, with the queries of its group."""
 
     freedoms: tuple[float, ...]  # N(λ) for every ridge of the profile
+    errors: tuple[float, ...] = ()  # half of the 95% interval of log N(λ); none in profiles of earlier versions
 
 
 @dataclass(frozen=True)

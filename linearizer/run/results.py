@@ -56,6 +56,7 @@ class ShortPredictions:
     loss: Estimate
     kl: Estimate | None
     agreement: Estimate | None
+    catastrophic: float | None = None  # share of positions that the teacher is sure of, and the subject misses
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,7 @@ class MadeWith:
     dtype: str
     teacher: dict[str, Any] | None  # its name and revision
     alone: str | None  # why there was no teacher
+    kernels: str = ""  # that read with the student; "" in results of earlier versions
 
 
 @dataclass(frozen=True)
@@ -366,3 +368,4 @@ class StateSizes:
     total: int
     bytes: dict[str, int]
     again: bool = False  # the text was read before, but the states were dropped
+    recurrent_bytes: int = 0  # of each model, in recurrent layers: they do not grow

@@ -24,6 +24,7 @@ Product = TypeVar("Product")
 NO_MEMORY = ("not enough memory", "can't allocate memory")  # PyTorch says so on a CPU
 MIN_EVENT_SECONDS = 0.25  # seconds between two events of a step, and more in a long one:
 EVENT_SHARE = 1e-3  # of the time that the step has taken
+DRAWN = "events", "freedoms", "kl_of_heads", "layers"  # details of progress that the page shows one by one
 MIN_GUESS_SECONDS = 2.0  # seconds of a step after which its remaining seconds can be estimated
 STOP_POLL_SECONDS = 0.2  # seconds between two checks for a request while nothing is yielded
 INTERRUPT_SECONDS = 1.0  # seconds until work that did not stop is interrupted again
@@ -114,12 +115,12 @@ class LogPace:
         self.first, self.done = 0, 0
 
     def due(self, progress: Progress) -> bool:
-        """Whether to log an event: the first, the last, every warning, and some between."""
+        """Whether to log an event: the first, the last, every warning and what is drawn, and some between."""
         now, part = time.monotonic(), (progress.step, progress.unit)
         if part != self.part or progress.done < self.done:
             self.part, self.begin, self.last, self.first = part, now, -math.inf, progress.done
         self.done = progress.done
-        news = progress.details.get("events") or progress.done == progress.total
+        news = any(map(progress.details.get, DRAWN)) or progress.done == progress.total
         due = news or now - self.last >= max(MIN_EVENT_SECONDS, EVENT_SHARE * (now - self.begin))
         self.last = now if due else self.last
         return bool(due)
@@ -139,6 +140,16 @@ def interruptible(run: Run, patience: float = 0.0) -> AbstractContextManager[Non
     """
     in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals are handled
     return Interruption(run, patience) if in_main_thread else nullcontext()
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off requests to stop, and ctrl-C, while the context lasts: a state is being written."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {INTERRUPT, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Interruption(AbstractContextManager[None]):

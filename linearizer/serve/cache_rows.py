@@ -227,11 +227,14 @@ def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
 
 
 def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
-    """Cut tensors that grow with the text to views of the last `longest` tokens."""
-    for name in names:
-        if (axis := growing_axis(holder, name)) is not None:
-            x = getattr(holder, name)
-            setattr(holder, name, x.narrow(axis, max(0, x.shape[axis] - longest), min(longest, x.shape[axis])))
+    """Cut tensors that grow with the text to views of the last `longest` tokens, or to the tokens that some row has."""
+    kept = holder.real.any(0).nonzero()[:, 0] if hasattr(holder, "real") else None
+    for name, axis in [(name, axis) for name in names if (axis := growing_axis(holder, name)) is not None]:
+        x = getattr(holder, name)
+        if kept is None:
+            setattr(holder, name, x.narrow(axis, x.shape[axis] - longest, longest))
+        elif len(kept) < x.shape[axis] and holder.real.numel():
+            setattr(holder, name, x.index_select(axis, kept))
 
 
 def growing_axis(holder: Any, name: str) -> int | None:

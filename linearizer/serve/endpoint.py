@@ -52,12 +52,15 @@ class Served:
     engine: Engine
     max_seconds: float  # of a request
     states: Path | None = None  # the folder of the states that clients own; None: there are none
+    state_bytes: int = 0  # of the longest text in layers with a student, or in the teacher's same layers
+    recurrent_bytes: int = 0  # of any text in recurrent layers
     since: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def card(self) -> dict[str, Any]:
         about = {"object": "model", "created": self.since, "owned_by": "linearizer"}
-        return {"id": self.name, **about, "max_model_len": self.positions}
+        sizes = {"state_bytes": self.state_bytes, "recurrent_bytes": self.recurrent_bytes}
+        return {"id": self.name, **about, "max_model_len": self.positions, **sizes}
 
     def states_of(self, request: Request) -> States:
         """Return the states of a request's key."""

@@ -20,6 +20,7 @@ from linearizer.serve.state_files import held, load_state, save_state
 from linearizer.student.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.chat_template import next_turn_tokens, turn_tokens
+from linearizer.teacher.logits import recurrent_bytes
 from linearizer.teacher.token_loop import TextStream, ends_of, generate_tokens, read_tokens
 
 
@@ -101,7 +102,8 @@ def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: Li
     """Count the tokens that a cache has read, its bytes, and those of a teacher's cache in the student's dtype."""
     state_bytes = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
     tokens = cache.get_seq_length()
-    return ReadingSize(tokens, state_bytes, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
+    teacher_bytes = cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED
+    return ReadingSize(tokens, state_bytes, teacher_bytes, recurrent_bytes(cache))
 
 
 def tokenize(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from linearizer.errors import RequestError, first_line
+from linearizer.plan.head_bytes import cache_bytes
 from linearizer.progress import quiet
 from linearizer.run.folder import Run
 
@@ -50,6 +51,13 @@ def address(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def bytes_of_text(run: Run, teacher: bool) -> int:
+    """Return the bytes of the longest text in the layers that have a student, or in the same layers of its teacher."""
+    if teacher or run.allocation is None:
+        return cache_bytes(run.layers, run.positions)
+    return run.allocation.state_bytes(run.layers, run.positions)
+
+
 def serve(
     run: Run,
     port: int = PORT,
@@ -89,7 +97,9 @@ def serve(
             model, tokenizer = checkpoint.load_of_run(run)
         name = run.folder.resolve().name + ("-teacher" if teacher else "")
         with Engine(model, max_state_bytes) as engine, short_collections():
-            served = Served(name, model, tokenizer, run.positions, engine, max_seconds, states or run.folder / "states")
+            places = states or run.folder / "states"
+            sizes = bytes_of_text(run, teacher), run.inspection.recurrent_bytes
+            served = Served(name, model, tokenizer, run.positions, engine, max_seconds, places, *sizes)
             app = make_endpoint(served, host in LOCAL_HOSTS, api_keys)
             config = uvicorn.Config(
                 app,

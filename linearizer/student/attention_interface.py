@@ -99,9 +99,11 @@ def linearized(
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         return attend_as_teacher(module, q, k, v, seen, scaling, **kwargs)[0].transpose(1, 2)
 
+    left_out = key.shape[2] - query.shape[2]  # Gemma 4 asks a shared layer only for the rows whose logits it needs
+    query = nn.functional.pad(query, (0, 0, left_out, 0)) if left_out else query
     with part_order or nullcontext():
         exact = getattr(student, "exact_tokens", 0)
-        out = attend_by_length(exact, has_read, read, attend, query, key, value, real, linear_state)
+        out = attend_by_length(exact, has_read, read, attend, query, key, value, real, linear_state)[:, :, left_out:]
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -168,7 +170,7 @@ def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
         decoder = base.base_model
     decoder.linearized = tuple(linearized)
     modules = attention_by_layer(base)
-    decoder.attentions = tuple(modules.get(index) for index in range(len(linearized)))
+    decoder.attentions = tuple(modules.get(index) if mine else None for index, mine in enumerate(linearized))
     names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
     decoder.register_forward_pre_hook(partial(give_cache, names), with_kwargs=True)
     decoder.register_forward_hook(mark_as_read, with_kwargs=True)
@@ -247,9 +249,14 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     """Pass an attention module its state (a forward pre-hook), whatever it calls its cache argument."""
     for value in [*args, *kwargs.values()]:
         if isinstance(value, Cache):  # perhaps of another copy of this code, or of a base that attends as its teacher
-            layers = value.layers[int(module.layer_idx) :]  # type: ignore[arg-type]
+            reads: Any = getattr(module.student, "reads", module.layer_idx)
+            layer: Any = value.layers[int(reads)] if int(reads) < len(value.layers) else None
             for argument, name in HANDED_OVER.items():
-                kwargs[argument] = getattr(layers[0], name, None) if layers else None
+                kwargs[argument] = getattr(layer, name, None)
+            if reads != module.layer_idx and has_student(layer):
+                kwargs["linear_state"], kwargs["has_read"] = layer.kept.pop()
+            elif (readers := getattr(module, "readers", 0)) and has_student(layer):
+                layer.keep(readers)
     return args, kwargs
 
 

@@ -12,6 +12,8 @@ What a layer promises, for each KV head and the query heads that share it:
      and places, not calls, decide what merges. Padding is not read: a row of a batch equals the row alone.
   6. Where the model caps its scores, or has learned sinks (logits without a value that take weight), so does a student.
   7. Keys and values of few bits are stored in a basis of their own (layer_student.py); sinks are never rounded so.
+  8. A text whose cache is no larger than the state has that cache instead, and its rows are the teacher's
+     (exact_cache.py); with the first token too many its heads read it from its begin.
 
 Shapes: q (batch, heads, group, tokens, dim), scaled; k, v (batch, heads, tokens, dim): KV heads of one kind. Texts that
 have read equally many tokens are read together, as so many more heads.
@@ -31,7 +33,6 @@ from torch import nn
 Tensor = torch.Tensor
 GAIN = 0.25  # half of the value for Gaussian keys: measured best, since no query sees the mean spread
 MOST_IMPORTANT = 20.0  # limit of an importance's logarithm: costs stay within single precision
-RECENCY = 1  # the cost of merging two slots is multiplied by this power of the newer slot's place
 TINY = 1e-30  # the smallest squared distance of values: infinity times it is infinite
 ROWS = 64  # of heads without slots that attend at once
 FEWER = (4, 5, 6)  # bits of a number: the lowest four lie two numbers to a byte, the others in bytes after them
@@ -312,16 +313,14 @@ def merging_costs(k: Tensor, seen: Tensor, v: Tensor, weight: Tensor, merging: M
 
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
     of its values; the product of both squares is its fourth power, which needs no roots. It counts more where queries
-    look: at keys with a large product with the mean query, and at newer ones; slots are in the order of their tokens.
+    look: at keys with a large product with the mean query. It counts old tokens as much as new ones.
     """
     inverse = weight.reciprocal()
     keys = squared_distances(seen).square() / (inverse[..., None] + inverse[:, None])
     cost = keys.square() * squared_distances(v).clamp_min(TINY)
     importance = (k @ merging.mean_query[:, :-1, None])[..., 0] - merging.mean_query[:, -1:]
     importance = importance.clamp(-MOST_IMPORTANT, MOST_IMPORTANT).exp()
-    place = torch.arange(1, k.shape[1] + 1, dtype=k.dtype, device=k.device)
-    newer = torch.maximum(place[:, None], place) ** RECENCY
-    return cost * torch.maximum(importance[..., None], importance[:, None]) * newer
+    return cost * torch.maximum(importance[..., None], importance[:, None])
 
 
 def squared_distances(x: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class LinearizedLayer(CacheLayerMixin):
         super().__init__()
         self.tokens_read = 0
         self.memory: list = []
+        self.kept: list[tuple[list, bool]] = []  # states before a call's tokens, and whether any were read before them
         self.is_initialized = True
         self.device = torch.device("cpu")
 
@@ -95,8 +96,13 @@ class LinearizedLayer(CacheLayerMixin):
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.memory = [change_tensors(state, change) for state in self.memory]
 
+    @torch.compiler.disable
+    def keep(self, readers: int) -> None:
+        """Copy the state for later layers of a call, which read it with the same tokens."""
+        self.kept = [(self.copied_texts(torch.clone).memory, self.has_read) for _ in range(readers)]
+
     def reset(self) -> None:
-        self.tokens_read, self.memory = 0, []
+        self.tokens_read, self.memory, self.kept = 0, [], []
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

@@ -19,7 +19,7 @@ from torch import nn
 from .attention_of_student import FEWER, GAIN, HeadKind, HeadState, Merging, Scores, read, working_dtype
 
 Tensor = torch.Tensor
-DOOR, VERSION = "linearizer.kernels.door", 1  # of kernels that fit this code
+DOOR, VERSION = "linearizer.kernels.door", 2  # of kernels that fit this code
 SLOW = (
     "PyTorch reads with this linearized model, which takes several times as long as with the kernels of the package "
     "linearizer: install that package from its repository to use them"
@@ -329,6 +329,25 @@ class LayerStudent(nn.Module):
         inputs = self.turns(self.turns.to_stored, *inputs, scale**0.5, heads)
         part, state = group(*inputs, scale, real, state, scores)
         return self.turns(self.turns.from_stored, part, heads), state
+
+
+class SharedStudent(nn.Module):
+    """Attends in a layer without keys of its own, with the student of the layer that it `reads`.
+
+    It gets a copy of that layer's state from before a call's tokens, reads the same tokens, and drops the new state.
+    """
+
+    def __init__(self, student: LayerStudent, reads: int) -> None:
+        super().__init__()
+        self.reads, self.shared = reads, (student,)  # no child: its weights belong to the other layer
+
+    @property
+    def exact_tokens(self) -> int:
+        return self.shared[0].exact_tokens
+
+    def forward(self, *inputs: Any) -> Tensor:
+        out: Tensor = self.shared[0](*inputs)
+        return out
 
 
 def as_slice(heads: list[int]) -> slice | list[int]:

@@ -53,7 +53,7 @@ from .attention_interface import (
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
-from .layer_student import LayerStudent, find_kernels, generator_at, holds_more, named_head
+from .layer_student import LayerStudent, SharedStudent, find_kernels, generator_at, holds_more, named_head
 from .saved_state import read_state
 
 NOT_BATCHED = (
@@ -80,9 +80,9 @@ OWN = {"layers": [], "sinks": 0, "exact_tokens": 0, "feature_map": "prf", "teach
 class LinearizedConfig(PreTrainedConfig):
     """Reads the config of a linearized model: its teacher's, with an entry `linearized`, which names
 
-    layers: for each layer what its KV heads keep (LayerStudent), or null if it is unchanged; sinks; feature_map;
-    exact_tokens: of the longest text that is read as the teacher reads it; teacher: its name and revision;
-    teacher_type; format: of these entries; made_by: the version that wrote them.
+    layers: for each layer what its KV heads keep (LayerStudent), no heads if it `reads` those of another layer, null if
+    it is unchanged; sinks; feature_map; exact_tokens: of the longest text that is read as the teacher reads it;
+    teacher: its name and revision; teacher_type; format: of these entries; made_by: the version that wrote them.
     """
 
     model_type = "linearized"
@@ -206,11 +206,15 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             if layer is not None:
                 if (module := modules.get(index)) is None:
                     raise ValueError(f"the config describes heads of layer {index}, which has no softmax attention")
-                sizes = layer["key_dim"], entries["feature_map"], layer.get("value_dim", layer["key_dim"])
-                student = LayerStudent(layer["heads"], entries["sinks"], *sizes, entries["exact_tokens"])
-                module.student = student.float()  # in a model of any dtype
+                if source := cast(Any, modules.get(layer.get("reads", -1))):
+                    source.readers = getattr(source, "readers", 0) + 1
+                    module.student = SharedStudent(source.student, layer["reads"])
+                else:
+                    sizes = layer["key_dim"], entries["feature_map"], layer.get("value_dim", layer["key_dim"])
+                    student = LayerStudent(layer["heads"], entries["sinks"], *sizes, entries["exact_tokens"])
+                    module.student = student.float()  # in a model of any dtype
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
-        serve_decoder(self, self.linearized_layers())
+        serve_decoder(self, self.layers_with_states())
         for name, added in (
             ("_keep_in_fp32_modules_strict", ("student",)),
             ("_skip_keys_device_placement", ("cache", "past_key_values", "linear_state")),
@@ -237,9 +241,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     def students(self) -> list[LayerStudent]:
         return [module for module in self.modules() if isinstance(module, LayerStudent)]
 
-    def linearized_layers(self) -> list[bool]:
-        """Return whether each layer has a student."""
-        return [layer is not None for layer in self.config.linearized["layers"]]
+    def layers_with_states(self) -> list[bool]:
+        """Return whether each layer has a student with states of its own."""
+        return [bool(layer and layer["heads"]) for layer in self.config.linearized["layers"]]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw weights that no checkpoint has: the teacher's outside of its decoder, and features."""
@@ -298,7 +302,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self.config, self.linearized_layers(), self)
+        return empty_cache(self.config, self.layers_with_states(), self)
 
     def load_cache(self, path: str) -> LinearizedCache:
         """Read a state that `cache.save(path)` wrote; refuse a damaged one, and one of another model."""

@@ -74,6 +74,20 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type} ({platform.machine()}, {threads} thread{'s' * (threads > 1)})"
 
 
+def describe_kernels(device: torch.device) -> str:
+    """Name what reads with a student on a device: Triton, and how many kernels passed their trial, C, or PyTorch."""
+    from linearizer.kernels import trial
+    from linearizer.kernels.c.compiler import find_compiler
+    from linearizer.kernels.triton.dispatch import launch_token
+
+    verdicts = [passed for case, passed in list(trial._verdicts.items()) if case[1] == device]
+    if os.environ.get("LINEARIZER_KERNELS") == "0" or not all(verdicts):
+        return "none: PyTorch"
+    if device.type in trial.DEVICES and launch_token is not None:
+        return f"Triton, {len(verdicts)} compiled" if verdicts else "Triton"
+    return "C" if device.type == "cpu" and find_compiler() else "none: PyTorch"
+
+
 def device_kind(device: str) -> str:
     """Return "cuda" for a GPU or "cpu" for anything slower, without using the device."""
     if device == "auto":

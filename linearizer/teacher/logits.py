@@ -19,6 +19,7 @@ Tensor = torch.Tensor
 PROBE_TOKENS = 16  # that a model reads in a check
 MAX_LOGITS = 2**26  # of one subject, in memory at once in fp32
 MAX_CACHED_LOGITS = 2**19  # fit into a processor's caches
+EVERY, FEWEST_PLACES = 8, 512  # of the places of a text one is judged, but at least so many in a text
 
 
 @torch.inference_mode()
@@ -75,9 +76,25 @@ def bytes_held(cache: Cache, in_16_bits: bool = False) -> int:
         else:
             in_dtype = [x for x in (getattr(layer, name, None) for name in ("keys", "values")) if isinstance(x, Tensor)]
             total += sum(x.numel() * x.element_size() for x in in_dtype)
-        total += sum(states[key].numel() * states[key].element_size() for _, states, key in recurrent_tensors(layer))
         total -= sum(x.numel() * (x.element_size() - CACHED) for x in in_dtype) * in_16_bits
-    return total
+    return total + recurrent_bytes(cache)
+
+
+def recurrent_bytes(cache: Cache) -> int:
+    """Count the bytes that recurrent layers keep, as much after any number of tokens."""
+    kept = (states[key] for layer in cache.layers for _, states, key in recurrent_tensors(layer))
+    return sum(x.numel() * x.element_size() for x in kept)
+
+
+def drawn_places(tokens: int, seed: int = 0) -> Tensor:
+    """Draw the places of a text at which models are compared: one of every few that follow each other, or all.
+
+    Means over a text spread by documents more than by places, and with a large vocabulary logits take most of the time.
+    """
+    every = min(EVERY, max(1, tokens // FEWEST_PLACES))
+    begins = torch.arange(0, tokens, every)
+    drawn = torch.randint(every, begins.shape, generator=torch.Generator().manual_seed(seed))
+    return (begins + drawn).clamp(max=tokens - 1)
 
 
 def logits_at_once(model: PreTrainedModel, tokens: int) -> int:

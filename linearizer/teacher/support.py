@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,10 +34,10 @@ WATCHED_TOKENS = 4
 # are supported, too.
 TESTED = frozenset(
     "apertus arcee bailing_hybrid bamba cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 falcon_h1 gemma "
-    "gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox granite granitemoehybrid helium hunyuan_v1_dense "
-    "kimi_linear lfm2 lfm2_moe lfm3 llama minimax_m2 mistral mixtral nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt "
-    "phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 "
-    "stablelm starcoder2 zaya".split()
+    "gemma2 gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite "
+    "granitemoehybrid helium hunyuan_v1_dense kimi_linear lfm2 lfm2_moe lfm3 llama minimax_m2 mistral mixtral "
+    "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text "
+    "qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 vaultgemma zaya".split()
 )
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 UNCHANGED_LAYERS = frozenset(["linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"])
@@ -53,6 +53,7 @@ OWN_WAYS = {  # of hybrids, by their kind
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 MASKED = "its layers mask tokens with custom numbers, which a state of fixed size cannot follow"
 ENCODER = "it is an encoder, which reads in both directions"
+BOTH_WAYS = "its text tower reads a prompt in both directions, and a state of fixed size reads a text once"
 ENCODERS = "the page and `linearizer run` without --job also linearize encoders, in runs of their own"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or qwen3_5"
 NO_TEXT = "its text tower ({}) is of a kind that transformers cannot load alone"
@@ -129,8 +130,9 @@ def check_attention(query: torch.Tensor, key: torch.Tensor, arguments: Mapping[s
         raise Refused(heads, "repair its config.json")
 
 
-def check_layers(indices: list[int], cache: Cache | None, expected: int) -> None:
-    """Refuse a model in which a layer with keys does not attend exactly once, or one attends with those of another."""
+def check_layers(watched: list[AttentionLayer], cache: Cache | None, expected: int) -> None:
+    """Refuse a model in which a layer does not attend exactly once, or attends to keys that no layer has."""
+    indices = [layer.index for layer in watched]
     layers = dict(enumerate(getattr(cache, "layers", ())))
     cached = {index for index, layer in layers.items() if getattr(layer, "keys", None) is not None}
     others = {index for index in set(range(expected)) - set(indices) if not keeps_no_keys(layers.get(index))}
@@ -141,9 +143,12 @@ def check_layers(indices: list[int], cache: Cache | None, expected: int) -> None
         raise Refused(f"{counts}, and each of them should attend once")
     if not cached:
         raise Refused("it keeps no cache of keys and values that transformers knows")
-    if cached != set(indices):
-        count = len(set(indices) - cached)
-        raise Refused(f"{count} of its {expected} layers reuse the keys and values of another layer")
+    own = {layer.index for layer in watched if layer.shape.reads is None}
+    if cached != own:
+        count = len(own ^ cached)
+        raise Refused(f"the keys and values of {count} of its {expected} layers are not those that its cache keeps")
+    if own != set(indices) and len(layers) < expected:
+        raise Refused("this version of transformers keeps no place for layers without keys", "update transformers")
     if any(isinstance(getattr(layer, "recurrent_states", {}), torch.Tensor | None) for layer in layers.values()):
         raise Refused("this version of transformers cannot continue its recurrent layers", "update transformers")
 
@@ -227,6 +232,7 @@ def refusing_config() -> Iterator[None]:
 def watch_layers(model: PreTrainedModel) -> Watched:
     """Run a model on a few tokens, and record how each of its layers attends."""
     watched: list[AttentionLayer] = []
+    keys: list[torch.Tensor] = []
     altered: list[bool] = []
 
     def observe(
@@ -237,23 +243,35 @@ def watch_layers(model: PreTrainedModel) -> Watched:
         index = int(module.layer_idx)  # type: ignore[arg-type]
         window = native_window(model.config, index, kwargs)
         shape = Layer(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window)
+        source = next((layer.index for layer, other in zip(watched, keys, strict=True) if other is key), None)
+        if source is not None:
+            shape = replace(shape, kv_heads=0, native_window=window or 0, reads=source)
         watched.append(AttentionLayer(index, shape, float(scale)))
+        keys.append(key)
 
     modules = attention_modules(model)
     if not modules:
         raise refuse_unseen(model)
     if any(getattr(module, "is_causal", None) is False for module in modules):
-        raise Refused(ENCODER)
+        raise Refused(BOTH_WAYS if whole_of(model.config) else ENCODER)
     tokens = torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)
     with torch.no_grad(), quiet(), observing(model, observe):
         cache = getattr(model(tokens, use_cache=True), CACHE, None)
     count = getattr(model.config, "num_hidden_layers", 0)
-    check_layers([layer.index for layer in watched], cache, count)
-    by_index = {layer.index: layer for layer in watched}
+    check_layers(watched, cache, count)
+    by_index = {layer.index: count_readers(layer, watched) for layer in watched}
     layers = tuple(by_index.get(index, AttentionLayer(index, WITHOUT_ATTENTION, 0.0)) for index in range(count))
     held = [[states[key] for _, states, key in recurrent_tensors(layer)] for layer in getattr(cache, "layers", ())]
     recurrent_bytes = sum(x.numel() * x.element_size() for tensors in held for x in tensors)
     return Watched(layers, sum(map(bool, held)), recurrent_bytes, any(altered))
+
+
+def count_readers(layer: AttentionLayer, watched: list[AttentionLayer]) -> AttentionLayer:
+    """Return a layer with the number of the layers that attend to its keys; refuse readers of another shape."""
+    readers = [other for other in watched if other.shape.reads == layer.index]
+    if any((x.shape.query_heads, x.scaling) != (layer.shape.query_heads, layer.scaling) for x in readers):
+        raise Refused(f"layers that attend to the keys of its layer {layer.index} have other query heads or scales")
+    return replace(layer, shape=replace(layer.shape, readers=len(readers)))
 
 
 def refuse_unseen(model: PreTrainedModel) -> Refused:

@@ -23,7 +23,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run, ends_of_phases
-from linearizer.run.stopping import log_progress
+from linearizer.run.stopping import log_progress, uninterrupted
 from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
@@ -67,8 +67,10 @@ def distill(
             new_events += filter(None, [state.warning])
         try:
             yield from run_steps(trainer, events, new_events, enough, save)
-        except GeneratorExit:
-            save()
+        except (GeneratorExit, KeyboardInterrupt):
+            if trainer.is_whole:
+                with uninterrupted():
+                    save()
             raise
     layers = {index: optimizer.status for index, optimizer in trainer.optimizers.items()}
     return TrainingResult(

@@ -59,6 +59,7 @@ class Trainer:
         self.device = next(student.parameters()).device
         self.optimizers = make_optimizers(student, settings)
         self.step, self.rows = 0, settings.batch  # rows: texts that run through the model together
+        self.is_whole = True  # all layers are at this step
         self.layerwise = settings.loss in LAYERWISE
         probe = texts[:1, :PROBE_TOKENS].to(self.device)
         self.projections: Mapping[int, nn.Module] = {}
@@ -72,11 +73,12 @@ class Trainer:
         losses, events = self.gradients_that_fit(draw_batch(self.texts, self.settings, self.step).to(self.device), keep)
         rate = rate_share(self.settings, self.step)
         problems: dict[str, list[int]] = {}
+        self.is_whole = False
         for index, optimizer in self.active().items():
             if message := optimizer.take_step(losses["excess"][index], self.step, rate, keep == 1.0):
                 problems.setdefault(message, []).append(index)
             optimizer.adam.zero_grad()
-        self.step += 1
+        self.step, self.is_whole = self.step + 1, True
         for message, layers in problems.items():
             events.append(f"step {self.step}: layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}: {message}")
         if not self.active():

@@ -25,8 +25,8 @@ from linearizer.run.disk import NUMBER, resume_bytes, rows_of, run_bytes
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.results import Request
 from linearizer.student.layer_student import LayerStudent
-from linearizer.teacher.devices import choose_device, describe_device, device_kind
-from linearizer.teacher.logits import MAX_LOGITS
+from linearizer.teacher.devices import choose_device, describe_device, describe_kernels, device_kind
+from linearizer.teacher.logits import MAX_LOGITS, drawn_places
 from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.streaming import bytes_for_weights, bytes_in_memory, rooms_for_weights, streams
 
@@ -150,10 +150,10 @@ def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[fl
     """Estimate the seconds that teacher, student and logits take for one text of a run."""
     plan = plan.sized(inspection.max_positions)
     layers, length = inspection.replaced_layers, plan.resolved_length(None)
-    attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
+    attention = sum(2 * layer.all_queries * (layer.key_dim + layer.value_dim) for layer in layers) * length
     teacher = length * (2 * inspection.active + attention) / product_speed(plan, inspection, speeds)
     student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students
-    return teacher, student, length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
+    return teacher, student, len(drawn_places(length)) * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
 
 
 def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
@@ -245,6 +245,7 @@ class Machine:
     """The device of a plan, with its free memory and the free disk."""
 
     device: str  # its product name
+    kernels: str  # that read with a student on it
     free_memory: int  # bytes, of the device, or of all GPUs if the plan names none
     free_disk: int  # bytes, on the disk of the runs
 
@@ -259,6 +260,7 @@ def describe_machine(plan: Plan | EncoderPlan, runs: Path) -> Machine:
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
     return Machine(
         describe_device(device),
+        describe_kernels(device),
         sum(free_bytes(torch.device(place)) for place in rooms_for_weights(plan.device)),
         shutil.disk_usage(place).free,
     )

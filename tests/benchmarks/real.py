@@ -2,12 +2,15 @@
 
   python -m tests.benchmarks.real               hours; what is finished is kept, and a second call goes on
   python -m tests.benchmarks.real --minutes 50  stops then, between two texts, and keeps what is finished
-  python -m tests.benchmarks.real --rows best swa --budgets 256 --lengths 1024 4096 --texts 4
+  python -m tests.benchmarks.real --rows best swa --budgets 256 --lengths 1024 4096 --documents 6
+  python -m tests.benchmarks.real --texts file:mine.jsonl --documents 8     on texts of one's own, a document a line
   python -m tests.benchmarks.real --dry         only say how many tokens each row reads, and how long making it takes
   python -m tests.benchmarks.real --table       only write the tables of what has been measured, and the chart
 
 Rows are names of quality_rows.py, or short names of some of them (--rows names them). A student is made as a run makes
-it, once for a row and budget, and judged at all lengths, in float32. Writes results/real-smollm2-135m.json and .md.
+it, once for a row and budget, and judged at all lengths, in float32. Heads are priced on `builtin`, and judged on 24
+documents of six kinds, of other projects and authors (texts_of_others.py). What a row was judged on before, if that
+was other text, is replaced. Writes results/real-smollm2-135m.json and .md; of texts of one's own, into --work.
 """
 
 import argparse
@@ -56,12 +59,13 @@ from tests.benchmarks.real_judging import (
     teacher_readings,
 )
 from tests.benchmarks.real_table import TEACHER, RealTable
-from tests.benchmarks.real_texts import documents_to_judge, real_model
+from tests.benchmarks.real_texts import KINDS_JUDGED, WORK, documents_to_judge, real_model
 
 README = Path(__file__).parents[2] / "README.md"
 CHART = README.parent / "assets" / "quality.svg"
 BEGIN, END = "<!-- measured: python -m tests.benchmarks.real --table -->", "<!-- measured: end -->"
 AT_ONCE = 4  # documents
+ASKED = 6  # documents, one of each kind, that numbers and tasks are hidden in, and that questions are about
 BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
 SHORT = {  # names of rows
     "duo": "duo --may-grow",
@@ -84,8 +88,8 @@ def main(arguments=None):
     parser.add_argument("--rows", nargs="*", choices=[*SHORT, *ROWS], default=list(USUAL), metavar="ROW")
     parser.add_argument("--budgets", nargs="*", type=int, default=list(BUDGETS))
     parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS))
-    parser.add_argument("--texts", type=int, default=8, help="documents to judge on, code and prose in turn")
-    parser.add_argument("--judge", type=Path, help='a file of JSON lines with a "text" each, to judge on instead')
+    parser.add_argument("--documents", type=int, default=24, help="how many to judge on, of all kinds in turn")
+    parser.add_argument("--texts", help="what to judge on instead: file:PATH, a document a line of JSON, or dataset:ID")
     parser.add_argument("--needles", type=int, default=2, help="numbers at every depth of every length; 0: none")
     parser.add_argument("--ruler", type=int, default=1, help="texts of every task, depth and length; 0: none")
     parser.add_argument("--answers", type=int, default=2, help="questions about every text, in the chat template")
@@ -95,12 +99,13 @@ def main(arguments=None):
     parser.add_argument("--run", nargs="*", default=[], metavar="NAME=VALUE", help="options of the runs: texts=2 …")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it stops, to be called again")
     parser.add_argument("--out", type=Path, help="where results go (default: results/real-MODEL)")
-    parser.add_argument("--work", type=Path, default=Path("build") / "real", help="what is made once is kept here")
+    parser.add_argument("--work", type=Path, default=WORK, help="what is made once is kept here")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args(arguments)
     name = "smollm2-135m" if arguments.model is None else re.sub(r"\W+", "-", Path(arguments.model).name)
-    table = RealTable(arguments.out or RESULTS / f"real-{name}")
+    own = arguments.work / f"own-{name}" if arguments.texts else RESULTS / f"real-{name}"
+    table = RealTable(arguments.out or own)
     if not arguments.table:
         try:
             measure_all(Bench(arguments, table))
@@ -109,7 +114,7 @@ def main(arguments=None):
     if arguments.dry:
         return
     print(table.write())
-    if arguments.table and arguments.out is None and arguments.model is None:
+    if arguments.table and arguments.out is None and arguments.model is None and arguments.texts is None:
         write_between(README, table.short())
         CHART.write_text(table.chart(), encoding="utf-8")
 
@@ -148,8 +153,12 @@ class Bench:
         self.task_lengths = sorted(arguments.task_lengths or self.lengths)
         self.tokenizer = teacher_module.load_tokenizer(find_model(self.model))
         longest = max(self.lengths + self.task_lengths)
-        self.documents = documents_to_judge(self.tokenizer, longest, arguments.texts, arguments.judge)
-        self.windows = torch.cat([document.ids for document in self.documents])
+        given = arguments.documents, arguments.texts, arguments.work
+        self.documents, self.source = (
+            documents_to_judge(self.tokenizer, longest, *given),
+            arguments.texts or KINDS_JUDGED,
+        )
+        self.windows = torch.cat([document.ids for document in self.documents[:ASKED]])
         self.edges = edges_of(self.lengths)
         self.work = arguments.work / digest({}, self.model)[:8]
 
@@ -159,7 +168,7 @@ class Bench:
 
     def measure(self, row, budget):
         """Measure what is missing of a row; keep each part once it is there."""
-        record = self.table.find(row, budget)
+        record = self.table.find(row, budget, self.source)
         if "refused" in record or not (missing := self.missing(record)):
             return
         self.check_time()
@@ -176,9 +185,9 @@ class Bench:
 
     def say_costs(self, row, budget):
         """Print how many tokens a row has still to read, and how long a run of its plan takes by the forecast."""
-        given, missing = self.arguments, self.missing(self.table.find(row, budget))
+        given, missing = self.arguments, self.missing(self.table.find(row, budget, self.source))
         texts = {"needle": len(DEPTHS) * given.needles, "ruler": len(KINDS) * len(TASK_DEPTHS) * given.ruler}
-        texts["answers"] = given.texts * given.answers
+        texts["answers"] = len(self.windows) * given.answers
         tokens = sum(max(self.lengths) if kind == "texts" else texts[kind] * length for kind, length in missing)
         made = not missing or row == TEACHER or is_control(row)
         plan, speeds = None if made else self.plan_of(row, budget), measure_speeds("cpu")

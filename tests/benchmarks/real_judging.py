@@ -13,19 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from linearizer.errors import UnsupportedModel
-from linearizer.evaluate.language import join_scores, scores_of
+from linearizer.evaluate.language import catastrophic, join_scores, scores_of
 from linearizer.evaluate.recall import DEPTHS, HiddenPairs
 from linearizer.evaluate.subjects import Subject, read_last, read_logits
 from linearizer.evaluate.tasks import DEPTHS as TASK_DEPTHS
 from linearizer.evaluate.tasks import KINDS, frequent_words, lay_out_all, score_answers
 from linearizer.hub.weight_files import digest
-from linearizer.teacher.logits import fresh_cache, logits_of
+from linearizer.teacher.logits import fresh_cache, logits_of, losses_of
 
 PIECE = 512  # tokens of some texts that are read, and whose logits are held, at once
 FIRST_PLACE = 256
 FACT, QUESTION = "\nThe secret number is{}. Remember it.\n", "\nThe secret number is"
 DIGITS = 6
 QUESTIONS = ("What is the text above about?", "Which names does the text above mention?")
+MEASURES = ("loss", "kl", "agreement", "catastrophic")
 ANSWER_TOKENS = 64  # of the teacher's answers, at most
 
 
@@ -83,26 +84,28 @@ def check_readings(model):
 
 @torch.inference_mode()
 def read_by_place(subject, readings, ids, edges):
-    """Return of each text loss, kl and agreement of a subject, by place, beside what the teacher was read to say."""
-    cache, output, size, parts = (
-        subject.fresh_cache(),
-        subject.model.get_output_embeddings(),
-        PIECE // len(ids),
-        [],
-    )
+    """Return of each text loss, kl, agreement and catastrophic positions of a subject, by place.
+
+    `readings` is what the teacher was read to say.
+    """
+    cache, output, size = subject.fresh_cache(), subject.model.get_output_embeddings(), PIECE // len(ids)
+    parts, missed = [], []
     for begin in range(0, ids.shape[1], size):
         expected = output(readings[:, begin : begin + size].to(output.weight.dtype)).float()
         given = expected if subject.softmax else read_logits(subject, ids[:, begin : begin + size], cache)
         following = ids[:, begin + 1 : begin + 1 + size]
-        parts.append(scores_of(*(x[:, : following.shape[1]] for x in (given, expected)), following))
-    scores, places = join_scores(parts, 1), list(pairwise([*edges, ids.shape[1]]))
+        said = [x[:, : following.shape[1]] for x in (given, expected)]
+        parts.append(scores_of(*said, following))
+        missed.append(catastrophic(parts[-1].loss, losses_of(said[1], following).double()))
+    scores, places = join_scores(parts, 1)._asdict(), list(pairwise([*edges, ids.shape[1]]))
+    scores["catastrophic"] = torch.cat(missed, 1)
     return [
         {
             "edges": [*edges, ids.shape[1]],
-            "counts": [row["loss"][a:b].numel() for a, b in places],
-            **{name: [row[name][a:b].mean().item() for a, b in places] for name in ("loss", "kl", "agreement")},
+            "counts": [scores["loss"][text, a:b].numel() for a, b in places],
+            **{name: [scores[name][text, a:b].mean().item() for a, b in places] for name in MEASURES},
         }
-        for row in (dict(zip(scores._fields, columns, strict=True)) for columns in zip(*scores, strict=True))
+        for text in range(len(ids))
     ]
 
 

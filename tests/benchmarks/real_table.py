@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from linearizer.amounts import size
 from linearizer.evaluate.language import Units
 from linearizer.report.line_chart import Line
+from linearizer.report.tables import in_ten_thousand
 from linearizer.run.files import write_whole
 from tests.benchmarks.line_chart import Panel, draw
 from tests.benchmarks.quality_rows import FORMER, ROWS, describe_row
@@ -26,9 +28,13 @@ DRAWN = {  # rows of the chart, by their names there
 }
 KINDS = {"student": "lz-student", "plain window": "lz-window"}  # how lines look
 DRAWN_BUDGET = 256  # at which all of them are drawn
+TAIL = (
+    " After the KL stands how many of 10,000 positions are catastrophic: the teacher loses less than 0.1 nats there, "
+    "and the row more than 1."
+)
 ABOUT = (
     "KL is to the teacher, in nats a token; brackets hold intervals of 95% by Student's t over the documents, and "
-    "differences are paired, document by document. A document is read once, "
+    f"differences are paired, document by document.{TAIL} A document is read once, "
     "and its first tokens are the shorter texts. A needle is a number of six digits: the share of numbers that are "
     "told whole, by depth. Long-text tasks, of RULER's kinds but with other sentences and scoring: the share of right "
     "answers over tasks and depths, and the loss of the answers. "
@@ -42,11 +48,12 @@ ABOUT = (
 class RealTable(Table):
     """Records by row and budget; a row that has no budget has 0."""
 
-    def find(self, row, budget):
-        """Return the record of a row, or an empty one."""
+    def find(self, row, budget, source=None):
+        """Return the record of a row, or an empty one; with `source`, only one that was judged on these texts."""
         found = [r for r in self.records if (r["row"], r["budget"]) == (row, budget)]
+        found = [r for r in found if source in (None, r.get("source"))]
         empty = {"row": row, "budget": budget, "seed": 0, "texts": {}, "state": {}, "needle": {}, "ruler": {}}
-        return {"answers": {}, **(found[0] if found else empty)}
+        return {"answers": {}, "source": source, **(found[0] if found else empty)}
 
     def write(self):
         """Write the records and the table; return the table."""
@@ -62,7 +69,7 @@ class RealTable(Table):
             str(length): {
                 "kl": self.estimate(record, "kl", length),
                 "kl less window": self.difference(record, length),
-                **{name: self.estimate(record, name, length) for name in ("agreement", "loss")},
+                **{name: self.estimate(record, name, length) for name in ("agreement", "loss", "catastrophic")},
             }
             for length in lengths_of(record)
         }
@@ -94,7 +101,7 @@ class RealTable(Table):
         rows = [row for row in (*ROWS, *FORMER) if any(record["row"] == row for record in self.records)]
         lines = [f"- `{row}`: {describe_row(row)}" for row in rows]
         documents = sorted({name for record in self.records for name in record["texts"]})
-        judged = f"Judged on {len(documents)} documents: {', '.join(map(shorten, documents))}."
+        judged = f"Judged on {count_kinds(documents)}: {', '.join(map(shorten, documents))}."
         return "\n\n".join([ABOUT, judged, *blocks, "\n".join(["What the rows are", "", *lines])]) + "\n"
 
     def short(self):
@@ -104,10 +111,17 @@ class RealTable(Table):
         lengths = sorted({length for record in records for length in lengths_of(record)})
         lines = [
             [record["row"], str(record["budget"] or ""), held(record)]
-            + [in_words(self.estimate(record, "kl", length)) for length in lengths]
+            + [self.kl_and_tail(record, length) for length in lengths]
             for record in records
         ]
-        return grid(["", "budget", "state", *(f"KL, {length:,} tokens" for length in lengths)], lines)
+        names = sorted({name for record in records for name in record["texts"]})
+        head = ["", "budget", "state", *(f"KL, {length:,} tokens" for length in lengths)]
+        return f"{grid(head, lines)}\n\nJudged on {count_kinds(names)}.{TAIL * any('; ' in line[-1] for line in lines)}"
+
+    def kl_and_tail(self, record, length):
+        """Write the KL of a row, and how many of 10,000 positions are catastrophic."""
+        kl, share = (self.estimate(record, measure, length) for measure in ("kl", "catastrophic"))
+        return in_words(kl) + (f"; {in_ten_thousand(share['mean'])}" if share else "")
 
     def chart(self):
         """Draw the KL over the length of the text: all rows at one budget, and two rows at all budgets."""
@@ -149,12 +163,12 @@ class RealTable(Table):
         lengths = sorted({length for record in records for length in lengths_of(record)})
         head = ["", "state"]
         for length in lengths:
-            head += [f"KL, {length}", f"less window, {length}", f"agrees, {length}"]
+            head += [f"KL, {length}; of 10,000", f"less window, {length}", f"agrees, {length}"]
         lines = []
         for record in records:
             cells = [record["row"], held(record)]
             for length in lengths:
-                cells += [in_words(self.estimate(record, "kl", length)), in_words(self.difference(record, length))]
+                cells += [self.kl_and_tail(record, length), in_words(self.difference(record, length))]
                 agreement = self.estimate(record, "agreement", length)
                 cells.append(f"{100 * agreement['mean']:.1f}%" if agreement else "")
             made = record.get("made", {})
@@ -213,7 +227,7 @@ def lengths_of(record):
 
 def mean_until(text, measure, length):
     """Return the mean of a measure over the first tokens of a document; None where it was not read that far."""
-    if length not in text["edges"]:
+    if length not in text["edges"] or measure not in text:
         return None
     places = text["edges"].index(length)
     counts = text["counts"][:places]
@@ -235,6 +249,12 @@ def in_words(estimate):
         return ""
     low, high = estimate["interval"]
     return f"{estimate['mean']:.4f} [{low:.4f}, {high:.4f}]"
+
+
+def count_kinds(names):
+    """Count documents by their kinds, the first words of their names: 24 documents: 4 code, 4 news, …"""
+    kinds = Counter(name.split()[0] for name in names)
+    return f"{len(names)} documents: " + ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
 def shorten(name):

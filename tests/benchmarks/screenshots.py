@@ -24,7 +24,7 @@ def take_profile(browser, url):
     with looking(browser, f"{url}?run=example-run", viewport=SIZE, device_scale_factor=2) as page:
         page.click("#step-3-button")
         page.wait_for_selector("#step-3 .heatmaplayer")
-        page.wait_for_selector("#bars .barlayer .point", state="attached")
+        page.wait_for_selector("#needs .barlayer .point", state="attached")
         page.wait_for_timeout(SETTLES)
         page.screenshot(path=ASSETS / "page-profile-light.png")
 

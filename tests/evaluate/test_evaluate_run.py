@@ -186,9 +186,9 @@ def test_texts_follow_each_other_in_pairs_where_positions_reach_and_there_are_en
         joined, _ = evaluate_run.texts_to_judge(setup, evaluate_run.Request())
         assert torch.equal(joined.flatten(), texts.flatten())
         assert taken() == (4, 128, 64)
-        assert taken(texts=3) == (3, 64, 64)  # two pairs would take four
+        assert taken(texts=7) == (7, 64, 64)  # four pairs would take eight
         assert taken(length=64) == (8, 64, 64)
-        assert taken(text="self", texts=4) == (4, 64, 64)
+        assert taken(text="self", texts=8) == (8, 64, 64)
 
 
 def test_a_folder_without_a_run_or_a_student_and_a_text_too_short_are_refused(run, tmp_path, said):

@@ -24,7 +24,7 @@ from linearizer.plan.allocation import window_control
 from linearizer.plan.head_bytes import Head, cache_bytes
 from linearizer.progress import finish
 from linearizer.teacher import logits
-from linearizer.teacher.logits import kl_of, logits_of, losses_of
+from linearizer.teacher.logits import drawn_places, kl_of, logits_of, losses_of
 from linearizer.workers.forecast import JUDGED_SHARE
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -133,6 +133,20 @@ def test_student_and_window_are_compared_by_the_same_texts_and_few_texts_say_lit
     assert (equal := compared(ids).difference).mean == 0 and equal.interval == (0, 0)
 
 
+def test_positions_that_the_teacher_is_sure_of_and_the_student_misses_are_counted(subjects):
+    all_subjects, layers = subjects
+    ids = tokens(4, 40)
+    scores = read_scores(all_subjects, ids)
+    sure = (torch.arange(39) % 4 == 0).expand(4, -1)
+    teacher = scores[0]._replace(loss=torch.where(sure, 0.09, 0.11).double())
+    student = scores[1]._replace(loss=torch.where(torch.arange(39) < 16, 1.1, 0.9).expand(4, -1).double())
+    scored = list(zip(all_subjects, (teacher, student, scores[2]), strict=True))
+    rows = compare_at(21, 1, scored, torch.zeros_like(ids), torch.arange(39)).subjects
+    assert [rows[0].catastrophic, rows[1].catastrophic] == [0, 4 / 20]
+    alone = compare_at(21, 1, scored[1:], torch.zeros_like(ids), torch.arange(39)).subjects
+    assert [row.catastrophic for row in alone] == [None, None]
+
+
 def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
     trio, layers = subjects
     control = window_control(trio[1].allocation, layers, 10)
@@ -158,7 +172,8 @@ def test_a_teacher_that_predicts_worse_than_a_window_is_strained_from_there_on(s
         teacher = scores["teacher"]._replace(loss=scores["window"].loss + loss * is_late)
         scored = [(subject, scores[subject.name]) for subject in all_subjects[1:]]
         scored = [(all_subjects[0], teacher), *scored]
-        return [compare_at(at, before, scored, torch.zeros_like(ids)).strained for before, at in ((1, 20), (20, 40))]
+        given = scored, torch.zeros_like(ids), torch.arange(39)
+        return [compare_at(at, before, *given).strained for before, at in ((1, 20), (20, 40))]
 
     assert strain(0.2) == [False, True] and strain(-0.2) == strain(0.01) == [False, False]
 
@@ -167,10 +182,38 @@ def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
     ids = tokens(2, 40)
     expected = read_scores(subjects[0], ids)
     monkeypatch.setattr(logits, "MAX_LOGITS", 2 * 9 * 128)  # nine tokens at a time
-    assert len(list(read_together(subjects[0], ids))) == 5
+    assert len(list(read_together(subjects[0], ids, torch.arange(39)))) == 5
     for before, after in zip(expected, read_scores(subjects[0], ids), strict=True):
         for earlier, later in zip(before, after, strict=True):
             assert torch.allclose(earlier, later, atol=1e-4)
+
+
+@contextmanager
+def logits_computed(model):
+    """Count the rows of logits that a model computes while the context lasts."""
+    counted = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: counted.append(args[0][..., 0]))
+    yield counted
+    hook.remove()
+
+
+def test_long_texts_are_judged_at_drawn_places_and_logits_are_computed_there_alone(subjects, monkeypatch):
+    monkeypatch.setattr(logits, "FEWEST_PLACES", 13)
+    ids, reader = tokens(3, 80), RepeatReader(subjects[0], 40, 10)
+    places = drawn_places(79)
+    assert len(places) == 14 and (places // 6).tolist() == [*range(14)], "one of every six"
+    expected = read_scores(subjects[0], ids)
+    with logits_computed(subjects[0][0].model) as counted:
+        language = finish(measure_language(*subjects[:1], ids, ids, subjects[1], reader.read, (40, 80)))
+    at_end = int(((places >= 30) & (places < 40)).sum())
+    assert sum(x.numel() for x in counted) == 3 * (len(places) + at_end * (1 + len(reader.gaps)))
+    for subject, scores in zip(language.subjects, expected, strict=True):
+        assert subject.kl.mean == pytest.approx(scores.kl[:, places].mean().item(), abs=1e-5)
+    for subject, scores in zip(language.at(40).subjects, expected, strict=True):
+        assert subject.loss.mean == pytest.approx(scores.loss[:, places[places < 39]].mean().item(), abs=1e-5)
+    alone = finish(measure_recall(subjects[0], ids[:, :40], 10, (), places[places < 40]))
+    for subject, again in zip(reader.result().subjects, alone.subjects, strict=True):
+        assert (*subject.first, *subject.second) == pytest.approx((*again.first, *again.second), abs=1e-4)
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.method import head_prices, logits_by_rows
-from linearizer.method.choose import kl_by_token
+from linearizer.method.choose import kl_at_places
 from linearizer.method.head_prices import DRAWS, estimate_prices, options_to_price, place_weights
 from linearizer.method.recorder import Samples
 from linearizer.method.substitute import attending_with, make_students
@@ -146,10 +146,12 @@ def test_a_large_vocabulary_makes_no_larger_tensors_and_changes_no_price(family,
     def measure():
         with Largest() as largest:
             prices = finish(estimate_prices(teacher, windows, layers, OPTIONS, 2, DRAWN))
-            kl = finish(kl_by_token(teacher, windows, layers, students, DRAWN))
+            kl = finish(kl_at_places(teacher, windows, layers, students, DRAWN, torch.arange(64)))
         return flat(prices), torch.stack(kl), largest.numbers
 
     prices, kl, largest = measure()
+    some = finish(kl_at_places(teacher, windows, layers, students, DRAWN, places := torch.tensor([0, 7, 33, 62])))
+    torch.testing.assert_close(torch.stack(some), kl[..., places], rtol=1e-4, atol=1e-6)
     assert largest >= windows.numel() * 4000
     monkeypatch.setattr(logits_by_rows, "MAX_LOGITS", 5 * 4000)
     *in_parts, largest = measure()

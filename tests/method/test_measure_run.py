@@ -1,12 +1,14 @@
 """Measurements of a running model, against the same computed plainly from its whole attention."""
 
+import math
+
 import pytest
 import torch
 
 from linearizer import pipeline
 from linearizer.errors import FaultError, RequestError
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
-from linearizer.method.measure_run import head_points, measure_profile
+from linearizer.method.measure_run import head_points, measure_freedoms, measure_profile
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.measured import Profile, ProfileSettings
@@ -150,3 +152,18 @@ def test_layers_that_were_not_seen_are_an_error():
     layers = layers_of(teacher)
     with pytest.raises(FaultError, match=r"the attention of layers \[3\] was not seen"):
         finish(measure_profile(teacher, [texts()], (*layers, layers[0]), SMALL))
+
+
+def test_the_interval_of_freedoms_holds_those_of_other_samples_of_the_same_texts():
+    settings, inside = ProfileSettings(), []
+    at = settings.ridges.index(settings.reference)
+    truth = sum(measured_of(seed).freedoms[at] for seed in range(20, 40)) / 20
+    for seed in range(20):
+        head = measured_of(seed)
+        inside.append(abs(math.log(head.freedoms[at] / truth)) < head.errors[at] < 1)
+    assert len(head.errors) == len(settings.ridges) and sum(inside) >= 16
+
+
+def measured_of(seed):
+    points = torch.randn(512, 8, generator=torch.Generator().manual_seed(seed)) / 6
+    return measure_freedoms(points, ProfileSettings(), torch.device("cpu"))

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer.page import cards, chat_cards, run_list
+from linearizer.page import cards, chat_cards, plan_cards, run_list
 from linearizer.page.chats import Chat, Document, Settings
+from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.report import line_chart
 from linearizer.run.events import EventName
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, read_training
 from linearizer.run.locks import take_lock
 from linearizer.run.results import Comparison, Difference, Side, StateSizes
 from linearizer.workers import control, device_queue
@@ -89,6 +90,22 @@ def test_a_meter_says_what_each_model_holds_and_draws_it():
     assert "Reading the prompt" in chat_cards.meter_card(course[:1], Chat(Settings()))
 
 
+def test_a_meter_names_what_recurrent_layers_keep_and_does_not_let_it_grow():
+    sizes = [{"teacher": 10_000 * tokens + 500_000, "student": 550_000} for tokens in (50, 100)]
+    course = [StateSizes(50 * step, 200, each, recurrent_bytes=500_000) for step, each in enumerate(sizes, 1)]
+    card = chat_cards.meter_card(course, Chat(Settings()))
+    assert "500 kB of each are in recurrent layers, and do not grow" in card
+    assert "2.5 MB" in card  # the teacher's end at 200 tokens, on the axis
+    assert "recurrent" not in chat_cards.meter_card([replace(course[0], recurrent_bytes=0)], Chat(Settings()))
+
+
+def test_a_budget_is_stated_with_what_recurrent_layers_keep_beside_it():
+    plan, layers = Plan("a/b", budget=64), (Layer(4, 2, 16, 16),)
+    beside = "24 recurrent layers keep 150 MB beside it"
+    assert f"whatever the length; {beside}" in plan_cards.budget_card(plan, layers, 4096, beside=beside)
+    assert "recurrent" not in plan_cards.budget_card(plan, layers, 4096)
+
+
 def test_a_meter_of_a_prompt_begins_where_the_document_ended():
     chat = Chat(Settings(), document=Document(300, True))
     course = [StateSizes(tokens, 100, {"teacher": 10_000 * (300 + tokens), "student": 50_000}) for tokens in (50, 100)]
@@ -101,3 +118,15 @@ def test_a_meter_of_a_prompt_begins_where_the_document_ended():
 
 def side(tokens, rate):
     return Side("", tokens, 0.1, rate, tokens, 1000)
+
+
+def test_a_training_that_was_ended_early_says_so_wherever_its_student_is_shown(tmp_path):
+    run = Run.create(tmp_path / "run", Plan.of("features", model="demo", budget=64, steps=200))
+    run.log(EventName.STARTED)
+    run.log(EventName.DISTILLED, phase=0, steps=12, asked=200)
+    words = "12 of 200 steps"
+    assert words in plan_cards.plan_card(run.plan, read_training(run))
+    assert words in run_list.list_run(replace(control.status(run), state="done"), 0.0)
+    assert run_list.run_facts(run)["trained"] == words
+    run.log(EventName.DISTILLED, phase=0, steps=200, asked=200)  # resumed, and ended
+    assert words not in plan_cards.plan_card(run.plan, read_training(run))

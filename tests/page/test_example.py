@@ -45,7 +45,7 @@ def test_the_example_is_what_todays_code_writes(quick_run):
 def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
     pieces = run_state.read_pieces(visitor.find_run(EXAMPLE_NAME), 60.0)
-    for piece in ("prices", "verdict"):
+    for piece in ("curves", "shares", "verdict"):
         assert pieces[piece].value, piece
     assert not pieces["trains"].value
     assert pieces["verdict"].value.count("<dt>") == 4

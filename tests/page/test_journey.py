@@ -104,8 +104,8 @@ def test_another_budget_is_shared_out_without_the_model(local, browser, done):
         page.click("#step-3-button")
         shown(page, "#other-card", "from 64 tokens on")
         page.wait_for_selector("#step-3 .heatmaplayer")
-        page.wait_for_selector("#bars .barlayer")
-        top = "document.querySelector('#bars .js-plotly-plot').layout.yaxis.range[1]"
+        page.wait_for_selector("#needs .barlayer")
+        top = "Math.max(...document.querySelector('#needs .js-plotly-plot').data.at(-1).y)"
         before = page.evaluate(top)
         page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("100")
         wait_until_true(page, "document.querySelector('#heard').textContent.includes('from 100 tokens on')")

@@ -13,7 +13,7 @@ from linearizer.page.plan_handlers import take_plan
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ADJUSTABLE, USUAL_TEXTS, Plan
-from linearizer.plan.recipes import RECIPES
+from linearizer.plan.recipes import RECIPES, by_score, score_in_words
 from linearizer.run.folder import parse_plan, read_plan
 
 
@@ -39,6 +39,8 @@ def test_every_recipe_is_offered_with_its_reference():
     assert {*LISTED, *(way.recipe for way in WAYS.values() if way.recipe)} == set(RECIPES)
     labels = {name: label for label, name in recipe_choices()}
     assert all(RECIPES[name].reference.lower() in labels[name].lower() for name in LISTED)
+    assert all(score_in_words(name) in labels[name] for name in LISTED)
+    assert list(labels) == by_score(LISTED)
     assert not any("--" in label for label in labels.values())
     assert all(recipe_of(way_of(name), name) == name for name in RECIPES)
 

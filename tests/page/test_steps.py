@@ -178,7 +178,7 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
         assert page.locator("#verdict dt").count() == 4
         shown(page, "#use-card", f"linearizer serve {run.folder}")
         wait_until_true(page, "document.querySelectorAll('#verdict .lz-save').length == 2")
-        assert page.locator("#step-5 .js-plotly-plot").count() == 0  # the rest is folded
+        assert page.locator("#step-5 .js-plotly-plot").count() == 1  # need, price and purchase; the rest is folded
         assert page.locator("#step-5 table").count() == 0
         for kind, begin in (("PNG", b"\x89PNG"), ("SVG", b"<svg xmlns"), ("CSV", b'"","state or cache, bytes"')):
             with page.expect_download() as saved:

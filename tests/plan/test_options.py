@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from linearizer.cli.options import plan_changes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.plan import ALLOCATION, BY_RECIPE, MAX_SAMPLES, Plan
-from linearizer.plan.recipes import CHOSEN, RECIPES, measured_quality
+from linearizer.plan.recipes import CHOSEN, RECIPES, by_score, measured_quality, score_in_words
 from linearizer.run.results import Request
 from linearizer.student.update_rules import UPDATE_RULES
 
@@ -138,3 +139,13 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
         assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
         assert f"{row.budget} tokens {row.kl:.3g}" in text
     assert measured.keys() <= RECIPES.keys()
+    listed = [line.split()[0] for line in text.splitlines() if re.match(r"  \S", line)]
+    assert listed == by_score(RECIPES) and listed[0] == "best" and listed.index("swa") < listed.index("paper")
+
+
+def test_a_recipe_that_loses_to_a_plain_window_says_so_where_it_is_chosen():
+    window = next(row.kl for row in measured_quality()["swa"] if row.budget == 64)
+    for name, rows in measured_quality().items():
+        kl = next(row.kl for row in rows if row.budget == 64)
+        assert ("worse than a plain window" in score_in_words(name)) == (kl > window), name
+    assert "KL 2.5 " in score_in_words("paper") and score_in_words("unknown") == ""

@@ -154,7 +154,7 @@ def test_every_part_is_on_the_card_as_tables(tmp_path):
         assert f"<h3>{view.title}</h3>" in page
     shown = len(PART_VIEWS) - 2  # folded; language and recall are not
     assert all(told in page for told in ("<td", "25%", "1.2345", "3.21%")) and "4.6000" not in page
-    assert text.count("<details>") == 2 + shown
+    assert text.count("<details>") == 3 + shown
 
 
 def test_the_first_table_is_of_the_runs_own_length_and_the_next_of_all_lengths():

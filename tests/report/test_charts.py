@@ -3,17 +3,13 @@
 import json
 
 import pytest
-from plotly.colors import sample_colorscale
 
-from linearizer.plan import head_bytes
-from linearizer.plan.allocation import Allocation
-from linearizer.plan.head_bytes import Head, Layer
 from linearizer.report import plotly_charts
-from linearizer.run.measured import HeadProfile, LayerProfile, Prices, Profile, ProfileSettings
+from linearizer.report.head_needs import HeadNeed, HeadNeeds
+from linearizer.report.needs_chart import draw_needs
+from linearizer.run.measured import HeadProfile, LayerProfile, Profile, ProfileSettings
 
-LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
-MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
-FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Head(28, 32))))
+NEEDS = HeadNeeds((HeadNeed(0, 0, 16.0, (12.0, 21.0), price=0.1), HeadNeed(2, 0, price=0.0)), 3, 2.0**-8, 8.0, 128)
 
 
 def profile_of(scales):
@@ -28,7 +24,6 @@ def profile_of(scales):
 
 
 PROFILE = profile_of([(1.0, 2.0), (), (3.0, 4.0)])
-PRICES = Prices(4, (Head(window=8), Head(window=32)), (((0.5, 0.1), (0.6, 0.2)), (), ((0.3, 0.0), (0.4, 0.2))))
 STEPS = [{"event": "distill", "done": n, "kl": 1 / n, "layers": {"0": 1 / n, "2": 2 / n}} for n in range(1, 1001)]
 
 
@@ -46,9 +41,8 @@ def contrast(first, second):
 
 def everything():
     return {
-        "map": plotly_charts.draw_freedom_map(PROFILE, LAYERS),
-        "prices": plotly_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
-        "bars": plotly_charts.draw_allocation(MIXED, LAYERS, FIX),
+        "needs": draw_needs(NEEDS),
+        "curves": plotly_charts.draw_freedom_curves(PROFILE),
         "losses": plotly_charts.draw_training_losses(STEPS),
     }
 
@@ -62,32 +56,12 @@ def test_every_figure_is_plain_json_on_a_transparent_ground_and_its_axes_say_the
     assert all(axis.title.text for axis in (*drawn.select_xaxes(), *drawn.select_yaxes()))
 
 
-def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
-    drawn = plotly_charts.draw_freedom_map(PROFILE, LAYERS).data[0]
-    assert [tuple(row) for row in drawn.text] == [("16", "32"), ("", ""), ("48", "64")]
-    assert drawn.colorbar.title.text == "degrees of freedom" and drawn.coloraxis is None  # its own scale of colours
-
-
-def test_bars_add_up_to_the_bytes_of_each_head():
-    bars = {trace.name: trace for trace in plotly_charts.draw_allocation(MIXED, LAYERS, FIX).data}
-    for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
-        held = MIXED.heads[row][head]
-        if not held.softmax:
-            tokens = bars["exact tokens"].y[place] + bars["features"].y[place]
-            assert tokens * head_bytes.token_bytes(LAYERS[row]) == head_bytes.head_bytes(held, LAYERS[row], 4, 0)
-    assert bars["whole cache, grows"].y[1] > 0
-    assert bars["whole cache, grows"].y[0] == 0
-    fix = bars["the same for every head"].y
-    assert fix[0] * head_bytes.token_bytes(LAYERS[0]) == head_bytes.head_bytes(FIX.heads[0][0], LAYERS[0], 4, 0)
-
-
-def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
-    for budget, window in ((40, 32), (20, 8), (1, 8)):  # beside 4 sinks
-        option = plotly_charts.priced_alike(PRICES, LAYERS, budget)
-        assert option == Head(window=window)
-    drawn = plotly_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
-    assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
-    assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
+def test_a_training_has_a_faint_line_for_each_layer_and_a_bold_smoothed_mean():
+    *layers, mean = plotly_charts.draw_training_losses(STEPS).data
+    assert [line.name for line in layers] == ["layer 0", "layer 2"] and mean.name == "mean"
+    assert mean.line.width > max(line.line.width for line in layers)
+    assert mean.text[-1] == "mean" and {line.text[-1] for line in layers} == {"layer 0", "layer 2"}
+    assert layers[0].y[-1] < mean.y[-1] < layers[1].y[0]
 
 
 def test_no_two_models_of_an_evaluation_look_alike():
@@ -96,10 +70,3 @@ def test_no_two_models_of_an_evaluation_look_alike():
     assert len({marker for *_, marker, _ in styles}) == len({dash for *_, dash in styles}) == len(styles)
     for _, colour, *_ in styles:
         assert min(contrast(colour, ground) for ground in ("#ffffff", "#000000")) > 3
-
-
-def test_numbers_can_be_read_on_every_colour_of_a_map():
-    scale = [list(stop) for stop in plotly_charts.MAP_COLOURS]
-    for colour in sample_colorscale(scale, [place / 20 for place in range(21)], colortype="tuple"):
-        hexadecimal = "#" + "".join(f"{round(255 * part):02x}" for part in colour)
-        assert contrast(hexadecimal, plotly_charts.MAP_INK) >= 4.5

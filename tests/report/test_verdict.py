@@ -14,6 +14,7 @@ from linearizer.run.results import Estimate, LengthResult, ShortPredictions
 from tests.support.cards import made
 
 FIXED = StateSize(1000, 228_000)
+MISSED = 2e-4, 160e-4  # by student and window
 BETTER, UNSURE, WORSE = (-0.2, -0.1), (-0.1, 0.1), (0.1, 0.2)
 
 
@@ -22,8 +23,8 @@ def at(length, interval, agreement=0.97, **changes):
     loss = Estimate(3.0, (2.9, 3.1))
     shares = {"student": (0.01, agreement), "window": (0.15, 0.826)}
     subjects = tuple(
-        ShortPredictions(name, loss, *(Estimate(mean, (mean, mean)) for mean in means))
-        for name, means in shares.items()
+        ShortPredictions(name, loss, *(Estimate(mean, (mean, mean)) for mean in means), missed)
+        for (name, means), missed in zip(shares.items(), MISSED, strict=True)
     )
     apart = None if interval is None else Estimate(sum(interval) / 2, interval)
     return replace(LengthResult(length, "texts", 4, 100, subjects, apart), **changes)
@@ -38,8 +39,9 @@ def test_a_student_that_is_better_at_every_length_is_good_and_the_lengths_are_na
     assert result.kind == "good"
     assert result.sentence == (
         "Better than a plain window of the same bytes on texts of 512, 2,048 and 4,096 tokens: on the longest it "
-        "agrees with its teacher on 97.9% of tokens (KL 0.0100), the window on 82.6% (KL 0.1500). Judged on texts of "
-        "512, 2,048 and 4,096 tokens; longer than 4,096 tokens: not judged. 228 kB, whatever the length."
+        "agrees with its teacher on 97.9% of tokens (KL 0.0100), the window on 82.6% (KL 0.1500). At 2 in 10,000 "
+        "positions it misses what its teacher is sure of, the window at 160. Judged on texts of 512, 2,048 and 4,096 "
+        "tokens; longer than 4,096 tokens: not judged. 228 kB, whatever the length."
     )
     assert (result.agreement, result.kl) == (0.979, 0.01)
     assert result.length == 4096 and result.lengths == (512, 2048, 4096)

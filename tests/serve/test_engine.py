@@ -27,12 +27,15 @@ SLOTS = [Head(window=4, slots=6), Head(window=5), Head(window=8, features=16)]
 
 @pytest.fixture(
     scope="module",
-    params=[("llama", MIXED), ("llama", SLOTS), ("gemma3_text", MIXED), ("gpt2", SLOTS), ("llama", None)],
-    ids=["llama mixed", "llama fixed", "gemma3_text mixed", "gpt2 fixed", "teacher"],
+    params=[
+        *(("llama", MIXED, 0), ("llama", MIXED, 21), ("llama", SLOTS, 21), ("gemma3_text", MIXED, 0)),
+        *(("gpt2", SLOTS, 0), ("llama", None, 0)),
+    ],
+    ids=["llama mixed", "llama mixed exact", "llama fixed exact", "gemma3_text mixed", "gpt2 fixed", "teacher"],
 )
 def model(request):
-    family, heads = request.param
-    return teacher_of(family) if heads is None else student_of(family, heads)
+    family, heads, exact = request.param
+    return teacher_of(family) if heads is None else student_of(family, heads, exact_tokens=exact)
 
 
 def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, monkeypatch):
@@ -62,11 +65,11 @@ def test_a_next_turn_reads_only_what_is_new(model):
     assert again.tokens == first.tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_prompts_of_any_length_are_read_at_once_as_alone(family, monkeypatch):
+@pytest.mark.parametrize(("family", "exact"), [("llama", 21), ("gpt2", 0)])
+def test_prompts_of_any_length_are_read_at_once_as_alone(family, exact, monkeypatch):
     monkeypatch.setattr(prompts, "CHUNK", 16)
     monkeypatch.setattr(prompts, "FEWEST", 4)
-    model, read = student_of(family, SLOTS), []
+    model, read = student_of(family, SLOTS, exact_tokens=exact), []
     engine, read_part = Engine(model, ROOM), prompts.Prompts.read_part
     engine.prompts.several = True
     monkeypatch.setattr(

@@ -176,9 +176,8 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
 
         def cost(i, j, k=k, v=v, weight=weight, full=full):
             apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
-            newer = full.index(max(i, j)) + 1
             important = max(asked(k[i]), asked(k[j])).mul(0.5).exp()
-            return float(important * apart**2 * values * newer**0.5 * weight[i] * weight[j] / (weight[i] + weight[j]))
+            return float(important * apart**2 * values * weight[i] * weight[j] / (weight[i] + weight[j]))
 
         least = {i: min(cost(i, j) for j in full if j < i) for i in full[1:]}
         gone = sorted(least, key=least.get)[: len(full) - count]

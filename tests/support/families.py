@@ -71,6 +71,12 @@ FAMILIES: dict[str, dict] = {
     "seed_oss": GROUPED,
 }
 
+ALTERED: dict[str, dict] = {  # that cap their scores, or have learned sinks
+    "gemma2": dict(attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    "vaultgemma": dict(attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
+}
+
 
 def tiny_config(family: str, **overrides: object) -> PreTrainedConfig:
     """Build the config of a family's smallest member that has all its traits."""

@@ -1,4 +1,4 @@
-"""Tiny configs of every family whose layers are softmax attention in part: four layers, random weights."""
+"""Tiny configs of every family whose layers have keys of their own in part: four layers, random weights."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -24,6 +24,7 @@ DELTA = dict(
     linear_num_value_heads=4,
     layer_types=ALTERNATING,
 )
+SHARED = ["sliding_attention", "full_attention"] * 2 + ["full_attention"]  # the last three read the first two
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=16, mamba_d_conv=4)
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 KIMI = dict(linear_head_dim=8, linear_num_heads=4, num_experts=4, num_experts_per_token=2, moe_intermediate_size=32)
@@ -64,6 +65,16 @@ HYBRIDS: dict[str, dict] = {
         "num_key_value_heads": 4,
         **dict(head_dim=8, num_local_experts=4, layer_types=ALTERNATING, first_k_dense_replace=1),
     },
+    "gemma3n_text": {
+        **LAYERS,
+        **dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, laurel_rank=8, num_kv_shared_layers=3),
+        **dict(num_hidden_layers=5, layer_types=SHARED, sliding_window=WINDOW, activation_sparsity_pattern=[0.0] * 5),
+    },
+    "gemma4_text": {
+        **LAYERS,
+        **dict(vocab_size_per_layer_input=128, hidden_size_per_layer_input=8, num_kv_shared_layers=3),
+        **dict(num_hidden_layers=5, layer_types=SHARED, sliding_window=WINDOW, global_head_dim=32),
+    },
     "zaya": {**LAYERS, "num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 16},
 }
 
@@ -81,4 +92,4 @@ def teacher_of(family, **overrides):
 
 def student_of(family, heads, **overrides):
     layers = inspect_model(SOURCE, tiny_hybrid(family, **overrides)).layers
-    return put_student_into(teacher_of(family, **overrides), layers, allocation_of(layers, heads, 2))
+    return put_student_into(teacher_of(family, **overrides), layers, allocation_of(layers, heads, 2), exact_tokens=5)

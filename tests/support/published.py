@@ -37,10 +37,13 @@ def at(count, places, kind, other):
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 BLOCKS = {"M": LINEAR, "-": "mlp", "*": FULL}
-SHARED = "reuse the keys and values of another layer"
+E2B = [FULL if index % 5 == 4 else "sliding_attention" for index in range(35)]
+SMALLER = dict(attention_k_eq_v=True, num_global_key_value_heads=4)  # keys that are values, too
+PER_LAYER = dict(num_kv_shared_layers=20, hidden_size_per_layer_input=256)
 CHOSEN, UNSEEN = "choose or compress the tokens they attend to", "does not hand its attention"
 RECURRENT, ALIBI = "all of its layers are recurrent", "ALiBi"
 
+DOTS = dict(n_routed_experts=128, num_experts_per_tok=6, first_k_dense_replace=1, n_shared_experts=2, head_dim=128)
 GREEDY = dict(q_lora_rank=None, topk_method="greedy", num_experts_per_tok=6, n_routed_experts=64)
 
 PUBLISHED: dict[str, Published] = {
@@ -92,8 +95,14 @@ PUBLISHED: dict[str, Published] = {
         "google/vaultgemma-1b": ("vaultgemma", 13, {}),
         "google/gemma-3-1b-it": ("gemma3_text", 4, shape(1152, 26, 4, 1, 6912, head_dim=256)),
         "google/gemma-3-4b-it": ("gemma3", 5, text(**shape(2560, 34, 8, 4, 10240, head_dim=256))),
-        "google/gemma-3n-E4B-it": ("gemma3n", SHARED, {}),
-        "google/paligemma-3b-pt-224": ("paligemma", "reads in both directions", {}),
+        "google/gemma-3n-E4B-it": ("gemma3n", 4, {}),
+        "google/gemma-4-E2B-it": ("gemma4", 3, text(**shape(1536, 35, 8, 1, 6144, layer_types=E2B, **PER_LAYER))),
+        "google/gemma-4-31B-it": (
+            "gemma4",
+            10,
+            text(**shape(5376, 60, 32, 16, 21504, hidden_size_per_layer_input=0, **SMALLER)),
+        ),
+        "google/paligemma-3b-pt-224": ("paligemma", "reads a prompt in both directions", {}),
         "google/recurrentgemma-2b": ("recurrent_gemma", "keep their states in the model", {}),
         "openai/gpt-oss-20b": ("gpt_oss", 12, dict(num_hidden_layers=24, num_local_experts=32)),
         "microsoft/phi-2": ("phi", 32, shape(2560, 32, 32, 32, 10240)),
@@ -178,6 +187,23 @@ PUBLISHED: dict[str, Published] = {
         "OpenGVLab/InternVL3-8B-hf": ("internvl", 28, text(model_type="qwen2", **shape(3584, 28, 28, 4, 18944))),
         "llava-hf/llava-1.5-7b-hf": ("llava", 32, text(model_type="llama")),
         "XiaomiMiMo/MiMo-V2-Flash": ("mimo_v2_flash", 9, {}),
+        "tencent/Hunyuan-7B-Instruct": ("hunyuan_v1_dense", 32, shape(4096, 32, 32, 8, 14336, head_dim=128)),
+        "tencent/Hunyuan-A13B-Instruct": (
+            "hunyuan_v1_moe",
+            32,
+            shape(4096, 32, 32, 8, 3072, head_dim=128, num_experts=64, moe_topk=8, moe_intermediate_size=3072),
+        ),
+        "nvidia/Minitron-4B-Base": ("nemotron", 32, shape(3072, 32, 24, 8, 9216, head_dim=128)),
+        "rednote-hilab/dots.llm1.base": (
+            "dots1",
+            62,
+            shape(4096, 62, 32, 32, 10944, moe_intermediate_size=1408, **DOTS),
+        ),
+        "databricks/dbrx-base": (
+            "dbrx",
+            40,
+            dict(d_model=6144, n_heads=48, n_layers=40, attn_config=dict(clip_qkv=8, kv_n_heads=8, rope_theta=5e5)),
+        ),
         "bigscience/bloom-560m": ("bloom", ALIBI, {}),
         "mosaicml/mpt-7b": ("mpt", ALIBI, {}),
         "state-spaces/mamba-2.8b-hf": ("mamba", RECURRENT, {}),

@@ -11,25 +11,20 @@ from linearizer.plan.head_bytes import Head
 from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.cache import CACHE
 from linearizer.teacher.inspect_model import inspect_model
-from tests.support.families import GROUPED, WINDOW
+from tests.support.families import ALTERED, GROUPED, WINDOW
 from tests.support.models import allocation_of, tokens
 
 LENGTH = 40
 SIZES = {**GROUPED, "num_hidden_layers": 2, "max_position_embeddings": 512, "sliding_window": WINDOW}
-FAMILIES = {
-    "gemma2": dict(attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
-    "vaultgemma": dict(attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
-    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2),
-}
 WHOLE = [Head(window=LENGTH)]
 FEW_BITS = [Head(window=8, slots=10, bits=6), Head(window=12, bits=8)]
 CLOSE = dict(atol=2e-3, rtol=2e-3)  # gpt_oss norms in float32, whose last digits may round a key of few bits otherwise
 SOURCE = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", ALTERED)
 
 
 def config_of(family):
-    return AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
+    return AutoConfig.for_model(family, **{**SIZES, **ALTERED[family]})
 
 
 def teacher_of(family):

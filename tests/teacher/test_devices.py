@@ -6,9 +6,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from linearizer.errors import RequestError
-from linearizer.teacher.devices import choose_device, device_name
+from linearizer.kernels import trial
+from linearizer.kernels.c.compiler import find_compiler
+from linearizer.kernels.triton.dispatch import launch_token
+from linearizer.teacher.devices import choose_device, describe_kernels, device_name
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,15 @@ def test_a_cpu_that_computes_small_types_slowly_computes_in_float32():
     weaker = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     options = subprocess.run([sys.executable, "-c", code], env={**os.environ, **weaker}, capture_output=True, text=True)
     assert options.stdout.split() == ["float32", "float32", "auto"], options.stderr
+
+
+def test_kernels_are_named_by_what_reads_on_a_device(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(trial, "_verdicts", {})
+    assert describe_kernels(cpu) == ("C" if find_compiler() else "none: PyTorch")
+    trial._verdicts[("texts with windows and slots", gpu, torch.float32, (1, 8, 8, 4, 8))] = True
+    assert describe_kernels(gpu) == ("Triton, 1 compiled" if launch_token else "none: PyTorch")
+    trial._verdicts[("heads in C", cpu)] = False  # it was wrong there
+    assert describe_kernels(cpu) == "none: PyTorch"
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    assert describe_kernels(gpu) == "none: PyTorch"

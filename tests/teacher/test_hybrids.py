@@ -1,4 +1,7 @@
-"""In a hybrid the softmax layers have a student; all other layers stay the teacher's, in one cache and in one state."""
+"""Softmax layers have a student; all other layers stay the teacher's, in one cache and in one state.
+
+So do layers that read the keys and values of another layer: they attend with its student.
+"""
 
 import json
 
@@ -19,6 +22,7 @@ PARTS = (9, 1, 17, 13)
 CLOSE, ROUNDED = 1e-4, 2e-3  # of the logits' spread: what is computed alike; recurrences in another order
 WHOLE = [Head(window=LENGTH)]
 WITHOUT_SOFTMAX = [head for head in MIXED if not head.softmax]
+TRAVELLING = ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm3", "gemma3n_text", "gemma4_text"]
 every_family = pytest.mark.parametrize("family", HYBRIDS)
 
 
@@ -86,7 +90,7 @@ def test_a_state_is_kept_forked_selected_and_reset_with_its_recurrent_part(famil
         assert torch.equal(read(student, ids[:, 23:], state, 5), expected)
     assert distance(read(student, ids[[1, 0], 23:], twice, 5), expected[[1, 0]]) < CLOSE
     fork.batch_select_indices(torch.tensor([1]))
-    assert {len(states[key]) for layer in fork.layers for _, states, key in recurrent_tensors(layer)} == {1}
+    assert {len(states[key]) for layer in fork.layers for _, states, key in recurrent_tensors(layer)} <= {1}
     cache.reset()
     assert torch.equal(read(student, ids[:, :23], cache, 23), read(student, ids[:, :23], student.empty_cache(), 23))
 
@@ -106,8 +110,9 @@ def test_the_bytes_of_softmax_layers_do_not_grow(family):
 
 @torch.no_grad()
 def test_students_of_hybrids_load_and_write_without_this_package(tmp_path):
+    """Of each kind of cache one, since it takes long in PyTorch."""
     expected = {}
-    for family in HYBRIDS:
+    for family in TRAVELLING:
         student, ids = student_of(family, MIXED), tokens(1, LENGTH)
         student.save_pretrained(tmp_path / family)
         assert distance(load(tmp_path / family)(ids).logits, student(ids).logits) < CLOSE
@@ -126,5 +131,5 @@ def test_students_of_hybrids_load_and_write_without_this_package(tmp_path):
     """
     (tmp_path / "packages").mkdir()
     environment = make_bare_environment(tmp_path / "packages")
-    answer = run_bare(environment, program, json.dumps(tokens(1, LENGTH)[0].tolist()), *HYBRIDS, cwd=tmp_path)
+    answer = run_bare(environment, program, json.dumps(tokens(1, LENGTH)[0].tolist()), *TRAVELLING, cwd=tmp_path)
     assert json.loads(answer.splitlines()[-1]) == expected

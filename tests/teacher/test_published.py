@@ -3,7 +3,7 @@
 import pytest
 
 from linearizer.teacher.inspect_model import inspect_model
-from linearizer.teacher.support import text_tower
+from linearizer.teacher.support import TESTED, text_tower
 from tests.benchmarks import families
 from tests.support.published import PUBLISHED
 
@@ -12,7 +12,10 @@ def inspect(name):
     return inspect_model(families.SOURCE, text_tower(PUBLISHED[name].build()))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+ONE_OF_EACH_KIND = {published.kind: name for name, published in PUBLISHED.items()}.values()
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_published_model_is_served_or_refused_with_its_true_reason(name):
     inspection, expected = inspect(name), PUBLISHED[name].grows
     if isinstance(expected, int):
@@ -28,17 +31,31 @@ def test_what_a_hybrid_keeps_beside_its_budget_is_stated():
     assert "12 grow with the text, 36 keep 80.2 MB that does not" in dict(inspection.describe_shape())["layers"]
 
 
-def test_the_table_of_families_counts_what_inspection_serves(monkeypatch, capsys):
-    few = {
-        name: PUBLISHED[name] for name in ("Qwen/Qwen3-0.6B", "google/recurrentgemma-2b", "llava-hf/llava-1.5-7b-hf")
-    }
-    monkeypatch.setattr(families, "PUBLISHED", few)
+def test_the_table_of_families_counts_what_inspection_serves(monkeypatch, tmp_path, capsys):
+    few = ("Qwen/Qwen3-0.6B", "google/recurrentgemma-2b", "llava-hf/llava-1.5-7b-hf")
+    monkeypatch.setattr(families, "PUBLISHED", {name: PUBLISHED[name] for name in few})
     monkeypatch.setattr(families, "CAUSAL", ["qwen3", "bloom", "bert"])
     monkeypatch.setattr(families, "SEEING", ["llava", "mllama"])
-    families.main()
-    *rows, decoders, seeing = capsys.readouterr().out.splitlines()
-    assert [" no: " in row for row in rows[-3:]] == [False, True, False]
-    assert (decoders, seeing) == (
-        "1 of 2 causal decoders are served",
-        "1 of 2 kinds that read pictures or sounds are served",
-    )
+    for name in ("README", "RESULTS"):
+        monkeypatch.setattr(families, name, tmp_path / name)
+    families.README.write_text(f"begin\n{families.BEGIN}old\n{families.END}end\n")
+    families.main(["--write"])
+    readme, results = families.README.read_text(), families.RESULTS.read_text()
+    assert readme.startswith("begin") and readme.endswith("end\n") and "old" not in readme
+    assert "qwen3 28/28" in readme and "| as text, by the text tower alone | llava 32/32 |" in readme
+    assert "| google/recurrentgemma-2b | recurrent_gemma | – | no: its recurrent layers keep" in results
+    assert "1 of 2 kinds of decoders are served" in results and "1 of 2 kinds that read pictures" in readme
+    assert results.removeprefix("# Published models\n\n") in capsys.readouterr().out
+
+
+def test_the_table_in_the_readme_says_what_inspection_says():
+    """The command needs minutes; each published kind is inspected above."""
+    table = families.README.read_text(encoding="utf-8").partition(families.BEGIN)[2].partition(families.END)[0]
+    stated = {}
+    for served, kinds in (row.strip("| ").split(" | ") for row in table.splitlines()[2:] if row.startswith("| ")):
+        for kind, *growth in map(str.split, kinds.split(", ")):
+            stated[kind] = int(growth[0].split("/")[0]) if growth else served
+    expected = {published.kind: published.grows for published in reversed(PUBLISHED.values())}
+    assert expected.keys() <= stated.keys() and stated.keys() - expected.keys() <= TESTED
+    for kind, grows in expected.items():
+        assert stated[kind] == grows if isinstance(grows, int) else grows in stated[kind], kind

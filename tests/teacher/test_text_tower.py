@@ -20,7 +20,7 @@ from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.streaming import measure_weights
 from tests.support.cards import describe_teacher
 from tests.support.families import FAMILIES, GROUPED
-from tests.support.hybrids import HYBRIDS
+from tests.support.hybrids import HYBRIDS, teacher_of
 from tests.support.models import tokens
 from tests.support.runs import weights_of
 
@@ -35,7 +35,7 @@ TEXT = {
     "aria": dict(GROUPED, moe_num_experts=4, moe_topk=2),
     "cohere2_vision": dict(FAMILIES["cohere2"], model_type="cohere2"),
     "exaone4_5": dict(FAMILIES["exaone4"], model_type="exaone4"),
-    "gemma4": dict(FAMILIES["gemma3_text"], vocab_size_per_layer_input=128, hidden_size_per_layer_input=8),
+    "gemma4": dict(HYBRIDS["gemma4_text"]),
     "glm4v": dict(GROUPED, rope_parameters=HALF),
     "hyperclovax_vision_v2": dict(GROUPED, model_type="hyperclovax"),
     "lfm2_vl": dict(HYBRIDS["lfm2"], model_type="lfm2"),
@@ -121,6 +121,22 @@ def test_a_tower_is_found_by_the_names_of_older_files(family, tmp_path):
     save_file({names[name]: x for name, x in load_file(path).items()}, path, {"format": "pt"})
     tower = load_teacher(find_model(str(tmp_path)))
     assert torch.equal(tower(tokens(1, 20)).logits, whole(input_ids=tokens(1, 20)).logits)
+
+
+@torch.no_grad()
+def test_the_tower_of_gemma_3n_is_found_beside_parts_that_need_another_library(tmp_path):
+    """Its tower for pictures is a model of timm; the files are written here under the names of the whole model."""
+    text = teacher_of("gemma3n_text")
+    config = AutoConfig.for_model("gemma3n", text_config=text.config.to_dict(), architectures=["Gemma3nForAll"])
+    config.save_pretrained(tmp_path)
+    named = {name.replace("model.", "model.language_model.", 1): x.clone() for name, x in text.state_dict().items()}
+    named.pop("lm_head.weight")
+    save_file({**named, "model.vision_tower.weight": torch.zeros(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    source = find_model(str(tmp_path))
+    tower, inspection = load_teacher(source), inspect_model(source, load_config(source))
+    assert torch.equal(tower(tokens(1, 20)).logits, text(tokens(1, 20)).logits)
+    verify_teacher(tower, inspection)
+    assert inspection.supported and inspection.tower_of == "Gemma3nForAll"
 
 
 def test_a_tower_whose_weights_are_not_there_is_refused(tmp_path):

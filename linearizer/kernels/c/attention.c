@@ -279,9 +279,6 @@ static void multiply_slots(const Slots *s, long from, long to, const long *indic
              0);
 }
 
-/* The weight of an error of a slot, relative to the oldest slot (slots_merging.RECENCY). */
-#define RECENCY(place) ((place) + 1)
-
 static inline REAL least_of(vec x) {
     vec32 halves[BYTES / 32];
     memcpy(halves, &x, sizeof x);
@@ -291,16 +288,14 @@ static inline REAL least_of(vec x) {
     return least;
 }
 
-/* Find the slot with the least cost, the first of equals: among those before a place, or among all, where errors of
-   slots newer than the place count more. */
+/* Find the slot with the least cost, the first of equals, among those before a place. */
 static inline __attribute__((always_inline)) long find_least(
-    const Slots *s, const REAL *cost, REAL slot_place, int before, REAL *least) {
+    const Slots *s, const REAL *cost, REAL end, REAL *least) {
     vec best = (vec){0} + (REAL)INFINITY, first = best;
     for (long j = 0; j < padded(s->used, LANES); j += LANES) {
         vec x = *(vec *)(cost + j), place = *(vec *)(s->place + j);
-        if (!before) x *= RECENCY(choose(place > slot_place, place, (vec){0} + slot_place));
         mask better = (x < best) | ((x == best) & (place < first));
-        better &= place < (before ? slot_place : (REAL)INFINITY);
+        better &= place < end;
         best = choose(better, x, best), first = choose(better, place, first);
     }
     *least = least_of(best);
@@ -351,7 +346,7 @@ static void measure_pairs(Slots *s) {
     }
     for (long o = 0; o < s->count; o++) {
         long i = s->order[o];
-        if (s->stale[i]) s->nearest[i] = find_least(s, s->cost + i * s->room, s->place[i], 1, s->least + i);
+        if (s->stale[i]) s->nearest[i] = find_least(s, s->cost + i * s->room, s->place[i], s->least + i);
     }
     memset(s->changed, 0, n);
 }
@@ -360,13 +355,13 @@ static void measure_pairs(Slots *s) {
 static void choose_pairs(Slots *s, long removals) {
     REAL least;
     for (long c = 0; c < removals; c++) {
-        long i = find_least(s, s->least, 0, 0, &least);
+        long i = find_least(s, s->least, INFINITY, &least);
         for (long o = 0; i < 0; o++)  /* no cost is a number */
             if (!s->removed[s->order[o]]) i = s->order[o];
-        s->chosen[c] = i, s->removed[i] = 1, s->dots[c] = s->place[i], s->place[i] = INFINITY;
+        s->chosen[c] = i, s->removed[i] = 1, s->place[i] = INFINITY;
     }
     for (long c = 0; c < removals; c++)
-        s->partner[c] = find_least(s, s->cost + s->chosen[c] * s->room, s->dots[c], 0, &least);
+        s->partner[c] = find_least(s, s->cost + s->chosen[c] * s->room, INFINITY, &least);
 }
 
 /* Merge removed slots into their targets. */
@@ -427,14 +422,26 @@ enum {  /* tensors of a group of heads */
 /* How the keys or the values of one head are turned and stored in rows of a state; and those kept exactly. */
 typedef struct {
     long bits, dim, size, width;            /* of a row: padded numbers, bytes */
+    int as_bf16;                            /* numbers of 16 bits have two bytes, not those of REAL */
     const REAL *steps, *middle;             /* of heads that turn vectors; values have no steps */
     REAL *turn, *turn_back;                 /* factors of vectors before and after their rotation */
     long rotated;                           /* numbers that are rotated together */
     REAL *sinks, *near, *zeros;             /* near: the window, then the tokens of a part; zeros: one row */
 } Side;
 
+/* Read and write numbers of two bytes. */
+static void read_bf16(const Side *s, const char *row, REAL *x) {
+    for (long d = 0; d < s->dim; d++) x[d] = float_of_bits((uint32_t)((const uint16_t *)row)[d] << 16);
+}
+
+static void write_bf16(const Side *s, const REAL *x, char *row) {
+    for (long d = 0; d < s->dim; d++) ((uint16_t *)row)[d] = bits_of(x[d]) >> 16;
+}
+
 static void read_row(const Side *s, const char *row, REAL *x) {
-    if (s->bits == 16) {
+    if (s->as_bf16) {
+        read_bf16(s, row, x);
+    } else if (s->bits == 16) {
         memcpy(x, row, s->width);
     } else if (s->bits == 8) {
         REAL scale = float_of_bits((uint32_t)(((const int8_t *)row)[s->dim] + 127) << 23);
@@ -461,6 +468,10 @@ static void read_row(const Side *s, const char *row, REAL *x) {
 
 /* Write a rounded vector. */
 static void write_row(const Side *s, const REAL *restrict x, char *restrict row) {
+    if (s->as_bf16) {
+        write_bf16(s, x, row);
+        return;
+    }
     if (s->bits == 16) {
         memcpy(row, x, s->width);
         return;
@@ -484,14 +495,13 @@ static void write_row(const Side *s, const REAL *restrict x, char *restrict row)
 
 /* Sinks are exact, or have 16 bits where other rows have fewer. */
 static void read_sink(const Side *s, const char *sinks, long row, REAL *x) {
-    if (s->bits == 16) memcpy(x, sinks + row * s->width, s->width);
-    for (long d = 0; d < s->dim && s->bits < 16; d++)
-        x[d] = float_of_bits((uint32_t)((const uint16_t *)sinks)[row * s->dim + d] << 16);
+    if (s->bits == 16) read_row(s, sinks + row * s->width, x);
+    else read_bf16(s, sinks + row * s->dim * 2, x);
 }
 
 static void write_sink(const Side *s, const REAL *x, char *sinks, long row) {
-    if (s->bits == 16) memcpy(sinks + row * s->width, x, s->width);
-    for (long d = 0; d < s->dim && s->bits < 16; d++) ((uint16_t *)sinks)[row * s->dim + d] = bits_of(x[d]) >> 16;
+    if (s->bits == 16) write_row(s, x, sinks + row * s->width);
+    else write_bf16(s, x, sinks + row * s->dim * 2);
 }
 
 /* Rows of tokens that attend at once: the first in a part of a text, their number, their version of slots. */
@@ -659,6 +669,7 @@ enum { NEXT, GROUPS, TEXTS, TOKENS, QUERY_HEADS, SINKS, KEY_DIM, VALUE_DIM, KEEP
 enum { HEADS, WINDOW, SLOTS, BLOCK, KEY_BITS, VALUE_BITS, SLOT_BITS, KEPT_BF16, GROUP_SIZES };
 enum { FACTORS, Q, K, V, OUT, COUNT, PRESENT, CALL, STEPS_K, MIDDLE_K, MIDDLE_V, LAYER_TENSORS };
 enum { SCALE, ROOT };
+enum { STORED_BF16 = 2 };  /* KEPT_BF16: a slot's mean is rounded to bf16; states may have its two bytes, too */
 /* Of threads that read together: counts, the function that starts them (GOMP_parallel), and the steps each shares. */
 enum { THREADS, PARALLEL, BEGUN, FINISHED, CALL_HEADER = 8 };
 enum { SEEN_BY_THREAD = 512 };  /* tokens and slots at least: fewer are not worth a thread */
@@ -674,6 +685,8 @@ static Side side_of(const int64_t *sizes, const int64_t *group, void **tensors, 
     Side s = {.bits = group[KEY_BITS + v], .dim = sizes[KEY_DIM + v]};
     s.size = padded(s.dim, LANES), s.width = s.bits == 16 ? s.dim * (long)sizeof(REAL) : s.dim + 1;
     if (s.bits < 8) s.width = s.dim * s.bits / 8 + 2;
+    s.as_bf16 = group[KEPT_BF16] == STORED_BF16;
+    if (s.as_bf16) s.width = s.dim * 2;
     if (s.bits < 16 && tensors[MIDDLE_K]) {
         s.middle = (REAL *)tensors[v ? MIDDLE_V : MIDDLE_K] + head * s.dim, s.rotated = s.dim & -s.dim;
         if (!v) s.steps = (REAL *)tensors[STEPS_K] + head * s.dim;
@@ -1003,4 +1016,55 @@ int read_heads(int64_t *sizes, void **tensors) {
     if (threads > 1) parallel(read_remaining, &layer, threads, 0);
     else read_remaining(&layer);
     return layer.done;
+}
+
+/* A text whose states lie in a row of a pool: its first token in the inputs, its tokens, and those it has read. */
+typedef struct {
+    int64_t row, first, tokens, read;
+} PooledText;
+
+typedef struct {
+    const int64_t *sizes;
+    void **tensors;  /* those of states are in row 0 */
+    const PooledText *texts;
+    int64_t count, row_bytes, next;
+    int done;
+} Pool;
+
+static const int INPUTS[] = {Q, K, V, OUT}, INPUT_STRIDES[] = {STRIDES_Q, STRIDES_K, STRIDES_V, STRIDES_OUT};
+
+/* Read one text, alone or with the threads of `call`. */
+static void read_pooled_text(Pool *pool, const PooledText *text, int64_t *call) {
+    const int64_t groups = pool->sizes[GROUPS];
+    int64_t sizes[LAYER_SIZES + groups * GROUP_SIZES];
+    void *tensors[LAYER_TENSORS + groups * GROUP_TENSORS], **of_group = tensors + LAYER_TENSORS;
+    memcpy(sizes, pool->sizes, sizeof sizes), memcpy(tensors, pool->tensors, sizeof tensors);
+    sizes[NEXT] = 0, sizes[TEXTS] = 1, sizes[TOKENS] = text->tokens, tensors[COUNT] = (void *)&text->read;
+    for (int i = 0; i < 4; i++)
+        tensors[INPUTS[i]] = (REAL *)tensors[INPUTS[i]] + text->first * sizes[INPUT_STRIDES[i] + 3];
+    for (long g = 0; g < groups; g++, of_group += GROUP_TENSORS)
+        for (int t = SINK_K; t < GROUP_TENSORS; t++) of_group[t] = (char *)of_group[t] + text->row * pool->row_bytes;
+    if (call) memset(call + BEGUN, 0, (CALL_HEADER - BEGUN) * sizeof *call + call[THREADS] * sizeof(Shared));
+    tensors[CALL] = call;
+    if (!read_heads(sizes, tensors)) pool->done = 0;
+}
+
+/* Read texts of one token that no other thread has begun. */
+static void read_pooled_tokens(void *argument) {
+    Pool *pool = argument;
+    for (long i; (i = __atomic_fetch_add(&pool->next, 1, __ATOMIC_SEQ_CST)) < pool->count;)
+        read_pooled_text(pool, pool->texts + i, 0);
+}
+
+/* Read the tokens of texts, those with one token first, with their states in rows of a pool. */
+int read_rows(int64_t *sizes, void **tensors, const PooledText *texts, int64_t count, int64_t row_bytes) {
+    int64_t *call = tensors[CALL], single = 0;
+    Pool pool = {sizes, tensors, texts, count, row_bytes, 0, 1};
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = call ? (void *)call[PARALLEL] : 0;
+    while (single < count && texts[single].tokens == 1) single++;
+    pool.count = single > 1 ? single : 0;
+    if (pool.count && parallel) parallel(read_pooled_tokens, &pool, call[THREADS], 0);
+    else read_pooled_tokens(&pool);
+    for (int64_t i = pool.count; i < count; i++) read_pooled_text(&pool, texts + i, call);
+    return pool.done;
 }

@@ -1,6 +1,6 @@
 """Merging of slots by Triton kernels: one program merges for one head of one text, as `merge` of the definition does.
 
-The costs of pairs, without the factor of their places, are stored in the rows of the later slots, and measured again
+The costs of pairs are stored in the rows of the later slots, and measured again
 where a slot has changed: such rows are listed. The least cost of each slot with an earlier one is searched again for
 every block, since a block changes the nearest slot of most slots. A program works in its own memory
 (merge_workspace.py), and its threads wait for each other between two steps. However many slots are removed at once,
@@ -94,7 +94,7 @@ def multiply_rows(work, rows, columns, C: tl.constexpr):
 
 @triton.jit
 def measure_pairs(work, used, changed, are_new, C: tl.constexpr):
-    """Compute the cost of merging each pair with a slot that is listed as changed, without the factor of its place.
+    """Compute the cost of merging each pair with a slot that is listed as changed.
 
     `are_new`: all slots are listed, in the order of their rows.
     """
@@ -156,7 +156,7 @@ def choose_slots(work, used, count, removed_ptr, C: tl.constexpr):
     place_ptr, stay_ptr, columns = numbers_of(work, C)[5], numbers_of(work, C)[10], tl.arange(0, C.RM)
     place, least = tl.load(place_ptr + columns), tl.load(stay_ptr + columns, mask=columns < used, other=0.0)
     number = tl.where(place < INFINITE, place, 0.0)
-    keys = tl.where(place < INFINITE, sort_keys(least * (number + 1), number, columns, C), LAST)
+    keys = tl.where(place < INFINITE, sort_keys(least, number, columns, C), LAST)
     for index in range(0, count):
         key = tl.min(keys, 0)
         tl.store(removed_ptr + index, (key % C.RM).to(tl.int32))
@@ -183,7 +183,7 @@ def choose_targets(work, used, count, removed_ptr, C: tl.constexpr):
                 removed[None, :] * C.RM + columns[:, None],
             )  # fmt: skip
             cost = tl.load(cost_ptr + pairs, mask=stays[:, None], other=INFINITE)
-            keys = sort_keys(cost * (tl.maximum(removed_place, place) + 1), place, columns[:, None], C)
+            keys = sort_keys(cost, place, columns[:, None], C)
             best = tl.minimum(best, tl.where(stays[:, None], keys, LAST))
         tl.store(work[5] + index, (tl.min(best, 0) % C.RM).to(tl.int32), mask=index < count)
     tl.debug_barrier()

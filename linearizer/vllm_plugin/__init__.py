@@ -1,0 +1,1 @@
+"""Serves students in vLLM, which finds registration.py by the entry point `vllm.general_plugins`."""

@@ -1,0 +1,38 @@
+"""Says which students and versions of vLLM are not served, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VERSIONS = ("0.32",)  # of vLLM that the tests have run with: it changes what this room uses between releases
+OTHER_VERSION = "vLLM {} is not served by this version of linearizer: install vLLM {}, or use `linearizer serve`"
+NATIVE = (
+    "layer {} of this student keeps its teacher's attention, and vLLM's plugin serves models whose attention layers "
+    "all have a student: serve it with `linearizer serve`"
+)
+PARALLEL = "vLLM's plugin serves a student in one process: leave tensor and pipeline parallelism out, or serve copies"
+SPECULATIVE = "a student's state cannot be rolled back: leave speculative decoding out"
+UNSERVED_HEADS = (
+    "a KV head of this student keeps all tokens (--may-grow), and vLLM's plugin serves states of fixed size: make a "
+    "student without --may-grow, or serve this one with `linearizer serve`"
+)
+
+
+def version_problem(version: str | None = None) -> str:
+    """Say why a version of vLLM, or the installed one, is not served; nothing if it is."""
+    if version is None:
+        import vllm
+
+        version = str(vllm.__version__)
+    served = any(version == known or version.startswith(f"{known}.") for known in VERSIONS)
+    return "" if served else OTHER_VERSION.format(version, " or ".join(VERSIONS))
+
+
+def student_problem(layers: list[dict[str, Any] | None]) -> str:
+    """Say why a student with such layers is not served; nothing if it is."""
+    for index, layer in enumerate(layers):
+        if layer is None:
+            return NATIVE.format(index)
+        if any(head.get("softmax") for head in layer["heads"]):
+            return UNSERVED_HEADS
+    return ""
