@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from linearizer.teacher.text import start_tokens
 
 FEW_TEXTS, MIN_LENGTH = 2, 32  # to which defaults shrink where a text is short
 MOST_REPEATED = 64  # tokens of a repeated passage: short ones repeat at many distances
+NUMBER, SIX_DIGITS = "\nThe number is {}.", (10**5, 10**6)  # at the begin of a passage
 
 Tensor = torch.Tensor
 
@@ -39,9 +40,14 @@ class TextsOfRun:
         end = len(texts) - min(judged, len(texts) - least + 1)
         first, priced = texts[: plan.resolved_texts], texts[: plan.texts_priced]
         passage = max(2, min(texts.shape[1] // 16, MOST_REPEATED))
+
+        def write_number(number: int) -> list[int]:
+            ids: list[int] = teacher.tokenizer(NUMBER.format(number), add_special_tokens=False)["input_ids"]
+            return ids
+
         return TextsOfRun(
             profiled=[first] if plan.memory else join_texts(first, plan, start, positions),
-            priced=with_repeats(priced, passage, plan.seed),
+            priced=with_repeats(priced, passage, plan.seed, write_number),
             compared=join_all(texts[: plan.texts_measured][len(priced) : len(priced) + 2], start, positions),
             learnt=texts[:end][:learnt],
             judged=texts[end:],
@@ -70,16 +76,20 @@ def join_all(texts: Tensor, start: int, positions: int | None) -> Tensor:
     return joined[None] if len(joined) <= (positions or len(joined)) else texts
 
 
-def with_repeats(texts: Tensor, passage: int, seed: int) -> Tensor:
+def with_repeats(texts: Tensor, passage: int, seed: int, write_number: Callable[[int], list[int]]) -> Tensor:
     """Repeat earlier passages at random places in the second half of the texts, so that recall has a price.
 
-    One passage in four is a repetition.
+    One passage in four is a repetition. Each begins with a number: prices that see prose alone do not buy what keeps
+    digits apart. The first passage of a text stays as it is, with the start tokens.
     """
     generator, places = torch.Generator().manual_seed(seed), texts.shape[1] // passage
     texts = texts.clone()
     for text in texts[len(texts) // 2 :]:
         for _ in range(texts.shape[1] // (4 * passage)):
             first, second = (torch.randperm(places, generator=generator)[:2].sort().values * passage).tolist()
+            number = torch.tensor(write_number(int(torch.randint(*SIX_DIGITS, (1,), generator=generator)))[:passage])
+            if first:
+                text[first : first + len(number)] = number.to(text)
             text[second : second + passage] = text[first : first + passage].clone()
     return texts
 

@@ -35,10 +35,19 @@ def test_texts_are_joined_in_pairs_with_one_start_token_and_none_is_lost():
 
 def test_repeats_are_in_the_second_half_of_the_texts_and_the_same_for_a_seed():
     windows = torch.arange(4 * 64).view(4, 64)
-    changed = with_repeats(windows, 8, seed=1)
-    assert torch.equal(changed[:2], windows[:2])
-    assert all(len(set(text.tolist())) < 64 for text in changed[2:])
-    assert torch.equal(changed, with_repeats(windows, 8, seed=1))
+    written = []
+
+    def write_number(number):
+        written.append([1000 + int(digit) for digit in str(number)])
+        return written[-1]
+
+    changed = with_repeats(windows, 8, 1, write_number)
+    assert torch.equal(changed[:2], windows[:2]) and torch.equal(changed[:, 0], windows[:, 0])
+    for text in changed[2:].tolist():
+        assert len(set(text)) < 64
+        begins = [text[place : place + 6] for place in range(0, 64, 8)]
+        assert any(begins.count(number) == 2 for number in written)
+    assert torch.equal(changed, with_repeats(windows, 8, 1, write_number))
 
 
 def test_a_run_has_texts_for_a_batch_and_one_to_judge_by():
