@@ -15,7 +15,7 @@ from linearizer.encoders.encoder_inputs import Inputs, batches
 from linearizer.encoders.modeling_encoder import LinearizedEncoder
 from linearizer.errors import LinearizerError
 from linearizer.progress import Progress, Steps
-from linearizer.student.attention_interface import attending
+from linearizer.teacher.observing import attending
 
 Weights = Mapping[str, torch.Tensor]
 Group = TypeVar("Group")

@@ -14,7 +14,7 @@ from linearizer.encoders.stretch_positions import position_tables, unused_rows
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
 from linearizer.plan.encoder_plan import EncoderInspection
-from linearizer.student.attention_interface import OBSERVED, attending
+from linearizer.teacher.observing import OBSERVED, attending
 from linearizer.teacher.support import Refused, build_blueprint, run_blueprint
 
 if TYPE_CHECKING:

@@ -34,12 +34,12 @@ from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.progress import finish, quiet
 from linearizer.run.folder import Run
 from linearizer.run.results import MadeWith, Recall
-from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.cache import change_texts
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, describe_device, describe_kernels
 from linearizer.teacher.load import load_teacher_of, read_kept_texts
 from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at_once
+from linearizer.teacher.observing import attending_as_teacher
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
 from linearizer.teacher.token_loop import placed, read_tokens
 

@@ -14,8 +14,8 @@ from linearizer.errors import FaultError, RequestError
 from linearizer.hub.weight_files import read_tensors
 from linearizer.plan.head_bytes import Layer
 from linearizer.run.folder import Run
-from linearizer.student.attention_interface import observing
 from linearizer.teacher.layers import layer_number
+from linearizer.teacher.observing import observing
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
 TENSORS = ("queries", "keys", "values")

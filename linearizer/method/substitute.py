@@ -14,14 +14,9 @@ from linearizer.method.initialise import initialise_layer
 from linearizer.method.recorder import Samples
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.student.attention_interface import (
-    IMPLEMENTATION,
-    attending,
-    attention_by_layer,
-    attention_modules,
-    device_of,
-)
+from linearizer.student.attention_interface import IMPLEMENTATION, attention_by_layer, attention_modules, device_of
 from linearizer.student.layer_student import LayerStudent, SharedStudent
+from linearizer.teacher.observing import attending
 
 
 @contextmanager

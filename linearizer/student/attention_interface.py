@@ -1,16 +1,15 @@
 """The link to transformers' attention interface, which no other module uses.
 
 With the implementation IMPLEMENTATION a model passes the queries, keys and values of every layer, positions applied, to
-`linearized`. With OBSERVED it shows them to the observer that `observing` sets, then attends as usual. A layer without
-a student (a native sliding window) always attends as usual.
+`linearized`. A layer without a student (a native sliding window) always attends as usual.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from .layer_student import find_kernels
 
 # Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
-IMPLEMENTATION, OBSERVED, AS_TEACHER = (f"{name}_{_COPY}" for name in ("linearized", "observed", "teacher"))
+IMPLEMENTATION = f"linearized_{_COPY}"
 NOT_SERVED = (
     "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
     "give each text a row of its own, and an attention_mask (texts, tokens) for its padding"
@@ -260,66 +259,5 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     return args, kwargs
 
 
-# observe(attention module, query, key, value, scaling, the mask and all other arguments from the layer)
-Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float, dict], None]
-
-
-def observed(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: object,
-) -> tuple[torch.Tensor, None]:
-    """Show a layer's queries, keys and values to its observer, then attend as usual."""
-    observe: Observer = module.observe  # type: ignore[assignment]
-    observe(module, query, key, value, score_scale(query, scaling), {"attention_mask": attention_mask, **kwargs})
-    return attend_as_teacher(module, query, key, value, attention_mask, scaling, **kwargs)
-
-
-def implementation_of_teacher(model: Any, config: Any) -> str:
-    """Name the implementation of a teacher's attention: SDPA, unless its model or class does more than that.
-
-    Older transformers let SDPA leave caps out.
-    """
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return AS_TEACHER if capped or not getattr(model, "_supports_sdpa", True) else "sdpa"
-
-
-def attending_as_teacher(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Attend as a student's teacher in this context."""
-    return attending(model, implementation_of_teacher(model, model.config))
-
-
-@contextmanager
-def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Attend with another implementation in this context."""
-    before = model.config._attn_implementation
-    PreTrainedModel.set_attn_implementation(model, implementation)  # a student's own refuses
-    try:
-        yield
-    finally:
-        PreTrainedModel.set_attn_implementation(model, before)
-
-
-@contextmanager
-def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
-    """Show the observer what every attention layer of the model attends with, in this context."""
-    modules = attention_modules(model)
-    for module in modules:
-        module.observe = observe  # type: ignore[assignment]
-    try:
-        with attending(model, OBSERVED):
-            yield
-    finally:
-        for module in modules:
-            del module.observe
-
-
 AttentionInterface.register(IMPLEMENTATION, linearized)
 AttentionMaskInterface.register(IMPLEMENTATION, padding_only)
-for _name, _attend in ((OBSERVED, observed), (AS_TEACHER, attend_as_teacher)):
-    AttentionInterface.register(_name, _attend)
-    AttentionMaskInterface.register(_name, sdpa_mask)

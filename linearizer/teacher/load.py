@@ -33,10 +33,10 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.weight_digests import TOKENIZER
-from linearizer.student.attention_interface import implementation_of_teacher
 from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
+from linearizer.teacher.observing import implementation_of_teacher
 from linearizer.teacher.quantised import (
     READ_HERE,
     expand_weights,

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linearizer.errors import UnsupportedModel, first_line
 from linearizer.plan.head_bytes import WITHOUT_ATTENTION, Layer
 from linearizer.progress import quiet
-from linearizer.student.attention_interface import attention_modules, observing, scores_of
+from linearizer.student.attention_interface import attention_modules, scores_of
 from linearizer.student.cache import CACHE, recurrent_tensors
 from linearizer.teacher.devices import compute_anywhere
+from linearizer.teacher.observing import observing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -24,10 +24,10 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run, ends_of_phases
 from linearizer.run.stopping import log_progress, uninterrupted
-from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
 from linearizer.teacher.logits import check_logits
+from linearizer.teacher.observing import attending_as_teacher
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingResult, TrainingSettings, training_settings

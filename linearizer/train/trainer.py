@@ -25,10 +25,11 @@ from linearizer.hub.weight_files import read_tensors, write_tensors
 from linearizer.plan.json_products import parse_json
 from linearizer.run.files import writing
 from linearizer.run.stopping import is_out_of_memory
-from linearizer.student.attention_interface import attending_as_teacher, attention_modules, observing
+from linearizer.student.attention_interface import attention_modules
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured, layer_number, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS
+from linearizer.teacher.observing import attending_as_teacher, observing
 from linearizer.train.lora import without_adapters
 from linearizer.train.losses import (
     AttentionInputs,

@@ -15,12 +15,12 @@ from linearizer.kernels.triton.dispatch import linear_attention
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.student.attention_interface import attending
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.columns import FeatureState
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.other_heads import FeatureGroup
+from linearizer.teacher.observing import attending
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.losses import hidden_states
 from linearizer.train.settings import TrainingSettings

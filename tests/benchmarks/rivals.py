@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from linearizer.plan.head_bytes import Layer, token_bytes
-from linearizer.student.attention_interface import observing
 from linearizer.student.attention_of_student import round_vectors, tensors, working_dtype
 from linearizer.student.cache import CACHE
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import layer_number
+from linearizer.teacher.observing import observing
 
 RECENT = 8  # queries that morphkv and grkv keep in view
 AFTER = 4  # tokens that cam adds a value to

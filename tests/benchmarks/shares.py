@@ -23,9 +23,9 @@ from linearizer.plan.head_bytes import Head, Layer, cache_bytes, head_bytes, slo
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.run.measured import KlOfLayer, Prices
-from linearizer.student.attention_interface import observing
 from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import logits_of, losses_of
+from linearizer.teacher.observing import observing
 from tests.benchmarks.rivals import attention_of
 
 SIZES = (4, 16, 64, 192, 384)  # tokens that heads are priced with

@@ -8,9 +8,9 @@ from linearizer.method.measure_run import measure_profile
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
 from linearizer.run.measured import ProfileSettings
-from linearizer.student.attention_interface import observing
 from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.teacher.layers import featured
+from linearizer.teacher.observing import observing
 from linearizer.train.losses import AttentionInputs, layer_loss
 from tests.support.models import MIXED, layers_of, student_of, teacher_of, tokens
 

@@ -12,7 +12,7 @@ from linearizer.method.measure_run import head_points, measure_freedoms, measure
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.measured import Profile, ProfileSettings
-from linearizer.student.attention_interface import observing
+from linearizer.teacher.observing import observing
 from tests.support.models import layers_of, teacher_of
 
 SMALL = ProfileSettings(samples=64, sinks=2)

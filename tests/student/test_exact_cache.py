@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from linearizer.plan.head_bytes import Head
-from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.attention_of_student import tensors
+from linearizer.teacher.observing import attending_as_teacher
 from tests.support.models import MIXED, student_of, tokens
 
 SLOTS = [Head(window=6, slots=10, bits=5), Head(window=5, slots=6)]

@@ -11,8 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from linearizer.plan.head_bytes import Head
-from linearizer.student.attention_interface import attending
 from linearizer.student.cache import CACHE, LinearizedLayer
+from linearizer.teacher.observing import attending
 from tests.support.families import FAMILIES
 from tests.support.kernels import needs_compiler
 from tests.support.layers import assert_same_states

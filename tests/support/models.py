@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
-from linearizer.student.attention_interface import observing
+from linearizer.teacher.observing import observing
 from tests.support.families import tiny_config
 
 WHOLE = Head(softmax=True)

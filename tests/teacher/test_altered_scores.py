@@ -8,9 +8,9 @@ from linearizer.hub.models import Source
 from linearizer.hub.weight_files import Weights
 from linearizer.method.checkpoint import load, put_student_into
 from linearizer.plan.head_bytes import Head
-from linearizer.student.attention_interface import attending_as_teacher
 from linearizer.student.cache import CACHE
 from linearizer.teacher.inspect_model import inspect_model
+from linearizer.teacher.observing import attending_as_teacher
 from tests.support.families import ALTERED, GROUPED, WINDOW
 from tests.support.models import allocation_of, tokens
 

@@ -10,9 +10,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from linearizer.hub.models import Source
 from linearizer.hub.weight_files import Weights
-from linearizer.student.attention_interface import implementation_of_teacher
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.inspect_model import inspect_model
+from linearizer.teacher.observing import implementation_of_teacher
 from tests.support.families import EXPERTS, FAMILIES, GPT, GROUPED, LATENT, ROUTED, WINDOW
 from tests.support.hybrids import HYBRIDS
 from tests.support.models import tokens

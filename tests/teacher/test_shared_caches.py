@@ -16,8 +16,8 @@ from linearizer.plan.head_bytes import Head, cache_operations
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.measured import ProfileSettings
-from linearizer.student.attention_interface import observing
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
+from linearizer.teacher.observing import observing
 from tests.support.hybrids import SOURCE, student_of, teacher_of, tiny_hybrid
 from tests.support.models import allocation_of, tokens
 

@@ -8,10 +8,10 @@ import torch
 from linearizer.errors import FaultError
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
-from linearizer.student.attention_interface import attending
 from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.update_rules import UPDATE_RULES
+from linearizer.teacher.observing import attending
 from linearizer.train.distill import distill
 from linearizer.train.settings import END_TO_END, LAYERWISE, RATES, TrainingSettings
 from linearizer.train.trainer import MAX_HIGH_STEPS

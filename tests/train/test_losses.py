@@ -4,10 +4,10 @@ from torch import nn
 
 from linearizer.errors import RequestError
 from linearizer.plan.head_bytes import Head
-from linearizer.student.attention_interface import attending
 from linearizer.student.features_torch import ScaledMap
 from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.layers import featured
+from linearizer.teacher.observing import attending
 from linearizer.train import losses
 from linearizer.train.losses import AttentionInputs, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
 from tests.support.families import FAMILIES
