@@ -29,6 +29,7 @@ from tests.support.models import student_of, tokens  # noqa: E402
 IN_C = [Head(window=9, slots=12), Head(window=20, bits=8), Head(window=8, slots=10, bits=4)]
 HEADS = [*IN_C, Head(window=6, features=16)]  # of which the last one, in the last layer, is read by PyTorch
 NEW, CHUNK, BLOCK, LONGEST = 12, 64, 32, 4000
+EXACT = 45  # tokens of the longest text that keeps all keys: prompts are shorter, longer, and become longer
 LENGTHS = [1, 2, 5, 16, 31, 32, 33, 64, 65, 100, 128, 150, 200, 256, 300, 400, 700, 1000, 2500, LONGEST, *range(40, 52)]
 
 
@@ -53,9 +54,10 @@ def engine(folder, **options):
 
 
 def save(heads, folder):
-    model = student_of("llama", heads)
+    model = student_of("llama", heads, exact_tokens=EXACT)
     model.config.max_position_embeddings = LONGEST + 96
     model.save_pretrained(folder)
+    model.generation_config.eos_token_id = None  # `generate` would end there, or never write it
     return model
 
 
@@ -75,9 +77,7 @@ def prompt(length, seed=0):
 @torch.no_grad()
 def generated(model, ids, new=NEW):
     given = torch.tensor([ids])
-    out = model.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=new, min_new_tokens=new, do_sample=False
-    )
+    out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, do_sample=False)
     return out[0, len(ids) :].tolist()
 
 
