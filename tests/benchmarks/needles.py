@@ -80,7 +80,7 @@ def student_of(folder, given):
         allocation = finish(allocate(run, teacher, texts))
         student = pipeline.begin_student(run, teacher, allocation)
         finish(train(run, student, allocation, texts.learnt))
-    yield Setup(run, student.eval(), student, teacher.tokenizer, student.base, None, texts.judged)
+    yield Setup(run, student.eval(), student, teacher.tokenizer, student, None, texts.judged)
 
 
 def ask_all(setup, given):

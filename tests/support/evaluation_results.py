@@ -3,7 +3,14 @@
 from linearizer.run.results import read_part
 
 NAMES = ["teacher", "student", "window"]
-MADE = {"versions": {"torch": "2.13"}, "device": "cpu", "dtype": "float32", "teacher": None, "alone": None}
+MADE = {
+    "versions": {"torch": "2.13"},
+    "device": "cpu",
+    "dtype": "float32",
+    "teacher": None,
+    "alone": None,
+    "kernels": "",
+}
 ON_TEXT = {"text": "builtin", "texts": 2, "length": 128, "seed": 0, "asked": {"made_with": MADE}, "beyond": False}
 
 
@@ -23,8 +30,8 @@ def predictions(name, loss):
 
 def at_length(length, difference=(-0.1, -0.12, -0.08), names=NAMES):
     mean, *interval = difference
-    subjects = [{"name": name, "loss": estimate(3.4), "kl": estimate(0.2), "agreement": estimate(0.8)}
-                for name in names]  # fmt: skip
+    subjects = [{"name": name, "loss": estimate(3.4), "kl": estimate(0.2), "agreement": estimate(0.8),
+                 "catastrophic": None} for name in names]  # fmt: skip
     return {"length": length, "drawn": "texts", "count": 2, "window": 20, "subjects": subjects,
             "difference": {"mean": mean, "interval": interval}, "strained": False}  # fmt: skip
 
