@@ -49,7 +49,7 @@ for name in [name for name in sys.modules if name.startswith("linearizer.")]:
             function.starting_line_number = 1  # Triton hashes it, and a kernel that only moved is not compiled again
 
 CASES = [
-    *((chip, "128x128") for chip in (80, 90, "gfx942")),  # others have no less room than one of these cases
+    *((chip, "128x128") for chip in (80, 89, 90, 100, 120, "gfx942")),
     *((90, "256x128"), (90, "64x64xg3xs4000"), (89, "128x128xfp32")),
 ]
 COUNTS = (("g", 4), ("s", 64))  # in the name of a size
