@@ -158,7 +158,8 @@ class StateSize:
         return self.cache * tokens
 
     def student_bytes(self, tokens: int) -> int:
-        return self.fixed + self.growth * tokens
+        """The bytes after some tokens; a text whose cache is no larger than the state keeps that cache."""
+        return min(self.fixed + self.growth * tokens, self.teacher_bytes(tokens))
 
     @property
     def breakeven(self) -> int | None:

@@ -30,7 +30,7 @@ def saved(figure):
     return head, {name: [tuple(map(float, row[1:])) for row in rows if row[0] == name] for name in names}
 
 
-def test_quality_by_length_saves_what_was_measured_with_its_intervals(example):
+def test_quality_by_length_saves_what_was_measured_with_its_intervals_cut_at_the_axis(example):
     result = example.results["language"].result
     head, lines = saved(length_chart(result))
     assert head == ["", "length of the texts, tokens", "KL, nats per token", "95% from", "to"]
@@ -38,7 +38,8 @@ def test_quality_by_length_saves_what_was_measured_with_its_intervals(example):
     for name, rows in lines.items():
         at = [next(each.kl for each in length.subjects if each.name == name) for length in result.lengths]
         measured = zip(result.lengths, at, strict=True)
-        assert rows == [(length.length, kl.mean, *kl.interval) for length, kl in measured]
+        drawn = [(length.length, *(max(x, MIN_DRAWN_KL) for x in (kl.mean, *kl.interval))) for length, kl in measured]
+        assert rows == drawn
 
 
 def test_each_point_has_its_interval_and_a_note_and_none_is_below_the_axis():
