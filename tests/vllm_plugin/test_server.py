@@ -54,7 +54,7 @@ def client(tmp_path_factory):
         "--model": folder, "--served-model-name": "student", "--host": "127.0.0.1", "--port": port,
         "--dtype": "float32", "--max-model-len": 512,
         "--chat-template": folder / "template.jinja", "--tool-call-parser": "hermes",
-        "--structured-outputs-config": '{"disable_any_whitespace": true}',
+        "--structured-outputs-config": '{"backend": "xgrammar", "disable_any_whitespace": true}',
     }  # fmt: skip
     command = [
         sys.executable,
