@@ -231,8 +231,10 @@ def wrong(page, rules):
 
 
 def is_gradios(error):
-    """Tell Gradio's own errors: a stream that ends, and an open list that measures itself when its step is left."""
-    return error.name == "AbortError" or "null (reading 'getBoundingClientRect')" in error.message
+    """Tell Gradio's own errors: a stream that ends, an open list that measures itself when its step is left, and one
+    that draws suggestions while fewer of them arrive."""
+    lists = "null (reading 'getBoundingClientRect')", "undefined (reading '0')"
+    return error.name == "AbortError" or any(each in error.message for each in lists)
 
 
 def bad(message, origin):
