@@ -51,6 +51,11 @@ def passes_trial(family: str, x: Tensor, sizes: tuple, compute: Compute) -> bool
     return _verdicts.get(place, case in _verdicts)
 
 
+def verdicts_on(device: torch.device) -> list[bool]:
+    """List whether each family and case that was tried on a device is right."""
+    return [is_right for case, is_right in list(_verdicts.items()) if case[1] == device]  # others may try meanwhile
+
+
 def is_recorded(x: Tensor) -> bool:
     """Whether this call is being captured or compiled for later replay."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())

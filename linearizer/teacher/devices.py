@@ -80,7 +80,7 @@ def describe_kernels(device: torch.device) -> str:
     from linearizer.kernels.c.compiler import find_compiler
     from linearizer.kernels.triton.dispatch import launch_token
 
-    verdicts = [passed for case, passed in list(trial._verdicts.items()) if case[1] == device]
+    verdicts = trial.verdicts_on(device)
     if os.environ.get("LINEARIZER_KERNELS") == "0" or not all(verdicts):
         return "none: PyTorch"
     if device.type in trial.DEVICES and launch_token is not None:
