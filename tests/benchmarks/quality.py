@@ -189,7 +189,8 @@ def made(run, teacher, row):
         allocation = decide(run, plan, layers)
     if row.startswith("slots"):
         allocation = with_slots(allocation, layers)
-    student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
+    teacher.model.float()
+    student = pipeline.begin_student(run, teacher, allocation)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.resolved_length(None), None)
     finish(distill.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
