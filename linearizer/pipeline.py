@@ -47,10 +47,10 @@ from linearizer.teacher.streaming import spreads, streams
 from linearizer.train.distill import train
 
 
-def inspect(model: str, token: str | None = None) -> Inspection:
-    """Inspect a model, and whether it can be linearized, without downloading weights."""
+def inspect(model: str, token: str | None = None, text_only: bool = False) -> Inspection:
+    """Inspect a model, and whether it can be linearized, without downloading weights; `text_only`: without pictures."""
     source = find_model(model, token)
-    return inspect_model(source, load_config(source, token))
+    return inspect_model(source, load_config(source, token, text_only))
 
 
 def begin(
@@ -73,7 +73,7 @@ def begin(
         (run := Run(folder)).check_same(plan)
         return run
     source = find_model(plan.model, token)
-    config = load_config(source, token)
+    config = load_config(source, token, plan.text_only)
     inspection = inspect_model(source, config)
     inspection.require_support()
     checks.check_plan(plan, inspection)
@@ -99,7 +99,7 @@ def settle(run: Run, token: str | None = None) -> None:
     if run.begun.settled:
         return
     plan, source = run.plan, find_model(run.plan.model, token)
-    dtype = checks.decide_dtype(plan, source, load_config(source, token))
+    dtype = checks.decide_dtype(plan, source, load_config(source, token, run.inspection.tower_of is not None))
     checks.check_disks(run.folder, plan, source, run.inspection)
     run.settle(replace(plan, dtype=dtype))
 

@@ -50,6 +50,8 @@ class Inspection(ModelFacts):
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
     tower_of: str | None = None  # the class of the whole model, if this is its text tower
+    text_because: str | None = None  # why it is, if that is known
+    reads_pictures: bool = False  # whether its student reads pictures, too
     quantised: str | None = None  # how its weights are quantised
     packed: bool = False  # whether they stay so while it computes
     links: bool = True  # whether a student loads from its unchanged files

@@ -78,6 +78,7 @@ class Plan(JsonProduct):
         former=tuple(FORMER_RECIPES),
         group=METHOD,
     )
+    text_only: bool = option(False, "leave out what reads pictures, in a model that does", group=METHOD)
     strategy: str = allocating(
         "gain",
         "how the budget is shared out",
