@@ -63,6 +63,14 @@ class Inspection(ModelFacts):
     resting: int = 0  # parameters that a token does not use: those of other experts
 
     @property
+    def reads(self) -> str:
+        """Say what its student reads beside text, or why it reads no pictures; "" for a model of text."""
+        if self.reads_pictures:
+            return "its student reads pictures, too"
+        because = f", because {self.text_because}" if self.text_because else ""
+        return f"the text tower of {self.tower_of}: its student reads no pictures{because}" if self.tower_of else ""
+
+    @property
     def active(self) -> int:
         """The parameters that a token uses."""
         return self.parameters - self.resting

@@ -78,7 +78,6 @@ class Plan(JsonProduct):
         former=tuple(FORMER_RECIPES),
         group=METHOD,
     )
-    text_only: bool = option(False, "leave out what reads pictures, in a model that does", group=METHOD)
     strategy: str = allocating(
         "gain",
         "how the budget is shared out",
@@ -118,6 +117,7 @@ class Plan(JsonProduct):
     text: str = measuring(
         "builtin", "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]"
     )
+    text_only: bool = measuring(False, "leave out what reads pictures, in a model that does")
     texts: int | None = measuring(
         None, "how many texts to measure", f"{USUAL_TEXTS}, fewer where texts are long, or the source is short", least=1
     )

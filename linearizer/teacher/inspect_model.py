@@ -14,6 +14,7 @@ from linearizer.plan.inspection import Budget, Inspection
 from linearizer.teacher.quantised import check_quantisation, describe_quantisation, gguf_file, is_packed, method_of
 from linearizer.teacher.support import (
     TESTED,
+    TESTED_WHOLE,
     AttentionLayer,
     Refused,
     Watched,
@@ -80,7 +81,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         supported=refusal is None,
         reason=refusal.reason if refusal else None,
         remedy=refusal.remedy if refusal else None,
-        tested=refusal is None and config.model_type in TESTED,
+        tested=refusal is None and config.model_type in (TESTED_WHOLE if reads_whole(config) else TESTED),
         layers=layers,
         scalings=tuple(layer.scaling for layer in watched.layers),
         positions=name_positions(text, model),

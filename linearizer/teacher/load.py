@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,7 @@ from linearizer.progress import quiet
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
-from linearizer.run.weight_digests import TOKENIZER
+from linearizer.run.weight_digests import PROCESSOR, TOKENIZER
 from linearizer.student.modeling_linearized import class_of
 from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
 from linearizer.teacher.devices import choose_device, compute_anywhere
@@ -56,6 +56,7 @@ from linearizer.teacher.whole_models import choose_config
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TEMPLATE = "chat_template.json"
 GENERATION = "generation_config.json"
 KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # transformers does not check these
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "top_k", "max_length", "max_new_tokens"), (int,)),
@@ -139,6 +140,14 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
             raise ModelNotAvailable(
                 f"{source.name!r} has no tokenizer that can be loaded ({first_line(error)}): {remedy}"
             ) from error
+
+
+def load_processor_files(source: Source, token: str | None = None) -> dict[str, dict[str, Any]]:
+    """Read the files that say how a model's pictures are prepared, by name, without the code that they may name."""
+    folder = fetch(source, (CONFIG, *PROCESSOR), token)
+    paths = sorted({path for pattern in PROCESSOR for path in folder.glob(pattern)})
+    files = {path.name: read_json(source.name, path) for path in paths}
+    return {name: {key: x for key, x in content.items() if key != "auto_map"} for name, content in files.items()}
 
 
 def load_teacher(
@@ -272,6 +281,7 @@ class Teacher:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     stored: torch.dtype | None  # the type of its stored weights, if its config states it
+    pictured: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # the files that prepare its pictures
 
 
 def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
@@ -283,12 +293,15 @@ def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection
         inspection = inspect_model(source, config)
         inspection.require_support()
     tokenizer = load_tokenizer(source, token)
+    pictured = load_processor_files(source, token) if inspection.reads_pictures else {}
+    if not tokenizer.chat_template:  # older models keep it among the files of their processor
+        tokenizer.chat_template = pictured.get(TEMPLATE, {}).get("chat_template")
     places = place_weights(config, source, computing_dtype(plan.dtype, config), plan.device)
     if places is not None:
         return_freed_memory()
     model = load_teacher(source, plan.dtype, choose_device(plan.device), token, places, text_only)
     verify_teacher(model, inspection)
-    return Teacher(source, inspection, model, tokenizer, stored_dtype(config))
+    return Teacher(source, inspection, model, tokenizer, stored_dtype(config), pictured)
 
 
 def computing_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:

@@ -41,6 +41,11 @@ TESTED = frozenset(
     "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text "
     "qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 vaultgemma zaya".split()
 )
+# Kinds whose whole models, which read pictures, are tested in the same way.
+TESTED_WHOLE = frozenset(
+    "aya_vision cohere2_vision gemma4 idefics3 internvl llava mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl "
+    "smolvlm".split()
+)
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 UNCHANGED_LAYERS = frozenset(["linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"])
 OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the names of the parts of a multimodal config

@@ -1,8 +1,11 @@
 """Tiny whole models of every supported family that reads pictures: random weights, nothing downloaded."""
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from linearizer.hub.models import find_model
 from linearizer.method.checkpoint import put_student_into
 from linearizer.teacher.devices import compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model
@@ -66,14 +69,19 @@ SIGHT = {
 WHOLE = sorted({*TEXT, *SIGHT, "llava", "llava_next"})
 
 
-def whole_model(family, **options):
+def whole_config(family, **options):
     text = TEXT.get(family, dict(GROUPED, model_type="llama"))
     sight = SIGHT.get(family, dict(EYE, model_type="clip_vision_model"))
-    config = AutoConfig.for_model(family, **{"text_config": text, "vision_config": sight, **options})
+    return AutoConfig.for_model(family, **{"text_config": text, "vision_config": sight, **options})
+
+
+def whole_model(family, **options):
     torch.manual_seed(0)
+    config = whole_config(family, **options)
     return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
 
 
+IMAGE = "<image>"
 PICTURE = 127  # the token that stands for a part of a picture
 LARGE = dict(EYE, image_size=32)
 GRID = dict(patch_size=8, spatial_merge_size=2)
@@ -99,7 +107,8 @@ def pictured_model(family, **options):
     """A whole model whose pictures take four tokens."""
     names = {name: PICTURE for name in ("image_token_id", "image_token_index")}
     video = {"video_token_id": 126} if PICTURED[family][1] == "grid" else {}
-    model = whole_model(family, **{"vision_config": PICTURED[family][0], **names, **video, **options})
+    given = {"vision_config": PICTURED[family][0], **names, **video, **options}
+    model = whole_model(family, **given)
     compute_anywhere(model)
     return model.requires_grad_(False)
 
@@ -135,3 +144,22 @@ def inputs_of(family, before=(5, 6, 7), after=(8, 9, 10, 11), seed=0):
         },
     }[kind]()
     return {"input_ids": ids, **picture}
+
+
+def save_with_processor(folder):
+    """Save a whole model with the demo model's words, and what prepares its pictures; return the model."""
+    tokenizer = AutoTokenizer.from_pretrained(find_model("demo").folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    number = tokenizer.convert_tokens_to_ids(IMAGE)
+    text = dict(GROUPED, model_type="llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    model = pictured_model("llava", text_config=text, image_token_id=number, image_token_index=number)
+    model.save_pretrained(folder)
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    added = dict(vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    LlavaProcessor(image_processor=pixels, tokenizer=tokenizer, patch_size=8, **added).save_pretrained(folder)
+    return model
+
+
+def save_picture(path, colour):
+    Image.new("RGB", (20, 24), colour).save(path)
+    return path
