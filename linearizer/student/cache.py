@@ -8,6 +8,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -203,14 +204,24 @@ class LinearizedCache(Cache):
         return self.copied_texts(lambda x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
-        """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32."""
+        """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32.
 
-        def change(name: str, x: torch.Tensor) -> torch.Tensor:
+        A state that is there already is returned itself, like a tensor: hooks of accelerate move it for each module.
+        """
+        stays: list[bool] = []
+
+        def change(name: str, x: torch.Tensor, copy: bool = True) -> torch.Tensor:
             kind = x.dtype
             if dtype is not None and x.is_floating_point():
                 kind = dtype if name in KEYS_AND_VALUES else working_dtype(x.new_empty(0, dtype=dtype))
-            return x.to(device, kind, copy=True)
+            moved = x.to(device, kind, copy=copy)
+            stays.append(moved is x)
+            return moved
 
+        for each in (self, *self.turns):
+            each.copied(partial(change, copy=False))
+        if all(stays):
+            return self
         result = self.copied(change)
         result.turns = [turn.copied(change) for turn in self.turns]
         return result

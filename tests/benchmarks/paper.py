@@ -244,9 +244,10 @@ class Bench:
 
 def speed_of(subject, texts):
     """Time the writing of some tokens after a text."""
-    write(subject, texts[:1], 2, None)
+    prompt = texts[:1, :-WRITTEN]
+    write(subject, prompt, 2, None)
     begun_at = time.perf_counter()
-    write(subject, texts[:1], WRITTEN, None)
+    write(subject, prompt, WRITTEN, None)
     return WRITTEN / (time.perf_counter() - begun_at)
 
 
