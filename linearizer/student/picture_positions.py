@@ -30,13 +30,14 @@ def deltas_of(cache: Any) -> torch.Tensor | None:
 
 def place_tokens(model: nn.Module, arguments: dict[str, Any], cache: Any) -> None:
     """Let a call number its tokens from what the cache has read, and note the differences of its texts in the cache."""
-    if (part := numbering_part(model)) is None:
+    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    inputs: torch.Tensor | None = ids if embeds is None else embeds
+    if inputs is None or (part := numbering_part(model)) is None:
         return
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    count: int = (ids if embeds is None else embeds).shape[1]  # type: ignore[union-attr]
-    past = 0 if cache is None else cache.get_seq_length()
+    count, past = inputs.shape[1], 0 if cache is None else cache.get_seq_length()
     deltas = deltas_of(cache) if past else None
+    deltas = None if deltas is None else deltas.to(inputs.device)
     part.rope_deltas = None  # of another text
     if positions is not None and positions.ndim == 3:  # from `generate`
         read = past + count if mask is None else mask.sum(-1, keepdim=True)
@@ -56,6 +57,8 @@ def place_pictures(
 
     None if there are no pictures, or if nothing says which tokens are theirs.
     """
+    if not any(arguments.get(name) is not None for name in GRIDS):
+        return None
     names = [name for name, each in signature(part.get_rope_index).parameters.items() if each.kind != each.VAR_KEYWORD]
     given = {name: arguments[name] for name in names if arguments.get(name) is not None}
     if "input_ids" not in given or not given.keys() & {*GRIDS}:

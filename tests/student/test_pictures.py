@@ -1,15 +1,14 @@
-"""The student of a model that reads pictures is the whole model: a picture's tokens enter its state like others."""
+"""The student of a model that reads pictures is the whole model: a picture's tokens enter its state like others.
 
-import json
+Such students load without this package in tests/teacher/test_hybrids.py, with others in one process.
+"""
 
 import pytest
 import torch
 
-from linearizer.method.checkpoint import load
 from linearizer.plan.head_bytes import Head
 from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import bytes_held
-from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.models import tokens
 from tests.support.whole_models import PICTURE, PICTURED, inputs_of, pictured_model, pictured_student
 
@@ -101,32 +100,3 @@ def test_more_pictures_take_no_more_bytes():
         student(**inputs_of("qwen2_5_vl", seed=seed), use_cache=True, **{CACHE: cache})
         sizes.append(bytes_held(cache))
     assert sizes[-1] == sizes[1] > 0 and cache.get_seq_length() == 44
-
-
-@torch.no_grad()
-def test_students_answer_about_a_picture_without_this_package(tmp_path):
-    """Of each way to number a picture's tokens one."""
-    expected, families = {}, ["llava", "qwen2_5_vl"]
-    asked = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
-    for family in families:
-        student, inputs = pictured_student(family, HEADS), inputs_of(family)
-        student.save_pretrained(tmp_path / family)
-        torch.save(inputs, tmp_path / family / "inputs.pt")
-        assert distance(load(tmp_path / family)(**inputs).logits, student(**inputs).logits) < CLOSE
-        expected[family] = student.generate(**inputs, **asked)[0, inputs["input_ids"].shape[1] :].tolist()
-    program = """
-        import json, sys, torch
-        from transformers import AutoModelForImageTextToText
-        torch.set_num_threads(1)
-        written = {}
-        for family in sys.argv[1:]:
-            student = AutoModelForImageTextToText.from_pretrained(family, trust_remote_code=True).eval()
-            inputs = torch.load(f"{family}/inputs.pt")
-            out = student.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0)
-            written[family] = out[0, inputs["input_ids"].shape[1]:].tolist()
-        print(json.dumps(written))
-    """
-    (tmp_path / "packages").mkdir()
-    environment = make_bare_environment(tmp_path / "packages")
-    answer = run_bare(environment, program, *families, cwd=tmp_path)
-    assert json.loads(answer.splitlines()[-1]) == expected

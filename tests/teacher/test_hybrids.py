@@ -25,13 +25,14 @@ from linearizer.teacher.logits import bytes_held
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.hybrids import HYBRIDS, SOURCE, student_of, teacher_of, tiny_hybrid
 from tests.support.models import MIXED, tokens
+from tests.support.whole_models import inputs_of, pictured_student
 
 LENGTH = 40
 PARTS = (9, 1, 17, 13)
 CLOSE, ROUNDED = 1e-4, 2e-3  # of the logits' spread: what is computed alike; recurrences in another order
 WHOLE = [Head(window=LENGTH)]
 WITHOUT_SOFTMAX = [head for head in MIXED if not head.softmax]
-TRAVELLING = ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm3", "gemma3n_text", "gemma4_text"]
+TRAVELLING, SEEING = ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm3", "gemma4_text"], ["llava", "qwen2_5_vl"]
 every_family = pytest.mark.parametrize("family", HYBRIDS)
 
 
@@ -118,29 +119,32 @@ def test_the_bytes_of_softmax_layers_do_not_grow(family):
 
 
 @torch.no_grad()
-def test_students_of_hybrids_load_and_write_without_this_package(tmp_path):
-    """Of each kind of cache one, since it takes long in PyTorch."""
-    expected = {}
-    for family in TRAVELLING:
-        student, ids = student_of(family, MIXED), tokens(1, LENGTH)
+def test_students_of_hybrids_and_of_whole_models_load_and_write_without_this_package(tmp_path):
+    """Of each kind of cache, and of each way to number a picture's tokens, one, since it takes long in PyTorch."""
+    students = {family: (student_of(family, MIXED), {"input_ids": tokens(1, LENGTH)}) for family in TRAVELLING}
+    students |= {family: (pictured_student(family, MIXED), inputs_of(family)) for family in SEEING}
+    expected, asked = {}, dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for family, (student, inputs) in students.items():
         student.save_pretrained(tmp_path / family)
-        assert distance(load(tmp_path / family)(ids).logits, student(ids).logits) < CLOSE
-        expected[family] = student.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, LENGTH:].tolist()
+        torch.save(inputs, tmp_path / family / "inputs.pt")
+        assert distance(load(tmp_path / family)(**inputs).logits, student(**inputs).logits) < CLOSE
+        expected[family] = student.generate(**inputs, **asked)[0, inputs["input_ids"].shape[1] :].tolist()
     program = """
         import json, sys, torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         torch.set_num_threads(1)
-        ids = torch.tensor([json.loads(sys.argv[1])])
         written = {}
-        for family in sys.argv[2:]:
-            student = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
-            out = student.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-            written[family] = out[0, ids.shape[1]:].tolist()
+        for family in sys.argv[1:]:
+            inputs = torch.load(f"{family}/inputs.pt")
+            kind = AutoModelForImageTextToText if "pixel_values" in inputs else AutoModelForCausalLM
+            student = kind.from_pretrained(family, trust_remote_code=True).eval()
+            out = student.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            written[family] = out[0, inputs["input_ids"].shape[1]:].tolist()
         print(json.dumps(written))
     """
     (tmp_path / "packages").mkdir()
     environment = make_bare_environment(tmp_path / "packages")
-    answer = run_bare(environment, program, json.dumps(tokens(1, LENGTH)[0].tolist()), *TRAVELLING, cwd=tmp_path)
+    answer = run_bare(environment, program, *students, cwd=tmp_path)
     assert json.loads(answer.splitlines()[-1]) == expected
 
 

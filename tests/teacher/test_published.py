@@ -43,7 +43,9 @@ def test_the_table_of_families_counts_what_inspection_serves(monkeypatch, tmp_pa
     families.main(["--write"])
     readme, results = families.README.read_text(), families.RESULTS.read_text()
     assert readme.startswith("begin") and readme.endswith("end\n") and "old" not in readme
-    assert "qwen3 28/28" in readme and "| with pictures, tested on random weights | " in readme and "llava 32/32" in readme
+    assert (
+        "qwen3 28/28" in readme and "| with pictures, tested on random weights | " in readme and "llava 32/32" in readme
+    )
     assert "| google/recurrentgemma-2b | recurrent_gemma | – | no: its recurrent layers keep" in results
     assert "1 of 2 kinds of decoders are served" in results and "sounds are served, 1 of them with pictures" in readme
     assert results.removeprefix("# Published models\n\n") in capsys.readouterr().out
