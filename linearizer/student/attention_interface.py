@@ -35,7 +35,7 @@ NOT_SERVED = (
 )
 HALF_READ = (
     "the last call with this cache failed in the middle, so some layers have read its tokens and others have not: go "
-    "on with a copy from before (cache.fork(), cache.take_back_turn()), or read the text again"
+    "on with a copy from before (cache.fork()), or read the text again"
 )
 NO_WEIGHTS = (
     "a linearized model computes no weights between tokens, so its attentions are None: ask its teacher for them"

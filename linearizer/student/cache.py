@@ -1,33 +1,23 @@
-"""The cache of a linearized model: a state of fixed size in each layer, where a teacher keeps all keys.
-
-It can be saved to a file and loaded again (saved_state.py), copied for many questions about one text, moved to another
-device, and reset to the begin of a turn of a conversation.
-"""
+"""The cache of a linearized model: a state of fixed size in each layer, where a teacher keeps all keys."""
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from .attention_of_student import change_tensors, tensors, working_dtype
+from .attention_of_student import change_tensors, tensors
 from .layer_student import find_kernels
-from .saved_state import FORMAT, write_state
 
 # What transformers calls a cache, in arguments and outputs of a model: past_key_values before 5.24.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
-MAX_TURNS = 8  # that can be taken back
-COUNTERS = ("count", "real")  # in states, as KEYS_AND_VALUES are; all else are sums, in fp32 at least
-KEYS_AND_VALUES = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v")
+FORMAT = "linearized state 4"  # of a layer: each copy of this code accepts another's
+COUNTERS = ("count", "real")  # in states
 
-RECURRENT = {"conv_states": "v", "recurrent_states": "recurrent"}  # attribute -> name for a `Change`
-
-Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> tensor
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LinearizedLayer(CacheLayerMixin):
@@ -76,25 +66,17 @@ class LinearizedLayer(CacheLayerMixin):
         stored = [x for state in self.memory for name, x in tensors(state).items() if name not in COUNTERS]
         return sum(x.numel() * x.element_size() for x in stored)
 
-    def copied(self, change: Change) -> "LinearizedLayer":
-        """Return a copy with `change` applied to each tensor."""
-        result = LinearizedLayer()
-        result.tokens_read, result.device = self.tokens_read, self.device
-        for state in self.memory:
-            result.memory.append(replace(state, **{name: change(name, x) for name, x in tensors(state).items()}))
-        return result
-
-    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedLayer":
+    def copied_texts(self, change: Change) -> Any:
         """Return a copy; `change` copies the texts (first axis) of each tensor, which stay in a pool."""
         states = None if (kernels := find_kernels()) is None else kernels.copy_states(self.memory, change)
-        if states is None:
-            return self.copied(lambda name, x: change(x))
-        result = LinearizedLayer()
-        result.tokens_read, result.device, result.memory = self.tokens_read, self.device, states
+        if states is None or not keeps_state(self):
+            return copy_layer(self, change)
+        result = copy.copy(self)
+        result.memory = states
         return result
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.memory = [change_tensors(state, change) for state in self.memory]
+    def change(self, change: Change) -> None:
+        change_layer(self, change)
 
     @torch.compiler.disable
     def keep(self, readers: int) -> None:
@@ -138,18 +120,6 @@ class LinearizedAndRecurrentLayer(LinearizedLayer, LinearAttentionLayer):
         if kwargs:  # of the recurrent part
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().change(change)
-        change_recurrent(self, lambda name, x: change(x))
-
-    def copied(self, change: Change) -> "LinearizedAndRecurrentLayer":
-        result = copy_recurrent(self, change)
-        result.memory = super().copied(change).memory
-        return result
-
-    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedAndRecurrentLayer":
-        return self.copied(lambda name, x: change(x))
-
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
         LinearizedLayer.reset(self)
@@ -162,71 +132,33 @@ class LinearizedCache(Cache):
     tokens_alone = 0  # read one after another before there was a graph
     is_half_read = False  # whether a call failed after some layers had read its tokens
 
-    def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
+    def __init__(self, layers: list[CacheLayerMixin]) -> None:
         super().__init__(layers=layers)
         self.layers = layers
-        self.model = model  # shared by copies of the cache
-        self.turns: list[LinearizedCache] = []
 
     def reset(self) -> None:
         super().reset()
-        self.token_graph, self.tokens_alone, self.turns, self.is_half_read = None, 0, [], False
+        self.token_graph, self.tokens_alone, self.is_half_read = None, 0, False
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        change_texts(self.layers, lambda x: x.repeat_interleave(repeats, 0))
+        self.change(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        change_texts(self.layers, lambda x: x[indices])
+        self.change(lambda x: x[indices])
 
-    def save(self, path: str) -> None:
-        """Write the state, and those before the turns, to a file for `model.load_cache(path)`."""
-        if (model := self.model()) is None:
-            raise ValueError(
-                "the model that made this state is gone, or its decoder made it alone: read with the model's own cache "
-                "(model.empty_cache()), and keep the model until its state is saved"
-            )
-        write_state(self, model, path)
+    def change(self, change: Change) -> None:
+        """Change the texts (first axis) of each tensor: not all kinds of transformers' layers do it."""
+        for layer in self.layers:
+            change_layer(layer, change)
 
     def fork(self, texts: int = 1) -> "LinearizedCache":
-        """Copy the state without its turns, each text `texts` times; reading with the copy does not change this one."""
+        """Copy the state, each text `texts` times; reading with the copy does not change this one."""
         return self.copied_texts(lambda x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
-        """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32."""
-
-        def change(name: str, x: torch.Tensor) -> torch.Tensor:
-            kind = x.dtype
-            if dtype is not None and x.is_floating_point():
-                kind = dtype if name in KEYS_AND_VALUES else working_dtype(x.new_empty(0, dtype=dtype))
-            return x.to(device, kind, copy=True)
-
-        result = self.copied(change)
-        result.turns = [turn.copied(change) for turn in self.turns]
-        return result
-
-    def begin_turn(self) -> None:
-        """Store a copy of the state, so that `take_back_turn` can return to it."""
-        self.turns = [*self.turns, self.fork()][-MAX_TURNS:]
-
-    def take_back_turn(self) -> None:
-        """Return to the state at the last `begin_turn`."""
-        if not self.turns:
-            raise ValueError(
-                f"there is no turn to take back: call begin_turn before each, at most {MAX_TURNS} are kept"
-            )
-        self.layers, self.is_half_read = self.turns.pop().layers, False
-
-    def copied(self, change: Change) -> "LinearizedCache":
-        """Return a copy without turns, with `change` applied to each tensor."""
-        return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
-
-    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedCache":
-        """Return a copy without turns; `change` copies the texts (first axis) of each tensor."""
-        layers = [
-            layer.copied_texts(change) if has_student(layer) else copy_layer(layer, lambda name, x: change(x))
-            for layer in self.layers
-        ]
-        return LinearizedCache(layers, self.model)
+    def copied_texts(self, change: Change) -> "LinearizedCache":
+        """Return a copy; `change` copies the texts (first axis) of each tensor."""
+        layers = self.layers
+        return LinearizedCache([x.copied_texts(change) if has_student(x) else copy_layer(x, change) for x in layers])
 
 
 def take_cache(kwargs: dict) -> Cache | None:
@@ -247,55 +179,34 @@ def keeps_state(layer: object) -> bool:
 
 def recurrent_tensors(layer: object) -> list[tuple[str, dict, int]]:
     """List the tensors of a layer's recurrent part: the attribute, the dictionary that holds it, and its key there."""
-    held = [(name, getattr(layer, name, None) or {}) for name in RECURRENT]
+    held = [(name, getattr(layer, name, None) or {}) for name in ("conv_states", "recurrent_states")]
     return [(name, states, key) for name, states in held for key, x in states.items() if x is not None]
 
 
-def change_recurrent(layer: object, change: Change) -> None:
-    """Replace the tensors of a layer's recurrent part."""
-    for name, states, key in recurrent_tensors(layer):
-        states[key] = change(RECURRENT[name], states[key])
+def change_layer(layer: Any, change: Change) -> None:
+    """Replace each tensor of a layer of any kind: of its recurrent part, its states, or its keys and values."""
+    for _, states, key in recurrent_tensors(layer):
+        states[key] = change(states[key])
+    if has_student(layer):
+        layer.memory = [change_tensors(state, change) for state in layer.memory]
+    elif isinstance(getattr(layer, "keys", None), torch.Tensor):
+        layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
-def copy_recurrent(layer: Any, change: Change) -> Any:
-    """Return a copy of a layer with `change` applied to each tensor of its recurrent part."""
+def copy_layer(layer: Any, change: Change) -> Any:
+    """Return a copy of a layer with `change` applied to each tensor."""
     result = copy.copy(layer)
     vars(result).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
-    change_recurrent(result, change)
-    if tensors := recurrent_tensors(result):
-        _, states, key = tensors[0]
-        result.device = states[key].device
+    change_layer(result, change)
     return result
 
 
-def change_texts(layers: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change the texts (first axis) of each tensor of a cache's layers: not all kinds of transformers do it."""
-    for layer in layers:
-        if has_student(layer):
-            layer.change(change)
-        else:
-            vars(layer).update(vars(copy_layer(layer, lambda name, x: change(x))))
-
-
-def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
-    """Return a copy of a layer with `change` applied to each tensor."""
-    if has_student(layer):
-        return layer.copied(change)
-    result = copy_recurrent(layer, change)
-    if isinstance(getattr(layer, "keys", None), torch.Tensor):
-        result.keys, result.values = change("k", layer.keys), change("v", layer.values)
-        result.device, result.dtype = result.keys.device, result.keys.dtype
-    return result
-
-
-def empty_cache(
-    base_config: object, linearized: Sequence[bool], model: PreTrainedModel | None = None
-) -> LinearizedCache:
+def empty_cache(base_config: object, linearized: Sequence[bool]) -> LinearizedCache:
     """Make a cache: a state of fixed size for each layer with a student, the teacher's kind for the others."""
     is_plain = all(linearized) and "hybrid" not in (getattr(base_config, "layer_types", None) or ())
     native = [None] * len(linearized) if is_plain else native_layers(base_config)
     layers = [layer_beside(native[index]) if mine else native[index] for index, mine in enumerate(linearized)]
-    return LinearizedCache(layers, weakref.ref(model) if model is not None else no_model)
+    return LinearizedCache(layers)
 
 
 def layer_beside(native: Any) -> LinearizedLayer:
@@ -313,7 +224,3 @@ def native_layers(base_config: Any) -> list[CacheLayerMixin]:
         base_config.num_kv_shared_layers = -base_config.num_hidden_layers
         layers = DynamicCache(config=base_config).layers
     return layers
-
-
-def no_model() -> None:
-    """Stand for the model of a cache that a decoder made, called without its model."""

@@ -47,13 +47,6 @@ def load_kernels() -> Any:
     return None
 
 
-def generator_at(seed: int, *place: int) -> torch.Generator:
-    """Return a generator for one layer or head of a model, independent of what is drawn for the others."""
-    for number in place:
-        seed = (seed * 0x9E3779B97F4A7C15 + number + 1) % 2**63
-    return torch.Generator().manual_seed(seed)
-
-
 class Merger(nn.Module):
     """What heads merge by: see `Merging`."""
 
@@ -67,7 +60,7 @@ class Merger(nn.Module):
         """Return the parameters: offloading libraries load them for a forward only."""
         return self.metric, self.gain, self.mean_query
 
-    def reset(self, generator: torch.Generator | None = None) -> None:
+    def reset(self) -> None:
         """Start with the same weight for all directions and all keys."""
         self.metric.data.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
         self.gain.data.fill_(GAIN)
@@ -97,7 +90,7 @@ class StoredBasis(nn.Module):
         return compute(*inputs)
 
     @torch.no_grad()
-    def reset(self, generator: torch.Generator | None = None) -> None:
+    def reset(self) -> None:
         """Start for vectors around 0 with the same variance in all directions."""
         self.key_steps.fill_(1.0)
         self.key_middle.zero_()
@@ -118,14 +111,6 @@ class StoredBasis(nn.Module):
     def from_stored(self, out: Tensor, heads: Any) -> Tensor:
         """Change outputs (batch, heads, group, tokens, dim) of some heads back."""
         return rotate(out) + self.value_middle[heads].to(out.dtype)[:, None, None]
-
-    def steps_and_middles(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the steps and the middle of keys, and the middle of values, each (heads, dim)."""
-        return [x.to(dtype).contiguous() for x in (self.key_steps, self.key_middle, self.value_middle)]
-
-    def metric_to_stored(self, metric: Tensor, head: int) -> Tensor:
-        """Change a metric of keys multiplied by `root` into one of keys as a head stores them."""
-        return rotate(metric.to(self.key_steps) * self.key_steps[head])
 
 
 def has_stored_basis(bits: int, *dims: int) -> bool:
@@ -172,10 +157,6 @@ class HeadGroup(nn.Module):
         self.heads, self.kind, self.sinks = heads, kind, sinks
         self.window, self.bits, self.has_basis = kind.window, kind.bits, has_stored_basis(kind.bits, key_dim, value_dim)
         self.merger = Merger(len(heads), key_dim) if kind.slots else None
-
-    def reset(self, generator: torch.Generator) -> None:
-        if self.merger is not None:
-            self.merger.reset()
 
     def merging(self, scale: float) -> Merging | None:
         """Return how the heads merge, whose scores have this scale; None if they have no slots."""
@@ -237,30 +218,9 @@ class LayerStudent(nn.Module):
         has_basis = any(each.has_basis for each in self.head_groups())
         self.turns = StoredBasis(len(heads), key_dim, value_dim) if has_basis else None
 
-    def reset(self, generator: torch.Generator) -> None:
-        """Draw new features."""
-        if self.turns is not None:
-            self.turns.reset()
-        for group in self.head_groups():
-            group.reset(generator)
-            for place, metric in enumerate(() if group.merger is None else group.merger.metric):
-                self.set_merger(group, place, metric.clone(), metric.new_zeros(metric.shape[-1] + 1))
-
     def head_groups(self) -> list[HeadGroup]:
         """Return the groups; those of other heads have the same attributes."""
         return cast(list[HeadGroup], [*self.groups])
-
-    @torch.no_grad()
-    def set_merger(self, group: HeadGroup, place: int, metric: Tensor, mean_query: Tensor) -> None:
-        """Set the metric and the mean query, for keys multiplied by `root`, of a head by its place in its group."""
-        assert group.merger is not None
-        if self.turns is not None and group.has_basis:
-            head = group.heads[place]
-            around = mean_query[-1:].to(metric) - mean_query[:-1].to(metric) @ self.turns.key_middle[head].to(metric)
-            metric, query = (self.turns.metric_to_stored(x, head) for x in (metric, mean_query[:-1]))
-            mean_query = torch.cat([query, around.to(query)])
-        group.merger.metric[place] = metric.to(group.merger.metric)
-        group.merger.mean_query[place] = mean_query.to(group.merger.mean_query)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None,

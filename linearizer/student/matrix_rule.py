@@ -7,7 +7,6 @@ Gates read values and the norms of pairs of a key's numbers, which rotary positi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +22,10 @@ from .update_rules import UpdateRule
 
 Tensor = torch.Tensor
 RANK = 8  # of the gates' maps
-HALF_LIFE = 256.0  # tokens, before training
 SLOWNESS = 16.0  # log decays are logsigmoid(gate) / SLOWNESS
 ROUTES = 2  # memories that a token writes and reads, of those that are routed to
 WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: pairs of rows cost more with decays by channel
 PAIRED_AT_ONCE = 8  # rows with decays by channel: more take longer
-BEGIN_SCALE = 0.1  # of what the matrix adds to the mean of values, before training
 
 
 class MatrixRule(nn.Module):
@@ -78,32 +75,6 @@ class MatrixRule(nn.Module):
     def forward(self, compute: Callable, *inputs: Any) -> Any:
         """Call one of this rule's methods: offloading libraries load parameters for a forward only."""
         return compute(*inputs)
-
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        """Draw new maps, with gates that no token changes yet."""
-        for name, parameter in self.named_parameters():
-            parameter.zero_()
-            if name in ("key_map", "query_map", "gate_down", "router"):
-                drawn = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(drawn / math.sqrt(parameter.shape[-1]))
-        if self.gate_bias is not None:
-            self.gate_bias.copy_(torch.cat([self.begin_bias(kind, size) for kind, size in self.gates.items()]))
-        self.value_scale.fill_(BEGIN_SCALE if self.rule.has_moments else 1.0)
-        self.mass.fill_(self.rule.share if self.rule.mass == "share" else 0.0)
-        if self.norm is not None:
-            self.norm.fill_(1.0)
-        for weight in (self.tap_weight, self.query_tap_weight):
-            if weight is not None:
-                weight[:, -1] = 1.0
-
-    def begin_bias(self, kind: str, size: int) -> Tensor:
-        """Return biases of gates for decay with HALF_LIFE, and for erasing one half."""
-        if kind == "decay" and self.rule.decay == "key":
-            return torch.zeros(size)  # as in its paper: half-lives of some 16 tokens
-        slowness = 1.0 if self.rule.decay == "complement" else SLOWNESS
-        share = 2 ** (-slowness / HALF_LIFE) if kind == "decay" else 0.5
-        return torch.full((size,), math.log(share / (1 - share)))
 
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
         def zeros(*shape: int) -> Tensor:

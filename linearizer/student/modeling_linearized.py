@@ -18,16 +18,16 @@ Terms in these files:
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
 Read attention_of_student first: it defines what a layer computes, and what a state is. layer_student holds the weights
-of a layer and asks for kernels; attention_interface, cache and saved_state connect both to transformers. Checkpoints
+of a layer and asks for kernels; attention_interface and cache connect both to transformers. Checkpoints
 whose heads hold something else than windows and slots also carry other_heads, and what it imports.
 """
 
 import functools
 import os
 import shutil
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -47,14 +47,12 @@ from transformers.utils import logging
 from .attention_interface import (
     IMPLEMENTATION,
     attention_by_layer,
-    device_of,
     hand_over_state,
     leave_out_weights,
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
-from .layer_student import LayerStudent, SharedStudent, find_kernels, generator_at, holds_more, named_head
-from .saved_state import read_state
+from .layer_student import LayerStudent, SharedStudent, find_kernels, holds_more, named_head
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "
@@ -66,7 +64,6 @@ BEYOND = (
 )
 CODE = (
     *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "exact_cache", "cache"),
-    "saved_state",
 )
 CODE_OF_OTHER_HEADS = (
     *("modeling_with_other_heads", "other_heads", "columns", "softmax_parts", "features_torch", "feature_maps"),
@@ -158,6 +155,12 @@ class OfStudent:
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
+def draw_weights(module: nn.Module) -> None:
+    """Draw weights for which there are no better ones."""
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=0.1)
+
+
 @functools.cache
 def config_like(teacher: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Make the class of the configs of students whose teachers have such configs."""
@@ -221,23 +224,6 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         ):
             setattr(self, name, {*(getattr(self, name) or ()), *added})
 
-    @classmethod
-    def from_teacher(cls, teacher: Any, entries: dict[str, Any], seed: int) -> "LinearizedForCausalLM":
-        """Make a teacher a student, whose layers are untrained, as the entries of its config say."""
-        entries = complete({**entries, "teacher_type": teacher.config.model_type})
-        teacher.config.__class__ = config_like(type(teacher.config))  # type: ignore[arg-type]
-        teacher.__class__ = model_like(type(teacher))  # type: ignore[arg-type]
-        teacher.config.linearized = entries
-        vars(teacher).pop("_weight_conversions", None)  # a text tower's weights would get the names of its whole model
-        if "_old_forward" in vars(teacher):  # which a hook of accelerate calls
-            teacher._old_forward = MethodType(type(teacher).forward, teacher)
-        teacher.add_students()
-        PreTrainedModel.set_attn_implementation(teacher, IMPLEMENTATION)
-        for index, module in attention_by_layer(teacher).items():
-            if isinstance(layer := getattr(module, "student", None), LayerStudent):
-                layer.to(device_of(module, next(teacher.parameters()).device)).reset(generator_at(seed, index))
-        return teacher.train(teacher.training)
-
     def students(self) -> list[LayerStudent]:
         return [module for module in self.modules() if isinstance(module, LayerStudent)]
 
@@ -246,12 +232,13 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         return [bool(layer and layer["heads"]) for layer in self.config.linearized["layers"]]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights that no checkpoint has: the teacher's outside of its decoder, and features."""
+        """Draw weights that no checkpoint has: the teacher's outside of its decoder."""
         is_own = type(module).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
         if not is_own or not module._parameters:
             super()._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
-            cast(Any, module).reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+            reset = getattr(module, "reset", partial(draw_weights, module))
+            reset()
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -302,11 +289,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self.config, self.layers_with_states(), self)
-
-    def load_cache(self, path: str) -> LinearizedCache:
-        """Read a state that `cache.save(path)` wrote; refuse a damaged one, and one of another model."""
-        return read_state(self, path)
+        return empty_cache(self.config, self.layers_with_states())
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict, *args: Any, **kwargs: Any

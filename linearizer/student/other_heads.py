@@ -57,9 +57,6 @@ class OtherGroup(nn.Module):
         part, after = self.attend(q, k, v, scale, real, opened, scores)
         return part, pack_state(after, self.bits, state)
 
-    def reset(self, generator: torch.Generator) -> None:
-        """Draw new weights, if there are any."""
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any, scores: Scores | None
     ) -> tuple[Tensor, Any]:
@@ -93,9 +90,6 @@ class FeatureGroup(OtherGroup):
         kernels = find_kernels()
         attend = linear_attention if kernels is None else kernels.linear_attention
         return attend(q * scale, k, v, self.memory(scale), self.window, real, state), state
-
-    def reset(self, generator: torch.Generator) -> None:
-        self.feature_map.reset(generator)
 
     def memory(self, scale: float) -> ScaledMap | ScaledRule:
         """Return the far field for queries multiplied by the scale of the scores."""

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from linearizer.kernels.triton.dispatch import linear_attention
 from linearizer.method.checkpoint import put_student_into
+from linearizer.method.untrained import draw as draw_map
+from linearizer.method.untrained import draw_layer
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_of_student import tensors
@@ -89,7 +91,7 @@ def draw_text(batch, tokens, heads, group, dim):
 
 def feature_map_of(heads, dim, features):
     group = FeatureGroup(list(range(heads)), 0, features, 0, dim, "prf").to(DEVICE)
-    group.feature_map.reset(torch.Generator().manual_seed(0))
+    draw_map(group.feature_map, torch.Generator().manual_seed(0))
     return group.feature_map
 
 
@@ -167,7 +169,7 @@ def fla(q, k, v, feature_map, normalize):
 def layer_of(kind, heads, dim):
     """A layer whose KV heads hold what a kind says, in turn."""
     student = LayerStudent([KINDS[kind][head % len(KINDS[kind])] for head in range(heads)], SINKS, dim, "prf")
-    student.reset(torch.Generator().manual_seed(0))
+    draw_layer(student, torch.Generator().manual_seed(0))
     return student.to(DEVICE).eval()
 
 

@@ -55,10 +55,8 @@ def answers(bare, tmp_path_factory):
         second = AutoModelForCausalLM.from_pretrained("second", trust_remote_code=True)
         assert torch.equal(first(ids).logits, second(ids).logits)
         first(ids, cache=(cache := first.empty_cache()))
-        cache.save("state")
-        pairs = [(first, cache), (second, second.load_cache("state")), (first, cache.fork())]
-        logits = [model(ids[:, :4], cache=state).logits for model, state in reversed(pairs)]
-        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+        logits = [model(ids[:, :4], cache=state).logits for model, state in ((second, cache.fork()), (first, cache))]
+        assert torch.equal(*logits)
         """,
         *LOADED_BARE,
         cwd=root,
@@ -83,7 +81,7 @@ def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
     assert modes == {(tmp_path / "usual").stat().st_mode}
 
 
-@pytest.mark.parametrize("family, feature_map", [*zip(FAMILIES, cycle(["mlp", "codebook"]), strict=False)])
+@pytest.mark.parametrize("family, feature_map", [*zip(FAMILIES, cycle(["mlp", "clusters"]), strict=False)])
 @torch.no_grad()
 def test_a_reloaded_checkpoint_gives_equal_logits(family, feature_map, tmp_path):
     student, ids = student_of(family, feature_map=feature_map), tokens(2, 20)
@@ -91,9 +89,8 @@ def test_a_reloaded_checkpoint_gives_equal_logits(family, feature_map, tmp_path)
     assert torch.equal(load(tmp_path / "checkpoint")(ids).logits, student(ids).logits)
 
 
-def test_saving_what_was_loaded_keeps_it_loadable_and_so_is_a_state(answers):
+def test_saving_what_was_loaded_keeps_it_loadable(answers):
     _, root = answers
-    assert load(root / "llama" / "checkpoint").load_cache(root / "state").get_seq_length() == 20
     first, second = ({path.name for path in (root / name).iterdir()} for name in ("llama/checkpoint", "second"))
     assert first == second
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from linearizer.kernels.triton.dispatch import linear_attention
+from linearizer.method.untrained import draw
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.columns import ExactState
 from linearizer.student.features_torch import attend_text_with_features
@@ -35,7 +36,7 @@ def memory_of(rule, heads=2, rows=ROWS, seed=1):
     rule = UPDATE_RULES[rule] if isinstance(rule, str) else rule
     made = MatrixRule(heads, DIM, VALUE_DIM, rows, rule).double()
     generator = torch.Generator().manual_seed(seed)
-    made.reset(generator)
+    draw(made, generator)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
