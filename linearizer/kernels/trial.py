@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from linearizer.student.feature_maps import PositiveFeatures
-from linearizer.student.features_torch import ScaledMap
+from linearizer.student.feature_maps import PositiveFeatures, ScaledMap
 
 DEVICES = {"cuda"}  # that Triton compiles for; PyTorch calls AMD's GPUs so, too
 DTYPES = (torch.bfloat16, torch.float32)

@@ -156,49 +156,6 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).index_select(0, at.flatten()).view(*shape, index.shape[1], x.shape[-1])
 
 
-def remember_token(state: ExactState, k: Tensor, v: Tensor) -> None:
-    """Write one token of every text into the ring, in place."""
-    if not (window := state.window_k.shape[-2]):
-        return
-    make_writable(state, ("window_k", "window_v"))
-    rows, slot = torch.arange(len(k), device=k.device), state.count % window
-    state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
-
-
-def remember_sink(state: ExactState, k: Tensor, v: Tensor, min_count: int) -> None:
-    """Write one token of every text into the sinks, in place, if it is one of them.
-
-    Every text has read at least `min_count` tokens before it.
-    """
-    if min_count >= (sinks := state.sink_k.shape[-2]):
-        return
-    make_writable(state, ("sink_k", "sink_v"))
-    rows, slot = torch.arange(len(k), device=k.device), state.count.clamp(max=sinks - 1)
-    is_sink = (state.count < sinks)[:, None, None]
-    for stored, x in ((state.sink_k, k), (state.sink_v, v)):
-        stored[rows, :, slot] = torch.where(is_sink, x[:, :, 0].to(stored.dtype), stored[rows, :, slot])
-
-
-def make_writable(state: ExactState, names: tuple[str, ...]) -> None:
-    """Copy those tensors of a state that must not be overwritten."""
-    for name in names:
-        if must_be_copied(getattr(state, name)):
-            setattr(state, name, getattr(state, name).clone())
-
-
-def must_be_copied(x: Tensor) -> bool:
-    """Whether x must not be overwritten: gradients may need it, a graph must not change its inputs, or x was made in
-    inference mode, which has ended."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return True
-    return x.is_inference() and not torch.is_inference_mode_enabled()
-
-
-def first_places(size: int, last_place: Tensor) -> Tensor:
-    """Return which of the places 0 … size - 1 are at most a text's `last_place` (batch,): (batch, size)."""
-    return torch.arange(size, device=last_place.device) <= last_place[:, None]
-
-
 def least_count(count: Tensor) -> int:
     """Return the least count on a CPU, and 0 elsewhere: waiting for a device would take longer."""
     return min(count.tolist()) if count.device.type == "cpu" and not torch.compiler.is_compiling() else 0

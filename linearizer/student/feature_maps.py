@@ -8,6 +8,11 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
   hedgehog   softmax(±Wx) with a W of its own for queries and keys (Zhang et al. 2024)
   mlp        prf, separate for queries and keys, plus a small network; starts as prf
   clusters   a key is shared among near centres, a query scores centres of its own
+
+A row sees far keys only as sums, so a feature stores two things about all keys that have left the window:
+  level_m = log Σ_j exp(w_jm)    and    mean_m = Σ_j exp(w_jm - level_m) v_j.
+To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Every exponent is at
+most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 """
 
 from __future__ import annotations
@@ -15,11 +20,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from .columns import ABSENT, EMPTY, HEADROOM, FeatureState
+from .features_torch import PartialSoftmax, exp_without_underflow, multiply_by_head
 
 Tensor = torch.Tensor
 
@@ -140,6 +149,70 @@ class Clusters(FeatureMap):
 
 def half_square(x: Tensor) -> Tensor:
     return x.square().sum(-1, keepdim=True) / 2
+
+
+@dataclass(frozen=True)
+class ScaledMap:
+    """The memory of features, for queries multiplied by the scale of the scores and unscaled keys.
+
+    For each feature it stores the logarithm of its weight, and the mean of its values.
+    """
+
+    feature_map: FeatureMap
+    scale: float = 1.0
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.feature_map(self.feature_map.queries, q / self.scale**0.5)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return self.feature_map(self.feature_map.keys, k * self.scale**0.5)
+
+    def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> FeatureState:
+        return FeatureState.empty(k, v, window, sinks, self.feature_map.features)
+
+    def chunk(
+        self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor
+    ) -> PartialSoftmax:
+        """Read and merge keys; the bound is HEADROOM below what a row's features could reach with the largest keys.
+
+        The stabilisers depend on all keys of the chunk, also on those after the row.
+        """
+        u, w, level = self.queries(q), self.keys(k), state.level[:, :, None]
+        if not incoming.all():
+            w = w.masked_fill(~incoming[:, None, :, None], ABSENT)
+        causal = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
+        exactly = partial(read_features_exactly, u, w, v, causal, state.level, state.mean)
+        ceiling = torch.maximum(w.detach().amax(-2, keepdim=True), level.detach())
+        key, stored = (exp_without_underflow(x - (ceiling - HEADROOM)) for x in (w, level))
+        u = u + ceiling[:, :, None]
+        bound = u.detach().amax(-1, keepdim=True)
+        query = exp_without_underflow(u.sub_(bound))
+        product = multiply_by_head(query, key.mT).mul_(causal)  # several times faster than two calls of tril
+        total = product.sum(-1, keepdim=True) + multiply_by_head(query, stored.mT)
+        sums = multiply_by_head(product, v).add_(multiply_by_head(query, stored.mT * state.mean))
+        mass = key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
+        merge_into_state(state, mass.log() + ceiling[:, :, 0] - HEADROOM, key.mT @ v / mass[..., None])
+        return PartialSoftmax(bound - HEADROOM, total, sums, exactly)
+
+
+def read_features_exactly(
+    u: Tensor, w: Tensor, v: Tensor, mask: Tensor, level: Tensor, mean: Tensor
+) -> list[PartialSoftmax]:
+    """Read each key of a chunk by itself, and the features of the state: right at any magnitude, and slow."""
+    logits = far_logits_exactly(u, w).masked_fill(mask == 0, EMPTY)
+    return [PartialSoftmax.of(logits, v), PartialSoftmax.of(u + level[:, :, None, None], mean)]
+
+
+def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:
+    """Merge keys, given as levels and means, into the state."""
+    total = torch.logaddexp(state.level, level)
+    state.mean = (state.level - total).exp()[..., None] * state.mean + (level - total).exp()[..., None] * mean
+    state.level = total
+
+
+def far_logits_exactly(u: Tensor, w: Tensor) -> Tensor:
+    """Return log Σ_m exp(u_im + w_jm) at any magnitude, with tokens × tokens × features numbers in memory."""
+    return torch.logsumexp(u[..., :, None, :] + w[:, :, None, None], -1)
 
 
 FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {

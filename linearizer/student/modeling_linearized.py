@@ -65,10 +65,7 @@ BEYOND = (
 CODE = (
     *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "exact_cache", "cache"),
 )
-CODE_OF_OTHER_HEADS = (
-    *("modeling_with_other_heads", "other_heads", "columns", "softmax_parts", "features_torch", "feature_maps"),
-    *("matrix_rule", "update_rules"),
-)
+CODE_OF_OTHER_HEADS = (*("other_heads", "columns", "features_torch", "feature_maps", "matrix_rule", "update_rules"),)
 logger = logging.get_logger(__name__)
 FORMAT = 3  # of configs: 1 and 2 hold the teacher's config as `base`
 OWN = {"layers": [], "sinks": 0, "exact_tokens": 0, "feature_map": "prf", "teacher": {}, "made_by": None}  # by default

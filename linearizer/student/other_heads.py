@@ -1,4 +1,4 @@
-"""Heads that hold features, a memory by a rule, or all tokens: only checkpoints with such heads carry this file.
+"""Heads that hold features, a memory by a rule, or all tokens: the entry of checkpoints with such heads.
 
 Their windows and caches may have few bits a number. Sinks are then stored apart, exactly, and take their places in the
 window again when it is unpacked.
@@ -15,11 +15,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_of_student import SINK_TYPE, Scores, as_sink, pack, round_vectors, tensors, unpack, working_dtype
 from .columns import EMPTY, ExactState, SoftmaxState, least_count
-from .feature_maps import FEATURE_MAPS, FeatureMap
-from .features_torch import ScaledMap, linear_attention
+from .feature_maps import FEATURE_MAPS, FeatureMap, ScaledMap
+from .features_torch import attend_text_with_features
 from .layer_student import find_kernels, has_stored_basis
 from .matrix_rule import MatrixRule, ScaledRule
+from .modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from .update_rules import UPDATE_RULES
+
+__all__ = ["LinearizedConfig", "LinearizedForCausalLM", "make_group"]
 
 Tensor = torch.Tensor
 PACKED = ("window_k", "window_v", "k", "v")
@@ -88,7 +91,7 @@ class FeatureGroup(OtherGroup):
             raise ValueError("features and rules follow neither capped scores nor learned sinks: let heads hold slots")
         state = self.empty(k, v, self.window, scale) if state is None else state
         kernels = find_kernels()
-        attend = linear_attention if kernels is None else kernels.linear_attention
+        attend = attend_text_with_features if kernels is None else kernels.linear_attention
         return attend(q * scale, k, v, self.memory(scale), self.window, real, state), state
 
     def memory(self, scale: float) -> ScaledMap | ScaledRule:

@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.student.features_torch import ScaledMap, attend_text_with_features
+from linearizer.kernels.features import attend_in_blocks
+from linearizer.student.feature_maps import ScaledMap
+from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.layers import featured, matrix
@@ -106,7 +108,8 @@ def output_loss(student: LayerStudent, inputs: AttentionInputs, projection: nn.M
         with torch.no_grad():
             output = output + project(exact, weight[group.heads])
         state, memory = group.empty(k, v, group.window, inputs.scale), group.memory(inputs.scale)
-        approximation = attend_text_with_features(q, k, v, memory, group.window, None, state)
+        arguments = q, k, v, memory, group.window, None, state
+        approximation = attend_text_with_features(*arguments, attend=attend_in_blocks)
         error = error + project(exact - approximation, weight[group.heads])
     return error.square().sum() / output.square().sum().clamp_min(torch.finfo(output.dtype).tiny)
 

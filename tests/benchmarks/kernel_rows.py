@@ -19,7 +19,8 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.columns import FeatureState
-from linearizer.student.features_torch import ScaledMap, attend_text_with_features
+from linearizer.student.feature_maps import ScaledMap
+from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.observing import attending

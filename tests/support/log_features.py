@@ -6,9 +6,7 @@ import torch
 
 from linearizer.method.untrained import draw as draw_map
 from linearizer.student.columns import EMPTY
-from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.student.features_torch import ScaledMap
-from linearizer.student.softmax_parts import far_logits_exactly
+from linearizer.student.feature_maps import FEATURE_MAPS, ScaledMap, far_logits_exactly
 
 DIM, VALUE_DIM = 6, 5
 

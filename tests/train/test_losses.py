@@ -5,7 +5,7 @@ from torch import nn
 from linearizer.errors import RequestError
 from linearizer.method.untrained import draw_layer
 from linearizer.plan.head_bytes import Head
-from linearizer.student.features_torch import ScaledMap
+from linearizer.student.feature_maps import ScaledMap
 from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.layers import featured
 from linearizer.teacher.observing import attending
