@@ -18,12 +18,11 @@ from linearizer.method.recorder import LayerSamples, Samples
 from linearizer.method.untrained import draw_layer, generator_at, set_merger
 from linearizer.student.attention_interface import attention_modules
 from linearizer.student.columns import EMPTY
-from linearizer.student.feature_maps import Clusters
+from linearizer.student.feature_maps import Clusters, FeatureGroup
 from linearizer.student.features_torch import PartialSoftmax
 from linearizer.student.layer_student import LayerStudent, StoredBasis
 from linearizer.student.matrix_rule import MatrixRule, ScaledRule
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.layers import featured, layer_number
 
 KMEANS_ROUNDS = 8

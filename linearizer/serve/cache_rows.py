@@ -23,12 +23,12 @@ from linearizer.student.cache import (
     LinearizedCache,
     change_layer,
     copy_layer,
+    exact_cache_of,
     has_student,
     keeps_state,
     recurrent_tensors,
 )
 from linearizer.student.columns import EMPTY
-from linearizer.student.exact_cache import exact_cache_of
 
 Tensor = torch.Tensor
 

@@ -19,8 +19,7 @@ from linearizer.kernels.graphs.call_reader import reader_of
 from linearizer.kernels.graphs.text_parts import lies_on_one_device
 from linearizer.kernels.graphs.token_graph import Capture, TokenGraph, capture_on_gpu
 from linearizer.serve.cache_rows import copy_cache, join_caches, keep_rows, read_on, tensors_of
-from linearizer.student.cache import keeps_state
-from linearizer.student.exact_cache import exact_cache_of
+from linearizer.student.cache import exact_cache_of, keeps_state
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 logger = logging.getLogger(__name__)

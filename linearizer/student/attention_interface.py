@@ -22,8 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from .attention_of_student import Scores
-from .cache import CACHE, empty_cache, has_student, take_cache
-from .exact_cache import attend_by_length
+from .cache import CACHE, attend_by_length, empty_cache, has_student, take_cache
 from .layer_student import find_kernels
 
 # Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .attention_of_student import working_dtype
+from .other_heads import least_count
 
 EMPTY = -1e30  # the logit of an unseen token, the level of an empty feature: finite, so that differences are finite
 ABSENT = 2 * EMPTY  # the log-feature of an absent key, or of one that a feature ignores: vanishes beside an empty level
@@ -59,17 +60,6 @@ class FeatureState(ExactState):
             level=torch.full((batch, heads, features), EMPTY, dtype=work, device=v.device),
             mean=torch.zeros(batch, heads, features, v.shape[-1], dtype=work, device=v.device),
         )
-
-
-@dataclass
-class SoftmaxState:
-    """The cache of softmax heads; those of few bits also store their sinks exactly."""
-
-    k: Tensor  # (batch, heads, tokens, dim)
-    v: Tensor
-    real: Tensor  # (batch, tokens)
-    sink_k: Tensor  # (batch, heads, sinks, dim)
-    sink_v: Tensor
 
 
 @dataclass
@@ -154,11 +144,6 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     start = (torch.arange(math.prod(shape), device=x.device) * tokens).view(*shape, 1)
     at = start + index.view(len(x), *[1] * (x.dim() - 3), -1)
     return x.reshape(-1, x.shape[-1]).index_select(0, at.flatten()).view(*shape, index.shape[1], x.shape[-1])
-
-
-def least_count(count: Tensor) -> int:
-    """Return the least count on a CPU, and 0 elsewhere: waiting for a device would take longer."""
-    return min(count.tolist()) if count.device.type == "cpu" and not torch.compiler.is_compiling() else 0
 
 
 def remember_sinks(state: ExactState, columns: Columns) -> None:

@@ -1,4 +1,4 @@
-"""Feature maps in log-features: u for queries and w for keys, with exp(q·k) ≈ Σ_m exp(u_m + w_m).
+"""Heads with features: u for queries and w for keys, with exp(q·k) ≈ Σ_m exp(u_m + w_m).
 
 Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV head, shared by its query group.
 
@@ -27,8 +27,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from .columns import ABSENT, EMPTY, HEADROOM, FeatureState
-from .features_torch import PartialSoftmax, exp_without_underflow, multiply_by_head
+from .attention_of_student import Scores
+from .columns import ABSENT, EMPTY, HEADROOM, ExactState, FeatureState
+from .features_torch import (
+    PartialSoftmax,
+    attend_text_with_features,
+    exp_without_underflow,
+    multiply_by_head,
+)
+from .layer_student import find_kernels
+from .modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+from .other_heads import OtherGroup
+
+__all__ = ["LinearizedConfig", "LinearizedForCausalLM", "make_group"]
 
 Tensor = torch.Tensor
 
@@ -48,9 +59,9 @@ class FeatureMap(nn.Module, ABC):
         """Return u: (batch, heads, group, tokens, dim) -> (…, features)."""
         return self.of_queries(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
 
-    @abstractmethod
     def of_queries(self, q: Tensor) -> Tensor:
         """Return u: (batch, heads, rows, dim) -> (…, features)."""
+        return self.keys(q)
 
     @abstractmethod
     def keys(self, k: Tensor) -> Tensor:
@@ -69,9 +80,6 @@ class PositiveFeatures(FeatureMap):
     def keys(self, k: Tensor) -> Tensor:
         bias = (self.log_weight - math.log(self.features)) / 2
         return k @ self.z.to(k.dtype).mT - half_square(k) + bias[:, None].to(k.dtype)
-
-    def of_queries(self, q: Tensor) -> Tensor:
-        return self.keys(q)
 
 
 class Hedgehog(FeatureMap):
@@ -137,8 +145,8 @@ class Clusters(FeatureMap):
         self.query_centres = nn.Parameter(torch.zeros(heads, features, dim))
         self.bias = nn.Parameter(torch.zeros(heads, features))
 
-    def of_queries(self, q: Tensor) -> Tensor:
-        return q @ self.query_centres.to(q.dtype).mT + self.bias.to(q.dtype)[:, None]
+    def queries(self, q: Tensor) -> Tensor:
+        return q @ self.query_centres.to(q.dtype)[:, None].mT + self.bias.to(q.dtype)[:, None, None]
 
     def keys(self, k: Tensor) -> Tensor:
         metric, centres = self.metric.to(k.dtype), self.centres.to(k.dtype)
@@ -221,3 +229,36 @@ FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
     "mlp": MLP,
     "clusters": Clusters,
 }
+
+
+def make_group(head: dict, heads: list[int], sinks: int, dims: tuple[int, int], feature_map: str) -> FeatureGroup:
+    """Make the group of KV heads with these features."""
+    made = FEATURE_MAPS[feature_map](len(heads), dims[0], head["features"])
+    return FeatureGroup(heads, head.get("window", 0), sinks, head.get("bits", 16), made)
+
+
+class FeatureGroup(OtherGroup):
+    """KV heads with a window and a far field: features here, a memory by a rule in matrix_rule.py."""
+
+    def __init__(self, heads: list[int], window: int, sinks: int, bits: int, feature_map: Any) -> None:
+        super().__init__(heads, window, sinks, bits, False)  # features need keys as they are
+        self.features, self.feature_map = feature_map.features, feature_map
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None,
+        scores: Scores | None,
+    ) -> tuple[Tensor, ExactState]:  # fmt: skip
+        if scores is not None:
+            raise ValueError("features and rules follow neither capped scores nor learned sinks: let heads hold slots")
+        state = self.empty(k, v, self.window, scale) if state is None else state
+        kernels = find_kernels()
+        attend = attend_text_with_features if kernels is None else kernels.linear_attention
+        return attend(q * scale, k, v, self.memory(scale), self.window, real, state), state
+
+    def memory(self, scale: float) -> Any:
+        """Return the far field for queries multiplied by the scale of the scores."""
+        return ScaledMap(self.feature_map, scale)
+
+    def empty(self, k: Tensor, v: Tensor, window: int, scale: float) -> ExactState:
+        state: ExactState = self.memory(scale).empty(k, v, window, self.sinks)
+        return state

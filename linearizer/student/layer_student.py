@@ -1,7 +1,7 @@
 """The student of one attention layer: its KV heads, in groups that keep the same, and how few bits are stored.
 
 Heads with a window, alone or with slots, are read as attention_of_student.py defines it, or faster by the kernels of
-the installed package, which are compared with it before their first use. Other heads are in other_heads.py.
+the installed package, which are compared with it before their first use. Other files have other heads: `code_of`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SLOW = (
     "PyTorch reads with this linearized model, which takes several times as long as with the kernels of the package "
     "linearizer: install that package from its repository to use them"
 )
+FEATURE_MAPS = ("prf", "performer", "dijiang", "hedgehog", "mlp", "clusters")
 _kernels: Any = False  # not looked for yet
 
 
@@ -182,16 +183,20 @@ def named_head(head: dict | list | str) -> dict:
     return {name: x for name, x in head.items() if x and (name, x) != ("bits", 16)}
 
 
-def holds_more(head: dict) -> bool:
-    """Whether a head holds something else than a window and slots."""
-    return bool(head.keys() - {"window", "slots", "block", "bits"})
+def code_of(head: dict, feature_map: str) -> str:
+    """Name the module that has the code of a head; empty for a window, alone or with slots."""
+    if head.get("softmax"):
+        return "other_heads"
+    if not head.keys() - {"window", "slots", "block", "bits"}:
+        return ""
+    return "feature_maps" if head.get("memory", feature_map) in FEATURE_MAPS else "matrix_rule"
 
 
 class LayerStudent(nn.Module):
     """Attention of one layer; `heads` says of each KV head what it keeps, by name:
 
     window, slots, block and bits as in HeadKind; features, and memory, the name of a rule; softmax: all tokens.
-    Texts of at most `exact_tokens` tokens are read by the teacher's attention instead (exact_cache.py).
+    Texts of at most `exact_tokens` tokens are read by the teacher's attention instead (cache.py).
     """
 
     reader: str | None = None  # "pytorch", "c" or "triton"; None: the fastest that passes its trial
@@ -207,9 +212,10 @@ class LayerStudent(nn.Module):
         def group(head: dict, places: list[int]) -> nn.Module:
             if not head.keys() - {"block", "bits"} and not sinks:
                 raise ValueError(f"KV heads {places} hold nothing: set a window, features, sinks or softmax")
-            if holds_more(head):
-                other_heads = importlib.import_module(".other_heads", __package__)
-                return other_heads.make_group(head, places, sinks, key_dim, value_dim, feature_map)
+            if module := code_of(head, feature_map):
+                others: Any = importlib.import_module(f".{module}", __package__)
+                made: nn.Module = others.make_group(head, places, sinks, (key_dim, value_dim), feature_map)
+                return made
             return HeadGroup(places, HeadKind(**{"window": 0, **head}), sinks, key_dim, value_dim)
 
         value_dim = value_dim or key_dim

@@ -1,4 +1,4 @@
-"""The matrix rule: a far field that is a matrix, which every token that leaves the window decays, erases and writes.
+"""Heads with a memory by a rule: a matrix, which every token that leaves the window decays, erases and writes.
 
 update_rules.py lists its members and how they are read. A chunk is solved at once: with G the sums of log a,
 U = W - (E∘e^G) S - tril_-1(<e_i, k_j> e^(G_i - G_j)) U is triangular, and S becomes e^G S + (K∘e^(G_last - G))'U.
@@ -17,8 +17,12 @@ from torch.nn.functional import elu, logsigmoid, pad, relu
 
 from .attention_of_student import working_dtype
 from .columns import EMPTY, ExactState, MatrixState
+from .feature_maps import FEATURE_MAPS, FeatureGroup
 from .features_torch import PartialSoftmax
-from .update_rules import UpdateRule
+from .modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+from .update_rules import UPDATE_RULES, UpdateRule
+
+__all__ = ["LinearizedConfig", "LinearizedForCausalLM", "make_group"]
 
 Tensor = torch.Tensor
 RANK = 8  # of the gates' maps
@@ -26,6 +30,14 @@ SLOWNESS = 16.0  # log decays are logsigmoid(gate) / SLOWNESS
 ROUTES = 2  # memories that a token writes and reads, of those that are routed to
 WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: pairs of rows cost more with decays by channel
 PAIRED_AT_ONCE = 8  # rows with decays by channel: more take longer
+
+
+def make_group(head: dict, heads: list[int], sinks: int, dims: tuple[int, int], feature_map: str) -> FeatureGroup:
+    """Make the group of KV heads with a memory by this rule."""
+    if (name := head.get("memory", feature_map)) not in UPDATE_RULES:
+        raise ValueError(f"feature_map={name!r} is not one of {', '.join([*FEATURE_MAPS, *UPDATE_RULES])}")
+    made = MatrixRule(len(heads), *dims, head["features"], UPDATE_RULES[name])
+    return RuleGroup(heads, head.get("window", 0), sinks, head.get("bits", 16), made)
 
 
 class MatrixRule(nn.Module):
@@ -212,6 +224,13 @@ class ScaledRule:
     ) -> PartialSoftmax:
         mass, vectors = self.rule(self.rule.read, self.root, state, q, k, v, incoming, place)
         return PartialSoftmax(mass, torch.ones_like(mass), vectors, is_share=self.rule.rule.mass == "share")
+
+
+class RuleGroup(FeatureGroup):
+    """KV heads with a window, and a memory by a rule."""
+
+    def memory(self, scale: float) -> ScaledRule:
+        return ScaledRule(self.feature_map, scale**0.5)
 
 
 def rows_of(kind: str, x: Tensor, is_query: bool) -> Tensor:

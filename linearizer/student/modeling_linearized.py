@@ -10,22 +10,17 @@ Terms in these files:
   KV head             a key and a value per token, shared by a group of query heads; a student has a state per KV head
   cache, state        a teacher keeps all keys and values; a student keeps a state of fixed size
   sink, window        the first tokens of a text, and the last ones: both are attended to exactly
-  far field           slots or features in place of all other tokens
   slot                a token, or the mean of several tokens that were merged, with their number
-  feature             a sum over tokens, weighted by a function of their keys (features_torch.py, feature_maps.py)
-  memory              another far field, written by a rule (update_rules.py, matrix_rule.py)
-  degrees of freedom  how many features a head's scores need, as measured on text
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
 Read attention_of_student first: it defines what a layer computes, and what a state is. layer_student holds the weights
-of a layer and asks for kernels; attention_interface and cache connect both to transformers. Checkpoints
-whose heads hold something else than windows and slots also carry other_heads, and what it imports.
+of a layer and asks for kernels; attention_interface and cache connect both to transformers. Checkpoints whose heads
+hold something else than windows and slots carry further files (OTHER_CODE).
 """
 
 import functools
 import os
 import shutil
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -52,7 +47,7 @@ from .attention_interface import (
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
-from .layer_student import LayerStudent, SharedStudent, find_kernels, holds_more, named_head
+from .layer_student import LayerStudent, SharedStudent, code_of, find_kernels, named_head
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "
@@ -62,10 +57,13 @@ BEYOND = (
     "the text is longer than the {} positions that the teacher of this linearized model was made for: its state does "
     "not grow, but the model may write worse from here on, which was not measured"
 )
-CODE = (
-    *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "exact_cache", "cache"),
-)
-CODE_OF_OTHER_HEADS = (*("other_heads", "columns", "features_torch", "feature_maps", "matrix_rule", "update_rules"),)
+CODE = ("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "cache")
+OF_FEATURES = ("other_heads", "columns", "features_torch", "feature_maps")
+OTHER_CODE = {  # by the module of its entry, which imports it
+    "other_heads": ("other_heads",),
+    "feature_maps": OF_FEATURES,
+    "matrix_rule": (*OF_FEATURES, "matrix_rule", "update_rules"),
+}
 logger = logging.get_logger(__name__)
 FORMAT = 3  # of configs: 1 and 2 hold the teacher's config as `base`
 OWN = {"layers": [], "sinks": 0, "exact_tokens": 0, "feature_map": "prf", "teacher": {}, "made_by": None}  # by default
@@ -141,13 +139,13 @@ class OfStudent:
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: object, **kwargs: object) -> None:
         """Write the config, and the code that a model with these heads needs."""
-        layers = filter(None, self.linearized["layers"])
-        others = any(holds_more(head) for layer in layers for head in layer["heads"])
-        entry = CODE_OF_OTHER_HEADS[0] if others else CODE[0]
+        heads = [head for layer in filter(None, self.linearized["layers"]) for head in layer["heads"]]
+        needed = {code_of(head, self.linearized["feature_map"]) for head in heads}
+        entry = next((name for name in reversed(OTHER_CODE) if name in needed), CODE[0])
         classes = {"AutoConfig": "LinearizedConfig", "AutoModelForCausalLM": "LinearizedForCausalLM"}
         self.auto_map = {auto: f"{entry}.{name}" for auto, name in classes.items()}
         os.makedirs(save_directory, exist_ok=True)
-        for name in (*CODE, *CODE_OF_OTHER_HEADS) if others else CODE:
+        for name in (*CODE, *OTHER_CODE.get(entry, ())):
             shutil.copyfile(Path(__file__).with_name(f"{name}.py"), Path(save_directory, f"{name}.py"))
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
@@ -234,8 +232,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         if not is_own or not module._parameters:
             super()._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
-            reset = getattr(module, "reset", partial(draw_weights, module))
-            reset()
+            getattr(module, "reset", functools.partial(draw_weights, module))()
 
     @classmethod
     def is_custom_code(cls) -> bool:

@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.kernels.features import attend_in_blocks
-from linearizer.student.feature_maps import ScaledMap
+from linearizer.student.feature_maps import FeatureGroup, ScaledMap
 from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
-from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.layers import featured, matrix
 from linearizer.train.attention_loss import attention_loss
 
@@ -77,7 +76,7 @@ def layer_loss(kind: str, student: LayerStudent, inputs: AttentionInputs, projec
 def rows_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of a group of heads; return the loss and its excess."""
     q, k, _ = inputs.of_heads(group.heads)
-    features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
+    features = ScaledMap(group.feature_map, inputs.scale)
     u, w = features.queries(q), features.keys(k)
     q, k = inputs.query.unflatten(1, (inputs.key.shape[1], -1))[:, group.heads], inputs.key[:, group.heads]
     loss, least = attention_loss(u, w, q, k, group.window, group.sinks, inputs.scale)

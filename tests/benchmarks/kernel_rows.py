@@ -19,10 +19,9 @@ from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.columns import FeatureState
-from linearizer.student.feature_maps import ScaledMap
+from linearizer.student.feature_maps import ScaledMap, make_group
 from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
-from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.observing import attending
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.losses import hidden_states
@@ -91,7 +90,7 @@ def draw_text(batch, tokens, heads, group, dim):
 
 
 def feature_map_of(heads, dim, features):
-    group = FeatureGroup(list(range(heads)), 0, features, 0, dim, "prf").to(DEVICE)
+    group = make_group({"features": features}, list(range(heads)), 0, (dim, dim), "prf").to(DEVICE)
     draw_map(group.feature_map, torch.Generator().manual_seed(0))
     return group.feature_map
 
