@@ -79,8 +79,8 @@ class LinearizedLayer(CacheLayerMixin):
 
     def copied_texts(self, change: Change) -> Any:
         """Return a copy; `change` copies the texts (first axis) of each tensor, which stay in a pool."""
-        states = None if (kernels := find_kernels()) is None else kernels.copy_states(self.memory, change)
-        if states is None or not keeps_state(self):
+        kernels = find_kernels() if keeps_state(self) else None
+        if kernels is None or (states := kernels.copy_states(self.memory, change)) is None:
             return copy_layer(self, change)
         result = copy.copy(self)
         result.memory = states
