@@ -12,6 +12,7 @@ from linearizer.hub.models import find_model
 from linearizer.method.checkpoint import load, put_student_into, restore_type, save
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head
+from linearizer.student.modeling_linearized import CODE, OTHER_CODE
 from linearizer.teacher.load import load_teacher
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.families import FAMILIES
@@ -72,6 +73,21 @@ def test_torch_and_transformers_alone_give_equal_logits_and_equal_text(family, a
     torch.testing.assert_close(answer["logits"], student(ids).logits, atol=1e-4, rtol=1e-4)  # here by kernels
     text = student.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert torch.equal(answer["text"], text)
+
+
+@pytest.mark.parametrize(
+    ("heads", "entry"),
+    [
+        ([Head(window=4, slots=6)], ""),
+        ([Head(window=4), Head(softmax=True)], "other_heads"),
+        ([Head(softmax=True), Head(window=4, features=8)], "feature_maps"),
+        ([Head(window=4, features=8), Head(window=4, features=6, memory="gdn")], "matrix_rule"),
+    ],
+    ids=["slots", "all tokens", "features", "a rule"],
+)
+def test_a_checkpoint_carries_the_code_of_its_heads_alone(heads, entry, tmp_path):
+    student_of("llama", heads).config.save_pretrained(tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.py")} == {*CODE, *OTHER_CODE.get(entry, ())}
 
 
 def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
