@@ -12,8 +12,8 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.plan.recipes import RECIPES, by_score, measured_quality, score_in_words
+from linearizer.plan.rule_papers import beginning
 from linearizer.run.results import Request
-from linearizer.student.update_rules import beginning
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
 AddCommand = Callable[..., Any]  # adds a command: its name, its function, its help, its operand, its description

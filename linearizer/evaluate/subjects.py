@@ -34,7 +34,7 @@ from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.progress import finish, quiet
 from linearizer.run.folder import Run
 from linearizer.run.results import MadeWith, Recall
-from linearizer.student.cache import change_texts
+from linearizer.student.cache import change_layer
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, describe_device, describe_kernels
 from linearizer.teacher.load import load_teacher_of, read_kept_texts
@@ -120,7 +120,8 @@ def read_branches(
     logits = []
     for chunk in ends.split(max(1, MAX_BRANCH_BYTES // max(bytes_held(cache), 1)), 1):
         branches = copy.deepcopy(cache)
-        change_texts(branches.layers, partial(torch.repeat_interleave, repeats=chunk.shape[1], dim=0))
+        for layer in branches.layers:
+            change_layer(layer, partial(torch.repeat_interleave, repeats=chunk.shape[1], dim=0))
         logits.append(read_logits(subject, chunk.flatten(0, 1), branches, places).unflatten(0, chunk.shape[:2]))
     return torch.cat(logits, 1)
 

@@ -19,7 +19,7 @@ from linearizer.kernels.trial import kernels_accept, passes_trial
 from linearizer.kernels.triton.dispatch import linear_attention, may_run_in_triton
 from linearizer.kernels.triton.state_pool import attend_in_pool, pool_for_token, whole_pool
 from linearizer.student.attention_of_student import FEWER, as_sink, round_vectors
-from linearizer.student.layer_student import LayerStudent, generator_at, rotate
+from linearizer.student.layer_student import LayerStudent, rotate
 
 __all__ = ["VERSION", "begin_texts", "copy_states", "linear_attention", "read", "read_call", "serves_graph"]
 Tensor = torch.Tensor
@@ -124,12 +124,12 @@ def compute_trial(
     group, *dims = sizes
     kinds = TRIAL_HELD if kernel == "c" else TRIAL_HELD[:1]  # other kernels read windows alone
     trial: Any = make([[*kind, bits] for kind in kinds], sinks, dims[0], "prf", dims[1])
-    trial.reset(generator := generator_at(0))
+    prepare(trial)
+    generator = torch.Generator().manual_seed(0)
     trial.reader = kernel if by_kernel else "pytorch"
     heads, tokens = len(kinds), TRIAL_ENDS[-1]
     if bits in FEWER:  # the error of a sum may change how a spread, of two bytes here, is rounded
         trial.groups[0].merger.gain.zero_()
-    trial.groups[0].merger.mean_query.fill_(TRIAL_QUERY)
     queries = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
     drawn = (torch.randn(1, heads, tokens, dim, generator=generator) for dim in dims)
     inputs = queries, *stable(trial, bits, *drawn)
@@ -141,6 +141,16 @@ def compute_trial(
             trial.reader = kernel if by_kernel and end - begin == 1 else "pytorch"
         out.append(trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, states))
     return out
+
+
+def prepare(student: Any) -> None:
+    """Let slots merge by the same metric for all directions, and by one mean query."""
+    merger = student.groups[0].merger
+    merger.reset()
+    merger.mean_query.fill_(TRIAL_QUERY)
+    if student.turns is not None:
+        student.turns.reset()
+        merger.metric.copy_(rotate(merger.metric))
 
 
 def stable(student: Any, bits: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

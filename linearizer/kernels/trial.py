@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from linearizer.student.feature_maps import PositiveFeatures, gaussian
-from linearizer.student.features_torch import ScaledMap
+from linearizer.student.feature_maps import PositiveFeatures, ScaledMap
 
 DEVICES = {"cuda"}  # that Triton compiles for; PyTorch calls AMD's GPUs so, too
 DTYPES = (torch.bfloat16, torch.float32)
@@ -141,7 +140,7 @@ class TrialText:
         k = draw(root, 1, 2, tokens, sizes.key_dim)
         v = draw(1.0, 1, 2, tokens, sizes.value_dim)
         with torch.device(like.device):
-            features = PositiveFeatures(2, sizes.key_dim, sizes.features, gaussian, learn_z=False, learn_weight=False)
+            features = PositiveFeatures(2, sizes.key_dim, sizes.features, "performer")
         features.z.data = draw(1.0, *features.z.shape)
         q, k, v = (x.to(like.dtype).to(dtype) for x in (q, k, v))
         return cls(q, k, v, ScaledMap(features))

@@ -31,6 +31,7 @@ from linearizer.hub.models import fetch, find_model
 from linearizer.hub.weight_files import INDEX, SINGLE, TEACHER_FILES, read_header, teacher_files
 from linearizer.method.recorder import Samples
 from linearizer.method.substitute import make_students
+from linearizer.method.untrained import make_student
 from linearizer.plan.allocation import Allocation, check_allocation
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.json_products import parse_json
@@ -76,7 +77,7 @@ def put_student_into(
         "teacher": origin or {},
         "made_by": f"linearizer {__version__}",
     }
-    return LinearizedForCausalLM.from_teacher(teacher, entries, seed)
+    return make_student(teacher, entries, seed)
 
 
 def make_layer_students(
@@ -229,7 +230,7 @@ def load_around(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
     link_missing_weights(run)
     check_weights(run)
     entries = LinearizedConfig.from_pretrained(run.checkpoint).linearized
-    student = LinearizedForCausalLM.from_teacher(teacher, entries, run.plan.seed)
+    student = make_student(teacher, entries, run.plan.seed)
     names = {name for name in student.state_dict() if is_own(name)}
     weights: dict[str, torch.Tensor] = {}
     for path in weight_files(run.checkpoint):

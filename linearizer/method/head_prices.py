@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 from linearizer.method.blockwise_pass import Recording, chain_of, gradients_by_layer
 from linearizer.method.recorder import Samples
 from linearizer.method.substitute import make_layer_student
+from linearizer.method.untrained import generator_at
 from linearizer.plan.head_bytes import BLOCK, Head, Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.measured import SMALLEST, KlOfLayer, Prices
 from linearizer.student.attention_interface import attention_by_layer, device_of
-from linearizer.student.layer_student import generator_at
 from linearizer.teacher.streaming import is_streamed
 
 MANY = 4  # blocks of slots

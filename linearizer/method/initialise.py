@@ -2,7 +2,7 @@
 
   turns  the mean of keys and values, and in each direction how far keys spread compared with how large queries are
   slots  the metric of the queries: |metric·x|² is the mean of (q·x)²; and their mean
-  codebook, clusters  centres of the keys, by k-means in that metric
+  clusters  centres of the keys, by k-means in that metric
   memories  keys in the directions that queries tell apart best; routes to centres of the keys; the masses and the scale
             of values by a text: a memory that does not bring a head nearer to its teacher begins with almost no mass
 All other feature maps keep their random values.
@@ -15,19 +15,19 @@ import math
 import torch
 
 from linearizer.method.recorder import LayerSamples, Samples
+from linearizer.method.untrained import draw_layer, generator_at, set_merger
 from linearizer.student.attention_interface import attention_modules
 from linearizer.student.columns import EMPTY
-from linearizer.student.feature_maps import Clusters, Codebook
-from linearizer.student.layer_student import LayerStudent, StoredBasis, generator_at
+from linearizer.student.feature_maps import Clusters, FeatureGroup
+from linearizer.student.features_torch import PartialSoftmax
+from linearizer.student.layer_student import LayerStudent, StoredBasis
 from linearizer.student.matrix_rule import MatrixRule, ScaledRule
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.other_heads import FeatureGroup
-from linearizer.student.softmax_parts import PartialSoftmax
 from linearizer.teacher.layers import featured, layer_number
 
 KMEANS_ROUNDS = 8
 RIDGE = 0.01  # of the mean square, added to every direction: no sample shows all differences
-SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that of inference
+SHARPNESS = 4.0  # of a key's shares among centres
 
 Tensor = torch.Tensor
 SHIFTS = [step / 2 for step in range(-20, 9)]  # nats that masses are moved by
@@ -53,7 +53,7 @@ def initialise_layer(student: LayerStudent, samples_of_layers: Samples, index: i
     """
     samples, seed = samples_of_layers.layers[index], samples_of_layers.seed
     if samples is None:
-        student.reset(generator_at(seed, index))
+        draw_layer(student, generator_at(seed, index))
         return
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
     if student.turns is not None:
@@ -64,12 +64,12 @@ def initialise_layer(student: LayerStudent, samples_of_layers: Samples, index: i
             for place, head in enumerate(group.heads):
                 mean_query = queries[head].mean(0)
                 around = (mean_query @ samples.keys[head].float().mean(0))[None]
-                student.set_merger(group, place, query_metric(queries[head]), torch.cat([mean_query, around]))
+                set_merger(student, group, place, query_metric(queries[head]), torch.cat([mean_query, around]))
     for far_group in featured(student):
         for place, head in enumerate(far_group.heads):
             arguments = place, queries[head], samples.keys[head].float(), generator_at(seed, index, head)
-            if isinstance(far_group.feature_map, Codebook):
-                initialise_codebook(far_group.feature_map, *arguments)
+            if isinstance(far_group.feature_map, Clusters):
+                initialise_clusters(far_group.feature_map, *arguments)
             elif isinstance(far_group.feature_map, MatrixRule):
                 initialise_rule(far_group.feature_map, *arguments)
         if isinstance(far_group.feature_map, MatrixRule):
@@ -91,15 +91,14 @@ def initialise_turns(turns: StoredBasis, q: Tensor, k: Tensor, v: Tensor) -> Non
     turns.value_middle.copy_(v.double().mean(1))
 
 
-def initialise_codebook(codebook: Codebook, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:
-    """Initialise one head of a codebook from queries and keys, (samples, dim), whose kernel is exp(q·k)."""
-    metric = query_metric(q).to(codebook.metric)
-    centres = cluster(k @ metric.cpu(), codebook.features, generator)
-    codebook.metric[head] = metric
-    codebook.centres[head] = torch.linalg.solve(metric.cpu(), centres.mT).mT
-    if isinstance(codebook, Clusters):
-        codebook.query_centres[head] = codebook.centres[head]
-    codebook.log_sharpness[head] = math.log(SHARPNESS)
+def initialise_clusters(clusters: Clusters, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:
+    """Initialise one head of clusters from queries and keys, (samples, dim), whose kernel is exp(q·k)."""
+    metric = query_metric(q).to(clusters.metric)
+    centres = cluster(k @ metric.cpu(), clusters.features, generator)
+    clusters.metric[head] = metric
+    clusters.centres[head] = torch.linalg.solve(metric.cpu(), centres.mT).mT
+    clusters.query_centres[head] = clusters.centres[head]
+    clusters.log_sharpness[head] = math.log(SHARPNESS)
 
 
 def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:

@@ -18,7 +18,7 @@ from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.plan.recipes import RECIPES, by_score, score_in_words
-from linearizer.student.update_rules import beginning
+from linearizer.plan.rule_papers import beginning
 
 TITLES = {"lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")

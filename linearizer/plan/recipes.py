@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from linearizer.plan.json_products import read_json
+from linearizer.plan.rule_papers import RULE_PAPERS
 from linearizer.student.update_rules import UPDATE_RULES
 
 SUMMARY = Path(__file__).with_name("quality.json")  # written by the benchmark
@@ -84,12 +85,12 @@ class Recipe:
 
 def by_rule(name: str) -> Recipe:
     """Make the recipe of a memory with a window and sinks, trained layer by layer on the outputs of attention."""
-    rule, choices = UPDATE_RULES[name], {"strategy": "memory", "feature_map": name, "loss": "output", "steps": 60}
-    about = f"{rule.about}, beside a window"
+    paper, choices = RULE_PAPERS[name], {"strategy": "memory", "feature_map": name, "loss": "output", "steps": 60}
+    about = f"{paper.about}, beside a window"
     if name == "liger":
         about += " of equal share, then adapters"
         choices |= {"loss": "output+direct", "sinks": 0, "lora": 8}
-    return Recipe(rule.label, about, choices, rule.reference)
+    return Recipe(paper.label, about, choices, paper.reference)
 
 
 RECIPES: Mapping[str, Recipe] = {

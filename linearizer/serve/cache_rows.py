@@ -21,15 +21,14 @@ from linearizer.student.cache import (
     CACHE,
     Change,
     LinearizedCache,
-    change_texts,
+    change_layer,
     copy_layer,
-    copy_recurrent,
+    exact_cache_of,
     has_student,
     keeps_state,
     recurrent_tensors,
 )
 from linearizer.student.columns import EMPTY
-from linearizer.student.exact_cache import exact_cache_of
 
 Tensor = torch.Tensor
 
@@ -43,7 +42,7 @@ def join_caches(caches: Sequence[Cache]) -> Cache:
 
 def join_layers(layers: Sequence[Any]) -> Any:
     """Concatenate the rows of a layer of several caches."""
-    joined = copy_recurrent(layers[0], lambda name, x: x)
+    joined = copy_layer(layers[0], lambda x: x)
     for (_, states, key), *parts in zip(*map(recurrent_tensors, (joined, *layers)), strict=True):
         states[key] = torch.cat([held[at] for _, held, at in parts])
     if has_student(joined):
@@ -138,13 +137,14 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
     """Keep the given rows of a batch, with no more padding than the longest of them needs."""
     cut_padding(cache, longest)
     index = torch.tensor(rows)
-    change_texts(cache.layers, lambda x: x[index])  # copies, so nothing of the padding stays in memory
+    for layer in cache.layers:
+        change_layer(layer, lambda x: x[index])  # copies, so nothing of the padding stays in memory
     drop_unused(cache)
 
 
 def view_row(cache: Cache, row: int, tokens: int) -> Cache:
     """View one row, which has read `tokens` tokens, of a batch."""
-    view = copy_cache(cache, lambda name, x: x[row : row + 1])
+    view = copy_cache(cache, lambda x: x[row : row + 1])
     cut_padding(view, tokens)
     drop_unused(view)
     return view
@@ -161,10 +161,11 @@ def take_row(cache: Cache, row: int, tokens: int) -> Cache:
 
 def copy_cache(cache: Cache, change: Change) -> Cache:
     """Return a copy of a cache with `change` applied to each tensor."""
+    layers = [copy_layer(layer, change) for layer in cache.layers]
     if isinstance(cache, LinearizedCache):
-        return cache.copied(change)
+        return LinearizedCache(layers)
     copied = copy.copy(cache)
-    copied.layers = [copy_layer(layer, change) for layer in cache.layers]
+    copied.layers = layers
     return copied
 
 
@@ -189,7 +190,7 @@ def unpack(form: Cache, packed: Tensor, shapes: Sequence[torch.Size], tokens: in
     sizes = [shape.numel() * x.itemsize for shape, x in zip(shapes, tensors_of(form), strict=True)]
     parts = zip(packed.split(sizes), shapes, strict=True)
 
-    def take_next(name: str, x: Tensor) -> Tensor:
+    def take_next(x: Tensor) -> Tensor:
         part, shape = next(parts)
         return part.clone().view(x.dtype).view(shape)  # new memory is aligned for any type
 

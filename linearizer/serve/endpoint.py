@@ -69,7 +69,7 @@ class Served:
         if self.states is None or not isinstance(self.model, LinearizedForCausalLM):
             raise Refusal(404, "no states are kept here for clients: serve a student, with --states FOLDER")
         key = request.headers["authorization"] if request.app.state.asks_for_keys else ""
-        return States.of(self.states, key, self.engine.kept.max_bytes)
+        return States.of(self.states, key, self.engine.kept.max_bytes, self.model)
 
     def load(self, path: Path) -> Cache:
         """Load a state in the engine's thread."""

@@ -177,7 +177,7 @@ class Engine:
         if row.state is None:
             return
         try:
-            cache = copy_cache(cache, lambda name, x: x.clone())
+            cache = copy_cache(cache, lambda x: x.clone())
             if unread := row.unread_at_end:
                 ids = torch.tensor([unread], device=self.model.device)
                 read_on(self.model, cache, ids, torch.tensor([row.read], device=self.model.device))

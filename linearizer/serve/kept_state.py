@@ -17,8 +17,10 @@ from linearizer.plan.allocation import ReadingSize
 from linearizer.plan.head_bytes import CACHED, Layer, cache_bytes
 from linearizer.progress import Progress, Steps, quiet
 from linearizer.run.folder import Run
+from linearizer.serve import saved_state
+from linearizer.serve.saved_state import MAX_TURNS, begin_turn
 from linearizer.serve.state_files import held, load_state, save_state
-from linearizer.student.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
+from linearizer.student.cache import LinearizedCache, LinearizedLayer
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.chat_template import next_turn_tokens
 from linearizer.teacher.logits import recurrent_bytes
@@ -50,12 +52,12 @@ def read(
         student, tokenizer = checkpoint.load_of_run(run)
         cache = load_state(student, path) if more else student.empty_cache()
         if more:
-            cache.begin_turn()
+            begin_turn(cache)
         ids, shown = tokenize(run, tokenizer, text, cache, asks=False, raw=raw, pictures=pictures)
         yield Progress("read", 0, ids.shape[1], "tokens")
         for count in read_tokens(student, ids, cache, shown):
             yield Progress("read", count, ids.shape[1], "tokens")
-        save_state(cache, path)
+        save_state(student, cache, path)
     return measure(student, run.layers, cache)
 
 
@@ -81,7 +83,7 @@ def ask(
         student, tokenizer = checkpoint.load_of_run(run)
         cache = student.empty_cache() if path is None else load_state(student, path)
         if keep:
-            cache.begin_turn()
+            begin_turn(cache)
         ids, shown = tokenize(run, tokenizer, prompt, cache, asks=True, raw=raw, pictures=pictures)
         tokens = yield from write_answer(student, tokenizer, ids, cache, new_tokens, seed, sample, shown)
         unread = [] if tokens[-1] in ends_of(student) else tokens[-1:]
@@ -89,7 +91,7 @@ def ask(
             for _ in read_tokens(student, torch.tensor([unread]), cache):
                 pass
         if keep and path is not None:
-            save_state(cache, path)
+            save_state(student, cache, path)
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return Answer(prompt, text, len(tokens), measure(student, run.layers, cache))
 
@@ -100,7 +102,7 @@ def take_back(run: Run, path: Path) -> ReadingSize:
         student, _ = checkpoint.load_of_run(run)
         cache = load_state(student, path)
         take_back_turn(cache)
-        save_state(cache, path)
+        save_state(student, cache, path)
     return measure(student, run.layers, cache)
 
 
@@ -160,9 +162,9 @@ def write_answer(
 
 def take_back_turn(cache: LinearizedCache) -> None:
     """Take back the last text or answer of a state."""
-    if not cache.turns:
+    if not saved_state.turns_of(cache):
         raise RequestError(
             f"there is nothing to take back: the state holds what it read first, or its last {MAX_TURNS} turns are "
             "taken back; read the text again"
         )
-    cache.take_back_turn()
+    saved_state.take_back_turn(cache)

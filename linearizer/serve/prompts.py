@@ -65,7 +65,7 @@ class KeptStates:
         if size > self.max_bytes:
             return
         if (kinds := kinds_of_states(cache)) not in self.forms:
-            self.forms[kinds] = copy_cache(cache, lambda name, x: x[:0].clone())
+            self.forms[kinds] = copy_cache(cache, lambda x: x[:0].clone())
         key = next(hashes(tokens, [len(tokens)]))
         if key in self.states:
             self.drop(key)

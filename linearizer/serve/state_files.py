@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from linearizer.errors import FolderError, RequestError
 from linearizer.run.files import UNFINISHED, writing
 from linearizer.run.locks import Lock, take_lock
+from linearizer.serve.saved_state import read_state, write_state
 from linearizer.student.cache import LinearizedCache
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
@@ -89,7 +90,7 @@ def no_state(path: Path) -> FolderError:
 def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
     """Load the state in a file."""
     try:
-        return student.load_cache(str(path))
+        return read_state(student, path)
     except FileNotFoundError as error:
         raise no_state(path) from error
     except OSError as error:
@@ -99,10 +100,10 @@ def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
         raise RequestError(str(error)) from error
 
 
-def save_state(cache: LinearizedCache, path: Path) -> None:
+def save_state(student: LinearizedForCausalLM, cache: LinearizedCache, path: Path) -> None:
     """Write a state to a file; an older file stays until the new one is complete."""
     with writing(path):
-        cache.save(str(path))
+        write_state(student, cache, path)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from linearizer.run.locks import Lock
 from linearizer.serve import state_files
 from linearizer.serve.bodies import Refusal
 from linearizer.student.cache import LinearizedCache
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 ID = re.compile("[0-9a-f]{32}")
 CHECKING = threading.Lock()  # while a new file is counted and put in its place
@@ -30,13 +31,14 @@ class States:
 
     folder: Path
     max_bytes: int
+    student: LinearizedForCausalLM  # whose states they are
 
     @classmethod
-    def of(cls, folder: Path, key: str, max_bytes: int) -> States:
+    def of(cls, folder: Path, key: str, max_bytes: int, student: LinearizedForCausalLM) -> States:
         own = folder / hashlib.sha256(key.encode()).hexdigest()[:32] if key else folder / "everyone"
         with writing(own):
             own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return cls(own, max_bytes)
+        return cls(own, max_bytes, student)
 
     def path(self, name: str, exists: bool = True) -> Path:
         """Return the file of a state."""
@@ -84,7 +86,7 @@ class States:
 
     def save(self, path: Path, cache: Cache) -> dict[str, Any]:
         assert isinstance(cache, LinearizedCache)
-        return self.put(path, lambda place: state_files.save_state(cache, place))
+        return self.put(path, lambda place: state_files.save_state(self.student, cache, place))
 
     def fork(self, path: Path) -> dict[str, Any]:
         with CHECKING:

@@ -19,8 +19,7 @@ from linearizer.kernels.graphs.call_reader import reader_of
 from linearizer.kernels.graphs.text_parts import lies_on_one_device
 from linearizer.kernels.graphs.token_graph import Capture, TokenGraph, capture_on_gpu
 from linearizer.serve.cache_rows import copy_cache, join_caches, keep_rows, read_on, tensors_of
-from linearizer.student.cache import keeps_state
-from linearizer.student.exact_cache import exact_cache_of
+from linearizer.student.cache import exact_cache_of, keeps_state
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class BatchGraph:
     @classmethod
     def of(cls, model: LinearizedForCausalLM, cache: Cache, capture: Capture) -> BatchGraph:
         """Capture a token of texts with states like the cache's."""
-        graph_cache = copy_cache(cache, lambda name, x: x.clone())
+        graph_cache = copy_cache(cache, lambda x: x.clone())
         lengths = states_of(cache)[0].count.clone()
         read_on(model, graph_cache, torch.zeros_like(lengths)[:, None], lengths)  # makes the pools of states
         return cls(graph_cache, TokenGraph.of(model, graph_cache, capture))
@@ -107,7 +106,7 @@ class TokenGraphs:
             return None  # until all sinks are read
         if (size := 1 << (texts - 1).bit_length()) not in self.graphs:
             try:
-                repeated = copy_cache(caches[0], lambda name, x: x[[0] * size])
+                repeated = copy_cache(caches[0], lambda x: x[[0] * size])
                 self.graphs[size] = BatchGraph.of(self.model, repeated, self.capture)
             except torch.OutOfMemoryError:
                 return None
@@ -119,7 +118,7 @@ class TokenGraphs:
 
     def show(self, graph: BatchGraph, texts: int, tokens: int) -> Cache:
         """Return the batch's cache: views of a graph's first states; the longest text has read `tokens` tokens."""
-        batch = copy_cache(graph.cache, lambda name, x: x[:texts])
+        batch = copy_cache(graph.cache, lambda x: x[:texts])
         for layer in batch.layers:
             layer.tokens_read = tokens
         self.loaded = graph, batch

@@ -22,8 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from .attention_of_student import Scores
-from .cache import CACHE, empty_cache, has_student, take_cache
-from .exact_cache import attend_by_length
+from .cache import CACHE, attend_by_length, empty_cache, has_student, take_cache
 from .layer_student import find_kernels
 
 # Every checkpoint brings a copy of this file; the hash keeps their names apart in one process.
@@ -35,7 +34,7 @@ NOT_SERVED = (
 )
 HALF_READ = (
     "the last call with this cache failed in the middle, so some layers have read its tokens and others have not: go "
-    "on with a copy from before (cache.fork(), cache.take_back_turn()), or read the text again"
+    "on with a copy from before (cache.fork()), or read the text again"
 )
 NO_WEIGHTS = (
     "a linearized model computes no weights between tokens, so its attentions are None: ask its teacher for them"

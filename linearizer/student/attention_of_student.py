@@ -13,7 +13,7 @@ What a layer promises, for each KV head and the query heads that share it:
   6. Where the model caps its scores, or has learned sinks (logits without a value that take weight), so does a student.
   7. Keys and values of few bits are stored in a basis of their own (layer_student.py); sinks are never rounded so.
   8. A text whose cache is no larger than the state has that cache instead, and its rows are the teacher's
-     (exact_cache.py); with the first token too many its heads read it from its begin.
+     (cache.py); with the first token too many its heads read it from its begin.
 
 Shapes: q (batch, heads, group, tokens, dim), scaled; k, v (batch, heads, tokens, dim): KV heads of one kind. Texts that
 have read equally many tokens are read together, as so many more heads.

@@ -1,34 +1,34 @@
 """The cache of a linearized model: a state of fixed size in each layer, where a teacher keeps all keys.
 
-It can be saved to a file and loaded again (saved_state.py), copied for many questions about one text, moved to another
-device, and reset to the begin of a turn of a conversation.
+Short texts are read exactly: as long as a cache of all their tokens fits into a state, it is their state. A text of at
+most `exact_tokens` tokens keeps the teacher's keys and values, and attends as the teacher does. With the first token
+too many its heads read all of them, as if they had read the text from its begin; from then on it has the states of its
+heads alone. Each text of a batch is exact or not by itself, however it is cut or padded.
 """
 
+from __future__ import annotations
+
 import copy
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from .attention_of_student import change_tensors, tensors, working_dtype
+from .attention_of_student import change_tensors, tensors
 from .layer_student import find_kernels
-from .saved_state import FORMAT, write_state
 
 # What transformers calls a cache, in arguments and outputs of a model: past_key_values before 5.24.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
-MAX_TURNS = 8  # that can be taken back
-COUNTERS = ("count", "real")  # in states, as KEYS_AND_VALUES are; all else are sums, in fp32 at least
-KEYS_AND_VALUES = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v")
+FORMAT = "linearized state 4"  # of a layer: each copy of this code accepts another's
+COUNTERS = ("count", "real")  # in states
 
-RECURRENT = {"conv_states": "v", "recurrent_states": "recurrent"}  # attribute -> name for a `Change`
-
-Change = Callable[[str, torch.Tensor], torch.Tensor]  # (name, tensor) -> tensor
+Tensor = torch.Tensor
+Change = Callable[[Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, which columns a row sees) -> outputs
 
 
 class LinearizedLayer(CacheLayerMixin):
@@ -50,8 +50,8 @@ class LinearizedLayer(CacheLayerMixin):
         """Do nothing: the first attention makes the states, since it knows their sizes."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         self.tokens_read += key_states.shape[-2]
         self.device = key_states.device
         return key_states, value_states
@@ -77,25 +77,17 @@ class LinearizedLayer(CacheLayerMixin):
         stored = [x for state in self.memory for name, x in tensors(state).items() if name not in COUNTERS]
         return sum(x.numel() * x.element_size() for x in stored)
 
-    def copied(self, change: Change) -> "LinearizedLayer":
-        """Return a copy with `change` applied to each tensor."""
-        result = LinearizedLayer()
-        result.tokens_read, result.device = self.tokens_read, self.device
-        for state in self.memory:
-            result.memory.append(replace(state, **{name: change(name, x) for name, x in tensors(state).items()}))
-        return result
-
-    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedLayer":
+    def copied_texts(self, change: Change) -> Any:
         """Return a copy; `change` copies the texts (first axis) of each tensor, which stay in a pool."""
-        states = None if (kernels := find_kernels()) is None else kernels.copy_states(self.memory, change)
-        if states is None:
-            return self.copied(lambda name, x: change(x))
-        result = LinearizedLayer()
-        result.tokens_read, result.device, result.memory = self.tokens_read, self.device, states
+        kernels = find_kernels() if keeps_state(self) else None
+        if kernels is None or (states := kernels.copy_states(self.memory, change)) is None:
+            return copy_layer(self, change)
+        result = copy.copy(self)
+        result.memory = states
         return result
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.memory = [change_tensors(state, change) for state in self.memory]
+    def change(self, change: Change) -> None:
+        change_layer(self, change)
 
     @torch.compiler.disable
     def keep(self, readers: int) -> None:
@@ -111,7 +103,7 @@ class LinearizedLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.change(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self.change(lambda tensor: tensor[indices])
 
     def offload(self) -> None:
@@ -139,18 +131,6 @@ class LinearizedAndRecurrentLayer(LinearizedLayer, LinearAttentionLayer):
         if kwargs:  # of the recurrent part
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().change(change)
-        change_recurrent(self, lambda name, x: change(x))
-
-    def copied(self, change: Change) -> "LinearizedAndRecurrentLayer":
-        result = copy_recurrent(self, change)
-        result.memory = super().copied(change).memory
-        return result
-
-    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedAndRecurrentLayer":
-        return self.copied(lambda name, x: change(x))
-
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
         LinearizedLayer.reset(self)
@@ -162,104 +142,41 @@ class LinearizedCache(Cache):
     token_graph: Any = None  # which reads its next tokens (token_graph.py); False: none does
     tokens_alone = 0  # read one after another before there was a graph
     is_half_read = False  # whether a call failed after some layers had read its tokens
-    rope_deltas: torch.Tensor | None = None  # (texts, 1), of positions after pictures (picture_positions.py)
+    rope_deltas: Tensor | None = None  # (texts, 1), of positions after pictures (picture_positions.py)
 
-    def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
+    def __init__(self, layers: list[CacheLayerMixin]) -> None:
         super().__init__(layers=layers)
         self.layers = layers
-        self.model = model  # shared by copies of the cache
-        self.turns: list[LinearizedCache] = []
 
     def reset(self) -> None:
         super().reset()
-        self.token_graph, self.tokens_alone, self.turns, self.is_half_read = None, 0, [], False
-        self.rope_deltas = None
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.change_texts(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.change_texts(lambda x: x[indices])
+        self.token_graph, self.tokens_alone, self.is_half_read, self.rope_deltas = None, 0, False, None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        self.rope_deltas = changed_deltas(self, lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    def change_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Change the texts (first axis) of each tensor."""
-        change_texts(self.layers, change)
-        self.rope_deltas = changed_deltas(self, change)
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.change(lambda x: x.repeat_interleave(repeats, 0))
 
-    def save(self, path: str) -> None:
-        """Write the state, and those before the turns, to a file for `model.load_cache(path)`."""
-        if (model := self.model()) is None:
-            raise ValueError(
-                "the model that made this state is gone, or its decoder made it alone: read with the model's own cache "
-                "(model.empty_cache()), and keep the model until its state is saved"
-            )
-        write_state(self, model, path)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.change(lambda x: x[indices])
 
-    def fork(self, texts: int = 1) -> "LinearizedCache":
-        """Copy the state without its turns, each text `texts` times; reading with the copy does not change this one."""
+    def change(self, change: Change) -> None:
+        """Change the texts (first axis) of each tensor: not all kinds of transformers' layers do it."""
+        for layer in self.layers:
+            change_layer(layer, change)
+        self.rope_deltas = None if self.rope_deltas is None else change(self.rope_deltas)
+
+    def fork(self, texts: int = 1) -> LinearizedCache:
+        """Copy the state, each text `texts` times; reading with the copy does not change this one."""
         return self.copied_texts(lambda x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
-        """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32.
-
-        A state that is there already is returned itself, like a tensor: hooks of accelerate move it for each module.
-        """
-        stays: list[bool] = []
-
-        def change(name: str, x: torch.Tensor, copy: bool = True) -> torch.Tensor:
-            kind = x.dtype
-            if dtype is not None and x.is_floating_point():
-                kind = dtype if name in KEYS_AND_VALUES else working_dtype(x.new_empty(0, dtype=dtype))
-            moved = x.to(device, kind, copy=copy)
-            stays.append(moved is x)
-            return moved
-
-        for each in (self, *self.turns):
-            each.copied(partial(change, copy=False))
-        if all(stays):
-            return self
-        result = self.copied(change)
-        result.turns = [turn.copied(change) for turn in self.turns]
-        return result
-
-    def begin_turn(self) -> None:
-        """Store a copy of the state, so that `take_back_turn` can return to it."""
-        self.turns = [*self.turns, self.fork()][-MAX_TURNS:]
-
-    def take_back_turn(self) -> None:
-        """Return to the state at the last `begin_turn`."""
-        if not self.turns:
-            raise ValueError(
-                f"there is no turn to take back: call begin_turn before each, at most {MAX_TURNS} are kept"
-            )
-        before = self.turns.pop()
-        self.layers, self.rope_deltas, self.is_half_read = before.layers, before.rope_deltas, False
-
-    def copied(self, change: Change) -> "LinearizedCache":
-        """Return a copy without turns, with `change` applied to each tensor."""
-        result = LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
-        result.rope_deltas = changed_deltas(self, lambda x: change("count", x))
-        return result
-
-    def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedCache":
-        """Return a copy without turns; `change` copies the texts (first axis) of each tensor."""
-        layers = [
-            layer.copied_texts(change) if has_student(layer) else copy_layer(layer, lambda name, x: change(x))
-            for layer in self.layers
-        ]
-        result = LinearizedCache(layers, self.model)
-        result.rope_deltas = changed_deltas(self, change)
-        return result
-
-
-def changed_deltas(cache: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
-    """Return a cache's differences of positions after pictures, changed, if it has any."""
-    deltas = getattr(cache, "rope_deltas", None)
-    return None if deltas is None else change(deltas)
+    def copied_texts(self, change: Change) -> LinearizedCache:
+        """Return a copy; `change` copies the texts (first axis) of each tensor."""
+        layers = self.layers
+        copied = LinearizedCache([x.copied_texts(change) if has_student(x) else copy_layer(x, change) for x in layers])
+        copied.rope_deltas = None if self.rope_deltas is None else change(self.rope_deltas)
+        return copied
 
 
 def take_cache(kwargs: dict) -> Cache | None:
@@ -280,55 +197,34 @@ def keeps_state(layer: object) -> bool:
 
 def recurrent_tensors(layer: object) -> list[tuple[str, dict, int]]:
     """List the tensors of a layer's recurrent part: the attribute, the dictionary that holds it, and its key there."""
-    held = [(name, getattr(layer, name, None) or {}) for name in RECURRENT]
+    held = [(name, getattr(layer, name, None) or {}) for name in ("conv_states", "recurrent_states")]
     return [(name, states, key) for name, states in held for key, x in states.items() if x is not None]
 
 
-def change_recurrent(layer: object, change: Change) -> None:
-    """Replace the tensors of a layer's recurrent part."""
-    for name, states, key in recurrent_tensors(layer):
-        states[key] = change(RECURRENT[name], states[key])
+def change_layer(layer: Any, change: Change) -> None:
+    """Replace each tensor of a layer of any kind: of its recurrent part, its states, or its keys and values."""
+    for _, states, key in recurrent_tensors(layer):
+        states[key] = change(states[key])
+    if has_student(layer):
+        layer.memory = [change_tensors(state, change) for state in layer.memory]
+    elif isinstance(getattr(layer, "keys", None), Tensor):
+        layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
-def copy_recurrent(layer: Any, change: Change) -> Any:
-    """Return a copy of a layer with `change` applied to each tensor of its recurrent part."""
+def copy_layer(layer: Any, change: Change) -> Any:
+    """Return a copy of a layer with `change` applied to each tensor."""
     result = copy.copy(layer)
     vars(result).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
-    change_recurrent(result, change)
-    if tensors := recurrent_tensors(result):
-        _, states, key = tensors[0]
-        result.device = states[key].device
+    change_layer(result, change)
     return result
 
 
-def change_texts(layers: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change the texts (first axis) of each tensor of a cache's layers: not all kinds of transformers do it."""
-    for layer in layers:
-        if has_student(layer):
-            layer.change(change)
-        else:
-            vars(layer).update(vars(copy_layer(layer, lambda name, x: change(x))))
-
-
-def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
-    """Return a copy of a layer with `change` applied to each tensor."""
-    if has_student(layer):
-        return layer.copied(change)
-    result = copy_recurrent(layer, change)
-    if isinstance(getattr(layer, "keys", None), torch.Tensor):
-        result.keys, result.values = change("k", layer.keys), change("v", layer.values)
-        result.device, result.dtype = result.keys.device, result.keys.dtype
-    return result
-
-
-def empty_cache(
-    base_config: object, linearized: Sequence[bool], model: PreTrainedModel | None = None
-) -> LinearizedCache:
+def empty_cache(base_config: object, linearized: Sequence[bool]) -> LinearizedCache:
     """Make a cache: a state of fixed size for each layer with a student, the teacher's kind for the others."""
     is_plain = all(linearized) and "hybrid" not in (getattr(base_config, "layer_types", None) or ())
     native = [None] * len(linearized) if is_plain else native_layers(base_config)
     layers = [layer_beside(native[index]) if mine else native[index] for index, mine in enumerate(linearized)]
-    return LinearizedCache(layers, weakref.ref(model) if model is not None else no_model)
+    return LinearizedCache(layers)
 
 
 def layer_beside(native: Any) -> LinearizedLayer:
@@ -348,5 +244,126 @@ def native_layers(base_config: Any) -> list[CacheLayerMixin]:
     return layers
 
 
-def no_model() -> None:
-    """Stand for the model of a cache that a decoder made, called without its model."""
+# Texts that are read exactly.
+
+
+@dataclass
+class ExactCache:
+    """Keys and values of the exact texts of a batch, the last of a layer's states.
+
+    Columns of padding, and all of other texts, are not real; `real` has no columns while every column is real.
+    """
+
+    k: Tensor  # (batch, heads, columns, dim)
+    v: Tensor
+    real: Tensor  # (batch, columns or 0)
+    is_exact = True  # in any copy of this code
+
+    def real_columns(self) -> Tensor:  # (batch, columns)
+        return self.real if self.real.shape[1] else self.real.new_ones(len(self.real), self.k.shape[2])
+
+    def with_new(self, k: Tensor, v: Tensor, real: Tensor | None) -> ExactCache:
+        """Return the cache with new columns."""
+        columns = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+        if real is None and not self.real.shape[1]:
+            return ExactCache(*columns, self.real)
+        new = self.real.new_ones(len(k), k.shape[2]) if real is None else real.bool()
+        return ExactCache(*columns, torch.cat([self.real_columns(), new], 1))
+
+    def without(self, texts: Tensor) -> ExactCache:
+        """Return the cache without texts (batch,), and without columns that no other text has."""
+        real = self.real_columns() & ~texts[:, None]
+        kept = real.any(0).nonzero()[:, 0]
+        return ExactCache(self.k[:, :, kept], self.v[:, :, kept], real[:, kept])
+
+    def seen(self, tokens: int) -> Tensor | None:
+        """Return which columns the newest tokens see (batch or 1, 1, tokens, columns); None: all that came before."""
+        columns, padded = self.k.shape[2], self.real.shape[1] > 0
+        if not padded and tokens in (1, columns):
+            return None
+        seen = torch.ones(tokens, columns, dtype=torch.bool, device=self.k.device).tril(columns - tokens)[None, None]
+        return seen & self.real[:, None, None] if padded else seen
+
+
+def exact_cache_of(states: list | None) -> Any:
+    """Return the exact cache among a layer's states; None if there is none."""
+    return states[-1] if states and getattr(states[-1], "is_exact", False) else None
+
+
+def attend_by_length(
+    most: int, begun: bool, read: Callable[..., Tensor], attend: Attend, q: Tensor, k: Tensor, v: Tensor,
+    real: Tensor | None, states: list | None,
+) -> Tensor:  # fmt: skip
+    """`attend` to texts of at most `most` tokens, and `read` (q, k, v, real, states) with heads beyond them.
+
+    q, k, v (batch, heads, tokens, dim); `real` (batch, tokens) is false at padding; `begun`: tokens were read before.
+    """
+    cache = exact_cache_of(states)
+    if cache is None and (begun or not most):
+        return read(q, k, v, real, states)
+    of_heads = [state for state in states or () if state is not cache]
+    mixed = begun and bool(of_heads)  # some texts are exact, others are not
+    if cache is None:
+        cache = ExactCache(k[:, :, :0], v[:, :, :0], torch.ones(len(k), 0, dtype=torch.bool, device=k.device))
+    after = ExactCache.with_new(cache, k, v, real)
+    if not mixed and after.k.shape[2] <= most:
+        out, left = attend(q, after.k, after.v, after.seen(q.shape[2])), [after]
+    elif mixed or after.real.shape[1]:
+        out, left = attend_by_text(most, mixed, read, attend, q, after, of_heads)
+    else:
+        out, left = attend_beyond(most, read, attend, q, after, of_heads), of_heads
+    if states is not None:
+        states[:] = left
+    return out
+
+
+def attend_beyond(
+    most: int, read: Callable[..., Tensor], attend: Attend, q: Tensor, cache: ExactCache, of_heads: list
+) -> Tensor:
+    """Attend where all texts become too long, and nothing is padded; add the states of heads to `of_heads`."""
+    before = cache.k.shape[2] - q.shape[2]
+    out = read(behind(q, before), cache.k, cache.v, None, of_heads)[:, :, before:]
+    if (exact := most - before) <= 0:
+        return out
+    short = ExactCache(cache.k[:, :, :most], cache.v[:, :, :most], cache.real)
+    return torch.cat([attend(q[:, :, :exact], short.k, short.v, short.seen(exact)), out[:, :, exact:]], 2)
+
+
+@torch.compiler.disable
+def attend_by_text(
+    most: int, mixed: bool, read: Callable[..., Tensor], attend: Attend, q: Tensor, cache: ExactCache, of_heads: list
+) -> tuple[Tensor, list]:
+    """Attend where texts are padded, or only some are exact; return outputs and the states that are left."""
+    real, tokens = cache.real_columns(), q.shape[2]
+    before = real.shape[1] - tokens
+    longer = counts_of(of_heads[0]) > 0 if mixed else real.new_zeros(len(real))
+    ending = ~longer & (real.sum(1) > most)
+    out = q.new_zeros(*q.shape[:3], cache.v.shape[-1])
+    if ending.any():
+        shown = torch.cat([real[:, :before] & ending[:, None], real[:, before:] & (longer | ending)[:, None]], 1)
+        out = read(behind(q, before), cache.k, cache.v, shown, of_heads)[:, :, before:]
+    elif longer.any():
+        out = read(q, cache.k[:, :, before:], cache.v[:, :, before:], real[:, before:] & longer[:, None], of_heads)
+    out = out.clone()
+    for text in (~longer).nonzero()[:, 0].tolist():
+        columns = real[text].nonzero()[:most, 0]
+        new = columns[columns >= before] - before
+        if len(new):
+            k, v = (x[text : text + 1, :, columns] for x in (cache.k, cache.v))
+            one = ExactCache(k, v, real[:1, :0])
+            part = attend(q[text : text + 1, :, new], one.k, one.v, one.seen(len(new)))
+            out[text : text + 1, :, new] = part.to(out.dtype)
+    if (longer | ending).all():
+        return out, of_heads
+    return out, [*of_heads, cache.without(longer | ending)]
+
+
+def behind(q: Tensor, tokens: int) -> Tensor:
+    """Return queries behind so many of tokens that were read before: nobody asks for their outputs."""
+    return torch.cat([q.new_zeros(*q.shape[:2], tokens, q.shape[3]), q], 2)
+
+
+def counts_of(state: Any) -> Tensor:  # (batch,)
+    """Count the tokens that each text's heads have read."""
+    count: Tensor = state.count if hasattr(state, "count") else state.real.sum(-1)
+    return count

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .attention_of_student import working_dtype
+from .other_heads import least_count
 
 EMPTY = -1e30  # the logit of an unseen token, the level of an empty feature: finite, so that differences are finite
 ABSENT = 2 * EMPTY  # the log-feature of an absent key, or of one that a feature ignores: vanishes beside an empty level
@@ -59,17 +60,6 @@ class FeatureState(ExactState):
             level=torch.full((batch, heads, features), EMPTY, dtype=work, device=v.device),
             mean=torch.zeros(batch, heads, features, v.shape[-1], dtype=work, device=v.device),
         )
-
-
-@dataclass
-class SoftmaxState:
-    """The cache of softmax heads; those of few bits also store their sinks exactly."""
-
-    k: Tensor  # (batch, heads, tokens, dim)
-    v: Tensor
-    real: Tensor  # (batch, tokens)
-    sink_k: Tensor  # (batch, heads, sinks, dim)
-    sink_v: Tensor
 
 
 @dataclass
@@ -154,54 +144,6 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     start = (torch.arange(math.prod(shape), device=x.device) * tokens).view(*shape, 1)
     at = start + index.view(len(x), *[1] * (x.dim() - 3), -1)
     return x.reshape(-1, x.shape[-1]).index_select(0, at.flatten()).view(*shape, index.shape[1], x.shape[-1])
-
-
-def remember_token(state: ExactState, k: Tensor, v: Tensor) -> None:
-    """Write one token of every text into the ring, in place."""
-    if not (window := state.window_k.shape[-2]):
-        return
-    make_writable(state, ("window_k", "window_v"))
-    rows, slot = torch.arange(len(k), device=k.device), state.count % window
-    state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
-
-
-def remember_sink(state: ExactState, k: Tensor, v: Tensor, min_count: int) -> None:
-    """Write one token of every text into the sinks, in place, if it is one of them.
-
-    Every text has read at least `min_count` tokens before it.
-    """
-    if min_count >= (sinks := state.sink_k.shape[-2]):
-        return
-    make_writable(state, ("sink_k", "sink_v"))
-    rows, slot = torch.arange(len(k), device=k.device), state.count.clamp(max=sinks - 1)
-    is_sink = (state.count < sinks)[:, None, None]
-    for stored, x in ((state.sink_k, k), (state.sink_v, v)):
-        stored[rows, :, slot] = torch.where(is_sink, x[:, :, 0].to(stored.dtype), stored[rows, :, slot])
-
-
-def make_writable(state: ExactState, names: tuple[str, ...]) -> None:
-    """Copy those tensors of a state that must not be overwritten."""
-    for name in names:
-        if must_be_copied(getattr(state, name)):
-            setattr(state, name, getattr(state, name).clone())
-
-
-def must_be_copied(x: Tensor) -> bool:
-    """Whether x must not be overwritten: gradients may need it, a graph must not change its inputs, or x was made in
-    inference mode, which has ended."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return True
-    return x.is_inference() and not torch.is_inference_mode_enabled()
-
-
-def first_places(size: int, last_place: Tensor) -> Tensor:
-    """Return which of the places 0 … size - 1 are at most a text's `last_place` (batch,): (batch, size)."""
-    return torch.arange(size, device=last_place.device) <= last_place[:, None]
-
-
-def least_count(count: Tensor) -> int:
-    """Return the least count on a CPU, and 0 elsewhere: waiting for a device would take longer."""
-    return min(count.tolist()) if count.device.type == "cpu" and not torch.compiler.is_compiling() else 0
 
 
 def remember_sinks(state: ExactState, columns: Columns) -> None:

@@ -1,4 +1,4 @@
-"""Feature maps in log-features: u for queries and w for keys, with exp(q·k) ≈ Σ_m exp(u_m + w_m).
+"""Heads with features: u for queries and w for keys, with exp(q·k) ≈ Σ_m exp(u_m + w_m).
 
 Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV head, shared by its query group.
 
@@ -7,8 +7,12 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
   dijiang    the same on signed cosine transforms with quasi-Monte-Carlo norms; weights learned (Chen et al. 2024)
   hedgehog   softmax(±Wx) with a W of its own for queries and keys (Zhang et al. 2024)
   mlp        prf, separate for queries and keys, plus a small network; starts as prf
-  codebook   a key is its nearest centre, a query scores the centres exactly
-  clusters   a key is shared among near centres, a query scores separate centres
+  clusters   a key is shared among near centres, a query scores centres of its own
+
+A row sees far keys only as sums, so a feature stores two things about all keys that have left the window:
+  level_m = log Σ_j exp(w_jm)    and    mean_m = Σ_j exp(w_jm - level_m) v_j.
+To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Every exponent is at
+most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 """
 
 from __future__ import annotations
@@ -16,12 +20,26 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from .columns import ABSENT
+from .attention_of_student import Scores
+from .columns import ABSENT, EMPTY, HEADROOM, ExactState, FeatureState
+from .features_torch import (
+    PartialSoftmax,
+    attend_text_with_features,
+    exp_without_underflow,
+    multiply_by_head,
+)
+from .layer_student import find_kernels
+from .modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+from .other_heads import OtherGroup
+
+__all__ = ["LinearizedConfig", "LinearizedForCausalLM", "make_group"]
 
 Tensor = torch.Tensor
 
@@ -29,19 +47,21 @@ Tensor = torch.Tensor
 class FeatureMap(nn.Module, ABC):
     """The methods of every feature map."""
 
-    features: int
-
-    @abstractmethod
-    def reset(self, generator: torch.Generator) -> None:
-        """Draw new parameters."""
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
 
     def forward(self, compute: Callable, x: Any) -> Any:
         """Call one of this map's methods with x: offloading libraries load parameters for a forward only."""
         return compute(x)
 
-    @abstractmethod
     def queries(self, q: Tensor) -> Tensor:
         """Return u: (batch, heads, group, tokens, dim) -> (…, features)."""
+        return self.of_queries(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
+
+    def of_queries(self, q: Tensor) -> Tensor:
+        """Return u: (batch, heads, rows, dim) -> (…, features)."""
+        return self.keys(q)
 
     @abstractmethod
     def keys(self, k: Tensor) -> Tensor:
@@ -51,19 +71,11 @@ class FeatureMap(nn.Module, ABC):
 class PositiveFeatures(FeatureMap):
     """u = z·q - |q|²/2 + (log α - log M)/2, and the same for keys."""
 
-    def __init__(self, heads: int, dim: int, features: int, draw: Callable, learn_z: bool, learn_weight: bool) -> None:
-        super().__init__()
-        self.features, self.draw = features, draw
-        self.z = nn.Parameter(torch.zeros(heads, features, dim), requires_grad=learn_z)
-        self.log_weight = nn.Parameter(torch.zeros(heads, features), requires_grad=learn_weight)
-
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        self.z.copy_(draw_heads(self.draw, self.z, generator))
-        self.log_weight.zero_()
-
-    def queries(self, q: Tensor) -> Tensor:
-        return self.keys(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
+    def __init__(self, heads: int, dim: int, features: int, kind: str) -> None:
+        super().__init__(features)
+        self.kind = kind
+        self.z = nn.Parameter(torch.zeros(heads, features, dim), requires_grad=kind == "prf")
+        self.log_weight = nn.Parameter(torch.zeros(heads, features), requires_grad=kind != "performer")
 
     def keys(self, k: Tensor) -> Tensor:
         bias = (self.log_weight - math.log(self.features)) / 2
@@ -74,26 +86,13 @@ class Hedgehog(FeatureMap):
     """u = log softmax(±Wq) + gain; the gain sets the far field's weight relative to exact tokens."""
 
     def __init__(self, heads: int, dim: int, features: int) -> None:
-        super().__init__()
-        self.features = features
+        super().__init__(features)
         self.query_weight = nn.Parameter(torch.zeros(heads, features // 2, dim))
         self.key_weight = nn.Parameter(torch.zeros(heads, features // 2, dim))
         self.gain = nn.Parameter(torch.zeros(heads))
 
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        """Start at the identity, as in the paper; further rows are random directions."""
-        rows, dim = self.query_weight.shape[1:]
-        weight = draw_heads(gaussian, self.query_weight, generator)
-        weight[:, :dim] = torch.eye(dim)[:rows]
-        weight *= dim**0.25  # scaling made the heads' inputs smaller by about this factor
-        self.query_weight.copy_(weight)
-        self.key_weight.copy_(weight)
-        self.gain.zero_()
-
-    def queries(self, q: Tensor) -> Tensor:
-        x = self.both_signs(q.flatten(2, 3), self.query_weight) + self.gain[:, None, None].to(q.dtype)
-        return x.unflatten(2, q.shape[2:4])
+    def of_queries(self, q: Tensor) -> Tensor:
+        return self.both_signs(q, self.query_weight) + self.gain[:, None, None].to(q.dtype)
 
     def keys(self, k: Tensor) -> Tensor:
         return self.both_signs(k, self.key_weight)
@@ -115,14 +114,6 @@ class Side(nn.Module):
         self.hidden = nn.Parameter(torch.zeros(heads, 2 * dim, dim))
         self.out = nn.Parameter(torch.zeros(heads, features, 2 * dim))
 
-    @torch.no_grad()
-    def reset(self, z: Tensor, generator: torch.Generator) -> None:
-        self.z.copy_(z)
-        self.norm.fill_(1.0)
-        self.bias.fill_(-math.log(z.shape[1]) / 2)
-        self.hidden.copy_(draw_heads(gaussian, self.hidden, generator) / math.sqrt(z.shape[-1]))
-        self.out.zero_()
-
     def forward(self, x: Tensor) -> Tensor:
         z, norm, bias, hidden, out = (p.to(x.dtype) for p in (self.z, self.norm, self.bias, self.hidden, self.out))
         network = nn.functional.gelu(x @ hidden.mT) @ out.mT
@@ -131,110 +122,143 @@ class Side(nn.Module):
 
 class MLP(FeatureMap):
     def __init__(self, heads: int, dim: int, features: int) -> None:
-        super().__init__()
-        self.features = features
+        super().__init__(features)
         self.query_side, self.key_side = Side(heads, dim, features), Side(heads, dim, features)
 
-    def reset(self, generator: torch.Generator) -> None:
-        z = draw_heads(gaussian, self.query_side.z, generator)
-        self.query_side.reset(z, generator)
-        self.key_side.reset(z, generator)
-
-    def queries(self, q: Tensor) -> Tensor:
-        return self.query_side(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
+    def of_queries(self, q: Tensor) -> Tensor:
+        out: Tensor = self.query_side(q)
+        return out
 
     def keys(self, k: Tensor) -> Tensor:
-        return self.key_side(k)
+        out: Tensor = self.key_side(k)
+        return out
 
 
-class Codebook(FeatureMap):
-    """u_m = q·c_m; w_m = 0 for the nearest centre, ABSENT for the others (soft in training)."""
-
-    soft = False
+class Clusters(FeatureMap):
+    """u_m = q·a_m + b_m; w is the logarithm of a key's shares among centres c, by how near each is; a starts at c."""
 
     def __init__(self, heads: int, dim: int, features: int) -> None:
-        super().__init__()
-        self.features = features
+        super().__init__(features)
         self.centres = nn.Parameter(torch.zeros(heads, features, dim))
         self.metric = nn.Parameter(torch.zeros(heads, dim, dim))  # distances are |metric·(k - c)|
         self.log_sharpness = nn.Parameter(torch.zeros(heads))
-
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        self.centres.copy_(draw_heads(gaussian, self.centres, generator))
-        self.metric.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
-        self.log_sharpness.zero_()
+        self.query_centres = nn.Parameter(torch.zeros(heads, features, dim))
+        self.bias = nn.Parameter(torch.zeros(heads, features))
 
     def queries(self, q: Tensor) -> Tensor:
-        return q @ self.centres.to(q.dtype)[:, None].mT
+        return q @ self.query_centres.to(q.dtype)[:, None].mT + self.bias.to(q.dtype)[:, None, None]
 
     def keys(self, k: Tensor) -> Tensor:
         metric, centres = self.metric.to(k.dtype), self.centres.to(k.dtype)
         k, centres = k @ metric.mT, centres @ metric.mT
         closeness = k @ centres.mT - half_square(centres).mT
-        if self.training or self.soft:
-            return (closeness * self.log_sharpness.exp().to(k.dtype)[:, None, None]).log_softmax(-1)
-        nearest = closeness.argmax(-1, keepdim=True)
-        return torch.full_like(closeness, ABSENT).scatter(-1, nearest, 0.0)
-
-
-class Clusters(Codebook):
-    """u_m = q·a_m + b_m; a and b start at c and 0. Keys are shared among centres after training, too."""
-
-    soft = True
-
-    def __init__(self, heads: int, dim: int, features: int) -> None:
-        super().__init__(heads, dim, features)
-        self.query_centres = nn.Parameter(torch.zeros(heads, features, dim))
-        self.bias = nn.Parameter(torch.zeros(heads, features))
-
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        super().reset(generator)
-        self.query_centres.copy_(self.centres)
-        self.bias.zero_()
-
-    def queries(self, q: Tensor) -> Tensor:
-        return q @ self.query_centres.to(q.dtype)[:, None].mT + self.bias.to(q.dtype)[:, None, None]
+        return (closeness * self.log_sharpness.exp().to(k.dtype)[:, None, None]).log_softmax(-1)
 
 
 def half_square(x: Tensor) -> Tensor:
     return x.square().sum(-1, keepdim=True) / 2
 
 
-def gaussian(rows: int, dim: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(rows, dim, generator=generator)
+@dataclass(frozen=True)
+class ScaledMap:
+    """The memory of features, for queries multiplied by the scale of the scores and unscaled keys.
+
+    For each feature it stores the logarithm of its weight, and the mean of its values.
+    """
+
+    feature_map: FeatureMap
+    scale: float = 1.0
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.feature_map(self.feature_map.queries, q / self.scale**0.5)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return self.feature_map(self.feature_map.keys, k * self.scale**0.5)
+
+    def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> FeatureState:
+        return FeatureState.empty(k, v, window, sinks, self.feature_map.features)
+
+    def chunk(
+        self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor
+    ) -> PartialSoftmax:
+        """Read and merge keys; the bound is HEADROOM below what a row's features could reach with the largest keys.
+
+        The stabilisers depend on all keys of the chunk, also on those after the row.
+        """
+        u, w, level = self.queries(q), self.keys(k), state.level[:, :, None]
+        if not incoming.all():
+            w = w.masked_fill(~incoming[:, None, :, None], ABSENT)
+        causal = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
+        exactly = partial(read_features_exactly, u, w, v, causal, state.level, state.mean)
+        ceiling = torch.maximum(w.detach().amax(-2, keepdim=True), level.detach())
+        key, stored = (exp_without_underflow(x - (ceiling - HEADROOM)) for x in (w, level))
+        u = u + ceiling[:, :, None]
+        bound = u.detach().amax(-1, keepdim=True)
+        query = exp_without_underflow(u.sub_(bound))
+        product = multiply_by_head(query, key.mT).mul_(causal)  # several times faster than two calls of tril
+        total = product.sum(-1, keepdim=True) + multiply_by_head(query, stored.mT)
+        sums = multiply_by_head(product, v).add_(multiply_by_head(query, stored.mT * state.mean))
+        mass = key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
+        merge_into_state(state, mass.log() + ceiling[:, :, 0] - HEADROOM, key.mT @ v / mass[..., None])
+        return PartialSoftmax(bound - HEADROOM, total, sums, exactly)
 
 
-def orthogonal(rows: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Draw blocks of orthogonal directions with the norms of Gaussian vectors."""
-    q, r = torch.linalg.qr(gaussian(-(-rows // dim) * dim, dim, generator).unflatten(0, (-1, dim)))
-    blocks = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over rotations; without the signs biased
-    return blocks.flatten(0, 1)[:rows] * gaussian(rows, dim, generator).norm(dim=-1, keepdim=True)
+def read_features_exactly(
+    u: Tensor, w: Tensor, v: Tensor, mask: Tensor, level: Tensor, mean: Tensor
+) -> list[PartialSoftmax]:
+    """Read each key of a chunk by itself, and the features of the state: right at any magnitude, and slow."""
+    logits = far_logits_exactly(u, w).masked_fill(mask == 0, EMPTY)
+    return [PartialSoftmax.of(logits, v), PartialSoftmax.of(u + level[:, :, None, None], mean)]
 
 
-def cosine_transform(rows: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Draw rows of sign-flipped cosine transforms; their norms are evenly spaced quantiles of a Gaussian's norm."""
-    index = torch.arange(dim, dtype=torch.float32)
-    transform = torch.cos(math.pi / dim * (index + 0.5) * index[:, None]) * math.sqrt(2 / dim)
-    transform[0] /= math.sqrt(2)
-    signs = torch.randint(0, 2, (-(-rows // dim), 1, dim), generator=generator) * 2.0 - 1
-    directions = (transform * signs).flatten(0, 1)[:rows]
-    norms = gaussian(4096, dim, generator).norm(dim=-1).quantile((torch.arange(rows) + 0.5) / rows)
-    return directions * norms[torch.randperm(rows, generator=generator), None]
+def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:
+    """Merge keys, given as levels and means, into the state."""
+    total = torch.logaddexp(state.level, level)
+    state.mean = (state.level - total).exp()[..., None] * state.mean + (level - total).exp()[..., None] * mean
+    state.level = total
 
 
-def draw_heads(draw: Callable, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw (rows, dim) for every head of a parameter (heads, rows, dim)."""
-    return torch.stack([draw(*like.shape[1:], generator) for _ in range(like.shape[0])])
+def far_logits_exactly(u: Tensor, w: Tensor) -> Tensor:
+    """Return log Σ_m exp(u_im + w_jm) at any magnitude, with tokens × tokens × features numbers in memory."""
+    return torch.logsumexp(u[..., :, None, :] + w[:, :, None, None], -1)
 
 
 FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
-    "prf": lambda heads, dim, features: PositiveFeatures(heads, dim, features, gaussian, True, True),
-    "performer": lambda heads, dim, features: PositiveFeatures(heads, dim, features, orthogonal, False, False),
-    "dijiang": lambda heads, dim, features: PositiveFeatures(heads, dim, features, cosine_transform, False, True),
+    **{kind: partial(PositiveFeatures, kind=kind) for kind in ("prf", "performer", "dijiang")},
     "hedgehog": Hedgehog,
     "mlp": MLP,
-    "codebook": Codebook,
     "clusters": Clusters,
 }
+
+
+def make_group(head: dict, heads: list[int], sinks: int, dims: tuple[int, int], feature_map: str) -> FeatureGroup:
+    """Make the group of KV heads with these features."""
+    made = FEATURE_MAPS[feature_map](len(heads), dims[0], head["features"])
+    return FeatureGroup(heads, head.get("window", 0), sinks, head.get("bits", 16), made)
+
+
+class FeatureGroup(OtherGroup):
+    """KV heads with a window and a far field: features here, a memory by a rule in matrix_rule.py."""
+
+    def __init__(self, heads: list[int], window: int, sinks: int, bits: int, feature_map: Any) -> None:
+        super().__init__(heads, window, sinks, bits, False)  # features need keys as they are
+        self.features, self.feature_map = feature_map.features, feature_map
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None,
+        scores: Scores | None,
+    ) -> tuple[Tensor, ExactState]:  # fmt: skip
+        if scores is not None:
+            raise ValueError("features and rules follow neither capped scores nor learned sinks: let heads hold slots")
+        state = self.empty(k, v, self.window, scale) if state is None else state
+        kernels = find_kernels()
+        attend = attend_text_with_features if kernels is None else kernels.linear_attention
+        return attend(q * scale, k, v, self.memory(scale), self.window, real, state), state
+
+    def memory(self, scale: float) -> Any:
+        """Return the far field for queries multiplied by the scale of the scores."""
+        return ScaledMap(self.feature_map, scale)
+
+    def empty(self, k: Tensor, v: Tensor, window: int, scale: float) -> ExactState:
+        state: ExactState = self.memory(scale).empty(k, v, window, self.sinks)
+        return state

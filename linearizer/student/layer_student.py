@@ -1,7 +1,7 @@
 """The student of one attention layer: its KV heads, in groups that keep the same, and how few bits are stored.
 
 Heads with a window, alone or with slots, are read as attention_of_student.py defines it, or faster by the kernels of
-the installed package, which are compared with it before their first use. Other heads are in other_heads.py.
+the installed package, which are compared with it before their first use. Other files have other heads: `code_of`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SLOW = (
     "PyTorch reads with this linearized model, which takes several times as long as with the kernels of the package "
     "linearizer: install that package from its repository to use them"
 )
+FEATURE_MAPS = ("prf", "performer", "dijiang", "hedgehog", "mlp", "clusters")
 _kernels: Any = False  # not looked for yet
 
 
@@ -47,13 +48,6 @@ def load_kernels() -> Any:
     return None
 
 
-def generator_at(seed: int, *place: int) -> torch.Generator:
-    """Return a generator for one layer or head of a model, independent of what is drawn for the others."""
-    for number in place:
-        seed = (seed * 0x9E3779B97F4A7C15 + number + 1) % 2**63
-    return torch.Generator().manual_seed(seed)
-
-
 class Merger(nn.Module):
     """What heads merge by: see `Merging`."""
 
@@ -67,7 +61,7 @@ class Merger(nn.Module):
         """Return the parameters: offloading libraries load them for a forward only."""
         return self.metric, self.gain, self.mean_query
 
-    def reset(self, generator: torch.Generator | None = None) -> None:
+    def reset(self) -> None:
         """Start with the same weight for all directions and all keys."""
         self.metric.data.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
         self.gain.data.fill_(GAIN)
@@ -97,7 +91,7 @@ class StoredBasis(nn.Module):
         return compute(*inputs)
 
     @torch.no_grad()
-    def reset(self, generator: torch.Generator | None = None) -> None:
+    def reset(self) -> None:
         """Start for vectors around 0 with the same variance in all directions."""
         self.key_steps.fill_(1.0)
         self.key_middle.zero_()
@@ -118,14 +112,6 @@ class StoredBasis(nn.Module):
     def from_stored(self, out: Tensor, heads: Any) -> Tensor:
         """Change outputs (batch, heads, group, tokens, dim) of some heads back."""
         return rotate(out) + self.value_middle[heads].to(out.dtype)[:, None, None]
-
-    def steps_and_middles(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the steps and the middle of keys, and the middle of values, each (heads, dim)."""
-        return [x.to(dtype).contiguous() for x in (self.key_steps, self.key_middle, self.value_middle)]
-
-    def metric_to_stored(self, metric: Tensor, head: int) -> Tensor:
-        """Change a metric of keys multiplied by `root` into one of keys as a head stores them."""
-        return rotate(metric.to(self.key_steps) * self.key_steps[head])
 
 
 def has_stored_basis(bits: int, *dims: int) -> bool:
@@ -173,10 +159,6 @@ class HeadGroup(nn.Module):
         self.window, self.bits, self.has_basis = kind.window, kind.bits, has_stored_basis(kind.bits, key_dim, value_dim)
         self.merger = Merger(len(heads), key_dim) if kind.slots else None
 
-    def reset(self, generator: torch.Generator) -> None:
-        if self.merger is not None:
-            self.merger.reset()
-
     def merging(self, scale: float) -> Merging | None:
         """Return how the heads merge, whose scores have this scale; None if they have no slots."""
         if self.merger is None:
@@ -201,16 +183,20 @@ def named_head(head: dict | list | str) -> dict:
     return {name: x for name, x in head.items() if x and (name, x) != ("bits", 16)}
 
 
-def holds_more(head: dict) -> bool:
-    """Whether a head holds something else than a window and slots."""
-    return bool(head.keys() - {"window", "slots", "block", "bits"})
+def code_of(head: dict, feature_map: str) -> str:
+    """Name the module that has the code of a head; empty for a window, alone or with slots."""
+    if head.get("softmax"):
+        return "other_heads"
+    if not head.keys() - {"window", "slots", "block", "bits"}:
+        return ""
+    return "feature_maps" if head.get("memory", feature_map) in FEATURE_MAPS else "matrix_rule"
 
 
 class LayerStudent(nn.Module):
     """Attention of one layer; `heads` says of each KV head what it keeps, by name:
 
     window, slots, block and bits as in HeadKind; features, and memory, the name of a rule; softmax: all tokens.
-    Texts of at most `exact_tokens` tokens are read by the teacher's attention instead (exact_cache.py).
+    Texts of at most `exact_tokens` tokens are read by the teacher's attention instead (cache.py).
     """
 
     reader: str | None = None  # "pytorch", "c" or "triton"; None: the fastest that passes its trial
@@ -226,9 +212,10 @@ class LayerStudent(nn.Module):
         def group(head: dict, places: list[int]) -> nn.Module:
             if not head.keys() - {"block", "bits"} and not sinks:
                 raise ValueError(f"KV heads {places} hold nothing: set a window, features, sinks or softmax")
-            if holds_more(head):
-                other_heads = importlib.import_module(".other_heads", __package__)
-                return other_heads.make_group(head, places, sinks, key_dim, value_dim, feature_map)
+            if module := code_of(head, feature_map):
+                others: Any = importlib.import_module(f".{module}", __package__)
+                made: nn.Module = others.make_group(head, places, sinks, (key_dim, value_dim), feature_map)
+                return made
             return HeadGroup(places, HeadKind(**{"window": 0, **head}), sinks, key_dim, value_dim)
 
         value_dim = value_dim or key_dim
@@ -237,30 +224,9 @@ class LayerStudent(nn.Module):
         has_basis = any(each.has_basis for each in self.head_groups())
         self.turns = StoredBasis(len(heads), key_dim, value_dim) if has_basis else None
 
-    def reset(self, generator: torch.Generator) -> None:
-        """Draw new features."""
-        if self.turns is not None:
-            self.turns.reset()
-        for group in self.head_groups():
-            group.reset(generator)
-            for place, metric in enumerate(() if group.merger is None else group.merger.metric):
-                self.set_merger(group, place, metric.clone(), metric.new_zeros(metric.shape[-1] + 1))
-
     def head_groups(self) -> list[HeadGroup]:
         """Return the groups; those of other heads have the same attributes."""
         return cast(list[HeadGroup], [*self.groups])
-
-    @torch.no_grad()
-    def set_merger(self, group: HeadGroup, place: int, metric: Tensor, mean_query: Tensor) -> None:
-        """Set the metric and the mean query, for keys multiplied by `root`, of a head by its place in its group."""
-        assert group.merger is not None
-        if self.turns is not None and group.has_basis:
-            head = group.heads[place]
-            around = mean_query[-1:].to(metric) - mean_query[:-1].to(metric) @ self.turns.key_middle[head].to(metric)
-            metric, query = (self.turns.metric_to_stored(x, head) for x in (metric, mean_query[:-1]))
-            mean_query = torch.cat([query, around.to(query)])
-        group.merger.metric[place] = metric.to(group.merger.metric)
-        group.merger.mean_query[place] = mean_query.to(group.merger.mean_query)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, states: list | None,

@@ -1,4 +1,4 @@
-"""The matrix rule: a far field that is a matrix, which every token that leaves the window decays, erases and writes.
+"""Heads with a memory by a rule: a matrix, which every token that leaves the window decays, erases and writes.
 
 update_rules.py lists its members and how they are read. A chunk is solved at once: with G the sums of log a,
 U = W - (E∘e^G) S - tril_-1(<e_i, k_j> e^(G_i - G_j)) U is triangular, and S becomes e^G S + (K∘e^(G_last - G))'U.
@@ -7,7 +7,6 @@ Gates read values and the norms of pairs of a key's numbers, which rotary positi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +17,27 @@ from torch.nn.functional import elu, logsigmoid, pad, relu
 
 from .attention_of_student import working_dtype
 from .columns import EMPTY, ExactState, MatrixState
-from .softmax_parts import PartialSoftmax
-from .update_rules import UpdateRule
+from .feature_maps import FEATURE_MAPS, FeatureGroup
+from .features_torch import PartialSoftmax
+from .modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+from .update_rules import UPDATE_RULES, UpdateRule
+
+__all__ = ["LinearizedConfig", "LinearizedForCausalLM", "make_group"]
 
 Tensor = torch.Tensor
 RANK = 8  # of the gates' maps
-HALF_LIFE = 256.0  # tokens, before training
 SLOWNESS = 16.0  # log decays are logsigmoid(gate) / SLOWNESS
 ROUTES = 2  # memories that a token writes and reads, of those that are routed to
 WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: pairs of rows cost more with decays by channel
 PAIRED_AT_ONCE = 8  # rows with decays by channel: more take longer
-BEGIN_SCALE = 0.1  # of what the matrix adds to the mean of values, before training
+
+
+def make_group(head: dict, heads: list[int], sinks: int, dims: tuple[int, int], feature_map: str) -> FeatureGroup:
+    """Make the group of KV heads with a memory by this rule."""
+    if (name := head.get("memory", feature_map)) not in UPDATE_RULES:
+        raise ValueError(f"feature_map={name!r} is not one of {', '.join([*FEATURE_MAPS, *UPDATE_RULES])}")
+    made = MatrixRule(len(heads), *dims, head["features"], UPDATE_RULES[name])
+    return RuleGroup(heads, head.get("window", 0), sinks, head.get("bits", 16), made)
 
 
 class MatrixRule(nn.Module):
@@ -36,11 +45,10 @@ class MatrixRule(nn.Module):
 
     key_map: Tensor  # (heads, steps, products, key_dim)
     query_map: Tensor
-    key_shift: Tensor  # (heads, key_dim)
-    value_scale: Tensor  # (heads,)
+    key_shift: Tensor
+    value_scale: Tensor
     mass: Tensor
     gate_bias: Tensor | None  # (heads, gates); a parameter that a rule does not use is None
-    gate_down: Tensor
     gate_up: Tensor | None
     norm: Tensor | None
     tap_weight: Tensor | None
@@ -51,59 +59,39 @@ class MatrixRule(nn.Module):
         super().__init__()
         self.rule, self.features, self.value_dim = rule, rows, value_dim
         products = -(-rows // 2) if rule.is_wide else rows
+        for_scalars = {"": 0, "fixed": 1, "scalar": 1}  # others have a gate for each row
         self.gates = {
-            "decay": {"fixed": 1, "scalar": 1, "channel": rows, "key": rows, "complement": rows}.get(rule.decay, 0),
-            "beta": {"scalar": 1, "channel": rows, "removal": rows}.get(rule.erase, 0),
+            "decay": for_scalars.get(rule.decay, rows),
+            "beta": for_scalars.get(rule.erase, rows),
             "write": value_dim if rule.erase == "channel" else 0,
         }
-        by_token = rule.decay in ("scalar", "channel") or self.gates["beta"]
-        sizes = {
+        gates, by_token = sum(self.gates.values()), rule.decay in ("scalar", "channel") or self.gates["beta"]
+        taps = rule.taps if rule.taps > 1 else 0
+        sizes: dict[str, tuple[int, ...]] = {  # behind the heads
             "key_map": (rule.steps, products, key_dim),
             "query_map": (products, key_dim),
             "key_shift": (key_dim,),
-            "gate_bias": (sum(self.gates.values()),),
+            "gate_bias": (gates,),
             "gate_down": (RANK, value_dim + key_dim // 2) if by_token else (0,),
-            "gate_up": (sum(self.gates.values()), RANK) if by_token else (0,),
+            "gate_up": (gates, RANK) if by_token else (0,),
             "value_scale": (),
             "mass": (),
             "norm": (value_dim if rule.read == "norm" else 0,),
-            "tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
-            "query_tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
+            "tap_weight": (taps, key_dim),
+            "query_tap_weight": (taps, key_dim),
             "router": (rule.memories if rule.memories > 1 else 0, products),
         }
         for name, size in sizes.items():
-            used = 0 not in size
-            self.register_parameter(name, nn.Parameter(torch.zeros(heads, *size)) if used else None)
+            self.register_parameter(name, None if 0 in size else nn.Parameter(torch.zeros(heads, *size)))
 
     def forward(self, compute: Callable, *inputs: Any) -> Any:
         """Call one of this rule's methods: offloading libraries load parameters for a forward only."""
         return compute(*inputs)
 
-    @torch.no_grad()
-    def reset(self, generator: torch.Generator) -> None:
-        """Draw new maps, with gates that no token changes yet."""
-        for name, parameter in self.named_parameters():
-            parameter.zero_()
-            if name in ("key_map", "query_map", "gate_down", "router"):
-                drawn = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(drawn / math.sqrt(parameter.shape[-1]))
-        if self.gate_bias is not None:
-            self.gate_bias.copy_(torch.cat([self.begin_bias(kind, size) for kind, size in self.gates.items()]))
-        self.value_scale.fill_(BEGIN_SCALE if self.rule.has_moments else 1.0)
-        self.mass.fill_(self.rule.share if self.rule.mass == "share" else 0.0)
-        if self.norm is not None:
-            self.norm.fill_(1.0)
-        for weight in (self.tap_weight, self.query_tap_weight):
-            if weight is not None:
-                weight[:, -1] = 1.0
-
-    def begin_bias(self, kind: str, size: int) -> Tensor:
-        """Return biases of gates for decay with HALF_LIFE, and for erasing one half."""
-        if kind == "decay" and self.rule.decay == "key":
-            return torch.zeros(size)  # as in its paper: half-lives of some 16 tokens
-        slowness = 1.0 if self.rule.decay == "complement" else SLOWNESS
-        share = 2 ** (-slowness / HALF_LIFE) if kind == "decay" else 0.5
-        return torch.full((size,), math.log(share / (1 - share)))
+    def weight(self, name: str, like: Tensor, ones: int = 0) -> Tensor:
+        """Return a parameter in the type of a tensor, with dimensions of size 1 behind the heads."""
+        x: Tensor = getattr(self, name)
+        return x.to(like.dtype).reshape(len(x), *[1] * ones, *x.shape[1:])
 
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
         def zeros(*shape: int) -> Tensor:
@@ -124,35 +112,37 @@ class MatrixRule(nn.Module):
         self, root: float, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor, place: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Write leaving tokens, then read: return the mass (batch, heads, group, rows, 1) and vector of each row."""
-        sinks, window = state.sink_k.shape[-2], state.window_k.shape[-2]
+        rule, sinks, window = self.rule, state.sink_k.shape[-2], state.window_k.shape[-2]
         before = (state.count - window - sinks).clamp_min(0)  # far tokens before the call
         count = torch.maximum(place - window - sinks + 1, before[:, None]).to(q.dtype)[:, None, :, None]
         mask = incoming[:, None, :, None].to(q.dtype)
-        if self.rule.taps > 1:
+        if rule.taps > 1:
             q, k = self.convolve(state, q, k, incoming, place)
         k, v = k * mask, v * mask
-        mass = self.mass.to(q.dtype)[:, None, None, None] + torch.where(count > 0, 0.0, EMPTY)[:, :, None].to(q.dtype)
-        mean = q.new_zeros(())
-        if self.rule.has_moments:
-            moments = running_moments(state, k, v, mask, count)
-            mean, spread = moments[2], (q.square() * moments[1][:, :, None]).sum(-1, keepdim=True) / 2
-            mass = mass + count.clamp_min(1).log()[:, :, None] + (q * moments[0][:, :, None]).sum(-1, keepdim=True)
-            mass = mass + spread
-        centre = mean * mask if self.rule.read != "mala" else mean.new_zeros(())
-        keys, erase, write, decay = self.writes(root, k, v - centre, mask)
-        routes = None
+        mass = self.weight("mass", q, 3) + torch.where(count > 0, 0.0, EMPTY)[:, :, None].to(q.dtype)
+        mean = centre = q.new_zeros(())
+        if rule.has_moments:
+            key_mean, variance, mean = running_moments(state, k, v, mask, count)
+            mass = mass + count.clamp_min(1).log()[:, :, None] + (q * key_mean[:, :, None]).sum(-1, keepdim=True)
+            mass = mass + (q.square() * variance[:, :, None]).sum(-1, keepdim=True) / 2
+            centre = mean * mask if rule.read != "mala" else centre
+        shifted = k * root - self.weight("key_shift", k, 1)
+        written = torch.einsum("bhtd,hspd->bhtsp", shifted, self.weight("key_map", k))
+        asked = (q / root) @ self.weight("query_map", q, 1).mT
+        keys, erase, write, decay = self.writes(written, k, v - centre, mask)
+        queries, routes = rows_of(rule.map, asked, True)[..., : self.features][:, :, None], None
         if self.router is not None:
-            keys, erase, decay, routes = self.route(root, q, k, keys, erase, decay)
-        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 else WRITTEN_AT_ONCE
-        queries = self.queries(q / root)[:, :, None]
-        out, state.matrix = read_and_write(queries, keys, erase, write[:, :, None], decay, state.matrix, *sizes)
+            to = routes_of(written[..., 0, :] @ self.weight("router", k).mT, False)
+            routes = routes_of(asked @ self.weight("router", q, 1).mT, True)
+            keys, erase, decay = keys * to, None if erase is None else erase * to, decay * to
+        sizes = rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 else WRITTEN_AT_ONCE
+        out, state.matrix = read_and_write(queries, keys, erase, write, decay, state.matrix, *sizes)
         out = out[:, :, 0] if routes is None else (out * routes).sum(2)
         vectors, mass = self.weigh(out, mass, mean, count)
         return mass, vectors
 
     def weigh(self, out: Tensor, mass: Tensor, mean: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean of values, and its mass, from what was read."""
-        scale = self.value_scale.to(out.dtype)[:, None, None, None]
         if self.rule.mass == "sum":
             total = out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
             return out[..., :-1] / total, mass + total.log()
@@ -160,88 +150,60 @@ class MatrixRule(nn.Module):
             out = out / (self.features * count.clamp_min(1)[:, :, None])  # s is a share of all far keys and rows
             total = out[..., -1:].clamp_min(1e-6)
             return (1 + 1 / total) * out[..., :-1] - total * mean[:, :, None], mass
-        if self.norm is not None:
-            out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.norm[:, None, None].to(out.dtype)
-        return (mean[:, :, None] if self.rule.has_moments else 0.0) + scale * out, mass
+        if self.rule.read == "norm":
+            out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.weight("norm", out, 2)
+        return (mean[:, :, None] if self.rule.has_moments else 0.0) + self.weight("value_scale", out, 3) * out, mass
 
-    def writes(self, root: float, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return each step's keys, erasures, values and log decays, (batch, heads, memories, steps, …)."""
-        rule = self.rule
-        shifted = k * root - self.key_shift[:, None].to(k.dtype)
-        products = torch.einsum("bhtd,hspd->bhtsp", shifted, self.key_map.to(k.dtype))
+    def writes(
+        self, products: Tensor, k: Tensor, v: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return keys, erasures, values and log decays of each step: (batch, heads, 1, tokens · steps, …)."""
+        rule, gates = self.rule, self.gate_values(k, v)
+        decay = gates["decay"] + products[..., 0, :] if rule.decay in ("key", "complement") else gates["decay"]
+        decay = logsigmoid(decay) / (1.0 if rule.decay == "complement" else SLOWNESS)
+        decay = decay if rule.decay else k.new_zeros(*k.shape[:3], 1)
         keys = rows_of(rule.map, products, False)[..., : self.features]
-        gates = self.gate_values(k, v)
-        decay = self.log_decay(gates["decay"], products[..., 0, :])
         if rule.decay == "complement":
             keys = -decay.expm1()[..., None, :]
         if rule.mass == "sum" or rule.read == "mala":
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        beta = gates["beta"].sigmoid()
-        keys, erase, write = keys * mask[..., None], None, v[..., None, :].expand(*v.shape[:3], rule.steps, -1)
+        keys, write, beta = keys * mask[..., None], v[..., None, :].expand(*v.shape[:3], rule.steps, -1), gates["beta"]
+        erase = beta.sigmoid()[..., None, :] * keys if rule.erase else None
         if rule.erase == "scalar":
-            erase, write = beta[..., None] * keys, beta[..., None] * write
+            write = beta.sigmoid()[..., None] * write
         elif rule.erase == "channel":
-            erase, write = beta[..., None, :] * keys, gates["write"].sigmoid()[..., None, :] * write
+            write = gates["write"].sigmoid()[..., None, :] * write
         elif rule.erase == "removal":  # the first step erases, the second writes
             is_first = torch.arange(2, device=k.device)[:, None] == 0
-            erase, write = torch.where(is_first, beta[..., None, :] * keys, 0.0), torch.where(is_first, 0.0, write)
-        decay = decay * mask
-        steps = torch.cat([decay[..., None, :], decay.new_zeros(*decay.shape[:3], rule.steps - 1, decay.shape[-1])], -2)
-        keys, write, steps = (x.flatten(2, 3) for x in (keys, write * mask[..., None], steps))
-        return keys[:, :, None], None if erase is None else erase.flatten(2, 3)[:, :, None], write, steps[:, :, None]
+            erase, write = torch.where(is_first, erase, 0.0), torch.where(is_first, 0.0, write)  # type: ignore[arg-type]
+        decays = (decay * mask)[..., None, :]  # in the first step
+        decays = torch.cat([decays, decays.new_zeros(*decays.shape[:3], rule.steps - 1, decays.shape[-1])], -2)
+        steps = keys, erase, write * mask[..., None], decays
+        return tuple(None if x is None else x.flatten(2, 3)[:, :, None] for x in steps)  # type: ignore[return-value]
 
     def gate_values(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Return the gates of every token: (batch, heads, tokens, gates of a kind)."""
         if self.gate_bias is None:
             return {kind: v[..., :0] for kind in self.gates}
-        values = self.gate_bias[:, None].to(k.dtype)
+        values = self.weight("gate_bias", k, 1)
         if self.gate_up is not None:
             first_half, second_half = k[..., : k.shape[-1] // 2 * 2].chunk(2, -1)
             pairs = (first_half.square() + second_half.square() + 1e-12).sqrt()  # norm(…) of pairs is slow on a CPU
             x = torch.cat([v[..., : self.value_dim], pairs], -1)
             x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-            values = values + x @ self.gate_down.to(k.dtype).mT @ self.gate_up.to(k.dtype).mT
+            values = values + x @ self.weight("gate_down", k).mT @ self.weight("gate_up", k).mT
         values = values.expand(*k.shape[:3], -1)
         return dict(zip(self.gates, values.split(list(self.gates.values()), -1), strict=True))
-
-    def log_decay(self, gates: Tensor, keys: Tensor) -> Tensor:
-        """Return the log decays of every token: (batch, heads, tokens, 1 or rows)."""
-        if not self.rule.decay:
-            return keys.new_zeros(*keys.shape[:3], 1)
-        if self.rule.decay in ("key", "complement"):
-            gates = gates + keys
-        return logsigmoid(gates) / (1.0 if self.rule.decay == "complement" else SLOWNESS)
-
-    def queries(self, q: Tensor) -> Tensor:
-        """Return the rows for reading from queries: (batch, heads, group, tokens, rows)."""
-        products = q @ self.query_map.to(q.dtype)[:, None].mT
-        return rows_of(self.rule.map, products, True)[..., : self.features]
-
-    def route(
-        self, root: float, q: Tensor, k: Tensor, keys: Tensor, erase: Tensor | None, decay: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Route each token's writes and each query's reads to a few memories and the shared one."""
-        products = (k * root - self.key_shift[:, None].to(k.dtype)) @ self.key_map[:, 0].to(k.dtype).mT
-        assert self.router is not None
-        scores = products @ self.router.to(k.dtype).mT
-        writes = torch.zeros_like(scores).scatter(-1, scores.topk(ROUTES, -1).indices, 1.0).movedim(-1, 2)
-        writes = torch.cat([torch.ones_like(writes[:, :, :1]), writes], 2)[..., None]  # (…, memories, tokens, 1)
-        scores = (q / root) @ self.query_map.to(q.dtype)[:, None].mT @ self.router.to(q.dtype)[:, None].mT
-        best = scores.topk(ROUTES, -1)
-        routes = torch.zeros_like(scores).scatter(-1, best.indices, best.values.softmax(-1)).movedim(-1, 2)
-        routes = torch.cat([torch.ones_like(routes[:, :, :1]), routes], 2)[..., None]
-        return keys * writes, None if erase is None else erase * writes, decay * writes, routes
 
     def convolve(
         self, state: MatrixState, q: Tensor, k: Tensor, incoming: Tensor, place: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Convolve keys and queries with those before them; the state keeps the last of both unchanged."""
-        assert self.tap_weight is not None and self.query_tap_weight is not None
-        k, state.taps = convolve(k, state.taps, self.tap_weight, incoming)
+        k, state.taps = convolve(k, state.taps, self.weight("tap_weight", k), incoming)
         earlier, is_real = state.query_taps, place >= state.count[:, None]
         if not earlier.shape[2]:
             earlier = q.new_zeros(*q.shape[:3], self.rule.taps - 1, q.shape[-1])
-        weight = self.query_tap_weight.repeat_interleave(q.shape[2], 0)
+        weight = self.weight("query_tap_weight", q).repeat_interleave(q.shape[2], 0)
         queries, last_queries = convolve(q.flatten(1, 2), earlier.flatten(1, 2), weight, is_real)
         state.query_taps = last_queries.unflatten(1, q.shape[1:3])
         return queries.unflatten(1, q.shape[1:3]), k
@@ -249,7 +211,7 @@ class MatrixRule(nn.Module):
 
 @dataclass(frozen=True)
 class ScaledRule:
-    """A rule as the memory of heads, for queries multiplied by the scale of the scores."""
+    """A rule as the memory of heads, for queries multiplied by the scale of the scores, whose root this has."""
 
     rule: MatrixRule
     root: float
@@ -263,26 +225,26 @@ class ScaledRule:
         mass, vectors = self.rule(self.rule.read, self.root, state, q, k, v, incoming, place)
         return PartialSoftmax(mass, torch.ones_like(mass), vectors, is_share=self.rule.rule.mass == "share")
 
-    def token(
-        self, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, incoming: Tensor | None, place: Tensor
-    ) -> tuple[Tensor, Tensor, bool]:
-        incoming = torch.ones_like(place, dtype=torch.bool) if incoming is None else incoming
-        mass, vectors = self.rule(self.rule.read, self.root, state, q, k, v, incoming, place)
-        return mass[..., 0], vectors, self.rule.rule.mass == "share"
+
+class RuleGroup(FeatureGroup):
+    """KV heads with a window, and a memory by a rule."""
+
+    def memory(self, scale: float) -> ScaledRule:
+        return ScaledRule(self.feature_map, scale**0.5)
 
 
 def rows_of(kind: str, x: Tensor, is_query: bool) -> Tensor:
     """Return the rows of a feature map from products (…, products)."""
-    if kind == "plain":
-        return x
     if kind == "unit":
-        return unit(x)
+        return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
     if kind == "elu":
         return elu(x) + 1
     if kind == "softmax":
         return x.softmax(-1)
     if kind == "both":
         return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+    if kind == "plain":
+        return x
     assert kind == "signs", kind
     power: Any = 3.0
     if is_query:
@@ -291,8 +253,12 @@ def rows_of(kind: str, x: Tensor, is_query: bool) -> Tensor:
     return torch.cat([relu(x).clamp_min(1e-4) ** power, relu(-x).clamp_min(1e-4) ** power], -1)
 
 
-def unit(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+def routes_of(scores: Tensor, is_query: bool) -> Tensor:
+    """Route rows to a few memories, by scores (…, rows, memories), and to the shared one: (…, memories, rows, 1)."""
+    best = scores.topk(ROUTES, -1)
+    shares = best.values.softmax(-1) if is_query else torch.ones_like(best.values)
+    routes = torch.zeros_like(scores).scatter(-1, best.indices, shares).movedim(-1, 2)
+    return torch.cat([torch.ones_like(routes[:, :, :1]), routes], 2)[..., None]
 
 
 def convolve(x: Tensor, earlier: Tensor, weight: Tensor, incoming: Tensor) -> tuple[Tensor, Tensor]:

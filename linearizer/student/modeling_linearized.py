@@ -10,16 +10,12 @@ Terms in these files:
   KV head             a key and a value per token, shared by a group of query heads; a student has a state per KV head
   cache, state        a teacher keeps all keys and values; a student keeps a state of fixed size
   sink, window        the first tokens of a text, and the last ones: both are attended to exactly
-  far field           slots or features in place of all other tokens
   slot                a token, or the mean of several tokens that were merged, with their number
-  feature             a sum over tokens, weighted by a function of their keys (features_torch.py, feature_maps.py)
-  memory              another far field, written by a rule (update_rules.py, matrix_rule.py)
-  degrees of freedom  how many features a head's scores need, as measured on text
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
 Read attention_of_student first: it defines what a layer computes, and what a state is. layer_student holds the weights
-of a layer and asks for kernels; attention_interface, cache and saved_state connect both to transformers. Checkpoints
-whose heads hold something else than windows and slots also carry other_heads, and what it imports.
+of a layer and asks for kernels; attention_interface and cache connect both to transformers. Checkpoints whose heads
+hold something else than windows and slots carry further files (OTHER_CODE).
 """
 
 import functools
@@ -27,7 +23,6 @@ import os
 import shutil
 from inspect import signature
 from pathlib import Path
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -49,16 +44,13 @@ from transformers.utils import logging
 from .attention_interface import (
     IMPLEMENTATION,
     attention_by_layer,
-    device_of,
     hand_over_state,
-    implementations,
     leave_out_weights,
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
-from .layer_student import LayerStudent, SharedStudent, find_kernels, generator_at, holds_more, named_head
+from .layer_student import LayerStudent, SharedStudent, code_of, find_kernels, named_head
 from .picture_positions import deltas_of, numbering_part, place_tokens
-from .saved_state import read_state
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "
@@ -69,13 +61,15 @@ BEYOND = (
     "not grow, but the model may write worse from here on, which was not measured"
 )
 CODE = (
-    *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "exact_cache", "cache"),
-    *("saved_state", "picture_positions"),
+    *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "cache"),
+    "picture_positions",
 )
-CODE_OF_OTHER_HEADS = (
-    *("modeling_with_other_heads", "other_heads", "columns", "softmax_parts", "features_torch", "feature_maps"),
-    *("matrix_rule", "update_rules"),
-)
+OF_FEATURES = ("other_heads", "columns", "features_torch", "feature_maps")
+OTHER_CODE = {  # by the module of its entry, which imports it
+    "other_heads": ("other_heads",),
+    "feature_maps": OF_FEATURES,
+    "matrix_rule": (*OF_FEATURES, "matrix_rule", "update_rules"),
+}
 logger = logging.get_logger(__name__)
 FORMAT = 3  # of configs: 1 and 2 hold the teacher's config as `base`
 OWN = {"layers": [], "sinks": 0, "exact_tokens": 0, "feature_map": "prf", "teacher": {}, "made_by": None}  # by default
@@ -151,17 +145,23 @@ class OfStudent:
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: object, **kwargs: object) -> None:
         """Write the config, and the code that a model with these heads needs."""
-        layers = filter(None, self.linearized["layers"])
-        others = any(holds_more(head) for layer in layers for head in layer["heads"])
-        entry = CODE_OF_OTHER_HEADS[0] if others else CODE[0]
+        heads = [head for layer in filter(None, self.linearized["layers"]) for head in layer["heads"]]
+        needed = {code_of(head, self.linearized["feature_map"]) for head in heads}
+        entry = next((name for name in reversed(OTHER_CODE) if name in needed), CODE[0])
         classes = {"AutoConfig": "LinearizedConfig", "AutoModelForCausalLM": "LinearizedForCausalLM"}
         if reads_pictures(type(self).__bases__[1]):
             classes["AutoModelForImageTextToText"] = "LinearizedForCausalLM"
         self.auto_map = {auto: f"{entry}.{name}" for auto, name in classes.items()}
         os.makedirs(save_directory, exist_ok=True)
-        for name in (*CODE, *CODE_OF_OTHER_HEADS) if others else CODE:
+        for name in (*CODE, *OTHER_CODE.get(entry, ())):
             shutil.copyfile(Path(__file__).with_name(f"{name}.py"), Path(save_directory, f"{name}.py"))
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+
+
+def draw_weights(module: nn.Module) -> None:
+    """Draw weights for which there are no better ones."""
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=0.1)
 
 
 @functools.cache
@@ -242,23 +242,6 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         ):
             setattr(self, name, {*(getattr(self, name) or ()), *added})
 
-    @classmethod
-    def from_teacher(cls, teacher: Any, entries: dict[str, Any], seed: int) -> "LinearizedForCausalLM":
-        """Make a teacher a student, whose layers are untrained, as the entries of its config say."""
-        entries = complete({**entries, "teacher_type": teacher.config.model_type})
-        teacher.config.__class__ = config_like(type(teacher.config))  # type: ignore[arg-type]
-        teacher.__class__ = model_like(type(teacher))  # type: ignore[arg-type]
-        teacher.config.linearized = entries
-        vars(teacher).pop("_weight_conversions", None)  # a text tower's weights would get the names of its whole model
-        if "_old_forward" in vars(teacher):  # which a hook of accelerate calls
-            teacher._old_forward = MethodType(type(teacher).forward, teacher)
-        teacher.add_students()
-        PreTrainedModel.set_attn_implementation(teacher, implementations(teacher, IMPLEMENTATION))
-        for index, module in attention_by_layer(teacher).items():
-            if isinstance(layer := getattr(module, "student", None), LayerStudent):
-                layer.to(device_of(module, next(teacher.parameters()).device)).reset(generator_at(seed, index))
-        return teacher.train(teacher.training)
-
     @property
     def text_config(self) -> Any:
         """The config of the part that reads text: the model's own, unless it has other parts."""
@@ -272,12 +255,12 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         return [bool(layer and layer["heads"]) for layer in self.config.linearized["layers"]]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw weights that no checkpoint has: the teacher's outside of its decoder, and features."""
+        """Draw weights that no checkpoint has: the teacher's outside of its decoder."""
         is_own = type(module).__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
         if not is_own or not module._parameters:
             super()._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
-            cast(Any, module).reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+            getattr(module, "reset", functools.partial(draw_weights, module))()
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -330,11 +313,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self.text_config, self.layers_with_states(), self)
-
-    def load_cache(self, path: str) -> LinearizedCache:
-        """Read a state that `cache.save(path)` wrote; refuse a damaged one, and one of another model."""
-        return read_state(self, path)
+        return empty_cache(self.text_config, self.layers_with_states())
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict, *args: Any, **kwargs: Any

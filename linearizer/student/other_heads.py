@@ -1,4 +1,4 @@
-"""Heads that hold features, a memory by a rule, or all tokens: only checkpoints with such heads carry this file.
+"""Heads that keep all tokens, and what all heads without slots share: the entry of checkpoints with such heads.
 
 Their windows and caches may have few bits a number. Sinks are then stored apart, exactly, and take their places in the
 window again when it is unpacked.
@@ -6,7 +6,7 @@ window again when it is unpacked.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,25 +14,31 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention_of_student import SINK_TYPE, Scores, as_sink, pack, round_vectors, tensors, unpack, working_dtype
-from .columns import EMPTY, ExactState, SoftmaxState, least_count
-from .feature_maps import FEATURE_MAPS, FeatureMap
-from .features_torch import ScaledMap, linear_attention
-from .layer_student import find_kernels, has_stored_basis
-from .matrix_rule import MatrixRule, ScaledRule
-from .update_rules import UPDATE_RULES
+from .layer_student import has_stored_basis
+from .modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+
+__all__ = ["LinearizedConfig", "LinearizedForCausalLM", "make_group"]
 
 Tensor = torch.Tensor
 PACKED = ("window_k", "window_v", "k", "v")
 SINKS = ("sink_k", "sink_v")
+UNSEEN = -1e30  # the logit of an unseen token: finite, so that a row of padding is a number
 
 
-def make_group(head: dict, heads: list[int], sinks: int, key_dim: int, value_dim: int, feature_map: str) -> OtherGroup:
-    """Make the group of KV heads that keep this, as a config describes it."""
-    bits = head.get("bits", 16)
-    if head.get("softmax"):
-        return SoftmaxGroup(heads, bits, sinks, key_dim, value_dim)
-    memory = head.get("memory", feature_map)
-    return FeatureGroup(heads, head.get("window", 0), head["features"], sinks, key_dim, memory, bits, value_dim)
+def make_group(head: dict, heads: list[int], sinks: int, dims: tuple[int, int], feature_map: str) -> OtherGroup:
+    """Make the group of KV heads that keep all tokens."""
+    return SoftmaxGroup(heads, head.get("bits", 16), sinks, *dims)
+
+
+@dataclass
+class SoftmaxState:
+    """The cache of softmax heads; those of few bits also store their sinks exactly."""
+
+    k: Tensor  # (batch, heads, tokens, dim)
+    v: Tensor
+    real: Tensor  # (batch, tokens)
+    sink_k: Tensor  # (batch, heads, sinks, dim)
+    sink_v: Tensor
 
 
 class OtherGroup(nn.Module):
@@ -57,54 +63,10 @@ class OtherGroup(nn.Module):
         part, after = self.attend(q, k, v, scale, real, opened, scores)
         return part, pack_state(after, self.bits, state)
 
-    def reset(self, generator: torch.Generator) -> None:
-        """Draw new weights, if there are any."""
-
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: Any, scores: Scores | None
     ) -> tuple[Tensor, Any]:
         raise NotImplementedError
-
-
-class FeatureGroup(OtherGroup):
-    """KV heads with a window, and with features or a memory by a rule."""
-
-    def __init__(
-        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16,
-        value_dim: int = 0,
-    ) -> None:  # fmt: skip
-        super().__init__(heads, window, sinks, bits, False)  # features need keys as they are
-        self.features = features
-        self.feature_map: FeatureMap | MatrixRule
-        if feature_map not in (maps := [*FEATURE_MAPS, *UPDATE_RULES]):
-            raise ValueError(f"feature_map={feature_map!r} is not one of {', '.join(maps)}")
-        if rule := UPDATE_RULES.get(feature_map):
-            self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, rule)
-        else:
-            self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None,
-        scores: Scores | None,
-    ) -> tuple[Tensor, ExactState]:  # fmt: skip
-        if scores is not None:
-            raise ValueError("features and rules follow neither capped scores nor learned sinks: let heads hold slots")
-        state = self.empty(k, v, self.window, scale) if state is None else state
-        kernels = find_kernels()
-        attend = linear_attention if kernels is None else kernels.linear_attention
-        return attend(q * scale, k, v, self.memory(scale), self.window, real, state), state
-
-    def reset(self, generator: torch.Generator) -> None:
-        self.feature_map.reset(generator)
-
-    def memory(self, scale: float) -> ScaledMap | ScaledRule:
-        """Return the far field for queries multiplied by the scale of the scores."""
-        if isinstance(self.feature_map, MatrixRule):
-            return ScaledRule(self.feature_map, scale**0.5)
-        return ScaledMap(self.feature_map, scale)
-
-    def empty(self, k: Tensor, v: Tensor, window: int, scale: float) -> ExactState:
-        return self.memory(scale).empty(k, v, window, self.sinks)
 
 
 class SoftmaxGroup(OtherGroup):
@@ -140,7 +102,7 @@ def weigh_all(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores) -> 
     """Attend to all tokens that the mask (batch, 1, tokens, columns) shows."""
     work = working_dtype(v)
     logits = (q.to(work) @ k.to(work)[:, :, None].mT).flatten(0, 1)
-    bias = torch.where(mask, 0.0, EMPTY).to(work).repeat_interleave(k.shape[1], 0)
+    bias = torch.where(mask, 0.0, UNSEEN).to(work).repeat_interleave(k.shape[1], 0)
     weights = scores.of_heads(len(q)).weights(logits, bias, slice(None))
     return weights.unflatten(0, k.shape[:2]) @ v.to(work)[:, :, None]
 
@@ -155,6 +117,11 @@ def find_sinks(state: Any, tokens: int, real: Tensor | None, sinks: int, device:
 
 def tokens_read(state: Any) -> Tensor:  # (batch,)
     return state.count if hasattr(state, "window_k") else state.real.sum(-1)
+
+
+def least_count(count: Tensor) -> int:
+    """Return the least count on a CPU, and 0 elsewhere: waiting for a device would take longer."""
+    return min(count.tolist()) if count.device.type == "cpu" and not torch.compiler.is_compiling() else 0
 
 
 def pack_state(state: Any, bits: int, before: Any = None) -> Any:

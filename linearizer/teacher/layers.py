@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from linearizer.student.attention_interface import attention_modules
+from linearizer.student.feature_maps import FeatureGroup
 from linearizer.student.layer_student import LayerStudent
-from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.observing import observing
 
 UNIT = 256  # a weight multiplied by this loses no bfloat16 digits to a bias

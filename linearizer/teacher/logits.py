@@ -12,10 +12,11 @@ from transformers.cache_utils import Cache
 from linearizer.errors import FaultError
 from linearizer.plan.head_bytes import CACHED
 from linearizer.student.attention_of_student import tensors
-from linearizer.student.cache import KEYS_AND_VALUES, LinearizedLayer, recurrent_tensors
+from linearizer.student.cache import LinearizedLayer, recurrent_tensors
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 Tensor = torch.Tensor
+KEYS_AND_VALUES = {"sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v"}  # in states
 PROBE_TOKENS = 16  # that a model reads in a check
 MAX_LOGITS = 2**26  # of one subject, in memory at once in fp32
 MAX_CACHED_LOGITS = 2**19  # fit into a processor's caches

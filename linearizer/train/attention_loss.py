@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from linearizer.kernels.trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from linearizer.student.attention_of_student import working_dtype
 from linearizer.student.columns import EMPTY, HEADROOM
-from linearizer.student.softmax_parts import exp_without_underflow
+from linearizer.student.features_torch import exp_without_underflow
 
 try:
     from linearizer.train import attention_loss_kernels as loss_kernels

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
+from linearizer.kernels.features import attend_in_blocks
 from linearizer.student.columns import EMPTY
-from linearizer.student.features_torch import ScaledMap, attend_text_with_features
+from linearizer.student.feature_maps import FeatureGroup, ScaledMap
+from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
-from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.layers import featured, matrix
 from linearizer.train.attention_loss import MIN_PRODUCT, attention_loss, multiply, products_of_features
 
@@ -78,7 +79,7 @@ def layer_loss(kind: str, student: LayerStudent, inputs: AttentionInputs, projec
 def rows_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of a group of heads; return the loss and its excess."""
     q, k, _ = inputs.of_heads(group.heads)
-    features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
+    features = ScaledMap(group.feature_map, inputs.scale)
     u, w = features.queries(q), features.keys(k)
     q, k = inputs.query.unflatten(1, (inputs.key.shape[1], -1))[:, group.heads], inputs.key[:, group.heads]
     loss, least = attention_loss(u, w, q, k, group.window, group.sinks, inputs.scale)
@@ -88,7 +89,7 @@ def rows_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Ten
 def kernel_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """Compare the kernel of a group of heads, on pairs that are not near; return the mean over heads, twice."""
     q, k, _ = inputs.of_heads(group.heads)
-    features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
+    features = ScaledMap(group.feature_map, inputs.scale)
     u, w = features.queries(q), features.keys(k)
     texts = [
         checkpoint(kernel_errors, *text, group.window, group.sinks, use_reentrant=False)
@@ -136,7 +137,8 @@ def output_loss(student: LayerStudent, inputs: AttentionInputs, projection: nn.M
         with torch.no_grad():
             output = output + project(exact, weight[group.heads])
         state, memory = group.empty(k, v, group.window, inputs.scale), group.memory(inputs.scale)
-        approximation = attend_text_with_features(q, k, v, memory, group.window, None, state)
+        arguments = q, k, v, memory, group.window, None, state
+        approximation = attend_text_with_features(*arguments, attend=attend_in_blocks)
         error = error + project(exact - approximation, weight[group.heads])
     return error.square().sum() / output.square().sum().clamp_min(torch.finfo(output.dtype).tiny)
 

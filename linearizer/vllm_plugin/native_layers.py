@@ -17,7 +17,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import init_vllm_registered_model
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from linearizer.student.layer_student import LayerStudent, generator_at
+from linearizer.method.untrained import draw_layer, generator_at
+from linearizer.student.layer_student import LayerStudent
 from linearizer.vllm_plugin.layer_reader import LayerReader, add_reader
 
 Tensor = torch.Tensor
@@ -91,7 +92,7 @@ class NativeLayers(nn.Module):
                 dims = layer["key_dim"], layer.get("value_dim", layer["key_dim"])
                 how = entries["sinks"], dims[0], entries["feature_map"], dims[1]
                 student = LayerStudent(layer["heads"], *how).float()
-                student.eval().reset(generator_at(0))
+                draw_layer(student.eval(), generator_at(0))
                 kind = dims, model_config.dtype, entries["exact_tokens"]
                 reader = add_reader(self.readers, student, attention.num_heads, *kind)
                 sizes = attention.num_heads, attention.num_kv_heads, dims[1]

@@ -17,6 +17,7 @@ from linearizer.evaluate.recall import DEPTHS
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.method.logits_by_rows import MAX_LOGITS as PRICED_LOGITS
+from linearizer.method.untrained import draw_layer
 from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.plan.inspection import Inspection
@@ -90,7 +91,7 @@ def students_speed(device: str, heads: int = 4, tokens: int = 256) -> float:
     """Measure how many tokens KV heads of a student read in a second."""
     generator = torch.Generator().manual_seed(0)
     student = LayerStudent([Head(window=16, slots=48).to_config()] * heads, 0, SIZE, "prf").to(device)
-    student.reset(generator)
+    draw_layer(student, generator)
     text = torch.randn(1, heads, tokens, SIZE, generator=generator).to(device)
     read = seconds_of(lambda: float(student(text, text, text, SIZE**-0.5, None, None)[0, 0, 0, 0]), 3)
     return heads * tokens / read

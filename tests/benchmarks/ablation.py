@@ -8,9 +8,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 from linearizer.student.attention_of_student import HeadKind
+from linearizer.student.feature_maps import FeatureGroup
 from linearizer.student.layer_student import HeadGroup
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.other_heads import FeatureGroup
 
 
 @contextmanager

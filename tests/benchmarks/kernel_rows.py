@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from linearizer.kernels.triton.dispatch import linear_attention
 from linearizer.method.checkpoint import put_student_into
+from linearizer.method.untrained import draw as draw_map
+from linearizer.method.untrained import draw_layer
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.head_bytes import Head, Layer
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.columns import FeatureState
-from linearizer.student.features_torch import ScaledMap, attend_text_with_features
+from linearizer.student.feature_maps import ScaledMap, make_group
+from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
-from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.observing import attending
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.losses import hidden_states
@@ -88,8 +90,8 @@ def draw_text(batch, tokens, heads, group, dim):
 
 
 def feature_map_of(heads, dim, features):
-    group = FeatureGroup(list(range(heads)), 0, features, 0, dim, "prf").to(DEVICE)
-    group.feature_map.reset(torch.Generator().manual_seed(0))
+    group = make_group({"features": features}, list(range(heads)), 0, (dim, dim), "prf").to(DEVICE)
+    draw_map(group.feature_map, torch.Generator().manual_seed(0))
     return group.feature_map
 
 
@@ -167,7 +169,7 @@ def fla(q, k, v, feature_map, normalize):
 def layer_of(kind, heads, dim):
     """A layer whose KV heads hold what a kind says, in turn."""
     student = LayerStudent([KINDS[kind][head % len(KINDS[kind])] for head in range(heads)], SINKS, dim, "prf")
-    student.reset(torch.Generator().manual_seed(0))
+    draw_layer(student, torch.Generator().manual_seed(0))
     return student.to(DEVICE).eval()
 
 

@@ -1,6 +1,7 @@
 """The rows of the table that decides: of each its recipe, what of its plan is not as usual, and a line about it."""
 
 from linearizer.plan.recipes import RECIPES, STRATEGIES
+from linearizer.plan.rule_papers import RULE_PAPERS
 from linearizer.student.update_rules import UPDATE_RULES
 from tests.benchmarks.rivals import RULES
 from tests.benchmarks.shares import ABOUT
@@ -87,7 +88,7 @@ def describe_row(row):
         trained = (
             f"{changes['steps']} steps of a text, layer by layer" if changes["steps"] else "as it begins, untrained"
         )
-        return f"{UPDATE_RULES[changes['feature_map']].about}, beside the same window in every head; {trained}"
+        return f"{RULE_PAPERS[changes['feature_map']].about}, beside the same window in every head; {trained}"
     if recipe in OURS:
         return describe_priced(row)
     changed = [

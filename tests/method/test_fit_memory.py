@@ -5,6 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from linearizer.method.initialise import initialise_layer
 from linearizer.method.recorder import LayerSamples, Samples
+from linearizer.method.untrained import draw_layer
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.update_rules import UPDATE_RULES
 
@@ -28,7 +29,7 @@ def drawn_samples():
 def begun(samples):
     """The student of a layer whose heads hold one memory each."""
     student = LayerStudent([[WINDOW, 6, 0, 0, 16, name] for name in UPDATE_RULES], SINKS, DIM, "prf")
-    student.reset(torch.Generator().manual_seed(0))
+    draw_layer(student, torch.Generator().manual_seed(0))
     initialise_layer(student, Samples((samples,)), 0)
     return student.eval()
 

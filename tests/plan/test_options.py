@@ -15,6 +15,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.plan import ALLOCATION, BY_RECIPE, MAX_SAMPLES, Plan
 from linearizer.plan.recipes import CHOSEN, RECIPES, by_score, measured_quality, score_in_words
+from linearizer.plan.rule_papers import RULE_PAPERS
 from linearizer.run.results import Request
 from linearizer.student.update_rules import UPDATE_RULES
 
@@ -130,7 +131,7 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
         parser().parse_args(["run", "--recipe", "list"])
     text, measured = capsys.readouterr().out, measured_quality()
     assert ended.value.code == 0 and all(recipe.origin in text for recipe in RECIPES.values())
-    alike = [rule.begins_like for rule in UPDATE_RULES.values() if rule.begins_like]
+    alike = [paper.begins_like for paper in RULE_PAPERS.values() if paper.begins_like]
     assert all(text.count(f"the same as {name}\n") == alike.count(name) > 0 for name in set(alike))
     records = json.loads(Path("tests/benchmarks/results/quality-demo.json").read_text())
     for name, row in [(each, row) for each in ("best", *UPDATE_RULES) for row in measured.get(each, ())]:

@@ -235,7 +235,7 @@ def test_small_tensors_of_kept_states_take_no_more_memory_than_their_bytes_by_a_
         kept.keep([0], cache)
         count, before = 2**26 // kept.bytes, status_bytes("RssAnon")
         for number in range(count):
-            kept.keep([1, number], copy_cache(cache, lambda name, x: x.clone()))
+            kept.keep([1, number], copy_cache(cache, lambda x: x.clone()))
     assert len(kept.states) == count + 1
     assert status_bytes("RssAnon") - before < 1.3 * kept.bytes
 

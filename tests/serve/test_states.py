@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 
 from linearizer.serve.engine import Engine
-from linearizer.student.saved_state import as_bytes
+from linearizer.serve.saved_state import as_bytes, write_state
 from linearizer.teacher.chat_template import next_turn_tokens, turn_tokens
 from tests.support.models import student_of
 from tests.support.serving import chat, complete, listening
@@ -142,7 +142,7 @@ def test_what_is_no_state_of_this_model_is_refused_and_changes_nothing(served, c
     other = student_of("llama", vocab_size=served.served.model.config.vocab_size, max_position_embeddings=512, sinks=1)
     cache = other.empty_cache()
     other(input_ids=served.served.tokenizer("a b", return_tensors="pt")["input_ids"], past_key_values=cache)
-    cache.save(str(tmp_path / "foreign"))
+    write_state(other, cache, tmp_path / "foreign")
     flipped = bytearray(content)
     flipped[len(flipped) // 2] ^= 1
     for sent, match in [

@@ -146,7 +146,7 @@ def test_autocast_is_close_to_full_precision(heads, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:You are calling .generate")  # older transformers, of every offloaded model
-@pytest.mark.parametrize("feature_map", ["prf", "mlp", "codebook"])
+@pytest.mark.parametrize("feature_map", ["prf", "mlp", "clusters"])
 @torch.no_grad()
 def test_offloaded_to_memory_or_disk_it_answers_the_same(feature_map, tmp_path):
     from accelerate import cpu_offload, disk_offload

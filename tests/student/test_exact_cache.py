@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from linearizer.plan.head_bytes import Head
+from linearizer.serve.saved_state import read_state, write_state
 from linearizer.student.attention_of_student import tensors
 from linearizer.teacher.observing import attending_as_teacher
 from tests.support.models import MIXED, student_of, tokens
@@ -95,8 +96,8 @@ def test_a_state_is_saved_and_loaded_whether_exact_or_not(lengths, tmp_path):
     ids = tokens(len(lengths), longest)
     mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).long()
     _, cache = read(student, ids, mask=mask)
-    cache.save(tmp_path / "state")
-    loaded, more = student.load_cache(tmp_path / "state"), tokens(len(lengths), 9, seed=1)
+    write_state(student, cache, tmp_path / "state")
+    loaded, more = read_state(student, tmp_path / "state"), tokens(len(lengths), 9, seed=1)
     for x, y in zip(states_of(loaded), states_of(cache), strict=True):
         assert torch.equal(x, y)
     assert torch.equal(read(student, more, cache=loaded)[0], read(student, more, cache=cache)[0])

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from linearizer.student.feature_maps import FEATURE_MAPS, cosine_transform, orthogonal
+from linearizer.method.untrained import cosine_transform, orthogonal
+from linearizer.method.untrained import draw as draw_map
+from linearizer.student.feature_maps import FEATURE_MAPS
 
 DIM = 8
 
 
 def make(kind, features, heads=2, seed=0):
     feature_map = FEATURE_MAPS[kind](heads, DIM, features).double().eval()
-    feature_map.reset(torch.Generator().manual_seed(seed))
+    draw_map(feature_map, torch.Generator().manual_seed(seed))
     return feature_map
 
 
@@ -64,18 +66,13 @@ def test_mlp_starts_as_prf():
     torch.testing.assert_close(mlp.keys(k), prf.keys(k))
 
 
-def test_a_codebook_holding_every_key_is_exact():
+def test_clusters_that_are_sharp_and_hold_every_key_are_exact():
     q, k = draw(1, 2, 2, 5, DIM), draw(1, 2, 6, DIM, seed=2)
-    feature_map = make("codebook", 6)
-    feature_map.centres.data.copy_(k[0])
-    torch.testing.assert_close(kernel(feature_map, q, k), (q @ k[:, :, None].mT).exp())
-
-
-def test_clusters_start_as_a_codebook_in_training_and_stay_soft():
-    book, clusters = make("codebook", 6).train(), make("clusters", 6)
-    q, k = draw(1, 2, 2, 5, DIM), draw(1, 2, 6, DIM, seed=2)
-    torch.testing.assert_close(kernel(clusters, q, k), kernel(book, q, k))
-    torch.testing.assert_close(clusters.keys(k), clusters.train().keys(k))
+    clusters = make("clusters", 6)
+    clusters.centres.data.copy_(k[0])
+    clusters.query_centres.data.copy_(k[0])
+    clusters.log_sharpness.data.fill_(9.0)
+    torch.testing.assert_close(kernel(clusters, q, k), (q @ k[:, :, None].mT).exp())
 
 
 @pytest.mark.parametrize("kind", FEATURE_MAPS)

@@ -1,5 +1,7 @@
 """Chunked and step agree with the reference, whatever the sizes, splits, paddings and magnitudes."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,17 +13,17 @@ from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.student.features_torch import attend_text_with_features
 from tests.support.log_features import VALUE_DIM, extreme, far_of, make, reference
 
+READERS = {"the package": linear_attention, "a checkpoint alone": attend_text_with_features}
 
-def run(q, k, v, feature_map, window, sinks, real=None, cuts=()):
-    """The whole text through the door, in pieces that end at the cuts."""
+
+def run(q, k, v, feature_map, window, sinks, real=None, cuts=(), attend=linear_attention):
+    """The whole text, in pieces that end at the cuts."""
     state = FeatureState.empty(k, v, window, sinks, feature_map.features if feature_map else 0)
     edges = [0, *cuts, q.shape[-2]]
     out = []
     for a, b in zip(edges, edges[1:], strict=False):
         piece = None if real is None else real[:, a:b]
-        out.append(
-            linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], far_of(feature_map), window, piece, state)
-        )
+        out.append(attend(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], far_of(feature_map), window, piece, state))
     return torch.cat(out, -2), state
 
 
@@ -35,14 +37,15 @@ def run(q, k, v, feature_map, window, sinks, real=None, cuts=()):
     cuts=st.lists(st.integers(1, 39), max_size=4),
     padded=st.booleans(),
     seed=st.integers(0, 99),
+    reader=st.sampled_from([*READERS]),
 )
-def test_pieces_of_any_length_give_the_reference(tokens, window, sinks, features, group, cuts, padded, seed):
+def test_pieces_of_any_length_give_the_reference(tokens, window, sinks, features, group, cuts, padded, seed, reader):
     q, k, v, feature_map = make(tokens, group=group, features=features, seed=seed)
     real = None
     if padded:
         real = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
     cuts = sorted({cut for cut in cuts if cut < tokens})
-    out, _ = run(q, k, v, feature_map, window, sinks, real, cuts)
+    out, _ = run(q, k, v, feature_map, window, sinks, real, cuts, READERS[reader])
     expected = reference(q, k, v, feature_map, window, sinks, real)
     rows = torch.ones(2, tokens, dtype=torch.bool) if real is None else real
     difference = (out - expected).abs().amax((1, 2, 4))[rows]
@@ -59,8 +62,9 @@ def test_chunks_and_steps_agree_for_every_feature_map(kind, window, sinks):
         assert (
             attend_text_with_features(q, k, v, far_of(feature_map), window, None, state, chunk) - expected
         ).abs().max() < 1e-10
-    stepped, _ = run(q, k, v, feature_map, window, sinks, cuts=range(1, 37))
-    assert (stepped - expected).abs().max() < 1e-10
+    for attend in READERS.values():
+        stepped, _ = run(q, k, v, feature_map, window, sinks, cuts=range(1, 37), attend=attend)
+        assert (stepped - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("window, sinks", [(0, 0), (3, 2)])
@@ -71,8 +75,8 @@ def test_extreme_texts_are_finite_and_right(case, window, sinks):
     q, k, v, feature_map = extreme(case)
     exact = reference(q, k, v, feature_map, window, sinks)
     plain = reference(q.float(), k.float(), v.float(), feature_map, window, sinks)
-    for cuts in ((), range(1, 48)):
-        out, _ = run(q.float(), k.float(), v.float(), feature_map, window, sinks, cuts=cuts)
+    for cuts, attend in product(((), range(1, 48)), READERS.values()):
+        out, _ = run(q.float(), k.float(), v.float(), feature_map, window, sinks, cuts=cuts, attend=attend)
         assert out.isfinite().all()
         # Log-features of -450 hold their 2^-24 only to 3e-5: what fp32 allows is what the fp32 reference reaches.
         assert (out - exact).abs().max() <= 4 * (plain - exact).abs().max() + 1e-5

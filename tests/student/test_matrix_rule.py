@@ -1,12 +1,14 @@
 """The matrix rule is what its formula says: against a plain loop, however a text is cut, padded or grouped."""
 
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from linearizer.kernels.triton.dispatch import linear_attention
+from linearizer.method.untrained import draw
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.columns import ExactState
 from linearizer.student.features_torch import attend_text_with_features
@@ -35,20 +37,20 @@ def memory_of(rule, heads=2, rows=ROWS, seed=1):
     rule = UPDATE_RULES[rule] if isinstance(rule, str) else rule
     made = MatrixRule(heads, DIM, VALUE_DIM, rows, rule).double()
     generator = torch.Generator().manual_seed(seed)
-    made.reset(generator)
+    draw(made, generator)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return ScaledRule(made, 0.7)
 
 
-def read(q, k, v, memory, window=WINDOW, sinks=SINKS, real=None, cuts=()):
+def read(q, k, v, memory, window=WINDOW, sinks=SINKS, real=None, cuts=(), attend=linear_attention):
     """The whole text, in calls that end at the cuts."""
     state = memory.empty(k, v, window, sinks)
     edges, out = [0, *cuts, q.shape[-2]], []
     for a, b in zip(edges, edges[1:], strict=False):
         piece = None if real is None else real[:, a:b]
-        out.append(linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], memory, window, piece, state))
+        out.append(attend(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], memory, window, piece, state))
     return torch.cat(out, -2), state
 
 
@@ -178,8 +180,8 @@ def test_a_text_may_be_cut_anywhere(name):
     q, k, v = texts(23)
     memory = memory_of(name)
     whole, state = read(q, k, v, memory)
-    for cuts in ((1, 2, 9), (14,), range(1, 23)):
-        pieces, other = read(q, k, v, memory, cuts=cuts)
+    for cuts, attend in product(((1, 2, 9), (14,), range(1, 23)), (linear_attention, attend_text_with_features)):
+        pieces, other = read(q, k, v, memory, cuts=cuts, attend=attend)
         assert (pieces - whole).abs().max() < 1e-9
         for key, tensor in tensors(state).items():
             assert (tensors(other)[key] - tensor).abs().max() < 1e-9 if tensor.numel() else True, key

@@ -7,8 +7,10 @@ import torch
 
 from linearizer.method.checkpoint import load, save
 from linearizer.method.initialise import initialise_rule
+from linearizer.method.untrained import draw
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
+from linearizer.serve.saved_state import read_state, write_state
 from linearizer.student.cache import CACHE
 from linearizer.student.matrix_rule import MatrixRule
 from linearizer.student.update_rules import UPDATE_RULES
@@ -38,8 +40,8 @@ def test_a_checkpoint_and_a_saved_state_hold_memories(tmp_path):
     group = student.config.num_attention_heads // student.config.num_key_value_heads
     held = [4 * (exact * 2 * dim + UPDATE_RULES[memory].numbers(6, dim, dim, group)) for memory in ("gdn", "lawcat")]
     assert cache.layers[0].bytes() == sum(held)
-    cache.save(str(tmp_path / "state"))
-    kept = again.load_cache(str(tmp_path / "state"))
+    write_state(student, cache, tmp_path / "state")
+    kept = read_state(again, tmp_path / "state")
     torch.testing.assert_close(
         again(second, past_key_values=kept).logits, student(second, past_key_values=cache).logits
     )
@@ -62,7 +64,7 @@ def test_a_rule_begins_with_the_scores_of_its_teacher(name):
     q, k = torch.randn(200, DIM, generator=generator) @ mix, torch.randn(200, DIM, generator=generator) + 3
     rules = [MatrixRule(1, DIM, VALUE_DIM, 2 * DIM, UPDATE_RULES[name]) for _ in range(2)]
     for rule in rules:
-        rule.reset(torch.Generator().manual_seed(1))
+        draw(rule, torch.Generator().manual_seed(1))
         initialise_rule(rule, 0, q, k, torch.Generator().manual_seed(2))
     first, again = (rule.state_dict() for rule in rules)
     assert all(torch.equal(first[key], again[key]) for key in first) and all(x.isfinite().all() for x in first.values())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from linearizer.method.initialise import initialise_turns
+from linearizer.method.untrained import draw_layer, metric_to_stored
 from linearizer.plan.head_bytes import Head, vector_bytes
 from linearizer.student.attention_of_student import (
     TRIED,
@@ -141,7 +142,7 @@ def test_a_metric_sees_of_turned_keys_what_it_saw():
     turns = begun(q, k, v, 0.5)
     key = turns.to_stored(q[None, :, None], k[None], v[None], 0.5, slice(None))[1][0, 1]
     metric = torch.randn(16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    apart = (key[:1] - key[1:]) @ turns.metric_to_stored(metric, 1).mT
+    apart = (key[:1] - key[1:]) @ metric_to_stored(turns, metric, 1).mT
     torch.testing.assert_close(apart.norm(dim=-1), ((k[1, :1] - k[1, 1:]) * 0.5 @ metric.mT).norm(dim=-1))
 
 
@@ -151,7 +152,7 @@ def test_a_metric_sees_of_turned_keys_what_it_saw():
 def test_sinks_are_not_rounded_wherever_they_are_read(held, bits):
     """Keys and values that only the first tokens have larger than others: what rounds them moves every token."""
     student, sinks = LayerStudent([replace(held, bits=bits).to_config()], 2, 16, "prf", 16), 2
-    student.reset(torch.Generator().manual_seed(0))
+    draw_layer(student, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 1, 12, 16, generator=generator) for _ in range(3))
     k[:, :, :sinks] *= 30
@@ -224,7 +225,7 @@ def test_the_state_of_few_bits_is_as_large_as_it_is_priced(length, held):
 @torch.no_grad()
 def test_what_a_layer_holds_of_a_row_depends_on_its_own_tokens_alone(held, dtype):
     layer = LayerStudent([held] * 3, 2, 64, "prf")
-    layer.reset(torch.Generator().manual_seed(0))
+    draw_layer(layer, torch.Generator().manual_seed(0))
     text = [torch.randn(3, heads, 161, 64, generator=torch.Generator().manual_seed(heads)) for heads in (9, 3, 1)]
     text = [x.to(dtype) for x in (text[0], text[1], text[2].expand(-1, 3, -1, -1))]
 

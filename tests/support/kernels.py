@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from linearizer.kernels.c.compiler import find_compiler
+from linearizer.method.untrained import draw as draw_map
 from linearizer.student.feature_maps import FEATURE_MAPS
 
 
@@ -58,7 +59,7 @@ def make(tokens, features=20, group=2, dim=6, value_dim=5, batch=2, heads=2, kin
     feature_map = None
     if features:
         feature_map = FEATURE_MAPS[kind](heads, dim, features).eval().to(DEVICE, dtype)
-        feature_map.reset(generator)
+        draw_map(feature_map, generator)
     return q, k, draw(batch, heads, tokens, value_dim), feature_map
 
 

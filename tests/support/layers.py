@@ -2,6 +2,7 @@
 
 import torch
 
+from linearizer.method.untrained import draw_layer
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.layer_student import LayerStudent
 
@@ -10,7 +11,7 @@ GROUP, SINKS, SCALE = 2, 2, 0.5
 
 def layer(held, dim=8, value_dim=8, dtype=torch.float64):
     student = LayerStudent(held, SINKS, dim, "prf", value_dim).to(dtype).eval()
-    student.reset(torch.Generator().manual_seed(0))
+    draw_layer(student, torch.Generator().manual_seed(0))
     for group in student.groups:
         if group.merger is not None:
             group.merger.mean_query.normal_(generator=torch.Generator().manual_seed(0))

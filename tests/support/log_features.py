@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from linearizer.method.untrained import draw as draw_map
 from linearizer.student.columns import EMPTY
-from linearizer.student.feature_maps import FEATURE_MAPS
-from linearizer.student.features_torch import ScaledMap
-from linearizer.student.softmax_parts import far_logits_exactly
+from linearizer.student.feature_maps import FEATURE_MAPS, ScaledMap, far_logits_exactly
 
 DIM, VALUE_DIM = 6, 5
 
@@ -23,7 +22,7 @@ def make(tokens, heads=2, group=2, batch=2, features=4, kind="prf", dtype=torch.
     feature_map = None
     if features:
         feature_map = FEATURE_MAPS[kind](heads, DIM, features).double().eval()
-        feature_map.reset(generator)
+        draw_map(feature_map, generator)
     return q.to(dtype), k.to(dtype), v.to(dtype), feature_map
 
 

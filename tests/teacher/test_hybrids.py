@@ -17,6 +17,7 @@ from linearizer.method.measure_run import measure_profile
 from linearizer.plan.head_bytes import Head
 from linearizer.progress import finish
 from linearizer.run.measured import ProfileSettings
+from linearizer.serve.saved_state import begin_turn, read_state, take_back_turn, write_state
 from linearizer.student.cache import CACHE, recurrent_tensors
 from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model
@@ -87,13 +88,13 @@ def test_a_state_is_kept_forked_selected_and_reset_with_its_recurrent_part(famil
     student, ids = student_of(family, MIXED), tokens(2, LENGTH)
     cache = student.empty_cache()
     read(student, ids[:, :23], cache, 23)
-    cache.save(tmp_path / "state")
-    fork, kept, turned = cache.fork(), student.load_cache(tmp_path / "state"), cache.fork()
+    write_state(student, cache, tmp_path / "state")
+    fork, kept, turned = cache.fork(), read_state(student, tmp_path / "state"), cache.fork()
     twice = cache.fork(2)
     twice.reorder_cache(torch.tensor([3, 0]))
-    turned.begin_turn()
+    begin_turn(turned)
     read(student, ids[:, 23:30], turned, 7)
-    turned.take_back_turn()
+    take_back_turn(turned)
     expected = read(student, ids[:, 23:], cache, 5)
     assert kept.get_seq_length() == 23
     for state in (fork, kept, turned):

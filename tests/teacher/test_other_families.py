@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from linearizer.hub.models import Source
 from linearizer.hub.weight_files import Weights
-from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.method.untrained import make_student
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.observing import implementation_of_teacher
 from tests.support.families import EXPERTS, FAMILIES, GPT, GROUPED, LATENT, ROUTED, WINDOW
@@ -70,7 +70,7 @@ def differences(config, inspection):
         else dict(heads=[[LENGTH, 0]] * layer.kv_heads, key_dim=layer.key_dim, value_dim=layer.value_dim)
         for layer in inspection.layers
     ]
-    student = LinearizedForCausalLM.from_teacher(teacher, {"layers": layers}, 0)
+    student = make_student(teacher, {"layers": layers}, 0)
     cache = student.empty_cache()
     pieces = [student(chunk, past_key_values=cache).logits for chunk in ids.split((9, 1, LENGTH - 10), 1)]
     scale = expected.std()

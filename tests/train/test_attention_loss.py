@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linearizer.student.softmax_parts import far_logits_exactly
+from linearizer.student.feature_maps import far_logits_exactly
 from linearizer.train import attention_loss as module
 from linearizer.train.attention_loss import attention_loss
 from tests.support.attention_losses import DIM, make

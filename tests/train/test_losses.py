@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from linearizer.errors import RequestError
+from linearizer.method.untrained import draw_layer
 from linearizer.plan.head_bytes import Head
-from linearizer.student.features_torch import ScaledMap
+from linearizer.student.feature_maps import ScaledMap
 from linearizer.student.layer_student import LayerStudent
 from linearizer.teacher.layers import featured
 from linearizer.teacher.observing import attending
@@ -22,7 +23,7 @@ HELD = [[3, 16], [0, 32], [3, 16], [5, 0]]  # the last KV head has nothing to le
 def a_layer(feature_map="mlp"):
     torch.manual_seed(0)
     student = LayerStudent(HELD, SINKS, SIZE, feature_map)
-    student.reset(torch.Generator().manual_seed(0))
+    draw_layer(student, torch.Generator().manual_seed(0))
     inputs = AttentionInputs(torch.randn(2, 8, 21, SIZE), torch.randn(2, 4, 21, SIZE), torch.randn(2, 4, 21, 6), SCALE)
     return student, inputs
 

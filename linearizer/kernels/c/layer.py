@@ -121,7 +121,7 @@ class LayerInC:
                     return None
                 count = state.count.clone()
         turns = student.turns
-        turn_tensors = [None] * 3 if turns is None else turns(turns.steps_and_middles, served.work)
+        turn_tensors = [None] * 3 if turns is None else turns(functools.partial(steps_and_middles, turns), served.work)
         addressed = [served.factors, *[None] * 7, *turn_tensors]
         windows: dict[int, Tensor | None] = {}
         if memory is not None:
@@ -257,6 +257,11 @@ def unshared_state(state: HeadState | None, layout: dict[str, Tensor], count: Te
     named = {name: (getattr(state, name).detach(), zeros.dtype) for name, zeros in layout.items()}
     copies = {name: x.to(kind, copy=True, memory_format=dense) for name, (x, kind) in named.items()}
     return replace(state, count=count, **copies)
+
+
+def steps_and_middles(turns: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Return the steps and the middle of keys, and the middle of values, each (heads, dim)."""
+    return [x.to(dtype).contiguous() for x in (turns.key_steps, turns.key_middle, turns.value_middle)]
 
 
 def begin_in_c(students: Sequence[Any], memories: Sequence[list | None], texts: int, tokens: int) -> None:

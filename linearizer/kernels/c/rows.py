@@ -24,6 +24,7 @@ from linearizer.kernels.c.layer import (
     ServedHeads,
     begin_in_openmp,
     kinds_of,
+    steps_and_middles,
 )
 from linearizer.student.attention_of_student import working_dtype
 
@@ -67,7 +68,7 @@ class RowReader:
             if in_two_bytes and group.bits == 16:
                 numbers[at + GROUP_SIZES - 1] = STORED_BF16
         kernel: Any = load_kernel("read_rows", served.work, served.wide)
-        turns = [None] * 3 if student.turns is None else student.turns.steps_and_middles(served.work)
+        turns = [None] * 3 if student.turns is None else steps_and_middles(student.turns, served.work)
         held: list[Tensor | None] = [served.factors, *[None] * 7, *turns]
         state_at: dict[int, int] = {}
         for heads, index in zip(served.heads, served.layouts, strict=True):

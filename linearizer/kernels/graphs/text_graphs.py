@@ -33,8 +33,7 @@ from linearizer.kernels.graphs.text_parts import (
 from linearizer.kernels.graphs.token_graph import FAR, Results, positions_for
 from linearizer.kernels.trial import shorten
 from linearizer.kernels.triton.state_pool import StatePool, pools_of
-from linearizer.student.cache import CACHE, LinearizedCache, keeps_state
-from linearizer.student.exact_cache import exact_cache_of
+from linearizer.student.cache import CACHE, LinearizedCache, exact_cache_of, keeps_state
 
 Tensor = torch.Tensor
 SIZES = (512, 256)  # tokens of parts: large ones take less time in all; of small ones, more run at the same time

@@ -11,16 +11,12 @@ from typing import Any
 import torch
 
 from linearizer.kernels.compiled import is_traced
+from linearizer.kernels.features import attend_in_blocks, attend_token
 from linearizer.kernels.trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from linearizer.student.attention_of_student import working_dtype
 from linearizer.student.columns import ABSENT, Columns, FeatureState
-from linearizer.student.features_torch import (
-    CHUNK,
-    ScaledMap,
-    attend_chunks,
-    attend_text_with_features,
-    attend_token_with_features,
-)
+from linearizer.student.feature_maps import ScaledMap
+from linearizer.student.features_torch import CHUNK, attend_text_with_features
 
 try:
     from linearizer.kernels.triton.text_gradients import FeatureAttention
@@ -40,9 +36,9 @@ Tensor = torch.Tensor
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Any, window: int, real: Tensor | None, state: Any) -> Tensor:
     """Attend to window, sinks and features and update the state, by kernels where they are accepted."""
     if q.shape[-2] == 1 and real is None:
-        return attend_token_with_features(q, k, v, far, window, state)
+        return attend_token(q, k, v, far, window, state)
     fused = hasattr(far, "queries") and kernel_serves_text_features(q, k, v, state)  # a memory by a rule has none
-    attend = attend_chunks_by_kernel if fused else attend_chunks
+    attend = attend_chunks_by_kernel if fused else attend_in_blocks
     return attend_text_with_features(q, k, v, far, window, real, state, attend=attend)
 
 
@@ -57,7 +53,7 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
         text = TrialText.of(q, sizes, TRIAL_ENDS[-1], dtype)
         inputs = [x.requires_grad_(gradients) for x in (text.q, text.k, text.v)]
         state = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
-        attend = attend_chunks_by_kernel if by_kernels else attend_chunks
+        attend = attend_chunks_by_kernel if by_kernels else attend_in_blocks
         parts = []
         for start, stop in ((0, TRIAL_ENDS[0]), TRIAL_ENDS):
             part_q, part_k, part_v = text.piece(start, stop)

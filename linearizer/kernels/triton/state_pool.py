@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from linearizer.kernels.compiled import is_traced
+from linearizer.kernels.features import first_places
 from linearizer.kernels.triton.dispatch import launch_text, launch_token
 from linearizer.student.attention_of_student import FEWER, SINK_TYPE, HeadState, Merging, packed_bytes, working_dtype
-from linearizer.student.columns import EMPTY, first_places
+from linearizer.student.columns import EMPTY
 from linearizer.student.layer_student import StoredBasis, rotation
 
 Tensor = torch.Tensor

@@ -11,6 +11,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from linearizer.method.checkpoint import load
 from linearizer.plan.head_bytes import Head
+from linearizer.serve.saved_state import begin_turn, read_state, take_back_turn, turns_of, write_state
 from tests.support.models import MIXED, student_of, tokens
 
 KINDS = {
@@ -50,8 +51,8 @@ def go_on(student, ids, cache, start=READ):
 @torch.no_grad()
 def test_a_state_that_was_saved_goes_on_in_the_same_bits(student, tmp_path):
     ids, cache = read(student, texts=2)
-    cache.save(tmp_path / "state")
-    loaded = student.load_cache(tmp_path / "state")
+    write_state(student, cache, tmp_path / "state")
+    loaded = read_state(student, tmp_path / "state")
     assert loaded.get_seq_length() == READ
     assert torch.equal(go_on(student, ids, loaded), go_on(student, ids, cache))
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
@@ -73,58 +74,40 @@ def test_a_copy_and_its_original_do_not_see_what_the_other_reads(student):
 def test_turns_are_taken_back_one_by_one(student):
     ids, cache = read(student)
     expected = go_on(student, ids, cache.fork())
-    cache.begin_turn()
+    begin_turn(cache)
     student(tokens(1, 5, seed=2), past_key_values=cache)
-    cache.begin_turn()
+    begin_turn(cache)
     student(tokens(1, 4, seed=3), past_key_values=cache)
-    cache.take_back_turn()
-    assert cache.to("cpu") is cache
-    moved = cache.to(dtype=torch.float64).to(dtype=torch.float32)
-    moved.take_back_turn()
-    assert (cache.get_seq_length(), len(cache.turns)) == (READ + 5, 1)
-    assert torch.equal(go_on(student, ids, moved), expected)
-    cache.take_back_turn()
+    take_back_turn(cache)
+    assert (cache.get_seq_length(), len(turns_of(cache))) == (READ + 5, 1)
+    take_back_turn(cache)
     assert cache.get_seq_length() == READ
     assert torch.equal(go_on(student, ids, cache), expected)
     with pytest.raises(ValueError, match="no turn to take back"):
-        cache.take_back_turn()
+        take_back_turn(cache)
     for _ in range(20):
-        cache.begin_turn()
-    assert len(cache.turns) == 8 and not cache.fork().turns
-    cache.reset()
-    assert (cache.get_seq_length(), cache.turns) == (0, [])
-
-
-@torch.no_grad()
-def test_a_state_moves_to_another_dtype(student):
-    ids, cache = read(student)
-    moved = cache.to("cpu", torch.float64)
-    there, here = go_on(student, ids, moved.to(dtype=torch.float32)), go_on(student, ids, cache)
-    assert torch.equal(there, here)
-    wide = go_on(copy.deepcopy(student).to(torch.float64), ids, moved)
-    assert wide.dtype == torch.float64
-    rounded = any(group.bits == 8 for layer in student.students() for group in layer.groups)
-    torch.testing.assert_close(wide, here.double(), atol=0.5 if rounded else 2e-4, rtol=0)  # of logits of about 10
+        begin_turn(cache)
+    assert len(turns_of(cache)) == 8 and not turns_of(cache.fork())
 
 
 @torch.no_grad()
 def test_turns_that_were_saved_are_taken_back_in_the_same_bits(student, tmp_path):
     cache = student.empty_cache()
-    cache.begin_turn()  # before anything was read
+    begin_turn(cache)  # before anything was read
     ids = tokens(1, LENGTH)
     student(ids[:, :READ], past_key_values=cache)
     expected = go_on(student, ids, cache.fork())
-    cache.begin_turn()
+    begin_turn(cache)
     student(tokens(1, 5, seed=2), past_key_values=cache)
-    cache.save(tmp_path / "state")
-    loaded = student.load_cache(tmp_path / "state")
+    write_state(student, cache, tmp_path / "state")
+    loaded = read_state(student, tmp_path / "state")
     assert loaded.get_seq_length() == READ + 5 and len(loaded.turns) == 2
-    loaded.take_back_turn()
+    take_back_turn(loaded)
     assert loaded.get_seq_length() == READ
     assert torch.equal(go_on(student, ids, loaded.fork()), expected)
-    loaded.save(tmp_path / "state")
-    loaded = student.load_cache(tmp_path / "state")
-    loaded.take_back_turn()
+    write_state(student, loaded, tmp_path / "state")
+    loaded = read_state(student, tmp_path / "state")
+    take_back_turn(loaded)
     assert loaded.get_seq_length() == 0 and not loaded.turns
     assert torch.equal(go_on(student, ids, loaded, 0), go_on(student, ids, student.empty_cache(), 0))
 
@@ -133,15 +116,15 @@ def test_turns_that_were_saved_are_taken_back_in_the_same_bits(student, tmp_path
 def test_a_state_fits_the_checkpoint_of_its_model_in_every_dtype(tmp_path):
     student = student_of("llama")
     ids, cache = read(student)
-    cache.save(tmp_path / "state")
+    write_state(student, cache, tmp_path / "state")
     student.save_pretrained(tmp_path / "checkpoint")
     loaded = load(tmp_path / "checkpoint", dtype=torch.float32)
-    both = (go_on(model, ids, model.load_cache(tmp_path / "state")) for model in (loaded, student))
+    both = (go_on(model, ids, read_state(model, tmp_path / "state")) for model in (loaded, student))
     torch.testing.assert_close(*both, atol=2e-4, rtol=0)
     for dtype in (torch.bfloat16, torch.float16):
         short = load(tmp_path / "checkpoint", dtype=dtype)
-        assert short.load_cache(tmp_path / "state").get_seq_length() == READ
-        half = go_on(short, ids, short.load_cache(tmp_path / "state"))
+        assert read_state(short, tmp_path / "state").get_seq_length() == READ
+        half = go_on(short, ids, read_state(short, tmp_path / "state"))
         assert half.isfinite().all()
     with safe_open(tmp_path / "state", "pt") as file:
         facts = file.metadata()
@@ -166,19 +149,19 @@ def test_a_state_goes_on_in_another_copy_of_its_checkpoints_code(kind, tmp_path)
 @torch.no_grad()
 def test_a_state_of_another_model_is_refused(tmp_path):
     student = student_of("llama")
-    read(student)[1].save(tmp_path / "state")
+    write_state(student, read(student)[1], tmp_path / "state")
     others = [student_of("llama", sinks=3), copy.deepcopy(student), copy.deepcopy(student)]
     next(others[1].students()[0].parameters()).data += 0.5
     others[2].get_input_embeddings().weight.data *= 1.1
     for other in others:
         with pytest.raises(ValueError, match="the state of another model"):
-            other.load_cache(tmp_path / "state")
+            read_state(other, tmp_path / "state")
 
 
 @torch.no_grad()
 def test_a_damaged_file_is_refused_in_a_sentence(tmp_path):
     student = student_of("llama")
-    read(student)[1].save(tmp_path / "state")
+    write_state(student, read(student)[1], tmp_path / "state")
     whole = (tmp_path / "state").read_bytes()
     with safe_open(tmp_path / "state", "pt") as file:
         facts = file.metadata()
@@ -187,7 +170,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(tmp_path):
 
     def refused(match):
         with pytest.raises(ValueError, match=match):
-            student.load_cache(bad)
+            read_state(student, bad)
 
     for content in (
         whole[:-9],
@@ -205,7 +188,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(tmp_path):
     save_file(held, bad, {**facts, "format": "linearized state 99"})
     refused("linearized state 99")
     with pytest.raises(FileNotFoundError):
-        student.load_cache(tmp_path / "missing")
+        read_state(student, tmp_path / "missing")
     with pytest.raises(ValueError, match="read nothing"):
-        student.empty_cache().save(tmp_path / "empty")
+        write_state(student, student.empty_cache(), tmp_path / "empty")
     assert not (tmp_path / "empty").exists()

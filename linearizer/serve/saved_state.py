@@ -1,7 +1,8 @@
 """Writes the state of a linearized model to a safetensors file, and reads it for the same model.
 
 The file identifies the model by a hash of its config and some numbers of every weight, and contains a checksum. It does
-not describe the shapes of a state: these are compared with a state that the model makes of one token.
+not describe the shapes of a state: these are compared with a state that the model makes of one token. It also has the
+states from before the last turns of a conversation, to which `take_back_turn` returns.
 """
 
 import hashlib
@@ -15,13 +16,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from .attention_of_student import tensors
+from linearizer.student.attention_of_student import tensors
+from linearizer.student.cache import FORMAT
 
-FORMAT = "linearized state 4"  # of a layer in memory, too: each copy of this code accepts another's
 WITH_TURNS = "linearized state 5"
 EXACT = "exact"  # in names of tensors, where states of heads have a number
 DELTAS = "rope_deltas"  # the tensor of positions after pictures (picture_positions.py)
 WEIGHTS = "weights"  # the tensor of a file that is not part of the state
+MAX_TURNS = 8  # that can be taken back
 SAMPLED = 16  # numbers of each weight that tell a model from others
 ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ between two dtypes such as bf16 and fp16
 VOLATILE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "architectures", "id2label", "label2id"}
@@ -29,7 +31,26 @@ VOLATILE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "archit
 Tensor = torch.Tensor
 
 
-def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> None:
+def turns_of(cache: Any) -> list:
+    """Return the states of a cache from before its turns, the oldest first."""
+    turns: list = vars(cache).setdefault("turns", [])
+    return turns
+
+
+def begin_turn(cache: Any) -> None:
+    """Store a copy of the state, so that `take_back_turn` can return to it."""
+    cache.turns = [*turns_of(cache), cache.fork()][-MAX_TURNS:]
+
+
+def take_back_turn(cache: Any) -> None:
+    """Return to the state at the last `begin_turn`."""
+    if not turns_of(cache):
+        raise ValueError(f"there is no turn to take back: call begin_turn before each, at most {MAX_TURNS} are kept")
+    before = cache.turns.pop()
+    cache.layers, cache.rope_deltas, cache.is_half_read = before.layers, before.rope_deltas, False
+
+
+def write_state(model: PreTrainedModel, cache: Any, path: str | os.PathLike) -> None:
     """Write the state of a cache of the model; an older file stays until the new one is complete.
 
     The file also contains the states before its turns, the oldest first, under names that begin with their number.
@@ -38,20 +59,21 @@ def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> 
         raise ValueError("there is no state to save: the model has read nothing with this cache")
     stored: dict[str, Tensor] = {}
     sizes: list[tuple[int, int]] = []
-    for turn, state in enumerate([*cache.turns, cache]):
+    turns = turns_of(cache)
+    for turn, state in enumerate([*turns, cache]):
         by_name = {
             name: tensor_at(*place).detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, place in places(state).items()
         }
         sizes.append((state.get_seq_length(), len(next(iter(by_name.values()))) if by_name else 0))
-        stored |= {name_in_file(name, turn, len(cache.turns)): x for name, x in by_name.items()}
+        stored |= {name_in_file(name, turn, len(turns)): x for name, x in by_name.items()}
     facts = {
         **identify(model),
-        "format": WITH_TURNS if cache.turns else FORMAT,
+        "format": WITH_TURNS if turns else FORMAT,
         "tokens": str(sizes[-1][0]),
         "texts": str(sizes[-1][1]),
     }
-    if cache.turns:
+    if turns:
         facts["turns"] = json.dumps(sizes[:-1])
     stored[WEIGHTS] = sample_weights(model)
     facts["checksum"] = checksum(stored, facts)
