@@ -9,7 +9,6 @@ from typing import Any
 import gradio as gr
 
 from linearizer.page import landing, plan_form
-from linearizer.page.chat import MEMORY_PROMPTS, SAMPLE_PROMPTS
 from linearizer.page.limits import LIMITS, budget_reach
 from linearizer.page.plan_form import USUAL_PAPER, effort_choices, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, on_space, signs_in
@@ -34,11 +33,6 @@ LEADS = {  # of the second step: its title and text
     ),
 }
 SLIDERS = {"causal": "Tokens of cache", "encoder": "Tokens that each token sees"}
-ABOUT_COMPARE = (
-    "One chat with three models, which take turns, a token each. They can all read a file, and then each answers from "
-    "what it remembers."
-)
-COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 ABOUT_JOBS = (
     "The same run on hardware that the Hub rents by the minute. Only your account pays. The run is kept in a private "
     "bucket of yours, and this page follows it as any other run."
@@ -242,52 +236,6 @@ def result_step(ui: SimpleNamespace) -> None:
     ui.held = chart("What each head needs and holds", ABOUT_NEEDS, "held")
     place_publishing(ui)
     place_measurements(ui)
-
-
-def compare_step(ui: SimpleNamespace) -> None:
-    """Place a chat with three models: a prompt for all of them, and a column for each."""
-    lead("Compare", ABOUT_COMPARE)
-    ui.chat = gr.State("")  # its name
-    ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
-    with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
-        titles = (*SAMPLE_PROMPTS, *MEMORY_PROMPTS)
-        ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
-    ui.prompt_note = gr.HTML(elem_id="prompt-note")
-    with gr.Row(elem_id="chat-acts"):
-        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False, min_width=120)
-        look: dict[str, Any] = {"size": "lg", "min_width": 120, "interactive": False, "elem_id": "file"}
-        ui.file = gr.UploadButton("Read a file", file_types=["text", ".md", ".pdf"], type="filepath", **look)
-        ui.end_chat = gr.Button("New chat", elem_id="end-chat", min_width=120)
-        ui.stop_writing = gr.Button("Stop", elem_id="stop-writing", min_width=120)
-    place_manner(ui)
-    ui.meter = gr.HTML(elem_id="meter")
-    ui.compare_note = gr.HTML(elem_id="compare-note")
-    with gr.Row():
-        for name, title in COLUMNS.items():
-            with gr.Column(min_width=190) as place:
-                gr.HTML(f"<h3>{title}</h3>", elem_classes="lz-side-name")
-                setattr(ui, name, gr.HTML(elem_id=name))
-                setattr(ui, f"{name}_card", gr.HTML(elem_id=f"{name}-card"))
-    ui.window_place = place  # the last
-
-
-def place_manner(ui: SimpleNamespace) -> None:
-    """Place the settings of prompts, and of how the models write."""
-    with gr.Accordion("Template, length and more", open=False, elem_id="manner"):
-        about = "the beginning of a chat, if the model has a template"
-        ui.system = gr.Textbox("", label="System message", info=about, lines=1, max_lines=4, elem_id="system")
-        with gr.Row():
-            about = "if the model has a template; else all continue the text"
-            ui.as_chat = gr.Checkbox(True, label="As a chat", info=about, min_width=180, elem_id="as-chat")
-            about = "sinks and the newest tokens, in the student’s bytes"
-            ui.with_window = gr.Checkbox(
-                True, label="A plain window, too", info=about, min_width=180, elem_id="with-window"
-            )
-        with gr.Row():
-            ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
-            ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
-            about = "instead of the likeliest token"
-            ui.sample = gr.Checkbox(False, label="Draw tokens", info=about, scale=2, min_width=180)
 
 
 def place_measurements(ui: SimpleNamespace) -> None:

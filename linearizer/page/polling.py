@@ -16,7 +16,7 @@ import gradio as gr
 from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import cards, plan_cards, run_state, sending
+from linearizer.page import cards, compare, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import IDLE_POLL_SECONDS, RUN_ACTIONS, show_note
 from linearizer.page.limits import budget_reach
@@ -56,7 +56,7 @@ OUTPUTS = (  # of draw_changes: the names of parts of the page
         "evaluate",
         "stop_evaluating",
     ),
-    *(*RUN_ACTIONS, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN),
+    *(*RUN_ACTIONS, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN, *compare.OUTPUTS),
 )
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
 
@@ -101,7 +101,7 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
     if drawn_marks.get("id") != parts["id"].mark:  # a new run may have the name of a deleted one
         drawn_marks = {name: step for name, step in drawn_marks.items() if name == "shown"}
     changed = {key: part.value for key, part in parts.items() if drawn_marks.get(key) != part.mark}
-    drawn = show_nothing() | show_attached(run) if "id" in changed else {}
+    drawn = show_nothing() | show_attached(run) | compare.show_kept(browser) if "id" in changed else {}
     drawn |= {name: plot_json(changed[name]) for name in PLOTS if name in changed}
     drawn |= {name: changed[name] for name in TEXTS if name in changed}
     for part in (part for part in PART_VIEWS if PART_PREFIX + part in changed):
