@@ -121,10 +121,12 @@ def show(key: Key) -> dict[str, Any]:
     return shown | (heads_of_turn(talk.turns[-1]) if talk.turns else {HEADS[name]: head_card(name) for name in HEADS})
 
 
-def show_kept(browser: Browser) -> dict[str, Any]:
-    """Show the chat of a run that is opened."""
+def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
+    """Show the chat of a run that is opened; without one, only that of `another` run is emptied."""
     with suppress(LinearizerError):  # the visitor may be unknown, and has none
-        return show(key_of(browser))
+        key = key_of(browser)
+        if another or chats.look_up(key) or chats.asked(key):
+            return show(key)
     return {}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from html import escape
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import glossary_html, message_box
 from linearizer.report.parts import PART_VIEWS
 
+UNCHOSEN = "Choose a model to continue"
 SEARCH_ABOUT = "a name on the Hub, a folder, or a GGUF file"
 MODELS = {  # suggestions, by the titles of their buttons
     "Take the demo (14 MB)": "demo",
@@ -73,9 +77,23 @@ def header(level: str = "h1") -> None:
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
-        "<p>Language models of the Hub, with a memory that does not grow.</p></header>"
+        f"<p>Language models of the Hub, with a memory that does not grow.</p>{links_html()}</header>"
     )
     gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
+
+
+def links_html() -> str:
+    """Link to the paper of the method, how to cite it, the licence, and on a Space the code."""
+    card = (Path(__file__).parents[1] / "publish" / "causal_card.md").read_text(encoding="utf-8")
+    cited = card.partition("```bibtex\n")[2].partition("\n\n")[0]
+    space = (
+        f'<a href="https://huggingface.co/spaces/{os.environ.get("SPACE_ID")}/tree/main">Code</a>' if on_space() else ""
+    )
+    return (
+        f'<nav class="lz-about" aria-label="About">{space}<a href="https://arxiv.org/abs/2507.03340">Paper</a>'
+        f'<button type="button" data-act="copy" value="{escape(cited, quote=True)}">BibTeX</button>'
+        '<a href="https://www.apache.org/licenses/LICENSE-2.0">Apache 2.0</a></nav>'
+    )
 
 
 def run_above_steps(ui: SimpleNamespace) -> None:
@@ -101,20 +119,19 @@ def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: Simple
 
 
 def choose_model(ui: SimpleNamespace) -> None:
-    gr.HTML(
-        '<div class="lz-hero"><h2>Which model?</h2><p>A language model keeps the keys and values of every token, '
-        "so its KV cache grows with the text. Linearizer turns the model into a student whose memory has a fixed size, "
-        f"and measures what that costs. {landing.gain_sentence()}</p></div>",
-        elem_id="hero",
-    )
-    ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, allow_custom_value=True, elem_id="model")
+    gr.HTML(landing.hero_html(), elem_id="hero")
+    with gr.Row(elem_classes="lz-pick"):
+        look: dict[str, Any] = {"allow_custom_value": True, "elem_id": "model", "scale": 3, "min_width": 300}
+        ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, **look)
+        ui.to_budget = gr.Button(
+            UNCHOSEN, variant="primary", interactive=False, elem_id="to-budget", scale=1, min_width=200
+        )
     with gr.Row(elem_classes="lz-chips"):
         ui.models = {
             model: gr.Button(title, size="sm", min_width=90, elem_id=model.rpartition("/")[2])
             for title, model in MODELS.items()
         }
     ui.model_card = gr.HTML(elem_id="model-card")
-    ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
     link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
     ui.last_runs = gr.HTML(elem_id="last-runs")
     gr.HTML(f'<p class="lz-links">{link}</p>{landing.real_model_html()}', elem_id="gain")
@@ -228,6 +245,9 @@ def distil_step(ui: SimpleNamespace) -> None:
 
 def result_step(ui: SimpleNamespace) -> None:
     gr.HTML('<h2 class="lz-lead">Result</h2>')
+    with gr.Row(elem_id="next"):
+        ui.to_chat = gr.Button("Chat with it", variant="primary", visible=False, elem_id="to-chat")
+        ui.to_publish = gr.Button("Publish", visible=False, elem_id="to-publish")
     ui.awaited = gr.HTML(message_box("The student of this run is not judged yet."), elem_id="awaited")
     ui.verdict = gr.HTML(elem_id="verdict")
     ui.usage = gr.HTML(elem_id="use-card")

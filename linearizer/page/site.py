@@ -17,7 +17,7 @@ from gradio.themes import Color
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
-from linearizer.page import actions, compare, handlers, layout, limits, plan_handlers, polling, sending
+from linearizer.page import actions, compare, handlers, layout, limits, link_preview, plan_handlers, polling, sending
 from linearizer.page.calls import ONCE, QUICK, SLOW
 from linearizer.page.visitors import on_space
 from linearizer.serve import guards
@@ -184,6 +184,8 @@ def wire_run(ui: SimpleNamespace, opened: Any) -> None:
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
     ui.colour.change(None, ui.colour, None, js="colourHeads", **QUICK)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
+    ui.to_chat.click(lambda: gr.Tabs(selected=6), None, ui.walk, **QUICK)
+    ui.to_publish.click(None, None, None, js="openPublishing", **QUICK)
     for name, action in {**handlers.RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
         getattr(ui, name).click(handlers.ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
 
@@ -300,7 +302,10 @@ def serve_page(
         enable_monitoring=False,
         max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
-        app_kwargs={"routes": [sending.ROUTE], "middleware": [compressing, *keep_out(key or made_key)]},
+        app_kwargs={
+            "routes": [sending.ROUTE, link_preview.ROUTE],
+            "middleware": [compressing, *keep_out(key or made_key), Middleware(link_preview.LinkPreview)],
+        },
         ssr_mode=False,
         prevent_thread_lock=True,
     )

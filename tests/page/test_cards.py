@@ -3,6 +3,7 @@
 import re
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -133,3 +134,10 @@ def test_a_training_that_was_ended_early_says_so_wherever_its_student_is_shown(t
     assert run_list.run_facts(run)["trained"] == words
     run.log(EventName.DISTILLED, phase=0, steps=200, asked=200)  # resumed, and ended
     assert words not in plan_cards.plan_card(run.plan, read_training(run))
+
+
+def test_the_lines_under_use_it_load_the_student_and_write(quick_run, capsys):
+    ways = cards.write_causal_ways(Run(quick_run))
+    exec(ways["Load it"], {})
+    assert capsys.readouterr().out.startswith("Once")
+    assert ("Serve it with vLLM" in ways) == (find_spec("vllm") is not None)

@@ -27,7 +27,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         page.get_by_role("button", name="All measurements").click()
         page.wait_for_selector("#part-language table", state="attached")  # folded
         assert [table.locator("tbody tr").count() for table in page.locator("#part-language table").all()].count(3)
-        page.click("#step-6-button")
+        page.click("#to-chat")
         message = page.locator("#prompt textarea")
         message.press("Enter")
         shown(page, "#chat-note", "the prompt is empty")
@@ -134,6 +134,11 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
         for step in (1, 5, 2, 4, 6, 3, 1):
             page.click(f"#step-{step}-button")
             page.wait_for_selector(f"#step-{step} h2", state="visible")
+        page.go_back()  # a step, and to go on is no visit of another page
+        page.wait_for_selector("#step-3 h2", state="visible")
+        wait_until_true(page, f"document.title == 'Measure · {done} · Linearizer'")
+        page.goto(f"{page.url.partition('&')[0]}&tab=model")  # a link that was sent
+        page.wait_for_selector("#step-1 h2", state="visible")
         shown(page, "#run-model", "demo")
         assert page.locator("#model").count() == 0  # nothing to choose beside what was chosen
         page.click("#step-2-button")

@@ -27,6 +27,8 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
             shown(page, "#budget-card", f"from {taken} tokens on")
             typed.blur()
             assert typed.input_value() == taken
+            told = f"budget {text} is not allowed here: it should be a whole number from 32 to 512. {taken} is taken."
+            assert page.locator(".lz-taken").inner_text() == (told if text not in ("", taken) else "")
             if text == "9000":
                 shown(page, "#budget-card", "more buys nothing: every head has all it can use")
         assert number_at(page, "#budget-card", "state").startswith("at most 262 kB")
@@ -176,6 +178,8 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
         page.wait_for_selector("#awaited", state="hidden")
         assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
         assert page.locator("#verdict dt").count() == 4
+        page.click("#to-publish")
+        page.wait_for_selector("#preview", state="visible")
         shown(page, "#use-card", f"linearizer serve {run.folder}")
         wait_until_true(page, "document.querySelectorAll('#verdict .lz-save').length == 2")
         page.wait_for_selector("#step-5 .js-plotly-plot")
